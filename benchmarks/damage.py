@@ -37,7 +37,7 @@ from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.folder import identity_of as identity
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 from kills import forked
 from living_model import WIDTH, State, differences, item_of, make_bundles, small
@@ -70,7 +70,7 @@ def make(folder: Path) -> tuple[State, list[Bundle]]:
             folder / "index",
             bundles[0],
             widths_of(bundles[0], features=WIDTH),
-            structure=Wanted("ivf", {"lists": 4, "probes": 4}),
+            structure=StructureChoice("ivf", {"lists": 4, "probes": 4}),
         )
         store = LocalStore(folder / "index", upkeep=False)
 

@@ -245,13 +245,13 @@ def small_segments() -> Iterator[None]:
     """Have segments made of so few items that merges go on all the while, and filters looked up as
     those of a large index.
     """
-    before = upkeep._LEAST_DEAD, masks._SMALL
-    upkeep._LEAST_DEAD = SMALL
+    before = upkeep._MIN_DEAD_ROWS, masks._SMALL
+    upkeep._MIN_DEAD_ROWS = SMALL
     masks._SMALL = 0
     try:
         yield
     finally:
-        upkeep._LEAST_DEAD = before[0]
+        upkeep._MIN_DEAD_ROWS = before[0]
         masks._SMALL = before[1]
 
 

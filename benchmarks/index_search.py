@@ -29,7 +29,7 @@ from retrieval.serving.index.index import Index
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 from bench import finish, markdown
 from scaled_bundle import make_bundle
@@ -46,7 +46,10 @@ def build(folder: Path, vectors: Any, structure: str) -> Index:
     make_bundle(folder / f"bundle-{structure}", vectors.shape[1], 1.0)
     bundle = Bundle.open(folder / f"bundle-{structure}", threads=1)
     create_local(
-        folder / structure, bundle, {"vector": vectors.shape[1]}, structure=Wanted(structure)
+        folder / structure,
+        bundle,
+        {"vector": vectors.shape[1]},
+        structure=StructureChoice(structure),
     )
     with LocalStore(folder / structure, upkeep=False) as store:
         for start in range(0, len(vectors), 5000):

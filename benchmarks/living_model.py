@@ -21,7 +21,7 @@ from retrieval.serving.filters import as_filter
 from retrieval.serving.store import record, structure, upkeep
 from retrieval.serving.store.contract import Generation, Item, widths_of
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 from scaled_bundle import make_bundle
 
@@ -121,8 +121,8 @@ def item_of(id: str, version: int, bundle: int) -> Item:
 
 def small() -> None:
     """Have little fill a segment or a log, so that every kind of work happens often."""
-    upkeep._LEAST_DEAD = FLUSH
-    structure.LEAST = LEAST
+    upkeep._MIN_DEAD_ROWS = FLUSH
+    structure.MIN_ROWS = LEAST
     record._CHECKPOINT_PAGES = 40
 
 
@@ -259,7 +259,7 @@ class Writing:
             store.drop(self.generation(call["number"]))
         elif name == "restructure":
             store.restructure(
-                Wanted(
+                StructureChoice(
                     call["backend"], {"lists": 4, "probes": 4} if call["backend"] == "ivf" else {}
                 )
             )

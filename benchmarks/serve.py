@@ -42,7 +42,7 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 from bench import WORK, arguments, finish, load, machine, markdown, versions
 
@@ -88,7 +88,7 @@ def prepared(folder: Path, bundle: Path, vectors: Any, queries: list[bytes]) -> 
     """Make an index of vectors, the vectors as a matrix, and queries."""
     opened = Bundle.open(bundle)
     arrays = {"vector": vectors.shape[1]}
-    create_local(folder / "index", opened, arrays, structure=Wanted("flat"), replace=True)
+    create_local(folder / "index", opened, arrays, structure=StructureChoice("flat"), replace=True)
     with LocalStore(folder / "index") as store:
         for start in range(0, len(vectors), 20_000):
             rows = enumerate(vectors[start : start + 20_000], start)

@@ -93,7 +93,7 @@ class Local(System):
         from retrieval.serving.store.contract import Item
         from retrieval.serving.store.folder import create_local
         from retrieval.serving.store.local import LocalStore
-        from retrieval.serving.store.structure import Wanted
+        from retrieval.serving.store.structure import StructureChoice
 
         self.item, self.parse = Item, parse_filter
         if not (self.folder / "index").exists():
@@ -101,7 +101,7 @@ class Local(System):
 
             make_bundle(self.folder / "bundle", WIDTH, 1.0)
             bundle = Bundle.open(self.folder / "bundle")
-            structure = Wanted(self.structure)
+            structure = StructureChoice(self.structure)
             create_local(self.folder / "index", bundle, {"vector": WIDTH}, structure=structure)
         self.store: Any = LocalStore(self.folder / "index")
         self.bundle = self.store.generations()[0].bundle

@@ -78,7 +78,7 @@ def vectors_of(writer: int, group: int, state: int) -> Any:
 def write(folder: Path, writer: int, seed: int) -> None:
     """Write until told to stop."""
     drawn, board = random.Random(seed), Board(folder / "board")
-    upkeep._LEAST_DEAD = structure.LEAST = 100  # so that upkeep has work
+    upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 100  # so that upkeep has work
     with Index.open(folder / "index", threads=1) as index:
         bundle = index.bundle.sha256
         while not board.stop[0]:

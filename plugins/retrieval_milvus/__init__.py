@@ -1,4 +1,4 @@
-"""Milvus as a store: `milvus://host:19530/photos`."""
+"""Store plugin for Milvus: `milvus://host:19530/photos`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from retrieval.plugin import Factories
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """Milvus: any number of processes search one index, on any number of machines."""
+    """Milvus: any number of processes and machines share one index."""
     from retrieval_milvus.place import MilvusPlace
 
     return {"milvus": MilvusPlace}

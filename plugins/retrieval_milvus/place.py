@@ -1,4 +1,4 @@
-"""Where an index in Milvus is."""
+"""The place of an index in Milvus."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from retrieval import stores
 from retrieval.errors import MissingDependency, StoreError
 
 _NAME = re.compile(r"[A-Za-z_](?:_?[A-Za-z0-9])*_?")
-_LONGEST = 200
+_MAX_NAME = 200
 
 
 class MilvusPlace(stores.RemotePlace):
-    """A server of Milvus, or a cluster.
+    """A Milvus server or cluster.
 
-    Its token is taken from the environment: RETRIEVAL_MILVUS_TOKEN.
+    Its token comes from the environment variable RETRIEVAL_MILVUS_TOKEN.
 
     Args:
         address: `milvus://host:19530/photos`; the port is 19530 by default.
-        database: the database of the server.
-        tls: whether to talk over TLS.
-        ca: file of the certificates that vouch for the server's, as PEM; empty for those that this
-            system trusts.
-        timeout: seconds that one question to the server may take, with what is asked again
-            meanwhile.
-        exact: whether every vector is looked at, rather than a graph of Milvus's, which is faster
-            and may miss some. A generation keeps what it was made with.
+        database: database on the server.
+        tls: whether to connect over TLS.
+        ca: PEM file of the certificate authorities that sign the server's certificate; by default
+            those that the system trusts.
+        timeout: time limit of one request to the server with its retries, in seconds.
+        exact: whether to search exactly. Otherwise Milvus searches an HNSW graph, which is faster
+            but may miss items. A generation keeps the setting that it was created with.
     """
 
     def __init__(
@@ -43,9 +42,9 @@ class MilvusPlace(stores.RemotePlace):
         exact: bool = True,
     ) -> None:
         super().__init__(address)
-        if not _NAME.fullmatch(address.name) or len(address.name) > _LONGEST:
+        if not _NAME.fullmatch(address.name) or len(address.name) > _MAX_NAME:
             raise StoreError(
-                f"{address} names no index: a name has letters, digits and single '_', {_LONGEST}"
+                f"{address} names no index: a name has letters, digits and single '_', {_MAX_NAME}"
                 f" at most, such as {address.scheme}://HOST/photos."
             )
         if ca and not tls:
@@ -56,7 +55,7 @@ class MilvusPlace(stores.RemotePlace):
         self._timeout, self._exact = timeout, exact
 
     def store(self) -> stores.RemoteStore:
-        """Return a store that is connected; see `RemotePlace`."""
+        """Return a connected store; see `RemotePlace`."""
         if find_spec("pymilvus") is None:
             raise MissingDependency(
                 "Milvus needs a package: pip install 'embedding-retrieval[milvus]'."
@@ -69,7 +68,7 @@ class MilvusPlace(stores.RemotePlace):
             "db_name": self._database,
         }
         if self._tls:
-            # empty for the client's own list, where the system has none
+            # If the system has no list of authorities, the client uses its own.
             ca = self._ca or ssl.get_default_verify_paths().cafile or ""
             self._shake_hands(host, port, ca)
             server |= {"secure": True, "server_pem_path": ca}
@@ -79,12 +78,12 @@ class MilvusPlace(stores.RemotePlace):
         return MilvusStore(server, str(self.address), name, self._timeout, self._exact)
 
     def _shake_hands(self, host: str, port: int, ca: str) -> None:
-        """Try TLS: the client only ever says that nobody answers.
+        """Try a TLS handshake, since the client's own errors do not tell why one fails.
 
         Raises:
-            StoreError: the certificates cannot be read; the server's is not trusted, or is another
-                host's; or nobody speaks TLS there. That nobody answers at all is left to the
-                client.
+            StoreError: the certificates cannot be read, the server's is not trusted or names
+                another host, or the server does not speak TLS. The client reports an unreachable
+                server.
         """
         try:
             context = ssl.create_default_context(cafile=ca or None)

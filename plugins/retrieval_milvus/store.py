@@ -1,4 +1,4 @@
-"""An index in Milvus: a row for each item and sub-space, all but its vector as JSON."""
+"""A store in Milvus: one row per item and sub-space, with everything but the vector as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from retrieval.errors import DataError, StoreError
 
 Floats = NDArray[np.float32]
 
-# It writes a traceback for whatever a server refuses; all of that is raised as a sentence here.
+# pymilvus logs a traceback for each refusal; this module raises them as sentences instead.
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 
 NOTE, WRITTEN, SETTLED = "retrieval.note.", "retrieval.written", "retrieval.settled"
 GRAPH = {"M": 16, "efConstruction": 200}
-BREADTH, MOST_BREADTH = 64, 32_768  # of a search in the graph
+BREADTH, MOST_BREADTH = 64, 32_768  # minimum and maximum `ef` of a search in the graph
 REQUEST_BYTES = 2 << 20
-KEYS = 500  # of one question
+KEYS = 500  # maximum number of keys per request
 KEY_BYTES, TEXT_BYTES = 8100, 65_000
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -40,20 +40,20 @@ AWAY_WORDS = re.compile(
     "|unhealthy|initializing|not serving|channel not|rate limit|retry",
     re.IGNORECASE,
 )
-EXACT = 1 << 53  # whole numbers below are themselves as float64
+EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
-"""Texts and names that stand in an expression as they are; others are looked at item by item."""
+"""Texts and names that need no escaping in an expression; others are compared item by item."""
 
 
 class MilvusStore(stores.RemoteStore):
-    """See above. Small notes are properties of the register: descriptions are never old ones.
+    """A store in Milvus. Its notes are properties of the register, which are never read stale.
 
     Args:
-        server: what `MilvusClient` takes: `uri`, `token`, `db_name`, and certificates.
-        address: what sentences call the index.
-        name: of the index: the alias.
-        timeout: seconds that one question may take.
-        exact: whether the collections that it makes are searched vector by vector, or by a graph.
+        server: arguments of `MilvusClient`: `uri`, `token`, `db_name` and certificates.
+        address: name of the index in messages.
+        name: name of the index, which is its alias.
+        timeout: time limit of one request in seconds.
+        exact: whether new collections are searched exactly rather than by an HNSW graph.
     """
 
     engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
@@ -68,7 +68,7 @@ class MilvusStore(stores.RemoteStore):
         self._properties: tuple[str, Mapping[str, str]] = ("", {})  # of the served collection
         self._client = self._ask(MilvusClient, **server, dedicated=True)
         if server["db_name"] != "default":
-            self._collections()  # a collection of a database that is not there is merely not found
+            self._collections()  # raises if the database does not exist
 
     def _limit(self, seconds: float) -> dict[str, Any]:
         return {"timeout": seconds}
@@ -76,7 +76,7 @@ class MilvusStore(stores.RemoteStore):
     def _fault(self, error: Exception) -> tuple[bool, str]:
         away, text = _fault_of(error)
         again = " Try again in a moment." * away
-        # a server that speaks TLS closes any other connection
+        # A TLS server closes plain connections.
         closed = away and "secure" not in self._server and "Socket closed" in text
         return away, f"{text}{again}{' If the server speaks TLS, write ?tls=true.' * closed}"
 
@@ -116,7 +116,7 @@ class MilvusStore(stores.RemoteStore):
         self._set(self.collection(0), {})
 
     def _make(self, generation: stores.Generation) -> None:
-        packed = sum(generation.widths.values())  # as base64 of float32, beside the vector
+        packed = sum(generation.widths.values())  # numbers stored as base64 beside the vector
         if len(generation.spans) == 1:
             packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
@@ -146,10 +146,11 @@ class MilvusStore(stores.RemoteStore):
                 self._ask(self._client.drop_collection, name)
 
     def _set(self, name: str, properties: Mapping[str, str]) -> None:
-        """Set properties of a collection, which survive the end of the server from then on.
+        """Set properties of a collection durably.
 
-        An etcd of one member answers before a change is on the disk, and takes no other one until
-        it is ("Durability API guarantee broken in single node cluster"), so another one follows.
+        A single-member etcd confirms a change before it is on the disk, but accepts the next one
+        only afterwards ("Durability API guarantee broken in single node cluster"). So a second
+        change follows each one.
         """
         for change in (dict(properties), {SETTLED: str(time.time_ns())}):
             if change:
@@ -194,12 +195,12 @@ class MilvusStore(stores.RemoteStore):
         for some in _chunks(ids):
             keys = [key for id in some for key in (_key(id), *(f"{_key(id)}.{n}" for n in spaces))]
             self._ask(self._client.delete, self.collection(generation.number), ids=keys)
-        # A deletion is not told its time; a row that is written behind it is.
+        # Milvus does not return the time of a deletion, but that of a row written after it.
         self._ask(self._client.upsert, self.collection(0), list(_plain_rows({"id": "now"}, [], 2)))
         self._wrote(generation, self.collection(0))
 
     def _wrote(self, generation: stores.Generation, last: str) -> None:
-        """Say when a collection was last written to: who reads waits for that, and nothing else."""
+        """Store the time of a collection's last write, which readers wait for."""
         if generation.number:
             self._set(self.collection(generation.number), {WRITTEN: str(self._own(last))})
 
@@ -208,7 +209,7 @@ class MilvusStore(stores.RemoteStore):
         return int(get_collection_ts(name, server, self._server["db_name"]) or 0)
 
     def _level(self, name: str) -> dict[str, Any]:
-        """Return what an answer must have: all up to the last write, or all there is."""
+        """Return the consistency of a read: up to the last known write, or else strong."""
         served, properties = self._properties
         seen = max(int(properties.get(WRITTEN, 0)), self._own(name)) if served == name else 0
         if not seen:
@@ -265,7 +266,7 @@ class MilvusStore(stores.RemoteStore):
         where: Sequence[str],
     ) -> list[list[str]]:
         name = self.collection(generation.number)
-        breadth = min(max(BREADTH, 2 * count), MOST_BREADTH)  # a collection without graph has none
+        breadth = min(max(BREADTH, 2 * count), MOST_BREADTH)  # ignored by exact collections
         answers = self._ask(
             self._client.search,
             name,
@@ -285,7 +286,7 @@ class MilvusStore(stores.RemoteStore):
     def _condition(
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> str | None:
-        """Return an expression; what a user writes is a part of it only where it is plain."""
+        """Return an expression; a user's text becomes part of it only if it needs no escaping."""
         if field == "id":
             keys = [_key(value) for value in values if isinstance(value, str)]
             if op == "=":
@@ -309,7 +310,7 @@ class MilvusStore(stores.RemoteStore):
 
 
 def _literal(value: Any) -> str | None:
-    """Return a value as Milvus reads it; None for one that it may read as another."""
+    """Return a value as a literal of Milvus, or None if Milvus might read it differently."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -320,7 +321,7 @@ def _literal(value: Any) -> str | None:
 
 
 def _key(text: str) -> str:
-    """Return a text as digits, whose order is that of code points."""
+    """Return a text as hexadecimal digits, which sort like code points."""
     return text.encode().hex()
 
 
@@ -333,7 +334,7 @@ def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _joined(parts: Sequence[str], joint: str) -> str:
-    """Join expressions in pairs of pairs: the server's parser is recursive."""
+    """Join expressions as a balanced tree, since the server's parser is recursive."""
     parts = list(parts)
     while len(parts) > 1:
         pairs = [parts[start : start + 2] for start in range(0, len(parts), 2)]
@@ -348,7 +349,7 @@ def _dimensions(generation: stores.Generation) -> int:
 def _plain_rows(
     record: dict[str, Any], vectors: Sequence[Floats], dimensions: int
 ) -> Iterator[dict[str, Any]]:
-    """Give the rows of an item: one for each sub-space, or one that no search finds."""
+    """Yield an item's rows: one per sub-space or, without vectors, one hidden from searches."""
     arrays = json.dumps(record.pop("arrays", {}))
     key, plain = _key(record["id"]), json.dumps(record, ensure_ascii=False)
     for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):
@@ -371,7 +372,7 @@ def _row(row: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
 
 
 def _fault_of(fault: Exception) -> tuple[bool, str]:
-    """Return whether the server cannot be reached or is not ready, and a fault as a sentence."""
+    """Return whether the server is unreachable or not ready, and the error as a sentence."""
     rpc: Any = fault if isinstance(fault, grpc.RpcError) else fault.__cause__
     if isinstance(rpc, grpc.RpcError):
         text = f"{_line(rpc.details()) or type(fault).__name__}."

@@ -1,6 +1,4 @@
-"""Qdrant as a store: `qdrant://host:6333/photos`, and `qdrant_local:///data/photos` without a
-server.
-"""
+"""Store plugin for Qdrant: `qdrant://host:6333/photos`, or `qdrant_local:///data/photos`."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from retrieval.plugin import Factories
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """Qdrant, on a server or in a folder of this machine."""
+    """Qdrant, on a server or in a local folder."""
     from retrieval_qdrant.place import QdrantLocalPlace, QdrantPlace
 
     return {"qdrant": QdrantPlace, "qdrant_local": QdrantLocalPlace}

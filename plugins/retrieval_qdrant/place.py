@@ -1,4 +1,4 @@
-"""Where an index in Qdrant is: on a server, or in a folder of this machine."""
+"""The place of an index in Qdrant, on a server or in a local folder."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ def _name(address: stores.Address) -> str:
 
 
 class QdrantPlace(stores.RemotePlace):
-    """A server or cluster of Qdrant. Its API key comes from the environment: RETRIEVAL_QDRANT_KEY.
+    """A Qdrant server or cluster.
+
+    Its API key comes from the environment variable RETRIEVAL_QDRANT_KEY.
 
     Args:
         address: `qdrant://host:6333/photos`; the port is 6333 by default.
-        tls: whether to talk over TLS.
-        timeout: seconds that one question to the server may take.
-        exact: whether every vector is looked at, rather than Qdrant's graph, which is faster and
-            may miss some.
+        tls: whether to connect over TLS.
+        timeout: time limit of one request to the server with its retries, in seconds.
+        exact: whether to search exactly. Otherwise Qdrant searches an HNSW graph, which is faster
+            but may miss items.
     """
 
     def __init__(
@@ -65,12 +67,12 @@ class QdrantPlace(stores.RemotePlace):
 
 
 class QdrantLocalPlace(stores.RemotePlace):
-    """Qdrant's in-process mode: a folder that one process opens at a time, all of it in memory.
+    """Qdrant's in-process mode, which keeps all items of a local folder in memory.
 
-    It suits some ten thousand items.
+    One process can open the folder at a time. It suits some ten thousand items.
 
     Args:
-        address: `qdrant_local:///data/photos`: the index `photos` in the folder `/data`.
+        address: `qdrant_local:///data/photos` is the index `photos` in the folder `/data`.
     """
 
     def __init__(self, address: stores.Address) -> None:
@@ -87,15 +89,14 @@ class QdrantLocalPlace(stores.RemotePlace):
 
 
 class _LocalClient:
-    """What `QdrantClient` is, for a folder, which is opened once in a process and asked by one
-    thread at a time.
+    """Thread-safe `QdrantClient` of a local folder, which a process opens only once.
 
     Args:
-        folder: where its collections are; it is made where it is missing.
-        address: what sentences call the index.
+        folder: folder of the collections; created if it does not exist.
+        address: name of the index in messages.
 
     Raises:
-        StoreError: another process has it open, or it cannot be written.
+        StoreError: another process has the folder open, or it cannot be written.
     """
 
     _clients: ClassVar[dict[str, Any]] = {}
@@ -134,7 +135,7 @@ class _LocalClient:
         return call
 
     def close(self) -> None:
-        """Close the folder when nobody else of this process has it open."""
+        """Close the folder if no other client of this process uses it."""
         with self._lock:
             folder, self._folder = self._folder, None
             if folder is not None:

@@ -1,4 +1,4 @@
-"""An index in Qdrant: a point for each item, its vectors by sub-space, all else in its payload."""
+"""A store in Qdrant: one point per item, with named vectors per sub-space and a payload."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ Floats = NDArray[np.float32]
 
 BATCH_BYTES = 8 << 20
 PASSING = (408, 429, 500, 502, 503, 504)
-EXACT = 1 << 53  # whole numbers below are themselves as float64
+EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
 NOTES = str(uuid.UUID(int=0))
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 
 
 def point_of(text: str) -> str:
-    """Return the id of a point: 128 bits of a digest, which give pages their order."""
+    """Return the point id of an item's id: 128 bits of its SHA-256. Pages are sorted by it."""
     return str(uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16]))
 
 
 class QdrantStore(stores.RemoteStore):
-    """See above.
+    """A store in Qdrant.
 
     Args:
-        client: connected.
-        address: what sentences call the index.
-        name: of the index: the alias.
-        timeout: seconds that one question may take.
-        exact: whether a server looks at every vector, rather than at Qdrant's graph.
-        local: whether it is the in-process mode.
+        client: connected client.
+        address: name of the index in messages.
+        name: name of the index, which is its alias.
+        timeout: time limit of one request in seconds.
+        exact: whether a server searches exactly rather than by its HNSW graph.
+        local: whether the client is the in-process mode.
     """
 
     engine, errors = "Qdrant", (ApiException, ValueError)
@@ -171,7 +171,7 @@ class QdrantStore(stores.RemoteStore):
             self._client.scroll,
             self.collection(generation.number),
             models.Filter(must=list(where)),
-            offset=start,  # itself, where it is there
+            offset=start,  # Qdrant includes this point, if it exists
             limit=limit + 1,
             with_payload=True if arrays else PLAIN,
             with_vectors=arrays,
@@ -211,7 +211,7 @@ class QdrantStore(stores.RemoteStore):
         return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 
     def _combined(self, joint: str, parts: Sequence[Any]) -> models.Condition:
-        """Return a condition of Qdrant's. Values are values there, none can become a condition."""
+        """Return a condition of Qdrant, in which a value can never become a condition."""
         kind = {"and": "must", "or": "should", "not": "must_not"}[joint]
         return models.Filter.model_validate({kind: list(parts)})
 

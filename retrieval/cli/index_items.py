@@ -173,11 +173,11 @@ def _exported(
 
 
 def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:
-    from retrieval.serving.store.structure import LEAST
+    from retrieval.serving.store.structure import MIN_ROWS
 
     notes = [f"back end {summary.backend}"]
     if backend not in ("auto", summary.backend):
-        notes[0] += f"; {backend} from {LEAST:,} items in a segment on"
+        notes[0] += f"; {backend} from {MIN_ROWS:,} items in a segment on"
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
         if summary.recall_at_10 < _LOW_RECALL:

@@ -1,4 +1,4 @@
-"""Clients for a search server's `/v1`: `Client`, and `AsyncClient` for asyncio."""
+"""Clients of a search server's `/v1` API: `Client`, and `AsyncClient` for asyncio."""
 
 from __future__ import annotations
 

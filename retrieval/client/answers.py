@@ -1,6 +1,6 @@
-"""A server's answers as frozen dataclasses; unknown members, of a later server, are ignored.
+"""Responses of the server as frozen dataclasses; unknown members of newer servers are ignored.
 
-The server describes its answers with them too, in its OpenAPI document.
+The server's OpenAPI document is generated from the same classes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class NotUnderstood(Exception):
-    """An answer that /v1 does not have."""
+    """The response does not match the /v1 API."""
 
 
 @dataclass(frozen=True)
 class Hit:
-    """An item that was found; smaller distance is closer."""
+    """One search result; a smaller distance is closer."""
 
     id: str
     key: str
@@ -33,7 +33,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What a search found, nearest first, and the server's time in milliseconds."""
+    """Results of a search, nearest first, and the server's time in milliseconds."""
 
     results: tuple[Hit, ...]
     took_ms: float
@@ -42,14 +42,14 @@ class SearchAnswer:
 
 @dataclass(frozen=True)
 class Results:
-    """What one of several searches found, nearest first."""
+    """Results of one search of a batch, nearest first."""
 
     results: tuple[Hit, ...]
 
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """What several searches found, in their order."""
+    """Results of several searches, in the order of the queries."""
 
     answers: tuple[Results, ...]
     took_ms: float
@@ -58,7 +58,7 @@ class BatchAnswer:
 
 @dataclass(frozen=True)
 class ItemAnswer:
-    """An item, its original's size in bytes and pixels, and its vector when asked for."""
+    """An item with its original's size in bytes and pixels and, if requested, its vector."""
 
     id: str
     key: str
@@ -75,7 +75,7 @@ class ItemAnswer:
 
 @dataclass(frozen=True)
 class Page:
-    """Some items of a list, and the cursor of the next page."""
+    """One page of a list of items, and the cursor of the next page."""
 
     items: tuple[ItemAnswer, ...]
     cursor: str | None
@@ -83,7 +83,7 @@ class Page:
 
 @dataclass(frozen=True)
 class PutAnswer:
-    """An item is on the server's disk, in the place of another or not."""
+    """Confirms that an item is on the server's disk, and whether it replaced another."""
 
     id: str
     replaced: bool
@@ -91,7 +91,7 @@ class PutAnswer:
 
 @dataclass(frozen=True)
 class AddAnswer:
-    """Items are on the server's disk: how many are new, and how many took another's place."""
+    """Confirms that items are on the server's disk: numbers of new and of replaced ones."""
 
     added: int
     replaced: int
@@ -99,28 +99,28 @@ class AddAnswer:
 
 @dataclass(frozen=True)
 class Deleted:
-    """How many items are gone."""
+    """Number of deleted items."""
 
     deleted: int
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The name of a copy in the operator's folder."""
+    """Name of a snapshot in the operator's folder."""
 
     snapshot: str
 
 
 @dataclass(frozen=True)
 class Indexes:
-    """The names of a server's indexes."""
+    """Names of a server's indexes."""
 
     indexes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a request failed, as RFC 9457 has it; `instance` is the request's id."""
+    """Error description in the form of RFC 9457; `instance` is the request's id."""
 
     type: str
     title: str
@@ -131,7 +131,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Input:
-    """What the encoder takes: "image" or "features", and the shape of one."""
+    """Input of the encoder: its kind, "image" or "features", and its shape."""
 
     kind: Literal["image", "features"]
     shape: tuple[int, ...]
@@ -139,7 +139,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Limits:
-    """A server's limits: bytes and pixels of an image, images and bytes of one request."""
+    """Limits of a server: bytes and pixels per image, images and bytes per request."""
 
     bytes: int
     pixels: int
@@ -149,7 +149,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class IndexAnswer:
-    """An index, what it holds, and what the request's sender may do with it."""
+    """Description of an index, and the role that the request's key has in it."""
 
     index: str
     name: str
@@ -169,7 +169,7 @@ class IndexAnswer:
 
 
 def reader(answer: type[T]) -> Callable[[bytes], T]:
-    """Return what reads an answer's JSON; it raises `NotUnderstood`."""
+    """Return a function that parses JSON into `answer`, or raises `NotUnderstood`."""
     adapter = TypeAdapter(answer)
 
     def read(content: bytes) -> T:

@@ -1,4 +1,4 @@
-"""`AsyncClient` for asyncio, and `Client`, which runs one in a thread and waits for it."""
+"""`AsyncClient` for asyncio, and the blocking `Client`, which runs one in a thread."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Filter = str | Mapping[str, Any]
-"""Which items, as text or as JSON: `"price < 20"`, `{"price": {"<": 20}}`."""
+"""A filter of items as text or JSON: `"price < 20"` or `{"price": {"<": 20}}`."""
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options of a search, as the server's page on HTTP describes them."""
+    """Options of a search; the page on HTTP describes them."""
 
     k: int
     filter: Filter | None
@@ -57,22 +57,22 @@ class SearchOptions(TypedDict, total=False):
 
 
 class AsyncClient:
-    """A search server, asked over HTTP from asyncio.
+    """Asynchronous client of a search server.
 
     An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every
-    method may raise `DataError`, for an argument that cannot be, and `ServerError`: the server
-    refuses, fails or cannot be reached.
+    method may raise `DataError` for an invalid argument, and `ServerError` if the server refuses
+    the request, fails or cannot be reached.
 
     Args:
-        url: of the server: "https://search.example.com".
-        key: API key, where the server asks for one.
-        index: name of the index, where the server has several.
-        timeout: seconds to wait for a connection, or for the next bytes.
-        retries: what is repeated, and for how long; None for `Retries()`.
-        verify: of TLS: True, False, or an `ssl.SSLContext`.
+        url: address of the server, such as "https://search.example.com".
+        key: API key, if the server requires one.
+        index: name of the index, if the server has several.
+        timeout: seconds to wait for a connection or for the next bytes.
+        retries: how failed requests are repeated. `None` is `Retries()`.
+        verify: TLS verification: True, False or an `ssl.SSLContext`.
 
     Raises:
-        DataError: one of them cannot be.
+        DataError: an argument is invalid.
     """
 
     def __init__(
@@ -106,13 +106,15 @@ class AsyncClient:
         id: str | None = None,
         **options: Unpack[SearchOptions],
     ) -> answers.SearchAnswer:
-        """Return what is nearest to an image, a vector (P numbers) or an item of the index.
+        """Search for the items nearest to an image, a vector or an item of the index.
+
+        Give one of `image`, `vector` and `id`.
 
         Args:
-            image: one; or
-            vector: one; or
-            id: of an item, which is not among its neighbours.
-            options: k, filter, candidates, fields (of the metadata), explain.
+            image: query image.
+            vector: query vector of P numbers.
+            id: id of an item, which is left out of the results.
+            options: `k`, `filter`, `candidates`, `fields` (of the metadata) and `explain`.
         """
         if sum(target is not None for target in (image, vector, id)) != 1:
             raise DataError("A search takes an image, a vector or an id: one of them.")
@@ -131,7 +133,7 @@ class AsyncClient:
         ids: Iterable[str] = (),
         **options: Unpack[SearchOptions],
     ) -> answers.BatchAnswer:
-        """Return what is nearest to each of several images, vectors or items, in one request."""
+        """Search for the items nearest to several images, vectors or items in one request."""
         files = await files_of(images)
         queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
         named = [{"id": id} for id in ids]
@@ -151,15 +153,16 @@ class AsyncClient:
         metadata: Mapping[str, Any] | None = None,
         keep: str | None = None,
     ) -> answers.PutAnswer:
-        """Add an item, or replace the one that has its id as a whole.
+        """Add an item; if its id already exists, that item is replaced as a whole.
 
         Args:
-            id: of the item.
-            image: of which its vector is made.
-            vector: P numbers, in the place of an image.
-            label: text.
-            metadata: what JSON can hold.
-            keep: what the index keeps of the image: "copy" (by default), "thumbnail" or "nothing".
+            id: id of the item.
+            image: image that the server embeds.
+            vector: vector of P numbers, instead of an image.
+            label: class label.
+            metadata: a JSON object.
+            keep: the part of the image that the index keeps: "copy" (the default), "thumbnail" or
+                "nothing".
         """
         if (image is None) == (vector is None):
             raise DataError(
@@ -172,22 +175,22 @@ class AsyncClient:
         elif keep is not None:
             raise DataError('"keep" says what is kept of an image; the item has none.')
         else:
-            content = json_of({"vector": numbers_of(vector or ()), **_set(fields)})
+            content = json_of({"vector": numbers_of(vector or ()), **_without_none(fields)})
         return await self._send("PUT", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
-        """Change an item's label or metadata; None leaves it, and image and vector stay."""
+        """Change an item's label or metadata, but not its image or vector; `None` keeps a value."""
         fields = {"label": label, "metadata": None if metadata is None else dict(metadata)}
-        content = json_of(_set(fields))
+        content = json_of(_without_none(fields))
         return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
-        """Add, replace or change several items in one request: all of them, or none.
+        """Add, replace or change several items in one atomic request.
 
         Args:
-            items: at most as many as the index's limit `batch`.
+            items: the items, no more than the index's limit `batch`.
         """
         items = list(items)
         images = [item.image for item in items if item.image is not None]
@@ -207,14 +210,14 @@ class AsyncClient:
         return await self._send("POST", "/items", answers.read_add, **content)
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
-        """Return an item, with its vector when asked for."""
+        """Return an item, optionally with its vector."""
         options = {"vector": "true"} if vector else {}
         return await self._send("GET", "/item", answers.read_item, **id_parameter(id, **options))
 
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
-        """Iterate over all items, or those that match, in the order of their ids, page by page."""
+        """Iterate over all items or those that match, sorted by id, one page per request."""
         async for items in self._pages(filter, fields, page):
             for item in items:
                 yield item
@@ -233,20 +236,20 @@ class AsyncClient:
                 return
 
     async def delete(self, id: str) -> None:
-        """Delete an item; `ServerError` with status 404 where there is none."""
+        """Delete an item; raise a `ServerError` with status 404 if it does not exist."""
         await self._send(
             "DELETE", "/item", lambda content: None, gone_is_done=True, **id_parameter(id)
         )
 
     async def delete_where(self, filter: Filter) -> int:
-        """Delete all items that match, and return how many; never repeated after a fault."""
+        """Delete all items that match and return their number. Failed requests are not repeated."""
         content = json_of({"filter": filter})
         return (
             await self._send("POST", "/delete", answers.read_deleted, repeats=False, **content)
         ).deleted
 
     async def image(self, id: str) -> bytes:
-        """Return an item's original, or a PNG of it where browsers do not show its format."""
+        """Return an item's original, or a PNG of it if browsers cannot show its format."""
         return await self._send("GET", "/item/image", bytes, **id_parameter(id))
 
     async def thumbnail(self, id: str) -> bytes:
@@ -254,11 +257,11 @@ class AsyncClient:
         return await self._send("GET", "/item/thumbnail", bytes, **id_parameter(id))
 
     async def index(self) -> answers.IndexAnswer:
-        """Return what the index is."""
+        """Return the description of the index."""
         return await self._send("GET", "/index", answers.read_index)
 
     async def snapshot(self, *, seconds: float = 3600.0) -> str:
-        """Have the server write a snapshot, wait until it is whole, and return its name."""
+        """Make the server write a snapshot, wait for it and return its name."""
         read = answers.read_snapshot
         return (
             await self._send("POST", "/snapshots", read, repeats=False, seconds=seconds)
@@ -272,30 +275,30 @@ class AsyncClient:
         batch: int = 16,
         progress: Callable[[PushProgress], None] | None = None,
     ) -> PushReport:
-        """Put the images below a folder on the server, and return what became of them.
+        """Upload the images of a folder and return a report.
 
-        An item's id is its path below the folder, its label the first folder of it, and its
-        metadata's `sha256` the hash of the file. An item that is there with the same hash is not
-        sent again, so that an interrupted push goes on. A file that the server refuses is in the
-        report.
+        An item's id is its path relative to the folder, its label is the first folder in this
+        path, and its metadata field `sha256` is the hash of the file. If an item with the same
+        hash exists, the image is not sent, so an interrupted push resumes. The report lists the
+        files that the server refuses.
 
         Args:
-            folder: looked through with all folders below it, but for hidden ones.
-            connections: requests at a time; each holds one batch in memory.
-            batch: most images of a request; the server's own limit where that is smaller.
-            progress: told after each batch.
+            folder: folder of images, which is searched recursively except for hidden folders.
+            connections: number of concurrent requests; each holds one batch in memory.
+            batch: maximum number of images per request; the server may have a lower limit.
+            progress: called after each batch.
         """
         return await Push(self, Path(folder), batch, progress).run(connections)
 
 
-def _set(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _waiting(
+def _blocking(
     method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Client, P], T]:
-    """Return a method of `Client` that waits for one of `AsyncClient`."""
+    """Return a blocking method of `Client` for a method of `AsyncClient`."""
 
     def wait(self: Client, /, *args: P.args, **named: P.kwargs) -> T:
         return self._run(method(self._client, *args, **named))
@@ -305,17 +308,16 @@ def _waiting(
 
 
 class Client:
-    """A search server, asked over HTTP: `AsyncClient` for those who wait; threads may share one.
+    """Blocking client of a search server, with the methods of `AsyncClient`. Thread-safe.
 
-    Requests run in an event loop in a thread of the client's own, which alone bounds a whole answer
-    in time.
+    Requests run in an event loop in a background thread, so that each has a time limit as a whole.
 
     Args:
-        url: of the server: "https://search.example.com".
-        settings: `key`, `index`, `timeout`, `retries` and `verify`, as `AsyncClient` takes them.
+        url: address of the server, such as "https://search.example.com".
+        settings: `key`, `index`, `timeout`, `retries` and `verify` of `AsyncClient`.
 
     Raises:
-        DataError: one of them cannot be.
+        DataError: an argument is invalid.
     """
 
     def __init__(self, url: str, **settings: Any) -> None:
@@ -337,19 +339,19 @@ class Client:
             _stop(loop)
         self._closed = True
 
-    search = _waiting(AsyncClient.search)
-    search_batch = _waiting(AsyncClient.search_batch)
-    put = _waiting(AsyncClient.put)
-    patch = _waiting(AsyncClient.patch)
-    add = _waiting(AsyncClient.add)
-    get = _waiting(AsyncClient.get)
-    delete = _waiting(AsyncClient.delete)
-    push = _waiting(AsyncClient.push)
-    delete_where = _waiting(AsyncClient.delete_where)
-    image = _waiting(AsyncClient.image)
-    thumbnail = _waiting(AsyncClient.thumbnail)
-    index = _waiting(AsyncClient.index)
-    snapshot = _waiting(AsyncClient.snapshot)
+    search = _blocking(AsyncClient.search)
+    search_batch = _blocking(AsyncClient.search_batch)
+    put = _blocking(AsyncClient.put)
+    patch = _blocking(AsyncClient.patch)
+    add = _blocking(AsyncClient.add)
+    get = _blocking(AsyncClient.get)
+    delete = _blocking(AsyncClient.delete)
+    push = _blocking(AsyncClient.push)
+    delete_where = _blocking(AsyncClient.delete_where)
+    image = _blocking(AsyncClient.image)
+    thumbnail = _blocking(AsyncClient.thumbnail)
+    index = _blocking(AsyncClient.index)
+    snapshot = _blocking(AsyncClient.snapshot)
 
     def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
@@ -360,7 +362,7 @@ class Client:
             yield from items
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine gives, run in the loop's thread; interrupted, it is cancelled."""
+        """Run a coroutine in the loop's thread and return its result; an interrupt cancels it."""
         try:
             with self._lock:
                 if self._closed:
@@ -392,7 +394,7 @@ async def _next(iterator: AsyncIterator[T]) -> T | None:
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    with suppress(RuntimeError):  # it has ended
+    with suppress(RuntimeError):  # the loop has ended already
         loop.call_soon_threadsafe(loop.stop)
 
 

@@ -1,4 +1,4 @@
-"""Pushes a folder's images to a server, in batches, without those that are there already."""
+"""Upload a folder's images to a server in batches, except those that the server already has."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
 
 HASH = "sha256"
-"""Where an item's metadata have the hash of its file."""
+"""Metadata field with the SHA-256 of an item's file."""
 
 _BATCH_BYTES = 8_000_000
-"""Of a batch of more than one image."""
+"""Maximum size of a batch of more than one image."""
 _ADDRESS_CHARACTERS = 8_000
-"""Of the ids of a batch in an address."""
+"""Maximum length of the ids of a batch in a URL."""
 _ITEMS_FAULT = {400, 413, 422}
 
 
 class Server(Protocol):
-    """What a push asks of a client: some of `AsyncClient`."""
+    """The methods of `AsyncClient` that a push needs."""
 
     async def index(self) -> IndexAnswer: ...  # noqa: D102
     async def add(self, items: Iterable[NewItem]) -> AddAnswer: ...  # noqa: D102
@@ -38,7 +38,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class PushProgress:
-    """How far a push is: images done of the total, bytes sent, seconds since it began."""
+    """Progress of a push: images done and in total, bytes sent, seconds since its start."""
 
     done: int
     total: int
@@ -48,14 +48,14 @@ class PushProgress:
 
 @dataclass(frozen=True)
 class PushReport:
-    """What became of a folder's files.
+    """Result of a push.
 
     Attributes:
-        added: how many images are new items.
-        replaced: how many took the place of an item with another content.
-        unchanged: how many were there with the same content.
-        left_out: how many files are no images by their extension.
-        bad: the others: each file's path below the folder, and why it is not an item.
+        added: number of images that became new items.
+        replaced: number of images that replaced an item with other content.
+        unchanged: number of images that the server had with the same content.
+        left_out: number of files whose extension is not that of an image.
+        bad: path, relative to the folder, and error of each file that could not be added.
     """
 
     added: int
@@ -72,19 +72,19 @@ class _File(NamedTuple):
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the files that `files_below` finds, and whether each is taken for an image.
+    """Yield the files below a folder, each with True if it counts as an image.
 
-    A link that leads nowhere is taken for one: it may have been an image, or a folder of them.
+    A broken link counts as an image, since it may have been one, or a folder of them.
 
     Raises:
-        DataError: it is not a folder, or a folder below it cannot be read.
+        DataError: `folder` is not a folder, or a folder below it cannot be read.
     """
     for path in files_below(folder):
         yield path, path.suffix.lower() in IMAGE_EXTENSIONS or leads_nowhere(path)
 
 
 class Push:
-    """One push of a folder: the batches that are left, and what became of the files so far."""
+    """One push of a folder, with its remaining batches and the results so far."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Push:
         self._bad: list[tuple[str, str]] = []
 
     async def run(self, connections: int) -> PushReport:
-        """Push it with so many requests at a time; see `AsyncClient.push`."""
+        """Push the folder with `connections` concurrent requests; see `AsyncClient.push`."""
         connections = at_least_one("connections", connections)
-        next(walk(self._folder), None)  # before the server is asked: a folder that is none
+        next(walk(self._folder), None)  # raises before the first request if it is not a folder
         index = await self._client.index()
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
@@ -183,7 +183,7 @@ class Push:
     def _read(
         self, files: Sequence[_File], hashes: Mapping[str, object]
     ) -> tuple[list[NewItem], int]:
-        """Return the items to send, and their bytes; for a thread."""
+        """Return the items to send, and their size in bytes. Runs in a thread."""
         items, size = [], 0
         for file in files:
             try:
@@ -201,7 +201,7 @@ class Push:
         return items, size
 
     async def _send(self, items: Sequence[NewItem]) -> None:
-        """Send items, and where one of them is refused, halves, until it stands alone."""
+        """Send items; if the server refuses them, send halves until the bad item is alone."""
         try:
             answer = await self._client.add(items)
         except ServerError as fault:

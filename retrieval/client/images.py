@@ -1,4 +1,4 @@
-"""Encodes what a caller gives: images as files' bytes, items and options as JSON or forms."""
+"""Encode arguments of the client: images as files' bytes, items and options as JSON or forms."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
     Image: TypeAlias = "str | Path | bytes | Picture | NDArray[np.uint8]"
-    """A file's path, a file's bytes, a Pillow image, or pixels (H, W) or (H, W, 3) of 0 to 255."""
+    """A file's path, its bytes, a Pillow image, or uint8 pixels (H, W) or (H, W, 3)."""
 
 
 @dataclass(frozen=True)
 class NewItem:
-    """An item to add, from an image or a vector (P numbers), or to change, with neither."""
+    """An item to add, with an image or a vector of P numbers, or to change, with neither."""
 
     id: str
     image: Image | None = None
@@ -32,27 +32,26 @@ class NewItem:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def json(self) -> dict[str, Any]:
-        """Return it as JSON can say it, without its image."""
+        """Return the item without its image as a JSON object."""
         vector = None if self.vector is None else numbers_of(self.vector)
         fields = {"label": self.label, "metadata": dict(self.metadata) or None, "vector": vector}
         named = {name: value for name, value in fields.items() if value is not None}
         return {"id": self.id, **named}
 
 
-# Pillow's modes that a file of this format holds as they are: what becomes of them is the server's
-# rule
+# Formats that store Pillow's modes without conversion, so that the server decides how to convert
 _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
 }
-_AS = {"La": "LA", "RGBa": "RGBA"}  # the alpha is kept; other modes are saved as RGB
+_TARGET_MODES = {"La": "LA", "RGBa": "RGBA"}  # keeps alpha; all other modes are saved as RGB
 
 
 def image_bytes(image: Image) -> bytes:
-    """Return an image as a file's bytes: those of a path or bytes as they are, else a PNG or TIFF.
+    """Return an image as a file's bytes: unchanged from a path or bytes, else as PNG or TIFF.
 
     Raises:
-        DataError: the file cannot be read, or it is no image.
+        DataError: the file cannot be read, or the argument is not an image.
     """
     if isinstance(image, bytes):
         return image
@@ -65,19 +64,19 @@ def image_bytes(image: Image) -> bytes:
     if format := _FORMATS.get(picture.mode):
         picture.save(out, format)
     else:
-        picture.convert(_AS.get(picture.mode, "RGB")).save(out, "PNG")
+        picture.convert(_TARGET_MODES.get(picture.mode, "RGB")).save(out, "PNG")
     return out.getvalue()
 
 
 def file_bytes(path: Path, largest: int | None = None) -> bytes:
-    """Return what is in a file.
+    """Return the content of a file.
 
     Args:
         path: the file.
-        largest: bytes that it may have.
+        largest: maximum size in bytes. `None` sets no limit.
 
     Raises:
-        DataError: it cannot be read, is no regular file, or is larger.
+        DataError: the file cannot be read, is not a regular file, or is too large.
     """
     try:
         if path.exists() and not path.is_file():
@@ -108,19 +107,19 @@ def _of_array(array: Any) -> Picture:
 
 
 async def files_of(images: Iterable[Image]) -> list[bytes]:
-    """Return images as files' bytes, read and encoded in a thread."""
+    """Read and encode images as files' bytes in a thread."""
     return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
 
 
 def id_parameter(id: str, **options: str) -> dict[str, Any]:
-    """Return the parameter of an address that names an item."""
+    """Return the URL parameters that name an item, as an argument of httpx."""
     if str(id) == "":
         raise DataError("An id has one character at least.")
     return {"params": {"id": str(id), **options}}
 
 
 def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return options as fields of a form or parameters of an address."""
+    """Return options as form fields or URL parameters, without those that are None."""
     return {
         name: value if isinstance(value, str) else dumps(value)
         for name, value in options.items()
@@ -129,12 +128,12 @@ def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def form_of(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any]:
-    """Return a form with images."""
+    """Return a form with images, as arguments of httpx."""
     return {"files": [("image", ("image", content)) for content in images], "data": fields}
 
 
 def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON body."""
+    """Return a JSON body, as arguments of httpx."""
     try:
         content = dumps(body).encode()
     except UnicodeEncodeError:
@@ -143,7 +142,7 @@ def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dumps(value: object) -> str:
-    """Return JSON."""
+    """Return a value as JSON; raise a `DataError` if it is not JSON."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     except (TypeError, ValueError, RecursionError) as error:
@@ -157,7 +156,7 @@ def _plain(value: object) -> object:
 
 
 def numbers_of(vector: Iterable[float]) -> list[float]:
-    """Return a vector as JSON can say it."""
+    """Return a vector as a list of numbers."""
     try:
         return [float(number) for number in vector]
     except (TypeError, ValueError):

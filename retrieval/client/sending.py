@@ -1,4 +1,4 @@
-"""Sends a request, repeats it where that helps, and says what went wrong."""
+"""Send requests, repeat them after temporary failures, and describe errors."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ T = TypeVar("T")
 MAX_ANSWER_BYTES = 256_000_000
 _MAX_TEXT = 2000
 _PASSING = {408, 429, 502, 503, 504}
-"""Statuses of answers that may be otherwise in a moment."""
+"""Statuses of temporary failures."""
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
 @dataclass(frozen=True)
 class Retries:
-    """How often, and for how long, a request that failed in passing is sent again.
+    """How often, and for how long, a request is repeated after a temporary failure.
 
-    Waits double from `first` to `longest`, each shortened by chance down to half; a server's
-    `Retry-After` is waited for in full.
+    The wait doubles from `first` up to `longest`, and is multiplied by a random factor between 0.5
+    and 1. A server's `Retry-After` is added to it.
 
     Attributes:
-        times: the most repetitions of a request.
-        seconds: the longest that a request and its repetitions take together.
-        first: seconds before the first repetition.
-        longest: seconds that a wait grows to.
+        times: maximum number of repetitions.
+        seconds: time limit of a request with its repetitions, in seconds.
+        first: wait before the first repetition, in seconds.
+        longest: longest wait, in seconds.
     """
 
     times: int = 4
@@ -80,22 +80,22 @@ class _Answer(NamedTuple):
 
 
 class _TooLong(httpx.TransportError):
-    """The time that a request and its repetitions have is over."""
+    """The time limit of a request and its repetitions has passed."""
 
 
 class Sender:
-    """Sends requests to one index of a server; for one event loop.
+    """Sends requests to one index of a server, in one event loop.
 
     Args:
-        url: of the server: "https://search.example.com".
-        key: for `Authorization: Bearer`; None for none.
-        index: name of the index, where the server has several.
-        timeout: seconds to wait for a connection, or for the next bytes.
-        retries: what is repeated, and for how long.
-        verify: whether, or with which certificates, a TLS server is checked; as httpx takes it.
+        url: address of the server, such as "https://search.example.com".
+        key: API key for `Authorization: Bearer`, or None.
+        index: name of the index, if the server has several.
+        timeout: seconds to wait for a connection or for the next bytes.
+        retries: how failed requests are repeated.
+        verify: TLS verification, as in httpx.
 
     Raises:
-        DataError: one of them cannot be, or a proxy or certificate that the environment names.
+        DataError: an argument is invalid, or the environment names an invalid proxy or certificate.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Sender:
         local = _is_loopback(address.host)
         self._proxies = "" if local else _proxies()
         try:
-            # no proxy reaches this machine's own loopback
+            # A proxy cannot reach this machine's loopback address.
             self._http = httpx.AsyncClient(headers=headers, verify=verify, trust_env=not local)
         except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
             where = f" These are set: {self._proxies}." if self._proxies else ""
@@ -165,20 +165,20 @@ class Sender:
         seconds: float | None = None,
         **content: Any,
     ) -> T:
-        """Send a request, repeat it where that helps, and return its answer, within a time limit.
+        """Send a request, repeat it after temporary failures, and return its parsed response.
 
         Args:
-            method: of HTTP.
-            path: below the index's own.
-            read: makes the answer of its body.
-            repeats: whether the request may be sent again when nobody knows what came of it.
-            gone_is_done: whether a repetition that finds nothing has done what was asked for.
-            seconds: to wait for the answer, in the place of the client's time-outs.
-            content: `params`, `data`, `files`, `content` and `headers`, as httpx takes them.
+            method: HTTP method.
+            path: path relative to the index.
+            read: parses the body of the response.
+            repeats: whether the request may be repeated if its outcome is unknown.
+            gone_is_done: whether status 404 after a repetition counts as success.
+            seconds: time limit that replaces the client's own.
+            content: `params`, `data`, `files`, `content` and `headers` of httpx.
 
         Raises:
-            DataError: it holds what cannot be sent.
-            ServerError: the server refuses, fails or cannot be reached.
+            DataError: the request holds text that cannot be sent.
+            ServerError: the server refuses the request, fails or cannot be reached.
         """
         end, done = time.monotonic() + (seconds or self._retries.seconds), 0
         while True:
@@ -243,11 +243,11 @@ class Sender:
         tried = f" It was tried {done + 1} times." if done else ""
         if isinstance(outcome, _Answer):
             sentence, request = _problem(outcome)
-            come_again = f" It asks to come again in {later:,.0f} seconds." if later else ""
+            retry = f" It asks to retry after {later:,.0f} seconds." if later else ""
             name = f" (request {request})" if request else ""
             text = (
                 f"The server at {self._url} answered {outcome.status}:"
-                f" {sentence}{come_again}{tried}{name}"
+                f" {sentence}{retry}{tried}{name}"
             )
             return ServerError(text, outcome.status, request, sentence)
         failed = "broke the connection off"
@@ -276,7 +276,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _proxies() -> str:
-    """Return the proxies that the environment names, without passwords."""
+    """Describe the proxies of the environment, without passwords."""
     proxies = {name: url for name, url in getproxies_environment().items() if name != "no"}
     return ", ".join(
         f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in sorted(proxies.items())
@@ -284,7 +284,7 @@ def _proxies() -> str:
 
 
 def _problem(answer: _Answer) -> tuple[str, str | None]:
-    """Return a server's sentence, and the request's id."""
+    """Return the server's error message and the request's id."""
     request: Any = answer.headers.get("x-request-id")
     sentence: Any = None
     with suppress(ValueError, RecursionError):
@@ -298,7 +298,7 @@ def _problem(answer: _Answer) -> tuple[str, str | None]:
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, given as a number or a date; else None."""
+    """Return the seconds of a `Retry-After` header, which may hold a number or a date, or None."""
     text = headers.get("retry-after", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])

@@ -217,13 +217,13 @@ from retrieval.serving.store import structure, view
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.folder import create_local
-structure.LEAST = 50
+structure.MIN_ROWS = 50
 disk, folder, careless = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "careless"
 marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)
 bundle = Bundle.open(folder / "bundle", threads=1)
 vectors = np.load(folder / "vectors.npy")
 item = lambda n, row: Item(f"id {n}", str(row), arrays={"vector": vectors[row]})
-create_local(disk / "index", bundle, widths_of(bundle), structure=structure.Wanted("sq8"))
+create_local(disk / "index", bundle, widths_of(bundle), structure=structure.StructureChoice("sq8"))
 with LocalStore(disk / "index", upkeep=False) as store:
     store.upsert([item(n, n) for n in range(120)], bundle.sha256)
     store.delete([f"id {n}" for n in range(40)])

@@ -42,7 +42,7 @@ def smaller_of_two(a, b):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Give segments a structure that small tests can fill."""
-    monkeypatch.setattr(structure, "LEAST", 100)
+    monkeypatch.setattr(structure, "MIN_ROWS", 100)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from retrieval.serving.store import search as exact
 from retrieval.serving.store.contract import Candidates, Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 WIDTH = 16
 
@@ -30,9 +30,9 @@ WIDTH = 16
 class Known:
     """An index beside what is in it."""
 
-    def __init__(self, folder: Path, bundle: Path, wanted: Wanted | None = None) -> None:
+    def __init__(self, folder: Path, bundle: Path, wanted: StructureChoice | None = None) -> None:
         opened = Bundle.open(bundle, threads=1)
-        create_local(folder, opened, widths_of(opened), structure=wanted or Wanted("flat"))
+        create_local(folder, opened, widths_of(opened), structure=wanted or StructureChoice("flat"))
         index = open_index(folder, threads=1)
         self.index, self.items = index, dict[str, tuple[Any, int]]()
 
@@ -110,13 +110,13 @@ def test_items_come_change_and_go(
     """Equal vectors lie in a segment, in another, and among fresh items; some change places, some
     go.
     """
-    monkeypatch.setattr(structure, "LEAST", 500)
+    monkeypatch.setattr(structure, "MIN_ROWS", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(
         masks, "_SMALL", 100 if large else 20_000
     )  # a filter is tried on the nearest, or looked up
     options = {"ef_search": 4096, "m": 64} if wanted == "hnsw" else {}
-    known = Known(tmp_path / "i", plain_bundle, Wanted(wanted, options))
+    known = Known(tmp_path / "i", plain_bundle, StructureChoice(wanted, options))
     base = vectors(300)
     queries = np.concatenate([base[::60], vectors(4, seed=2)])
     with known.index as index:

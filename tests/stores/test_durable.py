@@ -18,7 +18,7 @@ from retrieval.serving.store import folder, structure
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -134,9 +134,9 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
     store: LocalStore, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.upsert(items(range(5000)), bundle.sha256)
-    store.restructure(Wanted("hnsw"))
+    store.restructure(StructureChoice("hnsw"))
     store.close()
-    monkeypatch.setattr(structure, "LEAST", 100)
+    monkeypatch.setattr(structure, "MIN_ROWS", 100)
     with LocalStore(tmp_path / "i", upkeep=False) as again:
         again.compact()
     assert len(list((tmp_path / "i" / "arrays").glob("*.0.hnsw"))) == 1

@@ -11,7 +11,7 @@ import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 FORKED = """
 import os, sys, time
@@ -21,7 +21,7 @@ from retrieval.serving.store import structure
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalStore
 
-structure.LEAST = 1000
+structure.MIN_ROWS = 1000
 vectors = np.random.default_rng(0).normal(size=(25_000, 16)).astype(np.float32)
 store = LocalStore(Path(sys.argv[1]), upkeep=False)
 bundle = store.generations()[0].bundle
@@ -65,7 +65,7 @@ def test_a_child_searches_and_writes(
     backend: str, queries: int, tmp_path: Path, plain_bundle: Path
 ) -> None:
     bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted(backend))
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice(backend))
     line = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "i", str(queries)]
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)

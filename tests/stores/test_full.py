@@ -26,7 +26,7 @@ from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
 
@@ -89,9 +89,9 @@ def test_a_write_that_finds_no_room_changes_nothing(
     other_bundle: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(structure, "LEAST", 60)
+    monkeypatch.setattr(structure, "MIN_ROWS", 60)
     bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     ids = {f"id{n}" for n in range(100)}
     message: list[RetrievalError] = []
     with LocalStore(tmp_path / "i", upkeep=False) as store:
@@ -180,9 +180,9 @@ CHANGED = {
 def test_a_full_disk_is_said_and_changes_nothing(
     name: str, disk: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(structure, "LEAST", 60)
+    monkeypatch.setattr(structure, "MIN_ROWS", 60)
     bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
-    create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
+    create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     message: list[str] = []
     with LocalStore(disk / "i", upkeep=False) as store:
         for start in range(0, len(WHOLE), 750):
@@ -225,11 +225,11 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(structure, "LEAST", 60)
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
+    monkeypatch.setattr(structure, "MIN_ROWS", 60)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
     bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(disk / "i", bundle, widths_of(bundle), structure=Wanted("hnsw"))
+    create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     with LocalStore(disk / "i") as store:
         store.upsert(items(range(1500)), bundle.sha256)
         wait(lambda: store.stats().details["structure"] == "hnsw")
@@ -251,7 +251,7 @@ def test_a_pause_ends_with_the_store(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 60)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 1e6)
     monkeypatch.setattr(upkeep, "_LONGEST_PAUSE", 1e6)
     bundle = Bundle.open(plain_bundle, threads=1)

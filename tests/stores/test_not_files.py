@@ -18,7 +18,7 @@ from retrieval.serving.store import structure
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 
@@ -40,9 +40,9 @@ KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
 
 @pytest.fixture
 def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(structure, "LEAST", 1000)
+    monkeypatch.setattr(structure, "MIN_ROWS", 1000)
     bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("hnsw", {}))
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw", {}))
     with LocalStore(tmp_path / "i", upkeep=False) as store:
         items = [Item(f"id{n}", arrays={"vector": vector}) for n, vector in enumerate(VECTORS)]
         store.upsert(items, bundle.sha256)

@@ -232,7 +232,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 4)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 4)
     monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]
     monkeypatch.setattr(

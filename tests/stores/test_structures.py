@@ -20,15 +20,15 @@ from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.store import masks, structure, upkeep
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 COUNT = 6_000
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structure, "LEAST", 1000)
-    monkeypatch.setattr(structure, "COMPANION_LEAST", 1000)
+    monkeypatch.setattr(structure, "MIN_ROWS", 1000)
+    monkeypatch.setattr(structure, "COMPANION_MIN_ROWS", 1000)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def vectors() -> np.ndarray:
     return (low + 0.05 * rng.normal(size=(COUNT, 16))).astype(np.float32)
 
 
-def created(folder: Path, bundle: Path, vectors: np.ndarray, wanted: Wanted) -> Index:
+def created(folder: Path, bundle: Path, vectors: np.ndarray, wanted: StructureChoice) -> Index:
     opened = Bundle.open(bundle, threads=1)
     create_local(folder, opened, widths_of(opened), structure=wanted)
     index = open_index(folder, threads=1)
@@ -76,19 +76,24 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
 @pytest.mark.parametrize(
     ("wanted", "kept", "least"),
     [
-        (Wanted("flat"), "companion", 1.0),
-        (Wanted("hnsw"), "hnsw", 0.95),
-        (Wanted("ivf", {"probes": 64}), "ivf", 0.95),
-        (Wanted("sq8"), "sq8", 0.99),
-        (Wanted("ivfpq", {"probes": 64, "bytes": 8}), "ivfpq", 0.95),
-        (Wanted("ivfpq", {"lists": 1, "bytes": 8, "expand": 20}), "ivfpq", 0.95),
-        (Wanted("rabitq", {"probes": 64, "expand": 32}), "rabitq", 0.95),
-        (Wanted("rabitq", {"lists": 1, "bits": 4}), "rabitq", 0.99),
+        (StructureChoice("flat"), "companion", 1.0),
+        (StructureChoice("hnsw"), "hnsw", 0.95),
+        (StructureChoice("ivf", {"probes": 64}), "ivf", 0.95),
+        (StructureChoice("sq8"), "sq8", 0.99),
+        (StructureChoice("ivfpq", {"probes": 64, "bytes": 8}), "ivfpq", 0.95),
+        (StructureChoice("ivfpq", {"lists": 1, "bytes": 8, "expand": 20}), "ivfpq", 0.95),
+        (StructureChoice("rabitq", {"probes": 64, "expand": 32}), "rabitq", 0.95),
+        (StructureChoice("rabitq", {"lists": 1, "bits": 4}), "rabitq", 0.99),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_structure_finds(
-    wanted: Wanted, kept: str, least: float, tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
+    wanted: StructureChoice,
+    kept: str,
+    least: float,
+    tmp_path: Path,
+    plain_bundle: Path,
+    vectors: np.ndarray,
 ) -> None:
     prices = np.arange(COUNT) % 100
     with created(tmp_path / "i", plain_bundle, vectors, wanted) as index:
@@ -103,9 +108,11 @@ def test_every_structure_finds(
         assert recall(again, vectors, None, prices >= 0) >= least
 
 
-@pytest.mark.parametrize("wanted", [Wanted("flat"), Wanted("hnsw")], ids=["compact", "hnsw"])
+@pytest.mark.parametrize(
+    "wanted", [StructureChoice("flat"), StructureChoice("hnsw")], ids=["compact", "hnsw"]
+)
 def test_a_damaged_structure_is_told_and_built_again(
-    wanted: Wanted,
+    wanted: StructureChoice,
     tmp_path: Path,
     plain_bundle: Path,
     vectors: np.ndarray,
@@ -135,7 +142,7 @@ def test_a_graph_is_kept_without_the_vectors_that_the_segment_has(
         with monkeypatch.context() as changed:
             if name == "before":
                 changed.setattr(Hnsw, "save_beside", Hnsw.save)
-            created(tmp_path / name, plain_bundle, vectors, Wanted("hnsw")).close()
+            created(tmp_path / name, plain_bundle, vectors, StructureChoice("hnsw")).close()
         (file,) = (tmp_path / name / "arrays").glob("*.hnsw")
         sizes.append(file.stat().st_size)
         with open_index(tmp_path / name, threads=1) as index:
@@ -187,7 +194,7 @@ def test_codes_find_more_where_more_is_measured_again(
         for expand in (1, 32):
             folder = tmp_path / f"{name}{expand}"
             with created(
-                folder, plain_bundle, vectors, Wanted(name, {**options, "expand": expand})
+                folder, plain_bundle, vectors, StructureChoice(name, {**options, "expand": expand})
             ) as index:
                 found.append(recall(index, vectors, None, everything))
         assert found[0] < 0.9 < found[1]
@@ -243,12 +250,12 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph's search ends among items that do not match; it once gave seven answers for ten."""
-    monkeypatch.setattr(structure, "_MOST", 0)
-    monkeypatch.setattr(structure, "_RARE", 0.0)
+    monkeypatch.setattr(structure, "_MAX_CANDIDATES", 0)
+    monkeypatch.setattr(structure, "_RARE_SHARE", 0.0)
     monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
     prices = np.arange(COUNT) % 100
     with created(
-        tmp_path / "i", plain_bundle, vectors, Wanted("hnsw", {"m": 4, "ef_search": 8})
+        tmp_path / "i", plain_bundle, vectors, StructureChoice("hnsw", {"m": 4, "ef_search": 8})
     ) as index:
         assert recall(index, vectors, "price = 3", prices == 3) > 0.9
 
@@ -259,7 +266,7 @@ def test_the_rows_behind_a_structure_are_found_too(
 ) -> None:
     """Exactly, with a filter and without, until the structure is built over them."""
     prices = np.arange(COUNT) % 100
-    with created(tmp_path / "i", plain_bundle, vectors, Wanted(backend)) as index:
+    with created(tmp_path / "i", plain_bundle, vectors, StructureChoice(backend)) as index:
         moved = {n: -vectors[n] for n in range(1, COUNT, 7)}
         index.upsert(
             [
@@ -285,9 +292,9 @@ def test_the_rows_behind_a_structure_are_found_too(
 def test_the_background_builds_and_compacts(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "_LEAST_DEAD", 100)
+    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 100)
     bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=Wanted("ivf"))
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("ivf"))
 
     def until(done: Callable[[dict[str, Any]], bool]) -> None:
         end = time.monotonic() + 60

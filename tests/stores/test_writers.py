@@ -30,7 +30,7 @@ from retrieval.serving.store import structure, upkeep
 from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalStore
 
-upkeep._LEAST_DEAD = structure.LEAST = 200
+upkeep._MIN_DEAD_ROWS = structure.MIN_ROWS = 200
 path, who, seconds, count, reopen = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "reopen"
 rng, end, done = np.random.default_rng(len(who)), time.monotonic() + seconds, 0
 store = LocalStore(Path(path))

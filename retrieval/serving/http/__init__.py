@@ -1,1 +1,1 @@
-"""The server: an index behind HTTP."""
+"""The HTTP server of one or more indexes."""

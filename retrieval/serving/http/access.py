@@ -1,4 +1,4 @@
-"""Who asks, and what they may do: hosts, other sites, keys and their roles."""
+"""Access control: allowed hosts, cross-site requests, API keys and their roles."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from retrieval.serving.http.keys import MAX_SENT, KeySource
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.settings import HEALTH, ROLES, Role, Settings
 
-_FREE = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
+_KEYLESS = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/openapi\.json")
 _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
-_DOES = {
+_TASKS = {
     "read": "searching and looking",
     "write": "adding, changing and deleting",
     "admin": "snapshots and metrics",
@@ -24,13 +24,13 @@ _DOES = {
 
 
 def is_free(method: str, path: str) -> bool:
-    """Return whether a request needs no key: health, and the page, which is code without data."""
-    return method in ("GET", "HEAD") and _FREE.fullmatch(path) is not None
+    """Return whether a request needs no key: health, the page and the OpenAPI document."""
+    return method in ("GET", "HEAD") and _KEYLESS.fullmatch(path) is not None
 
 
 @lru_cache(64)
 def needed_role(method: str, path: str, keyed: bool) -> Role:
-    """Return the role that a request takes; metrics are for everybody where there are no keys."""
+    """Return the role that a request needs; without keys, everybody may read metrics."""
     if path == "/metrics" and not keyed:
         return "read"
     if _ADMIN.fullmatch(path):
@@ -41,13 +41,13 @@ def needed_role(method: str, path: str, keyed: bool) -> Role:
 
 
 class Caller(NamedTuple):
-    """Who has sent a request.
+    """The sender of a request.
 
     Attributes:
-        name: the key's; empty without a key.
-        role: what they may do; None: nothing.
-        address: where the request came from.
-        indexes: names of the indexes that they may use; None: all.
+        name: name of the API key; empty without a key.
+        role: role of the sender; None permits nothing.
+        address: IP address that the request came from.
+        indexes: names of the indexes that the sender may use; None permits all.
         keyed: whether the server has keys.
     """
 
@@ -58,7 +58,7 @@ class Caller(NamedTuple):
     keyed: bool = True
 
     def require(self, role: Role) -> None:
-        """Refuse a caller who may not do so much: RequestError 401 without a key, else 403."""
+        """Raise a RequestError, 401 without a key and else 403, if the caller lacks a role."""
         if self.role is not None and ROLES.index(self.role) >= ROLES.index(role):
             return
         if not self.keyed:
@@ -69,22 +69,22 @@ class Caller(NamedTuple):
             )
         if not self.name:
             raise _unauthorised(
-                f"A key is needed for {_DOES[role]}. Send one in the header: Authorization: Bearer"
+                f"A key is needed for {_TASKS[role]}. Send one in the header: Authorization: Bearer"
                 " KEY."
             )
         sentence = (
-            f"This key has the role {self.role}; {_DOES[role]} takes a key with the role {role}."
+            f"This key has the role {self.role}; {_TASKS[role]} takes a key with the role {role}."
         )
         scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
         raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})
 
     def may_use(self, index: str) -> bool:
-        """Return whether an index is one of theirs."""
+        """Return whether the caller may use an index."""
         return self.indexes is None or index in self.indexes
 
 
 class Access:
-    """Identifies a request's sender by the keys of `source`, and refuses what they may not do."""
+    """Identifies the sender of a request by the keys of `source`, and checks its permissions."""
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings, self._source = settings, source
@@ -92,11 +92,11 @@ class Access:
         self._is_served = lru_cache(64)(self._is_our_name)
 
     def admit(self, scope: Any) -> Caller:
-        """Return who has sent a request of ASGI.
+        """Return the sender of an ASGI request.
 
         Raises:
-            RequestError: 400, 404 or 421, it is for no host that is served; 401 or 403, its sender
-                may not send it.
+            RequestError: 400, 404 or 421 if the server does not serve the request's host or, on
+                the health port, its path; 401 or 403 if its sender lacks permission.
         """
         method, path, address = scope["method"], scope["path"], (scope.get("client") or ("",))[0]
         keyed = self._source is not None
@@ -108,7 +108,7 @@ class Access:
         if health_port is not None and scope["server"][1] == health_port:
             if (
                 path not in HEALTH
-            ):  # for monitors, by whatever name they know the machine: it shows no item
+            ):  # any host name is allowed here: monitors use it, and it shows no item
                 raise RequestError(
                     404, f"This port answers {', '.join(HEALTH)} only.", headers=_CLOSE
                 )
@@ -130,7 +130,7 @@ class Access:
         return caller
 
     def _refuse_other_sites(self, host: str, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse requests of other sites' pages: RequestError 403."""
+        """Raise a RequestError 403 for a request from another site's page."""
         origin = headers.get(b"origin")
         foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
         if origin is not None and not foreign:
@@ -142,13 +142,13 @@ class Access:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
     def _is_our_name(self, host: str) -> bool:
-        """Return whether the server answers for a Host; a hostile page's rebound name is none."""
+        """Return whether the server answers for a host name, which prevents DNS rebinding."""
         known, name = self._settings.hosts, _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 
 
 def _name(host: str) -> str:
-    """Return a Host's name without its port, lower case, without the dot at its end."""
+    """Return the name in a `Host` header in lower case, without port and final dot."""
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower().removesuffix(".")

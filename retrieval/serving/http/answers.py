@@ -1,4 +1,4 @@
-"""What the routes answer, as JSON can say it."""
+"""Build the JSON and image responses of the routes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SHOWN_BY_BROWSERS = {
 
 
 class Picture(Response):
-    """A picture, whose memory counts until it is sent."""
+    """An image response; its memory counts towards the limit until it is sent."""
 
     def __init__(
         self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
@@ -46,7 +46,7 @@ class Picture(Response):
             raise busy("pictures take all its memory", "memory")
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Send it, to a client that takes it."""
+        """Send the image within a time limit."""
         self._memory.held += len(self.body)
         try:
             async with asyncio.timeout(SEND_SECONDS):
@@ -56,7 +56,7 @@ class Picture(Response):
 
 
 def answer(content: bytes | object, status: int = 200) -> Response:
-    """Return an answer of JSON: encoded already, or yet to be."""
+    """Return a JSON response; `content` is encoded JSON or a value to encode."""
     body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
     return Response(body, status, media_type="application/json")
 
@@ -71,7 +71,7 @@ def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[st
 
 
 def hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
-    """Return a hit as JSON, with the named metadata; None: with all."""
+    """Return a hit as JSON, with the metadata fields `names` or, for None, all."""
     return {
         "id": hit.id,
         "key": hit.id,
@@ -85,7 +85,7 @@ def hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> 
 def item_json(
     served: Served, item: Item, prefix: str, names: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return an item; `names` are those of the metadata that it gives, None for all."""
+    """Return an item as JSON, with the metadata fields `names` or, for None, all."""
     return {
         "id": item.id,
         "key": item.id,
@@ -100,7 +100,7 @@ def item_json(
 
 
 def explanation(query: Query, index: Index) -> dict[str, Any]:
-    """Return what a search did, for a client who asked to be told."""
+    """Return the `explain` member of a search: times of its stages, and facts about the index."""
     trail, stats = current(), index.stats()
     seconds = {} if trail is None else trail.seconds()
     return {
@@ -121,7 +121,7 @@ def explanation(query: Query, index: Index) -> dict[str, Any]:
 
 
 def description(name: str, index: Index) -> dict[str, Any]:
-    """Return what an index is and holds."""
+    """Return the description of an index."""
     bundle, stats = index.follow(), index.stats()
     manifest = bundle.manifest
     return {
@@ -146,7 +146,7 @@ def description(name: str, index: Index) -> dict[str, Any]:
 
 
 def media_type(content: bytes) -> str | None:
-    """Return an image's media type by its first bytes; None where browsers do not show it."""
+    """Return an image's media type by its first bytes, or None if browsers cannot show it."""
     for start, media_type in _SHOWN_BY_BROWSERS.items():
         if content.startswith(start):
             return media_type
@@ -154,12 +154,12 @@ def media_type(content: bytes) -> str | None:
 
 
 def cursor_after(after: str, where: Filter | None) -> str:
-    """Return the cursor of the page behind an id, of the list of one filter."""
+    """Return the cursor of the page after an id, in the list of one filter."""
     return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
 
 
 def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id behind which a page begins; RequestError 400: not a cursor of this list."""
+    """Return the id that a page comes after; raise RequestError 400 for another list's cursor."""
     if cursor is None:
         return None
     try:
@@ -174,6 +174,6 @@ def after_cursor(cursor: str | None, where: Filter | None) -> str | None:
 
 
 def _digest(where: Filter | None) -> str:
-    """Return what tells the list of one filter from that of another."""
+    """Return a digest that identifies the list of one filter."""
     text = "" if where is None else json.dumps(filter_to_json(where))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

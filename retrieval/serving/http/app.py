@@ -1,4 +1,4 @@
-"""The HTTP application: what every request passes, the routes, and what errors become."""
+"""The HTTP application: middleware of every request, routes, and error handling."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ _SENTENCES = {
     404: "There is nothing at this address.",
     405: "This method is not possible at this address.",
 }
-# The page loads nothing from anywhere else, and nothing of it runs inside or is read by another
-# page.
+# The page loads nothing from other sites, and other sites can neither embed nor read it.
 _HEADERS = [
     (
         b"content-security-policy",
@@ -80,16 +79,16 @@ class Application:
     """The ASGI application of one server.
 
     Args:
-        indexes: opened, by name.
-        settings: of the server.
-        keys: source of API keys; None: there are none.
-        audit: record of changes; None: none is kept.
-        traces: OpenTelemetry's; None: none are made.
-        reopen: opens the index that is in a folder by now, by name.
+        indexes: open indexes by name.
+        settings: settings of the server.
+        keys: source of API keys, or None.
+        audit: record of changes, or None.
+        traces: exporter of OpenTelemetry traces, or None.
+        reopen: by name, a function that opens the index that is now at the place of a served one.
 
     Attributes:
-        ends_process: whether the process is gone in time when the server ends, whatever its threads
-            are at.
+        ends_process: whether the process exits in time when the server ends, even if a thread
+            hangs.
     """
 
     ends_process = False
@@ -132,7 +131,7 @@ class Application:
             )
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer one request, or run from the server's start to its end."""
+        """Handle one request, or the lifespan of the server."""
         scope["app"] = self
         if scope["type"] != "http":
             await self._router(scope, receive, send)
@@ -142,7 +141,7 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request with an id and a line in the log; whatever fails, the server goes on."""
+        """Handle a request, with a request id, metrics, a log line and a response to any error."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace))
         scope["retrieval.request_id"] = trail.id
@@ -162,7 +161,7 @@ class Application:
             nonlocal status, bytes_out, sending
             if message["type"] == "http.response.start":
                 status, sending = message["status"], perf_counter()
-                if self._traces is not None:  # the instrumentation ends the span with the answer
+                if self._traces is not None:  # the instrumentation ends the span with the response
                     self._traces.begin(trail, scope["method"], self._route(scope))
                 message = {**message, "headers": [*message.get("headers", []), *headers]}
             bytes_out += len(message.get("body", b""))
@@ -171,7 +170,7 @@ class Application:
         with following(trail):
             try:
                 await self._admit(scope, counted_receive, counted_send)
-            except (ClientDisconnect, TimeoutError):  # nobody waits for the answer, or takes it
+            except (ClientDisconnect, TimeoutError):  # the client has left or reads too slowly
                 pass
             except BaseException as error:
                 refusal = RequestError(500, "The server failed on this request; its log says why.")
@@ -200,7 +199,7 @@ class Application:
 
     @staticmethod
     def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
-        """Write the line of a request that is over."""
+        """Log a finished request."""
         caller, client = scope.get("retrieval.caller"), scope.get("client")
         optional = {
             "request_id": trail.id,
@@ -214,12 +213,12 @@ class Application:
         log.info("request", extra={"request": line})
 
     def _route(self, scope: Any) -> str:
-        """Return the pattern of a request's address."""
+        """Return the path pattern of a request's route."""
         key = (scope.get("endpoint"), frozenset(scope.get("path_params", ())))
         return self._patterns.get(key, OTHER)
 
     async def _admit(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer a request for a host that is served, whose sender may send it."""
+        """Check that a request is allowed, route it, and answer expected errors."""
         try:
             scope["retrieval.caller"] = self._access.admit(scope)
             await self._router(scope, receive, send)
@@ -229,7 +228,7 @@ class Application:
                 _SENTENCES.get(error.status_code, f"{error.detail}."),
                 headers=dict(error.headers or {}),
             )
-        except DataError as error:  # of the image, vector or item that was sent
+        except DataError as error:  # the image, vector or item in the request is invalid
             text = str(error)
             refusal = RequestError(422, text[:1].upper() + text[1:])
         except RequestError as error:
@@ -246,7 +245,7 @@ class Application:
         return JSONResponse({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
-        """Say whether all indexes can be searched, and what is wrong with which."""
+        """Report whether all indexes can be searched, and what is wrong with each."""
         states = {name: readiness.state() for name, readiness in self.readiness.items()}
         is_one = len(states) == 1
         members: dict[str, Any] = next(iter(states.values())) if is_one else {"indexes": states}
@@ -261,7 +260,7 @@ class Application:
         text = await self.workers.pictures.run(self._metrics.text)
         return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
-    # From start to end
+    # Lifespan
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
@@ -273,8 +272,7 @@ class Application:
         tasks = [asyncio.ensure_future(watch) for watch in watching]
         if os.name == "posix" and threading.current_thread() is threading.main_thread():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reopen_audit)
-        # looking through what is there for garbage would keep the event loop from its clients for a
-        # tenth of a second
+        # Without `freeze`, each full garbage collection would block the event loop for 0.1 s.
         gc.collect()
         gc.freeze()
         try:
@@ -291,7 +289,7 @@ class Application:
             self.close()
 
     def close(self) -> None:
-        """Begin nothing any more."""
+        """Stop the workers and flush the traces."""
         self.workers.close()
         if self._traces is not None:
             self._traces.close()
@@ -317,7 +315,7 @@ def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Respons
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:
-    """Return the id in the one `traceparent` of W3C Trace Context 1, or an empty string."""
+    """Return the trace id of a single valid `traceparent` header (W3C), or an empty string."""
     parents = [value for name, value in headers if name == b"traceparent"]
     match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
     return match[1].decode() if match else ""

@@ -1,8 +1,8 @@
-"""The record of changes: a line before and a line after each, synced before the answer leaves.
+"""The record of changes: a file with one line before and one line after each change.
 
-No change is made whose first line is not on the disk, and none is acknowledged before its second
-line is, unless the disk refuses just then, which the server's log says. A first line without a
-second is a change that a killed server may or may not have made.
+The first line is on the disk before the change is made, and the second before the response is
+sent. If the disk refuses the second line, the server logs that. A first line without a second is a
+change that a killed server may or may not have made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from retrieval.serving.http.problems import RequestError
 log = logging.getLogger("retrieval.serving.http")
 
 MAX_IDS = 100
-"""Ids in one line."""
+"""Maximum number of ids in one line."""
 
 _MAX_TEXT = 1000
 _MAX_FILTER = 4000
@@ -43,16 +43,16 @@ _REFUSED = (
 
 @dataclass
 class Change:
-    """A change that a caller asks for.
+    """A change that a caller requests.
 
     Attributes:
         what: "put", "change", "delete" or "snapshot".
-        index: its name.
-        caller: who asks for it.
-        request: the request's id.
-        ids: of the items.
-        where: the filter in their place.
-        count: items that were changed, once they are.
+        index: name of the index.
+        caller: sender of the request.
+        request: id of the request.
+        ids: ids of the items.
+        where: filter that selects the items instead.
+        count: number of changed items, set once the change is made.
     """
 
     what: str
@@ -64,7 +64,7 @@ class Change:
     count: int | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return what a line says of the change, within bounds."""
+        """Return the members of the change's line, with ids and texts cut to their limits."""
         line: dict[str, Any] = {
             "request": self.request,
             "key": self.caller.name or None,
@@ -82,7 +82,7 @@ class Change:
 
 
 class Audit:
-    """A file of JSON lines, written by any thread and process; created readable by its owner only.
+    """A file of JSON lines that only its owner can read. Safe for threads and processes.
 
     Raises:
         RetrievalError: the file cannot be written to.
@@ -101,10 +101,10 @@ class Audit:
 
     @contextmanager
     def recording(self, change: Change) -> Iterator[None]:
-        """Record a change that is made inside the block; for a thread.
+        """Context manager that records the change made in it. Blocks, so call it in a thread.
 
         Raises:
-            RequestError: 503, the record cannot be written; nothing inside is done then.
+            RequestError: 503 if the record cannot be written; the block does not run then.
         """
         line = change.line()
         if not self._write({**line, "outcome": "begun"}):
@@ -119,12 +119,11 @@ class Audit:
             )
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
-        # where the disk refuses this line, the change is made all the same, and its client is told
-        # so
+        # If the disk refuses this line, the change has still been made, and the client learns so.
         self._write({**line, "outcome": "done", "count": change.count})
 
     def reopen(self) -> None:
-        """Open the file by its name again after a rename; the next change reports a fault."""
+        """Reopen the file by its name after a rotation; the next change reports an error."""
         with self._lock, suppress(OSError):
             self._swap()
 
@@ -140,14 +139,14 @@ class Audit:
             if not stat.S_ISREG(state.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
             if state.st_size and os.pread(file, 1, state.st_size - 1) != b"\n":
-                os.write(file, b"\n")  # a power cut left a line unfinished
+                os.write(file, b"\n")  # ends a line that a power cut left incomplete
         except OSError:
             os.close(file)
             raise
         return file
 
     def _write(self, line: dict[str, Any]) -> bool:
-        """Append a whole line and sync it, or append nothing, log why, and return False."""
+        """Append a line and sync it; on failure append nothing, log the reason and return False."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         text = json.dumps({"time": now, **line}, ensure_ascii=False, separators=(",", ":"))
         content = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -160,7 +159,7 @@ class Audit:
         return True
 
     def _append(self, content: bytes) -> None:
-        if not os.fstat(self._file).st_nlink:  # rotated, and removed since
+        if not os.fstat(self._file).st_nlink:  # the file was deleted after a rotation
             self._swap()
         size = os.fstat(self._file).st_size
         try:

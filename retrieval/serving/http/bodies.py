@@ -1,4 +1,4 @@
-"""A request's body, read within limits, and the fields of a form."""
+"""Read the bodies of requests within limits, and parse forms."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Kind = Literal["form", "json", "image"]
 _FORM_BYTES_BESIDES_IMAGES = 65_536
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
-"""Times its limit that a body is read and thrown away, so that its sender sees the answer."""
+"""Read and discard up to this many times the limit, so that the sender sees the response."""
 
 
 class Body(NamedTuple):
-    """A request's body: its kind, the header that says so, and its bytes."""
+    """The body of a request: its kind, its Content-Type header and its bytes."""
 
     kind: Kind
     content_type: str
@@ -33,23 +33,23 @@ class Body(NamedTuple):
 
 
 class BodyMemory:
-    """The bytes that the bodies of all requests under way take together; for the event loop."""
+    """Limits the memory of the bodies of all current requests. Use it in the event loop only."""
 
     def __init__(self) -> None:
         self.held = self._released = 0
         self._system = Memory()
 
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
-        """Return a request's body; `release` gives its memory back.
+        """Read the body of a request; call `release` when it is no longer needed.
 
         Args:
-            request: whose body it is.
-            limits: the largest content of each kind that is taken, in bytes.
-            types: the sentence for a body of another type.
+            request: the request.
+            limits: accepted kinds of content with their maximum sizes in bytes.
+            types: error message for a body of another type.
 
         Raises:
-            RequestError: 408, 413, 415 or 503: too slow, too large, of another type, or no memory
-                is left.
+            RequestError: 408 if the body arrives too slowly, 413 if it is too large, 415 if it has
+                another type, 503 if no memory is left.
         """
         content_type = request.headers.get("content-type", "")
         kind = _kind_of(content_type)
@@ -83,11 +83,11 @@ class BodyMemory:
         return Body(kind, content_type, chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
     def release(self, body: Body) -> None:
-        """Give a body's memory back."""
+        """Stop counting a body's memory."""
         self._release(len(body.content))
 
     def _release(self, size: int) -> None:
-        """Count bytes out; after many, give the C library's free memory back to the system."""
+        """Stop counting bytes; after many, return the C library's free memory to the system."""
         self.held -= size
         self._released += size
         if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
@@ -95,7 +95,7 @@ class BodyMemory:
             asyncio.get_running_loop().call_later(1.0, self._trim)
 
     def _trim(self) -> None:
-        gc.collect()  # an exception and its frames are a cycle that may hold a body
+        gc.collect()  # an exception and its frames may form a cycle that holds a body
         self._system.give_back()
 
 
@@ -109,33 +109,34 @@ def _kind_of(content_type: str) -> Kind | None:
 
 
 class Form(NamedTuple):
-    """The files in a form's field `image`, in order, and the text of its other fields."""
+    """A parsed form: the files of its field `image`, in order, and its other fields as text."""
 
     images: list[bytes]
     fields: dict[str, str]
 
 
 class _Parser(MultiPartParser):
-    """Starlette's parser, which notes whether the form's end came."""
+    """Starlette's parser, which also records whether the form was complete."""
 
     ended = False
 
     def on_end(self) -> None:
-        """Note the end."""
+        """Record that the form is complete."""
         self.ended = True
 
 
 def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1) -> Form:
-    """Return the images and fields of a body that is `multipart/form-data`; for a thread.
+    """Parse a `multipart/form-data` body. Blocks, so call it in a thread if the body is large.
 
     Args:
         body: the form.
-        names: of the fields that it may have besides images.
-        max_bytes: of an image.
-        max_images: files that its field `image` may hold.
+        names: names of the fields that it may have besides `image`.
+        max_bytes: maximum size of an image in bytes.
+        max_images: maximum number of files in its field `image`.
 
     Raises:
-        RequestError: the body is no form, has other fields, or one of them too often.
+        RequestError: the body is not a form, an image is too large, or a field is unknown or
+            repeated.
     """
     form, parts = Form([], {}), _parts(body, max_images, len(names))
     try:
@@ -176,10 +177,10 @@ def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str 
         max_fields=max_fields + 1,
         max_part_size=_FORM_BYTES_BESIDES_IMAGES,
     )
-    parser.spool_max_size = len(body.content) + 1  # nothing of it is written to a disk
+    parser.spool_max_size = len(body.content) + 1  # keep all of it in memory
     reason = "its end is missing"
     try:
-        parser.parse().send(None)  # all of the body is here, so that it ends without waiting
+        parser.parse().send(None)  # never waits, since the whole body is in memory
     except StopIteration as done:
         parts: list[tuple[str, str | UploadFile]] = done.value.multi_items()
         if parser.ended:
@@ -191,7 +192,7 @@ def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str 
                 400, f'Too many files: give {limit}, in the field "image".'
             ) from None
         reason = error.message.rstrip(".")
-    except FormParserError as error:  # Starlette before 1.10 lets it through
+    except FormParserError as error:  # Starlette before 1.10 does not convert it
         reason = str(error).rstrip(".")
     except UnicodeError:
         reason = "a field is not text of its charset"

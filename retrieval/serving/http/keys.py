@@ -1,8 +1,8 @@
-"""API keys: made, kept as hashes in a file, and known again.
+"""Create API keys, store their hashes in a file, and verify them.
 
-A key is `rk_ID_SECRET`. The id is no secret: it finds the key's line in the file. The secret has
-256 random bits, so that nobody finds it by trying however fast its hash is: a salted HMAC-SHA256 is
-right here, where a password would need a slow hash.
+A key is `rk_ID_SECRET`. The id is not secret; it identifies the key's line in the file. The secret
+has 256 random bits, so it cannot be found by trial, and a fast hash (salted HMAC-SHA256) suffices.
+A password would need a slow one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VARIABLE = "RETRIEVAL_KEYS"
 MAX_FILE_BYTES = 1_000_000
 MAX_KEYS = 1_000
 MAX_SENT = 200
-"""Characters of a key that a request sends."""
+"""Maximum number of characters in a key that a request sends."""
 
 _KEY = re.compile(r"rk_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
 _HEAD = (
@@ -45,16 +45,16 @@ _Index = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class Key(BaseModel):
-    """What is kept of a key: a line of the file.
+    """The stored part of a key, which is one line of the file.
 
     Attributes:
-        name: what the log and the record of changes call the key.
-        role: what its holder may do.
-        id: the key's own part that is no secret.
+        name: name of the key in the log and the record of changes.
+        role: role of the key's holder.
+        id: public part of the key.
         salt: 16 random bytes, hexadecimal.
-        hash: HMAC-SHA256 of the secret by the salt, hexadecimal.
-        created: a date and time.
-        indexes: names of the indexes that it opens; None: all.
+        hash: HMAC-SHA256 of the secret, keyed with the salt, hexadecimal.
+        created: date and time of creation.
+        indexes: names of the indexes that the key opens; None opens all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -75,10 +75,10 @@ class Key(BaseModel):
 
 
 class Keys(tuple[Key, ...]):
-    """The keys of a file; no two of one name or id."""
+    """The keys of a file; names and ids are unique."""
 
     def find(self, sent: str) -> Key | None:
-        """Return the key that was sent, or None. The time that takes says nothing of a secret."""
+        """Return the key that matches the text of a request, or None. Resists timing attacks."""
         parts = _KEY.fullmatch(sent) if len(sent) <= MAX_SENT else None
         key = next((key for key in self if parts and key.id == parts[1]), None)
         if parts is None or key is None:
@@ -87,10 +87,10 @@ class Keys(tuple[Key, ...]):
 
 
 def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
-    """Make a key; return what its holder sends, and what is kept of it.
+    """Create a key; return the text for its holder and the part to store.
 
     Raises:
-        RetrievalError: the name has characters that no key's name may have.
+        RetrievalError: the name or an index name is invalid.
     """
     secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
     key: dict[str, object] = {
@@ -115,7 +115,7 @@ def _hash(salt: str, secret: str) -> str:
 
 
 def _problems(error: ValidationError) -> str:
-    """Return what pydantic found, without the values: one may be a key in the wrong place."""
+    """Describe pydantic's errors without the values, since one may be a misplaced key."""
     problems = []
     for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
         member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
@@ -132,16 +132,16 @@ def _problems(error: ValidationError) -> str:
 
 
 def parse_keys(text: bytes, where: str) -> Keys:
-    """Return the keys in a file's text: one JSON object a line; `#` begins a comment.
+    """Parse keys from text with one JSON object per line; lines that begin with `#` are comments.
 
-    A text without any line is refused, since a file that is being written begins so.
+    An empty text is refused, since it may be a file that is just being written.
 
     Args:
-        text: of the file.
-        where: whose text it is, for errors.
+        text: content of the file.
+        where: name of the file in error messages.
 
     Raises:
-        RetrievalError: names every line that is wrong, and none of its content.
+        RetrievalError: lines are invalid; the message names all of them without their content.
     """
     if len(text) > MAX_FILE_BYTES:
         raise RetrievalError(
@@ -177,12 +177,12 @@ def parse_keys(text: bytes, where: str) -> Keys:
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the keys in a file; RetrievalError: it cannot be read, or a line of it is wrong."""
+    """Read keys from a file; raise a RetrievalError if it cannot be read or a line is invalid."""
     return parse_keys(_read(path), str(path))
 
 
 def add_key(path: Path, key: Key) -> None:
-    """Add a key to a file, which is made where there is none.
+    """Add a key to a file; create the file if it does not exist.
 
     Raises:
         RetrievalError: the file has a key of this name, or cannot be read or written.
@@ -195,15 +195,15 @@ def add_key(path: Path, key: Key) -> None:
                 " first."
             )
         text += (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
-        parse_keys(text, str(path))  # refuses one key too many
+        parse_keys(text, str(path))  # checks the maximum number of keys
         _write(path, text)
 
 
 def remove_key(path: Path, name: str) -> None:
-    """Remove a key from a file; the other lines stay as they are.
+    """Remove a key from a file and keep its other lines.
 
     Raises:
-        RetrievalError: there is no such key, or the file cannot be read or written.
+        RetrievalError: the key does not exist, or the file cannot be read or written.
     """
     with hold(path, "changing these keys"):
         text = _read(path)
@@ -240,10 +240,7 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, text: bytes) -> None:
-    """Write the file whole.
-
-    Its owner and mode stay: a server that may read it may go on reading it.
-    """
+    """Replace the file atomically; keep its owner and mode, so that a server can still read it."""
     place = Path(os.path.realpath(path))
     with whole_file(place, RetrievalError, private=True) as temporary:
         temporary.write_bytes(text)
@@ -255,17 +252,17 @@ def _write(path: Path, text: bytes) -> None:
 
 
 class KeySource:
-    """The keys that a server knows: read again when their file changes, unless it is broken.
+    """The keys of a server; a changed file is read again unless it is invalid.
 
     Args:
-        path: the file; None where `text` is given.
-        text: of an environment variable.
+        path: file of keys, or None to use `text`.
+        text: value of the environment variable.
 
     Attributes:
-        keys: those that are known now.
+        keys: the current keys.
 
     Raises:
-        RetrievalError: the file or text cannot be used.
+        RetrievalError: the file or text is invalid.
     """
 
     def __init__(self, path: Path | None, text: str = "") -> None:
@@ -274,9 +271,9 @@ class KeySource:
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read a file that has changed and was the same twice in a row: nobody writes it any more.
+        """Read the file if it has changed and was the same in two calls, so that it is complete.
 
-        For a thread.
+        Blocks, so call it in a thread.
         """
         if self._path is None:
             return
@@ -304,7 +301,7 @@ def key_source(path: Path | None) -> KeySource | None:
     """Return the source of keys: a file, RETRIEVAL_KEYS (a path or the keys themselves), or None.
 
     Raises:
-        RetrievalError: both are given, or what is given cannot be used.
+        RetrievalError: both are given, or the keys are invalid.
     """
     text = os.environ.get(VARIABLE, "")
     if path is not None and text:

@@ -1,4 +1,4 @@
-"""Requests as pydantic models: options, queries and items, from JSON, forms and addresses."""
+"""Pydantic models of requests: options, queries and items from JSON, forms and URL parameters."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ _VECTOR = "a list of finite numbers"
 
 
 class JsonBody(BaseModel):
-    """A JSON object of a request, or the fields of a form or an address."""
+    """A JSON object of a request, or its form fields or URL parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     shape: ClassVar[str] = ""
-    """The sentence for an object with other members."""
+    """Error message for an object with the wrong members."""
     one_of: ClassVar[tuple[str, ...]] = ()
-    """Members of which a request has exactly one."""
+    """Mutually exclusive members; a request must have exactly one."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
@@ -68,10 +68,10 @@ class JsonBody(BaseModel):
 
     @classmethod
     def of(cls, content: object) -> Self:
-        """Return the body that a JSON value holds.
+        """Return the body of a JSON value.
 
         Raises:
-            RequestError: 400, names the first three members that are wrong.
+            RequestError: 400; the message names the first three invalid members.
         """
         try:
             return cls.model_validate(content)
@@ -82,12 +82,12 @@ class JsonBody(BaseModel):
 
     @classmethod
     def of_texts(cls, texts: Mapping[str, str]) -> Self:
-        """Return the body that a form's fields or an address's parameters hold; see `of`."""
+        """Return the body of form fields or URL parameters; see `of`."""
         return cls.of({name: _FROM_TEXT.get(name, str)(text) for name, text in texts.items()})
 
 
 class Options(JsonBody):
-    """How to search."""
+    """Options of a search."""
 
     k: Annotated[int, Field(ge=1, le=MAX_K, description="a whole number from 1 to 1000")] = 10
     filter: FilterForm = None
@@ -99,7 +99,7 @@ class Options(JsonBody):
 
 
 class QueryBody(JsonBody):
-    """One of several queries."""
+    """One query of a batch."""
 
     shape = 'A query must be {"vector": [numbers]} or {"id": "the id of an item"}.'
     one_of = ("vector", "id")
@@ -108,7 +108,7 @@ class QueryBody(JsonBody):
     id: Annotated[ItemId | None, Field(description="the id of an item")] = None
 
     def input(self) -> QueryInput:
-        """Return the vector, or the id of the item, to search with."""
+        """Return the vector or item id to search with."""
         return (
             QueryInput(id=self.id)
             if self.vector is None
@@ -117,7 +117,7 @@ class QueryBody(JsonBody):
 
 
 class SearchBody(Options, QueryBody):
-    """A search with a vector, or with an item of the index."""
+    """A search with a vector or with an item of the index."""
 
     shape = (
         'JSON must be {"vector": [numbers], "k": 10, "filter": {"label": "shoe"}}, or "id" in the'
@@ -137,7 +137,7 @@ class BatchBody(Options):
 
 
 class ListParameters(JsonBody):
-    """Which items to list, and how many a page."""
+    """Parameters of a list of items: filter, fields and page."""
 
     cursor: str | None = None
     limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="a whole number from 1 to 1000")] = (
@@ -148,7 +148,7 @@ class ListParameters(JsonBody):
 
 
 class ItemChangeBody(JsonBody):
-    """What of an item is to be changed; what is not named stays."""
+    """Changes to an item; members that are left out keep their value."""
 
     shape = (
         'JSON must be {"label": "shoe", "metadata": {"price": 20}}; what is left out stays as'
@@ -160,13 +160,13 @@ class ItemChangeBody(JsonBody):
 
 
 class ItemForm(ItemChangeBody):
-    """What an item with an image is to be."""
+    """The form fields of an item with an image."""
 
     keep: Annotated[Keep, Field(description="copy, thumbnail or nothing")] = "copy"
 
 
 class ItemBody(ItemChangeBody):
-    """What an item is to be."""
+    """An item with a vector."""
 
     shape = (
         'JSON must be {"vector": [numbers], "label": "shoe", "metadata": {"price": 20}}. PUT'
@@ -177,9 +177,9 @@ class ItemBody(ItemChangeBody):
 
 
 class NamedItemBody(ItemChangeBody):
-    """What one of several items is to be.
+    """One of several items.
 
-    Without a vector the item is there, and what is not named stays.
+    Without a vector or image the item must exist, and members that are left out keep their value.
     """
 
     shape = (
@@ -200,7 +200,7 @@ class ItemsBody(JsonBody):
 
 
 class DeleteBody(JsonBody):
-    """Which items to delete: one of the three."""
+    """The items to delete, by exactly one of ids, filter and all."""
 
     shape = (
         'JSON must be one of {"ids": ["an id"]}, {"filter": {"label": "shoe"}} and {"all": true}.'
@@ -219,7 +219,7 @@ _ENTRIES: Mapping[str, type[JsonBody]] = {"queries": QueryBody, "items": NamedIt
 
 
 def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) -> str:
-    """Return the sentence for one fault that pydantic found."""
+    """Return the error message for one of pydantic's errors."""
     where = ""
     if len(place) > 1 and place[0] in _ENTRIES:
         where, model, place = (
@@ -235,10 +235,10 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
-    """Return what a JSON text holds: no key twice, 64 levels at most.
+    """Parse JSON without duplicate keys and with at most 64 levels.
 
     Raises:
-        RequestError: 400, with the sentence.
+        RequestError: 400, with `sentence` as its message.
     """
     try:
         return strict_loads(text, finite=False)
@@ -250,7 +250,7 @@ def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
     """Return a filter from its text or its JSON form.
 
     Raises:
-        RequestError: 400, it is none, or too large for a server.
+        RequestError: 400 if the filter is invalid or too large for a server.
     """
     try:
         where = as_filter(form)
@@ -262,7 +262,7 @@ def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
     return where
 
 
-# Text of forms and addresses; what cannot be converted stays text, for the model to refuse.
+# Text of forms and URLs. Text that cannot be converted is kept, so that the model refuses it.
 
 
 def _filter(text: str) -> Any:
@@ -282,7 +282,7 @@ def _number(text: str) -> int | str:
 
 
 def truth(text: str) -> bool | str:
-    """Return true or false from its word."""
+    """Return True or False for "true" or "false", and any other text unchanged."""
     return {"true": True, "false": False}.get(text, text)
 
 
@@ -306,7 +306,7 @@ _FROM_TEXT: Mapping[str, Callable[[str], Any]] = {
 
 
 class QueryInput(NamedTuple):
-    """One thing to search with: an encoded image's bytes, a vector, or the id of an item."""
+    """Input of one query: an image file's bytes, a vector, or the id of an item."""
 
     image: bytes | None = None
     vector: NDArray[np.float64] | None = None
@@ -314,7 +314,7 @@ class QueryInput(NamedTuple):
 
 
 class Query(NamedTuple):
-    """One search or several: what to search with, how, and among which items."""
+    """One or several searches with the same options and filter."""
 
     inputs: tuple[QueryInput, ...]
     options: Options
@@ -322,16 +322,15 @@ class Query(NamedTuple):
 
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
-    """Return the one search of a body; for a thread.
+    """Parse a body as one search.
 
     Args:
-        body: of the request.
-        parameters: of the address, which stand for a form's fields where the image is the whole
-            body.
-        max_bytes: of an image.
+        body: body of the request.
+        parameters: URL parameters, which hold the options if the body is just an image.
+        max_bytes: maximum size of an image in bytes.
 
     Raises:
-        RequestError: 400, the body is not what it should be.
+        RequestError: 400 if the body is invalid; see also `read_form`.
     """
     if body.kind == "image":
         return _query([QueryInput(body.content)], Options.of_texts(parameters))
@@ -343,10 +342,10 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
 
 
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
-    """Return the searches of a body, `most` at most; for a thread.
+    """Parse a body as a batch of at most `most` searches.
 
     Raises:
-        RequestError: 400, the body is not what it should be, or the searches are too many.
+        RequestError: 400 if the body is invalid or has too many searches; see also `read_form`.
     """
     if body.kind == "form":
         form = read_form(body, OPTIONS, max_bytes, most)
@@ -364,9 +363,9 @@ def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
 
 
 class NewItem(NamedTuple):
-    """What an item is to be.
+    """An item to add or change.
 
-    Without image and vector it is there already, and changes only in what `named` lists.
+    Without image and vector the item must exist, and only the members in `named` change.
     """
 
     id: str
@@ -379,13 +378,13 @@ class NewItem(NamedTuple):
 
 
 def changed_item(id: str, body: Body) -> NewItem:
-    """Return what PATCH makes of an item; RequestError 400 as in `query_of`. For a thread."""
+    """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
     change = ItemChangeBody.of(loads(body.content))
     return NewItem(id, change.label, change.metadata, named=frozenset(change.model_fields_set))
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
-    """Return what PUT makes of an item; RequestError 400 as in `query_of`. For a thread."""
+    """Parse the body of a PUT; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
         item = ItemBody.of(loads(body.content))
         return NewItem(id, item.label, item.metadata, vector=item.vector)
@@ -395,10 +394,7 @@ def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
 
 
 def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
-    """Return the items of a body, `most` at most; RequestError 400 as in `query_of`.
-
-    For a thread.
-    """
+    """Parse a body with at most `most` items; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
         items = ItemsBody.of(loads(body.content)).items
         images: list[bytes | None] = [None] * len(items)

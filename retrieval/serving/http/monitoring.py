@@ -1,4 +1,4 @@
-"""What operators see of a server: its log, its metrics, its traces."""
+"""Monitoring of a server: log, metrics and traces."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STATS_SECONDS = 15.0
 
 
 class _RateLimit(logging.Filter):
-    """Lets a burst of lines pass, then some a second; says how many were left out."""
+    """Limits the rate of log lines after a burst, and counts the lines that it drops."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _RateLimit(logging.Filter):
         self._dropped = dict.fromkeys(self._left, 0)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line passes; answered requests have a rate of their own."""
+        """Return whether a line passes; successful requests have a separate rate."""
         request = getattr(record, "request", None)
         answered = request is not None and 0 < (request["status"] or 0) < 400
         rate, most = _EVENTS_PER_SECOND, _EVENTS_AT_ONCE
@@ -77,7 +77,7 @@ class _RateLimit(logging.Filter):
 
 
 class _Lines(QueueHandler):
-    """Formats lines, and hands them to a thread: nobody waits for whoever reads the log."""
+    """Formats log lines and queues them for a thread, so that a slow reader blocks nobody."""
 
     def __init__(self, waiting: queue.Queue[Any], form: str, names_process: bool) -> None:
         super().__init__(waiting)
@@ -85,12 +85,12 @@ class _Lines(QueueHandler):
         self._process = {"process": os.getpid()} if names_process else {}
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Leave a line out where nobody reads the log."""
+        """Queue a line, or drop it if the queue is full."""
         with suppress(queue.Full):
             self.queue.put_nowait(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Return a record whose message is the whole line."""
+        """Replace a record's message by the whole formatted line."""
         fields: dict[str, Any] = dict(getattr(record, "request", None) or {})
         message = ""
         if not fields:
@@ -115,7 +115,7 @@ def _as_json(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
 
 
 def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) -> str:
-    """Return `time INFO POST /v1/search 200 ms=3.1 …`; what could act on a terminal is escaped."""
+    """Return `time INFO POST /v1/search 200 ms=3.1 …` with control characters escaped."""
     now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
     trace = fields.pop("traceback", None)
     words = [now, record.levelname]
@@ -131,11 +131,11 @@ def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
 
 
 def start_log(form: Literal["text", "json"], names_process: bool = False) -> QueueListener:
-    """Have the log written to standard error, by a thread; `stop` writes what is left.
+    """Log to standard error from a background thread; `stop` writes the remaining lines.
 
     Args:
-        form: for people or for programs.
-        names_process: whether lines say which process wrote them.
+        form: "text" for people or "json" for programs.
+        names_process: whether lines include the process id.
     """
     waiting: queue.Queue[Any] = queue.Queue(_WAITING_LINES)
     handler = _Lines(waiting, form, names_process)
@@ -148,7 +148,7 @@ def start_log(form: Literal["text", "json"], names_process: bool = False) -> Que
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
-    for name in ("python_multipart", "python_multipart.multipart"):  # its sentence is in the answer
+    for name in ("python_multipart", "python_multipart.multipart"):  # the response has its message
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     listener = QueueListener(waiting, logging.StreamHandler(sys.stderr))
     listener.start()
@@ -159,7 +159,7 @@ def start_log(form: Literal["text", "json"], names_process: bool = False) -> Que
 
 
 class Metrics:
-    """The metrics of one server and its indexes, in a registry of its own."""
+    """Prometheus metrics of one server and its indexes, in a separate registry."""
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._has_siblings = "PROMETHEUS_MULTIPROC_DIR" in os.environ
@@ -175,21 +175,21 @@ class Metrics:
 
         self._requests = counter("requests", "Requests answered.", "method", "route", "status")
         self._refused = counter(
-            "refused", "Requests refused, by why; by their status where it says enough.", "reason"
+            "refused", "Refused requests by reason, or by status if there is none.", "reason"
         )
         self._duration = histogram(
             "request_seconds",
-            "From a request's header to the end of its answer.",
+            "Time from a request's header to the end of its response.",
             _SECONDS,
             "route",
         )
         stages = histogram(
-            "stage_seconds", "Of these, by stage, without the stages inside it.", _SECONDS, "stage"
+            "stage_seconds", "Time of each stage, without nested stages.", _SECONDS, "stage"
         )
         self._stages = {name: stages.labels(name) for name in STAGES}
         self._sizes = {
             "encode": histogram("encode_batch", "Images or features encoded at once.", _BATCHES),
-            "search": histogram("search_batch", "Queries searched for at once.", _BATCHES),
+            "search": histogram("search_batch", "Queries searched at once.", _BATCHES),
         }
         self._gauges = _Gauges(indexes)
         if not self._has_siblings:
@@ -197,7 +197,7 @@ class Metrics:
             ProcessCollector(registry=self._registry)
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
-        """Count one request; its status is 0 when its client left before there was an answer."""
+        """Count one request; status 0 means that the client left before the response began."""
         self._requests.labels(method, route, str(status)).inc()
         self._duration.labels(route).observe(seconds)
         for span in trail.spans:
@@ -208,7 +208,7 @@ class Metrics:
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's format. For a thread: it reads the disk and /proc."""
+        """Return all metrics in Prometheus's format. Blocks on the disk, so call it in a thread."""
         registry = self._registry
         if self._has_siblings:
             registry = CollectorRegistry()
@@ -219,7 +219,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """What is looked up when Prometheus asks; of several processes, in the one that answers."""
+    """Gauges that are computed on each scrape, by the process that answers it."""
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._indexes = indexes
@@ -227,20 +227,20 @@ class _Gauges(Collector):
         self._seen: dict[str, tuple[float, dict[str, float]]] = {}
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing: the names need no look."""
+        """Return nothing, so that registration does not compute the gauges."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Give each metric as it is now."""
+        """Yield the current values."""
         lengths = GaugeMetricFamily(
-            "retrieval_queue_length", "What waits for its turn.", labels=["queue"]
+            "retrieval_queue_length", "Jobs that wait for a thread.", labels=["queue"]
         )
         for name in ("searches", "images", "pictures", "changes"):
             lengths.add_metric([name], getattr(self._workers, name).waiting)
         yield lengths
         pids = self._workers.decoders.pids
         yield GaugeMetricFamily(
-            "retrieval_decode_processes", "Processes that decode.", value=len(pids)
+            "retrieval_decode_processes", "Decoding processes.", value=len(pids)
         )
         labels = ["index"] if len(self._indexes) > 1 else []
         for name, text in _INDEX_METRICS.items():
@@ -252,11 +252,11 @@ class _Gauges(Collector):
                 yield family
 
     def _values(self, name: str, served: Served) -> dict[str, float]:
-        """Return the metrics of an index by name, looked up every 15 seconds at most."""
+        """Return the metrics of an index by name, cached for 15 seconds."""
         looked, values = self._seen.get(name, (-_STATS_SECONDS, {}))
         if time.monotonic() - looked >= _STATS_SECONDS:
             values = {}
-            with suppress(StoreError):  # readiness says so
+            with suppress(StoreError):  # readiness reports it
                 with served.use() as index:
                     stats = index.stats()
                 values["items"] = stats.count
@@ -271,10 +271,10 @@ class _Gauges(Collector):
 
 
 _INDEX_METRICS = {
-    "items": "Items of the index.",
-    "bytes": "Of the index on the disk.",
-    "generation": "Number of the generation that is served.",
-    "generations": "Generations that there are.",
+    "items": "Number of items.",
+    "bytes": "Size of the index on the disk.",
+    "generation": "Number of the served generation.",
+    "generations": "How many generations exist.",
 }
 
 
@@ -282,7 +282,7 @@ _INDEX_METRICS = {
 
 
 class Traces:
-    """OpenTelemetry's spans of requests, and inside each one for each stage.
+    """OpenTelemetry spans of requests, with a child span per stage.
 
     Args:
         provider: a `TracerProvider` of OpenTelemetry's SDK.
@@ -293,7 +293,7 @@ class Traces:
         self._tracer = provider.get_tracer("retrieval.serving")
 
     def around(self, app: Any) -> Any:
-        """Return an ASGI application in OpenTelemetry's own instrumentation."""
+        """Wrap an ASGI application in OpenTelemetry's instrumentation."""
         from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
 
         return OpenTelemetryMiddleware(
@@ -301,7 +301,7 @@ class Traces:
         )
 
     def begin(self, trail: Trail, method: str, route: str) -> None:
-        """Name the span of a request whose answer begins."""
+        """Name a request's span when its response begins."""
         from opentelemetry.trace import get_current_span
 
         span = get_current_span()
@@ -309,27 +309,28 @@ class Traces:
         span.set_attributes({"http.route": route, "retrieval.request_id": trail.id})
 
     def finish(self, trail: Trail) -> None:
-        """Make the spans of the stages of a request that is over."""
+        """Create the spans of a finished request's stages."""
         offset = time.time_ns() - time.perf_counter_ns()
         for stage in trail.spans:
             span = self._tracer.start_span(stage.stage, start_time=offset + int(stage.began * 1e9))
             span.end(offset + int(stage.ended * 1e9))
 
     def close(self) -> None:
-        """Send what is left, within a second: a collector that does not answer holds nobody up."""
+        """Send the remaining spans; wait for at most one second if the collector hangs."""
         ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         ending.start()
         ending.join(1.0)
 
 
 def traces_of_environment() -> Traces | None:
-    """Return what exports spans as the variables OTEL_… say; None where they name no exporter.
+    """Return the traces that the environment variables OTEL_… configure, or None.
 
-    OTEL_TRACES_EXPORTER names one (`otlp`, `console`); without it, OTEL_EXPORTER_OTLP_ENDPOINT
-    means `otlp`. The SDK itself reads sampler, resource, headers and limits.
+    OTEL_TRACES_EXPORTER names an exporter (`otlp`, `console`); without it, an endpoint such as
+    OTEL_EXPORTER_OTLP_ENDPOINT selects `otlp`. The SDK itself reads sampler, resource, headers and
+    limits.
 
     Raises:
-        MissingDependency: an exporter is named and not installed.
+        MissingDependency: the exporter is not installed.
         StoreError: the exporter cannot be set up.
     """
     name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of /v1: every route with its parameters, bodies and answers."""
+"""The OpenAPI 3.1 document of /v1: all routes with their parameters, bodies and responses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from retrieval.serving.http.access import is_free, needed_role
 from retrieval.serving.http.problems import MEDIA_TYPE
 
 _INTRODUCTION = (
-    "Search an index of images and change it. Errors are `application/problem+json`. An address"
-    " with `/indexes/{index}` names the index; without it, the server's only one is meant. Where"
-    " the server has keys, an operation takes one of the role that its `security` names, or of a"
-    " higher one: read, write, admin. Where it has none, or is open for so much, none is sent."
+    "Search and change an index of images. Errors are `application/problem+json`. A path with"
+    " `/indexes/{index}` names the index; other paths use the server's only index. If the server"
+    " has keys, an operation needs a key with the role that its `security` names or a higher one"
+    " (read, write, admin). No key is needed if the server has none or is open for the operation."
 )
 _KEY = {
     "type": "http",
     "scheme": "bearer",
     "description": (
-        "An API key from the server's operator. 401: none, or an unknown one; 403: one of another"
-        " role or index."
+        "An API key from the server's operator. Status 401 means a missing or unknown key, 403 a"
+        " key without the role or index."
     ),
 }
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
@@ -33,10 +33,10 @@ _TEXT = {"type": "string"}
 _SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
 _ID = {"type": "string", "minLength": 1, "maxLength": 1000}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
-_FIELDS = {"type": "string", "description": "names divided by commas, or a JSON list"}
+_FIELDS = {"type": "string", "description": "names separated by commas, or a JSON list"}
 _FILTER = {
     "type": "string",
-    "description": "text, or JSON that begins with a brace",
+    "description": "a filter as text, or as JSON that begins with a brace",
     "minLength": 1,
 }
 _VECTOR = {"vector": {"type": "boolean", "default": False}}
@@ -50,7 +50,10 @@ _OPTIONS = {
     "explain": {"type": "boolean", "default": False},
 }
 _LIST = {
-    "cursor": {"type": "string", "description": "of the page before; with the same filter"},
+    "cursor": {
+        "type": "string",
+        "description": "cursor of the previous page, with the same filter",
+    },
     "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_PAGE, "default": 100},
     "filter": _FILTER,
     "fields": _FIELDS,
@@ -71,17 +74,17 @@ def _form(*required: str, **fields: Any) -> dict[str, Any]:
 
 
 class Operation(NamedTuple):
-    """One route and method; the server's routes and the document are both made of these.
+    """One path and method, from which both the server's route and the document are made.
 
     Attributes:
-        method: lower case.
-        path: below `/v1`, and below `/v1/indexes/{index}` if it is an index's.
-        handler: name of the method of `Routes` that answers; its docstring is the summary.
-        answer: the type of the answer; None for a picture.
-        query: schemas of the parameters behind the question mark, by name; `id` must be there.
+        method: HTTP method in lower case.
+        path: path relative to `/v1` and, with `of_index`, also to `/v1/indexes/{index}`.
+        handler: name of the method of `Routes` that handles it; its docstring is the summary.
+        answer: type of the response; None for an image.
+        query: schemas of the query parameters by name; only `id` is required.
         bodies: schemas of the body by content type.
-        status: of success.
-        of_index: whether it is an index's.
+        status: HTTP status of success.
+        of_index: whether the operation is one on an index.
     """
 
     method: str
@@ -95,13 +98,13 @@ class Operation(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The `operationId`: the handler's name, and `ByQuery` where `?id=` names the item."""
+        """The `operationId`: the handler's name, with `ByQuery` if `?id=` names the item."""
         head, *rest = self.handler.split("_")
         return head + "".join(map(str.title, rest)) + ("ByQuery" if "id" in self.query else "")
 
 
 def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
-    """Return the operations on one item, named in the path or as `?id=`; longer paths first."""
+    """Return the operations on one item, named in the path or by `?id=`, longer paths first."""
     item = answers.ItemAnswer
     bodies = {_FORM: _NEW_ITEM, _JSON: _ref(models.ItemBody)}
     change = {_JSON: _ref(models.ItemChangeBody)}
@@ -131,7 +134,7 @@ _SEARCH = {**_IMAGE_BODIES, _JSON: _ref(models.SearchBody)}
 _BATCH = {_FORM: _form("image", image=_SEVERAL, **_OPTIONS), _JSON: _ref(models.BatchBody)}
 _ITEMS = {
     "type": "string",
-    "description": "a JSON list that says what each image is, in their order",
+    "description": "a JSON list with one item per image, in the same order",
 }
 _ADD = {_FORM: _form("image", "items", image=_SEVERAL, items=_ITEMS), _JSON: _ref(models.ItemsBody)}
 _DELETE = {_JSON: _ref(models.DeleteBody)}
@@ -148,12 +151,12 @@ OPERATIONS = (
     Operation("get", "/indexes", "list_indexes", answers.Indexes, of_index=False),
     Operation("get", "/openapi.json", "openapi", dict, of_index=False),
 )
-"""Every route of /v1, in the order in which an address is compared with them."""
+"""All operations of /v1, in the order in which routes are matched."""
 
 
 @cache
 def document(handlers: type) -> dict[str, Any]:
-    """Return the document, not to be changed, with summaries of `Routes`, the handlers."""
+    """Return the document, with the docstrings of `handlers` as summaries. Do not modify it."""
     types = [
         *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
         *(models.SearchBody, models.BatchBody, answers.Problem),
@@ -211,7 +214,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
     if operation.answer is None:
         kinds = ("image/jpeg",) if "thumbnail" in operation.handler else _IMAGES
         content = {kind: {"schema": _BINARY} for kind in kinds}
-        responses["304"] = {"description": "It is what the request's If-None-Match names."}
+        responses["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
     else:
         content = {
             _JSON: {
@@ -220,10 +223,10 @@ def _responses(operation: Operation) -> dict[str, Any]:
         }
     responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}
-    sentence = "The request cannot be answered; the sentence says why."
+    sentence = "The request failed; `detail` says why."
     responses["4XX"] = {"description": sentence, "content": failed}
     responses["503"] = {
-        "description": "Too much at a time, or the index is not to be had: come again.",
+        "description": "The server is busy or the index unavailable; try again later.",
         "content": failed,
         "headers": {"Retry-After": {"schema": {"type": "integer"}}},
     }

@@ -1,10 +1,10 @@
 "use strict";
 
-// The key, and what it allows: items are added, described anew and deleted.
+// The API key, and adding, changing and deleting items with it.
 
-const KEY = "retrieval-key"; // in sessionStorage: it is gone with the tab
+const KEY = "retrieval-key"; // name in sessionStorage, which the browser deletes with the tab
 
-let editing = null; // what the dialogue is about: an item that is there, or an image to add
+let editing = null; // subject of the dialogue: an existing item, or an image to add
 
 function authorisation() {
   const key = sessionStorage.getItem(KEY);
@@ -16,7 +16,7 @@ async function fill(image, address) {
     image.src = address;
     return;
   }
-  try { // an <img> sends no key
+  try { // an <img> element cannot send the key
     const content = URL.createObjectURL(await (await call(address)).blob());
     if (image.id !== "preview") image.addEventListener("load", () => URL.revokeObjectURL(content), { once: true });
     image.src = content;

@@ -1,8 +1,8 @@
 "use strict";
 
-// A part of the picture: its edges in percent of the whole.
+// Selection of a part of the image; its edges are in percent of the whole.
 
-const LARGEST_CUT = 1600; // pixels: no encoder looks at more
+const LARGEST_CUT = 1600; // pixels; no encoder uses more
 const EDGES = ["left", "top", "right", "bottom"];
 
 function setEdges(values) {
@@ -20,7 +20,7 @@ function drawBox() {
 function moveEdge(event) {
   const at = EDGES.indexOf(event.target.id);
   const values = EDGES.map((edge) => Number(byId(edge).value));
-  const [low, high] = [at % 2, (at % 2) + 2]; // the two edges of this direction stay one percent apart
+  const [low, high] = [at % 2, (at % 2) + 2]; // opposite edges stay at least one percent apart
   if (at === low) values[low] = Math.min(values[low], values[high] - 1);
   else values[high] = Math.max(values[high], values[low] + 1);
   setEdges(values);

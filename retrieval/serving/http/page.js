@@ -1,14 +1,14 @@
 "use strict";
 
 const byId = (id) => document.getElementById(id);
-const TINY = 64; // pixels: smaller images are shown with sharp edges instead of a blur
-const KEYWORDS = /^(and|or|not|in|exists|true|false|null)$/i; // of filters
+const TINY = 64; // pixels; smaller images are enlarged with sharp pixels instead of a blur
+const KEYWORDS = /^(and|or|not|in|exists|true|false|null)$/i; // keywords of the filter language
 
-let roots = ["v1"]; // below each are the routes of an index that is searched: one, or two side by side
+let roots = ["v1"]; // path prefixes of the searched indexes: one, or two side by side
 let limits = { bytes: 20000000 };
-let last = null; // the query shown: asked again when the filter, the index or the number of results changes
-let whole = null; // what the preview shows, of which `last` may be a part
-let asked = 0; // only the answer to the newest question is shown
+let last = null; // current query, repeated when the filter, the index or the number of results changes
+let whole = null; // the image in the preview; `last` may be a part of it
+let asked = 0; // number of the newest query; older responses are ignored
 let severalIndexes = false;
 
 function element(tag, className, text) {
@@ -105,7 +105,7 @@ async function search(root, query) {
   try {
     return await (await call(`${root}/search`, request)).json();
   } catch (fault) {
-    // Some bundles encode queries in another way than items, and some indexes do not have the item.
+    // Some bundles encode queries differently from items, and some indexes lack the item: send its image.
     if (!query.image_url || (fault.status !== 422 && (fault.status !== 404 || root === query.root))) throw fault;
     return search(root, { image: await (await call(query.image_url)).blob() });
   }
@@ -202,7 +202,7 @@ function searchWithNumbers() {
 
 function addCondition() {
   const [field, relation, value] = ["field", "relation", "value"].map((id) => byId(id).value);
-  const own = field === "id" || field === "label"; // these are text, always
+  const own = field === "id" || field === "label"; // always text
   const name = own || (/^[A-Za-z_]\w*$/.test(field) && !KEYWORDS.test(field)) ? field : `"${field}"`;
   const bare = !own && (/^(true|false|null)$/.test(value) || (value.trim() && Number.isFinite(Number(value))));
   const literal = bare ? (KEYWORDS.test(value) ? value : String(Number(value))) : `'${value.replaceAll("'", "''")}'`;
@@ -215,7 +215,7 @@ function addCondition() {
 
 const again = () => (last ? ask(last) : remember());
 
-// The address: what is searched for, never an image. It stays in the browser: servers do not get what is behind "#".
+// The URL's fragment holds the query, unless it is an image. Browsers do not send it to the server.
 
 function remember() {
   const said = new URLSearchParams();

@@ -1,4 +1,4 @@
-"""What a client is told when its request fails: `application/problem+json`, as RFC 9457 has it."""
+"""Error responses in the form `application/problem+json` of RFC 9457."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class RequestError(RetrievalError):
-    """A request that cannot be answered.
+    """A request fails with an HTTP status and a sentence.
 
     Args:
         status: HTTP status, 4xx or 503.
-        sentence: for the person who sent the request.
-        reason: one of a few words that the metrics count by; the status where it is empty.
+        sentence: message to the person who sent the request.
+        reason: label of the error in the metrics, one of a few words; by default the status.
         members: further members of the problem document.
-        headers: further headers of the answer.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -48,37 +48,37 @@ class RequestError(RetrievalError):
 
 
 def busy(why: str, reason: str = "queue") -> RequestError:
-    """Return the refusal of a request that finds no room: "too many searches are waiting"."""
+    """Return the error of a busy server; `why` is such as "too many searches are waiting"."""
     return RequestError(503, f"The server is busy: {why}. Try again in a moment.", reason)
 
 
 def no_item(where: str = "There") -> RequestError:
-    """Return the refusal of an id that no item has."""
+    """Return the error for an unknown id."""
     return RequestError(404, f"{where} is no such item.")
 
 
 def problem_json(
     status: int, sentence: str, request_id: str, members: Mapping[str, Any] | None = None
 ) -> bytes:
-    """Return a problem document; the sentence is its `detail`, the request's id its `instance`."""
+    """Return a problem document with the sentence as `detail` and the request id as `instance`."""
     head = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status}
     return to_json({**head, "detail": sentence, "instance": request_id, **(members or {})})
 
 
 def problem(scope: Any, error: RequestError) -> Response:
-    """Return the answer to a request that failed; a 503 says when to come again."""
+    """Return the response to a failed request; a 503 has a `Retry-After` header."""
     headers = {"Retry-After": "1"} if error.status == 503 else {}
     body = problem_json(error.status, str(error), scope["retrieval.request_id"], error.members)
     return Response(body, error.status, headers | error.headers, MEDIA_TYPE)
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return a URN that names a request: its W3C trace's id where it has one, else a random id."""
+    """Return the URN of a request, made from its W3C trace id or else at random."""
     return f"urn:uuid:{uuid.UUID(trace) if trace else uuid.uuid4()}"
 
 
 def report(error: BaseException) -> None:
-    """Log what went wrong and what caused it, with the place in the code."""
+    """Log an error with its causes and its place in the code."""
     trace, causes = error.__traceback__, list[str]()
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -91,7 +91,7 @@ def report(error: BaseException) -> None:
 
 
 def store_failed(error: StoreError, sentence: str) -> RequestError:
-    """Log a fault of an index's store, and return what the client is told."""
+    """Log an error of an index's store, and return the error for the client."""
     if isinstance(error, TooSlow):
         return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
     report(error)

@@ -1,4 +1,4 @@
-"""What uvicorn's HTTP/1.1 leaves open: `Upgrade`, endless headers, ambiguous framing."""
+"""uvicorn's HTTP/1.1 protocol, hardened against upgrades, long headers and ambiguous framing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ HEADER_SECONDS = 15.0
 HEADER_BYTES = 32_768
 HEADER_LINES = 64
 PIPELINED_REQUESTS = 8
-_ONCE = (b"host", b"content-length", b"content-type", b"transfer-encoding")
+_SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection: uvicorn's, with bounded headers and no upgrades."""
+    """One connection, with limits on headers and without upgrades."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a first header in time."""
+        """Start the timer of the first header."""
         super().connection_made(transport)
         self._header_bytes, self._refusal = 0, (400, "The request is not valid HTTP.")
         self._in_header = True
@@ -30,7 +30,7 @@ class Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer and tell the request under way; uvicorn tells only the last one."""
+        """Cancel the timer and notify the current request; uvicorn notifies only the last one."""
         self._timer.cancel()
         self._disconnect()
         super().connection_lost(exc)
@@ -41,13 +41,13 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _disconnect(self) -> None:
-        """Have what the application still answers go nowhere."""
+        """Discard the rest of the application's response."""
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came; a request to upgrade is parsed again as if it had not asked."""
+        """Parse data; a request to upgrade is parsed again without its upgrade headers."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -74,33 +74,33 @@ class Protocol(HttpToolsProtocol):
                 self._refuse(431, "The request's header is too large.")
 
     def on_message_begin(self) -> None:
-        """Begin to count a header, and to time it."""
+        """Start to count and time a header."""
         super().on_message_begin()
         self._header_bytes, self._in_header = 0, True
         self._timer.cancel()
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def on_url(self, url: bytes) -> None:
-        """Count the address."""
+        """Count the URL."""
         super().on_url(url)
         self._header_bytes += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a line of the header, or of a trailer."""
+        """Count a line of the header or trailer."""
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
         if self._header_bytes > HEADER_BYTES or len(self.headers) > HEADER_LINES:
             self._fail(431, "The request's header is too large.")
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the application, unless two programs might read it differently."""
+        """Pass the request to the application unless its framing is ambiguous."""
         self._timer.cancel()
         self._in_header = False
         names = [name for name, _ in self.headers]
         encoding = dict(self.headers).get(b"transfer-encoding", b"chunked").lower()
         if encoding != b"chunked" or {b"transfer-encoding", b"content-length"} <= set(names):
             self._fail(400, "Give a Content-Length or one Transfer-Encoding, chunked; not both.")
-        if any(names.count(name) > 1 for name in _ONCE):
+        if any(names.count(name) > 1 for name in _SINGLE_HEADERS):
             self._fail(400, "The request repeats a header that it may give once.")
         if len(self.pipeline) >= PIPELINED_REQUESTS:
             self._fail(400, "Too many requests were sent without waiting for an answer.")
@@ -108,17 +108,17 @@ class Protocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of the body."""
+        """Receive a part of the body."""
         if not self.parser.should_upgrade():
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that a request is complete."""
+        """Complete a request."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what cannot be parsed."""
+        """Answer a request that cannot be parsed."""
         self._refuse(*self._refusal)
 
     def _fail(self, status: int, sentence: str) -> None:
@@ -131,7 +131,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse(self, status: int, sentence: str) -> None:
-        """Answer with a problem document, unless another answer is under way, and close."""
+        """Close the connection, with a problem document unless a response has begun."""
         answered = self._answered
         begun = (
             answered is not None and answered.response_started and not answered.response_complete

@@ -1,4 +1,4 @@
-"""Readiness: the server searches its own indexes and checks each part every few seconds."""
+"""Readiness: every few seconds the server checks its indexes, including a complete search."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
 _FREE_BYTES = 16_000_000
-"""Less free space does not hold a transaction of many items and SQLite's log of it."""
+"""Minimum free space, enough for a transaction of many items with SQLite's log."""
 
 
 class Readiness:
-    """Probes one index every few seconds: its files, its disk, a whole search, and its encoder."""
+    """Probes one index regularly: its files, its disk, a complete search and its encoder."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -47,31 +47,28 @@ class Readiness:
         self._fallback: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what the last probe saw; a `fallback` says why the encoder runs on the CPU."""
+        """Return the result of the last probe; `fallback` is why the encoder runs on the CPU."""
         fallback = {"fallback": self._fallback} if self._fallback else {}
         return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
 
     def checks(self) -> dict[str, str]:
-        """Return the state of each part: "ok", or a sentence.
-
-        It costs nothing: probes run by themselves.
-        """
+        """Return the last known state of each part: "ok" or a sentence."""
         damaged = DAMAGED if self._served.failed is not None else None
         faults = {**self._faults, "index": self._faults.get("index") or damaged}
         return {name: fault or "ok" for name, fault in faults.items()}
 
     def reason(self) -> str | None:
-        """Return why the server is not ready, or None when it is."""
+        """Return why the index is not ready, or None if it is."""
         return next((state for state in self.checks().values() if state != "ok"), None)
 
     async def watch(self) -> None:
-        """Probe, for ever."""
+        """Probe regularly, forever."""
         while True:
             await self.probe()
             await asyncio.sleep(PROBE_SECONDS)
 
     async def probe(self) -> None:
-        """Look at each part now, and note what came of it."""
+        """Check all parts now and store their states."""
         fallback, self._fallback = self._fallback, self._served.index.bundle.fallback
         if self._fallback not in (None, fallback):
             log.warning("%s", self._fallback)
@@ -107,10 +104,10 @@ class Readiness:
             )
 
     async def _files(self) -> str | None:
-        """Return why the files on the disk are not those served; a new whole index is taken up."""
+        """Serve a new index that has replaced this one; if that fails, return a sentence."""
         changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is not None and not self._logged_change:
-            log.warning("%s", changed)  # its path is for the log only
+            log.warning("%s", changed)  # only the log may show the path
         self._logged_change = changed is not None
         return (
             changed
@@ -119,7 +116,7 @@ class Readiness:
         )
 
     async def _disk(self) -> str | None:
-        """Return why an index that could be written to when it was opened cannot be now."""
+        """Return why an index that was writable when it was opened no longer is, or None."""
         folder = self._folder
         if folder is None:
             return None
@@ -134,7 +131,7 @@ class Readiness:
             try:
                 await served.workers.searches.run(again)
             except (DataError, RequestError, Superseded):
-                pass  # another bundle is served since, or the item is gone
+                pass  # the index serves another bundle by now, or the item was deleted
             except StoreError as error:
                 report(error)
                 return DAMAGED
@@ -142,13 +139,13 @@ class Readiness:
         return None if hits or not items else "A search of the server's own found nothing."
 
     async def _model(self) -> str | None:
-        """Return why the encoder no longer agrees with its bundle's probe, if it has one."""
+        """Return why the encoder no longer agrees with its bundle's probe, or None."""
         bundle = self._served.index.bundle
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
 
 
 def sample(bundle: Bundle) -> Query:
-    """Return a query that goes the whole way of a client's."""
+    """Return a random query that passes through all stages of a client's search."""
     input, noise = bundle.manifest.input, np.random.default_rng(0)
     if input.kind == "features":
         return Query((QueryInput(vector=noise.normal(size=input.shape)),), Options(k=1), None)
@@ -159,9 +156,9 @@ def sample(bundle: Bundle) -> Query:
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
-    """Return why a folder cannot be written to or is nearly full; None where it can.
+    """Return why a folder cannot be written to or has little free space, or None.
 
-    It writes nothing. For a thread: the storage may hang.
+    Writes nothing. Call it in a thread, since the storage may hang.
     """
     try:
         if not os.access(folder, os.W_OK):

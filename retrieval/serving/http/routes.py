@@ -1,4 +1,4 @@
-"""The handlers of /v1, one for each of `openapi.OPERATIONS`; a docstring is its summary there."""
+"""Handlers of /v1, one per operation in `openapi.OPERATIONS`; docstrings become its summaries."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ T = TypeVar("T")
 _JSON: Mapping[Kind, int] = {"json": JSON_BYTES}
 _SEVERAL: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 _PARSED_AT_ONCE_BYTES = 16_384
-"""A larger form or JSON body is parsed in a thread."""
+"""Larger form and JSON bodies are parsed in a thread."""
 
 
 class Routes:
-    """The addresses of /v1, for the indexes of a server by name."""
+    """Handlers of the routes below /v1, for the indexes of a server by name."""
 
     def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
         self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
 
     def all(self) -> list[BaseRoute]:
-        """Return the routes; those of an index come with its name in the address, and without."""
+        """Return the routes; those of an index exist with and without its name in the path."""
         routes: list[BaseRoute] = []
         for operation in OPERATIONS:
             for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
@@ -117,7 +117,7 @@ class Routes:
     # Items
 
     async def get_item(self, request: Request) -> Response:
-        """Give an item."""
+        """Get an item."""
         served, prefix, id = self._served(request), _prefix_of(request), _id_of(request, "vector")
         with_vector = models.truth(request.query_params.get("vector", "false"))
         if not isinstance(with_vector, bool):
@@ -135,13 +135,13 @@ class Routes:
             return answer(await served.read(work))
 
     async def put_item(self, request: Request) -> Response:
-        """Add an item, or replace the one of this id."""
+        """Add an item, or replace the one with this id."""
         limits: dict[Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
         read = partial(models.put_item, max_bytes=self._settings.max_bytes)
         return await self._put_one(request, limits, models.PUT_TYPES, "put", read)
 
     async def patch_item(self, request: Request) -> Response:
-        """Change an item's label or metadata; what is left out stays."""
+        """Change an item's label or metadata; members that are left out keep their value."""
         return await self._put_one(
             request, _JSON, models.PATCH_TYPES, "change", models.changed_item
         )
@@ -169,7 +169,7 @@ class Routes:
             return answer({"deleted": 1})
 
     async def add_items(self, request: Request) -> Response:
-        """Add, replace or change items: all of them, or none."""
+        """Add, replace or change several items atomically."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
@@ -202,7 +202,7 @@ class Routes:
             return answer(await served.read(work))
 
     async def delete_items(self, request: Request) -> Response:
-        """Delete items by id, by filter, or all."""
+        """Delete items by id or filter, or all items."""
         served = self._served(request)
         parameters_of(request)
 
@@ -217,11 +217,11 @@ class Routes:
     # Pictures
 
     async def get_image(self, request: Request) -> Response:
-        """Give an item's original, as browsers show it."""
+        """Get an item's original in a format that browsers show."""
         return await self._picture(request, small=False)
 
     async def get_thumbnail(self, request: Request) -> Response:
-        """Give a small JPEG of an item's original."""
+        """Get a small JPEG of an item's original."""
         return await self._picture(request, small=True)
 
     async def _picture(self, request: Request, *, small: bool) -> Response:
@@ -245,7 +245,7 @@ class Routes:
     # The index
 
     async def get_index(self, request: Request) -> Response:
-        """Say what the index is and holds."""
+        """Describe the index."""
         served, settings = self._served(request), self._settings
         parameters_of(request)
         own = {
@@ -263,7 +263,7 @@ class Routes:
             )
 
     async def snapshot(self, request: Request) -> Response:
-        """Write a copy of this moment to the operator's folder."""
+        """Write a consistent copy of the index to the operator's folder."""
         served, folder = self._served(request), self._settings.snapshots
         parameters_of(request)
         if folder is None:
@@ -279,22 +279,22 @@ class Routes:
         return answer({"snapshot": name}, 201)
 
     async def list_indexes(self, request: Request) -> Response:
-        """Name the server's indexes."""
+        """List the names of the server's indexes."""
         parameters_of(request)
         return answer({"indexes": sorted(filter(_caller_of(request).may_use, self.indexes))})
 
     async def openapi(self, request: Request) -> Response:
-        """Give this document."""
+        """Get this document."""
         return answer(document(Routes))
 
-    # What they share
+    # Shared by the handlers
 
     def _served(self, request: Request) -> Served:
-        """Return the index that a request names.
+        """Return the index that a request names, or the only one.
 
         Raises:
-            RequestError: 403, its sender may not use it; 404, there is none of this name, or
-                several could be meant.
+            RequestError: 403 if the sender may not use the index; 404 if it does not exist, or if
+                the request names none and the server has several.
         """
         caller, name = _caller_of(request), request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
@@ -322,7 +322,7 @@ class Routes:
         types: str,
         read: Callable[[Body], T],
     ) -> AsyncIterator[T]:
-        """Give a request's parsed body, within the deadline, and free its memory at the end."""
+        """Context manager that yields a request's parsed body, and bounds time and memory."""
         began = perf_counter()
         body = await self._memory.read(request, limits, types)
         if (trail := current()) is not None:
@@ -338,7 +338,7 @@ class Routes:
 
     @asynccontextmanager
     async def _deadline(self, request: Request) -> AsyncIterator[None]:
-        """Bound what is done inside in time; RequestError 503 when it takes too long."""
+        """Context manager that raises a RequestError 503 after the deadline."""
         HAS_LEFT.set(request.scope.get("retrieval.has_left", bool))
         try:
             async with asyncio.timeout(self._settings.deadline):
@@ -356,11 +356,11 @@ class Routes:
             raise RequestError(503, sentence, "deadline") from None
 
 
-# Addresses
+# URLs
 
 
 class _AnyText(StringConvertor):
-    """An item's id in an address: any characters, slashes and line breaks too."""
+    """An item's id in a path: any characters, including slashes and line breaks."""
 
     regex = "(?s:.+)"
 
@@ -369,10 +369,10 @@ register_url_convertor("any", _AnyText())
 
 
 class ItemRoute(Route):
-    """A route that matches the path as sent: `%2F` belongs to the id, a final `/image` does not."""
+    """A route that matches the path before decoding, so that `%2F` belongs to the id."""
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
-        """Match the path before it is decoded."""
+        """Match the encoded path."""
         if scope["type"] != "http" or "raw_path" not in scope:
             return Match.NONE, {}
         path = scope["raw_path"].partition(b"?")[0].decode("latin-1")
@@ -380,7 +380,7 @@ class ItemRoute(Route):
 
 
 def parameters_of(request: Request, *known: str) -> dict[str, str]:
-    """Return an address's parameters; RequestError 400 for one that is unknown or repeated."""
+    """Return the URL parameters; raise a RequestError 400 if one is unknown or repeated."""
     if not request.scope["query_string"]:
         return {}
     pairs = request.query_params.multi_items()
@@ -403,8 +403,8 @@ def _id_of(request: Request, *options: str) -> str:
     """Return the id of a request's item, from its path or from `?id=`.
 
     Args:
-        request: that names the item.
-        options: parameters that it may have besides.
+        request: the request.
+        options: names of further allowed parameters.
     """
     if "id" in request.path_params:
         parameters_of(request, *options)
@@ -427,7 +427,7 @@ def _caller_of(request: Request) -> Caller:
 
 
 def _prefix_of(request: Request) -> str:
-    """Return how addresses of the request's index begin."""
+    """Return the path prefix of the request's index."""
     name = request.path_params.get("index")
     return "/v1" if name is None else f"/v1/indexes/{name}"
 

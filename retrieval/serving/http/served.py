@@ -1,4 +1,4 @@
-"""One index behind a server: searched, read and changed in threads, within the server's limits."""
+"""One index of a server: search, read and change it in threads, within the server's limits."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _NOT_WRITTEN = (
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
 _COPIED_BYTES = 64_000_000
-"""Originals that one request copies when it changes labels or metadata."""
+"""Maximum size of the originals that one change of labels or metadata copies, in bytes."""
 T = TypeVar("T")
 
 
 class _Held:
-    """An opened index, its users, and whether another one has taken its place."""
+    """An open index, the number of its users, and whether another one has replaced it."""
 
     def __init__(self, index: Index) -> None:
         self.index, self.users, self.retired = index, 0, False
@@ -68,7 +68,7 @@ class Served:
     """One index of a server.
 
     Attributes:
-        failed: repeats a search that saw damage; None where there is none.
+        failed: repeats the last search that found damage, or None.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Served:
 
     @property
     def index(self) -> Index:
-        """The index of this moment."""
+        """The current index."""
         return self._held.index
 
     @contextmanager
     def use(self) -> Iterator[Index]:
-        """Give the index inside a block; it stays open until that ends. For a thread."""
+        """Context manager that keeps the current index open. Use it in a thread."""
         with self._lock:
             held = self._held
             held.users += 1
@@ -108,10 +108,10 @@ class Served:
                 held.index.close()
 
     def take_up(self) -> str | None:
-        """Serve the index that lies in the folder by now, if it is another one; for a thread.
+        """If another index has replaced this one, open and serve it. Call this in a thread.
 
         Returns:
-            None when what lies there is served, else a sentence with its path, for the log.
+            None on success, else a sentence with the path, for the log.
         """
         changed = self.index.changed()
         if changed is None or self._reopen is None:
@@ -133,18 +133,18 @@ class Served:
     async def search(
         self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]
     ) -> bytes:
-        """Return what `finish` makes of the hits of each query, in the thread that searched.
+        """Search, and return the response that `finish` makes of the hits, in the same thread.
 
         Raises:
-            DataError: an image or vector cannot be used, or the filter names what no item has.
-            RequestError: 404, no such item; 503, too many are waiting, or the index cannot be
-                searched now.
+            DataError: an image or vector is invalid, or the filter names a field that no item has.
+            RequestError: 404 if an item does not exist; 503 if too many searches wait or the index
+                cannot be searched now.
         """
         images = [input.image for input in query.inputs if input.image is not None]
 
         async def ask() -> bytes:
             bundle = self.index.bundle
-            if len(images) == 1:  # the thread that decodes goes on: a hop costs as much
+            if len(images) == 1:  # search in the decoding thread; switching would cost as much
 
                 def work() -> bytes:
                     pixels = self.workers.decode("pixels", images[0], bundle).pixels[None]
@@ -166,7 +166,7 @@ class Served:
         pixels: NDArray[Any] | None,
         finish: Callable[[list[list[Hit]], Index], bytes],
     ) -> bytes:
-        load_faiss().omp_set_num_threads(1)  # several searches run at a time
+        load_faiss().omp_set_num_threads(1)  # several searches run concurrently
         try:
             with self.use() as index:
                 if index.bundle is not bundle:
@@ -178,7 +178,7 @@ class Served:
             raise
 
     async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
-        """Return what some reading of the index gives; raises as `search` does."""
+        """Return the result of a function that reads the index; raises as `search` does."""
 
         def used() -> T:
             with self.use() as index:
@@ -187,10 +187,10 @@ class Served:
         return await self._again(lambda: self.workers.searches.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return the result of `ask`, called again when another bundle or index took over.
+        """Return the result of `ask`, repeated if the index or its bundle was replaced.
 
         Raises:
-            RequestError: 503, the index fails; its log says why, and the client is told `sentence`.
+            RequestError: 503 with `sentence` if the index fails; the log has the cause.
         """
         for _ in range(_TRIES):
             index = self.index
@@ -204,7 +204,7 @@ class Served:
         raise RequestError(503, _CHANGING)
 
     async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
-        """Return whether an index failed because another replaced it, which is served now."""
+        """Return whether an index failed because another one, now served, replaced it."""
         if isinstance(error, TooSlow | StoreUnavailable):
             return False
 
@@ -218,12 +218,12 @@ class Served:
     # Changing
 
     async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
-        """Add items, replace or change them: all of them, or none; return how many were there.
+        """Add, replace or change items atomically; return how many existed already.
 
         Raises:
-            DataError: an image or item cannot be used, or one without an image and a vector is not
-                there.
-            RequestError: 503, too many changes wait, or the index cannot be written to.
+            DataError: an image or item is invalid, or an item without image and vector does not
+                exist.
+            RequestError: 503 if too many changes wait or the index cannot be written to.
         """
         images = [new.image for new in new_items if new.image is not None]
         embeds = images or any(new.vector is not None for new in new_items)
@@ -250,7 +250,7 @@ class Served:
         return await self._again(ask, _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete a change's items and return how many there were; raises as `put` does."""
+        """Delete the items of a change and return their number; raises as `put` does."""
 
         def work(index: Index) -> int:
             change.count = index.delete(change.ids, where=change.where)
@@ -261,7 +261,7 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a copy of one moment; RequestError 503: too many wait, or it cannot be written."""
+        """Write a snapshot; raise a RequestError 503 if too many wait or writing fails."""
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -270,7 +270,7 @@ class Served:
         await self._again(lambda: self._change(work, change, self.workers.snapshots), sentence)
 
     async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
-        """Change the index in its turn, with its lines in the record."""
+        """Run a change in the pool `turns`, and record it."""
 
         def recorded() -> T:
             with (
@@ -284,20 +284,19 @@ class Served:
     # Pictures
 
     def shows(self, keep: str, path: Path | None) -> bool:
-        """Return whether an item's image is offered; asks no disk."""
+        """Return whether responses link to an item's image. Does not access the disk."""
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
         """Return an item's original: the index's copy, or the file that it was indexed from.
 
         Args:
-            id: the item's.
-            small: whether a thumbnail is enough, where the index keeps one and the file is there
-                too.
+            id: id of the item.
+            small: whether to prefer a stored thumbnail to the file.
 
         Raises:
-            RequestError: 404, no such item, or its file may not be shown, is gone, or another one;
-                503.
+            RequestError: 404 if the item does not exist, or its file is missing, was changed or may
+                not be shown; 503 if the index fails.
         """
 
         def work() -> bytes:
@@ -308,7 +307,7 @@ class Served:
                 if item.keep == "thumbnail" and not small:
                     with suppress(
                         RequestError
-                    ):  # the kept thumbnail is what is left of a file that is gone
+                    ):  # without its file, the stored thumbnail is the best image
                         return self._file(item)
                 kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
                 return kept if kept is not None else self._file(item)
@@ -341,11 +340,11 @@ class Served:
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
-    """Return the hits of each query, in order; a stored item is not its own neighbour.
+    """Return the hits of each query, in order; an item is not a hit of its own query.
 
     Raises:
-        DataError: a vector of another width, or an index that cannot be searched by id.
-        RequestError: 404, no such item.
+        DataError: a vector has the wrong width, or the index cannot be searched by id.
+        RequestError: 404 if an item does not exist.
     """
     options, answers = query.options, [list[Hit]() for _ in query.inputs]
     for by_id in (False, True):
@@ -365,7 +364,7 @@ def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[
 
 
 def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any] | None) -> Any:
-    """Return images or vectors as an index is asked for them."""
+    """Encode images or features as queries; vectors are returned as they are."""
     if pixels is None:
         vectors = [query.vector for query in queries if query.vector is not None]
         if len({len(vector) for vector in vectors}) > 1:
@@ -386,7 +385,7 @@ def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
             " item's image."
         )
     items = index.get(ids, arrays=True)
-    if index.follow() is not bundle:  # what was read may be of the bundle that is served since
+    if index.follow() is not bundle:  # the arrays may belong to the new bundle
         raise Superseded("Another bundle is served.")
     for number, id in enumerate(ids, 1):
         if id not in items or VECTOR not in items[id].arrays:
@@ -398,7 +397,7 @@ def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
     return Encoded(vectors, vectors, codes, bundle.sha256)
 
 
-# What is written
+# Writing
 
 
 def _embedded(
@@ -411,14 +410,14 @@ def _embedded(
     """Return the items that have an image or a vector, by id, with their arrays.
 
     Args:
-        bundle: embeds them.
-        widths: numbers of each array that the index keeps of an item, by name.
-        new_items: all of them.
-        images: decoded, of those that have one, in order.
-        thumbnails: by id, where no more is kept.
+        bundle: bundle that embeds the items.
+        widths: width of each array of an item, by name.
+        new_items: all items of the request.
+        images: decoded images of the items that have one, in order.
+        thumbnails: thumbnails by id, for items that keep only these.
 
     Raises:
-        DataError: vectors that the index does not take.
+        DataError: vectors do not fit the index.
     """
     items: dict[str, Item] = {}
     if images:
@@ -446,7 +445,7 @@ def _embedded(
 def _arrays(
     bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]
 ) -> list[dict[str, Floats]]:
-    """Return the arrays that the index keeps of each image or each row of features."""
+    """Return the arrays that the index stores for each image or row of features."""
     with stage("encode", len(inputs)):
         features = bundle.features(inputs) if FEATURES in widths else None
         encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
@@ -484,19 +483,19 @@ def _of_vectors(
 def _write(
     index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]
 ) -> int:
-    """Write items in one transaction; return how many were there. For the thread that writes.
+    """Write items in one transaction; return how many existed. Runs in the writing thread.
 
-    Those that are not among the embedded `items` are there already, and change in what they name.
+    New items that are not in the embedded `items` change label or metadata of existing ones.
 
     Raises:
-        DataError: an item that is not embedded is not there.
+        DataError: an item that is not embedded does not exist.
     """
     changes = [new for new in new_items if new.id not in items]
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}
     if missing := [new.id for new in changes if new.id not in stored]:
         more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
         raise DataError(
-            f"There is no item {missing[0][:80]!a}, so that it needs an image or a vector{more}."
+            f"There is no item {missing[0][:80]!a} yet: give it an image or a vector{more}."
         )
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:
@@ -510,7 +509,7 @@ def _write(
 
 
 def _changed(index: Index, item: Item, change: NewItem) -> Item:
-    """Return an item with what a change names."""
+    """Return an item with the changed label or metadata."""
     original = index.store.original(item.id) if item.keep in ("copy", "thumbnail") else None
     label = change.label if "label" in change.named else item.label
     metadata = change.metadata if "metadata" in change.named else item.metadata

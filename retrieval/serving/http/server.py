@@ -1,4 +1,4 @@
-"""Serve indexes until told to stop: settings, sockets, one process or several, the end in time."""
+"""Run a server: check its settings, open sockets, start one or several processes, and stop."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 KEEP_ALIVE_SECONDS = 150
-"""An idle connection is kept longer than nginx (60 s) and Caddy (120 s) keep theirs, so that they
-close first.
+"""Longer than the idle time-outs of nginx (60 s) and Caddy (120 s), so that the proxy closes first.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -60,28 +59,29 @@ def serve(
     device: Device = "auto",
     wait: bool | None = None,
 ) -> Serving | None:
-    """Serve an index until SIGINT or SIGTERM; requests under way are finished first.
+    """Serve an index until SIGINT or SIGTERM, then finish running requests.
 
-    In a notebook, whose event loop runs already, the server runs beside it, and this returns at
-    once.
+    In a notebook, where an event loop runs already, the server runs in a background thread and
+    this returns at once.
 
     Args:
-        index: an opened index, or its folder or address; or several by name.
-        host: the address to listen on.
-        port: 0 takes a free one, which is printed.
-        settings: limits; a search at a time for each core by default.
+        index: an open index, its folder or its address; or a mapping of several by name.
+        host: address to listen on.
+        port: port to listen on; 0 chooses a free one and prints it.
+        settings: limits and permissions. By default one search per core runs at a time.
         plugins: files or modules of a third-party store that is not installed.
-        device: of the encoder.
-        wait: whether to return only when the server has ended; None: unless an event loop runs.
+        device: where the encoder runs.
+        wait: whether to return only after the server has ended. `None` waits unless an event loop
+            is running.
 
     Returns:
-        The running server, to be closed; None where this waits.
+        The running server, or None after waiting for its end.
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
-        StoreError: the index cannot be used, the address cannot be listened on, or others could
-            reach a server without keys.
-        RetrievalError: the keys cannot be used, or a setting is wrong.
+        StoreError: the index cannot be used, the server cannot listen on the address, or others
+            could reach a server without keys.
+        RetrievalError: the keys or a setting are invalid.
     """
     require_packages()
     settings = checked(settings or Settings(workers=cores()), host)
@@ -119,11 +119,11 @@ def serve(
 
 
 class Serving:
-    """A server of one process; after `start` it runs beside the program, as in a notebook.
+    """A server in one process; `start` runs it in a background thread, as in a notebook.
 
     Attributes:
-        url: where the page is; it ends with a slash. Programs post an image as the field `image` of
-            a form, and `k`, to `v1/search` below it, and are answered in JSON.
+        url: URL of the web page, with a final slash. Programs post a form with the fields `image`
+            and `k` to `v1/search` below it, and get JSON.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class Serving:
         )
 
     def run(self) -> None:
-        """Serve until a signal, or `close`."""
+        """Serve until a signal or `close`."""
         if threading.current_thread() is threading.main_thread():
-            # uvicorn takes signals itself while it serves, and raises them again at its end, which
-            # is no failure; one that comes before it listens must end the server too
+            # uvicorn handles signals while it serves and raises them again at its end. These
+            # handlers ignore that repetition, and end a server that does not listen yet.
 
             def leave(number: int, frame: Any) -> None:
                 self._server.should_exit = True
@@ -164,7 +164,7 @@ class Serving:
         self._server.run(sockets=self._listeners)
         for name, served in self._app.served.items():
             if not isinstance(self._sources[name], Index) and self._app.workers.idle:
-                served.index.close()  # closing it under a search that hangs would crash
+                served.index.close()  # closing it during a hanging search would crash
         self._log.stop()
 
     def start(self) -> None:
@@ -172,7 +172,7 @@ class Serving:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; requests under way are finished first."""
+        """Finish running requests and stop."""
         self._server.should_exit = True
         self._thread.join()
 
@@ -185,9 +185,9 @@ class Serving:
 
 @dataclass(frozen=True)
 class Parts:
-    """What one process makes a server of: opened indexes, or where they are, by name.
+    """The parts of one server process: open indexes or their places by name, and settings.
 
-    Several processes pickle it.
+    With several processes, each gets a pickled copy.
     """
 
     sources: Mapping[str, Any]
@@ -197,7 +197,7 @@ class Parts:
 
     @property
     def threads(self) -> int:
-        """Threads of one encoder: the share of a search that runs beside the others."""
+        """Number of threads of one encoder: its share of the cores if all searches run at once."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
 
@@ -205,7 +205,7 @@ class Parts:
         """Open an index.
 
         Raises:
-            BundleError: its encoder is not what it was when it was exported.
+            BundleError: the encoder's output differs from its output at export.
         """
         index = open_index(place, threads=self.threads, device=self.device, plugins=self.plugins)
         if fault := probe_fault(index.bundle):
@@ -214,7 +214,7 @@ class Parts:
         return index
 
     def application(self) -> Any:
-        """Return the application, with its indexes opened.
+        """Open the indexes and return the application.
 
         Raises:
             RetrievalError: an index, the keys or the record of changes cannot be used.
@@ -238,7 +238,7 @@ class Parts:
         return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
 
     def __call__(self) -> Any:
-        """Return the application of one of several processes, or end the process."""
+        """Return the application of one of several processes; on an error, end the process."""
         from retrieval.serving.http.monitoring import start_log
 
         return_large_blocks()
@@ -247,18 +247,18 @@ class Parts:
             app = self.application()
         except RetrievalError as error:
             logging.getLogger("retrieval.serving.http").error("%s", error)
-            raise SystemExit(3) from None  # uvicorn does not start it again
+            raise SystemExit(3) from None  # uvicorn does not restart it then
         app.ends_process = True
         return app
 
 
 def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> None:
-    """Serve with several processes on the same sockets; uvicorn starts those again that end."""
+    """Serve with several processes on the same sockets; uvicorn restarts those that end."""
     from uvicorn.supervisors import Multiprocess
 
     items = 0
     for place in parts.sources.values():
-        with parts.open(place) as index:  # a fault of it is told here, and once
+        with parts.open(place) as index:  # reports errors once, before processes start
             items += len(index)
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -293,10 +293,10 @@ def _config(app: Any, **more: Any) -> uvicorn.Config:
 
 
 def checked(settings: Settings, host: str) -> Settings:
-    """Return settings with hosts and proxies as requests are compared with them.
+    """Check settings and return them with normalized hosts and proxies.
 
     Raises:
-        RetrievalError: a setting is wrong, or others could reach a server without keys.
+        RetrievalError: a setting is invalid, or others could reach a server without keys.
     """
     for option, folders in (("--images", settings.images), ("--snapshots", [settings.snapshots])):
         for folder in folders:
@@ -322,7 +322,7 @@ def checked(settings: Settings, host: str) -> Settings:
 
 
 def _host(text: str) -> str:
-    """Return a host name as requests are compared with it; RetrievalError: none could match."""
+    """Normalize a host name; raise a RetrievalError if no request could match it."""
     if not _HOST.fullmatch(text.lower()):
         raise RetrievalError(
             "--allow-host takes a host name as clients write it, such as photos.example: no"
@@ -332,7 +332,7 @@ def _host(text: str) -> str:
 
 
 def _proxy(text: str) -> str:
-    """Return an address or network as it is compared; RetrievalError where it is none."""
+    """Normalize a proxy's address or network; raise a RetrievalError if it is invalid."""
     try:
         network = ipaddress.ip_network(plain_address(text))
     except ValueError:
@@ -344,7 +344,7 @@ def _proxy(text: str) -> str:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches a host's addresses; an unknown host is nobody's."""
+    """Return whether a host's addresses are all loopback ones, or it is unknown."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
@@ -355,7 +355,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """Return a socket that listens; StoreError, which names the port's option, where it cannot."""
+    """Return a listening socket; raise a StoreError that names the port's `option` on failure."""
     if not isinstance(port, int) or not 0 <= port < 2**16:
         raise StoreError(
             f"{option} is a whole number from 0, which takes a free port, to 65535, not {port!r}."
@@ -392,17 +392,17 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def named(texts: Iterable[str]) -> dict[str, str]:
-    """Return indexes by name, from `PATH` (named after its folder) and `NAME=PATH`.
+    """Parse indexes given as `PATH` (named after its folder) or `NAME=PATH`; return paths by name.
 
     Raises:
-        StoreError: a name that none can have, or one given twice.
+        StoreError: a name is invalid or used twice.
     """
     places: dict[str, str] = {}
     for text in texts:
         name, sign, path = text.partition("=")
         if not sign or Path(text).exists() or "/" in name:
             name, path = default_name(text), text
-        place_of(path)  # refuses an address that holds a secret, before anything repeats it
+        place_of(path)  # refuses an address with a secret before a message can repeat it
         if not _NAME.fullmatch(name):
             raise StoreError(f"An index cannot be called {name[:100]!a}. {_RULE}.")
         if name in places:
@@ -415,16 +415,16 @@ def named(texts: Iterable[str]) -> dict[str, str]:
 
 
 def default_name(path: str) -> str:
-    """Return an index's name by its folder; "index" where that cannot stand in an address."""
+    """Return the name of an index's folder, or "index" if a URL cannot hold it."""
     name = Path(path.partition("?")[0]).absolute().name.removesuffix(".index")
     return name if _NAME.fullmatch(name) else "index"
 
 
-# What they share
+# Helpers
 
 
 def require_packages() -> None:
-    """Refuse to serve without the packages of the extra: MissingDependency."""
+    """Raise a MissingDependency if a package of the extra `serve` is missing."""
     modules = ["uvicorn", "starlette", "python_multipart", "httptools", "prometheus_client"]
     for module in modules + (["uvloop"] if sys.platform != "win32" else []):
         try:
@@ -438,7 +438,7 @@ def require_packages() -> None:
 
 
 def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:
-    """Say where the server is, and return its address."""
+    """Print where the server is, and return its URL."""
     health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
     print(f"Serving {items:,} items at {url} ({end}){health}", flush=True)

@@ -1,4 +1,4 @@
-"""What an operator can set of a server, and the limits that nobody has to."""
+"""Settings of a server for its operator, and its fixed limits."""
 
 from __future__ import annotations
 
@@ -8,50 +8,51 @@ from pathlib import Path
 from typing import Literal
 
 Role = Literal["read", "write", "admin"]
-"""What a caller may do: search and look; also change items; also take snapshots and read metrics.
+"""Permissions of a caller, each including those before it.
+
+"read" searches and reads, "write" changes items, "admin" takes snapshots and reads metrics.
 """
 
 ROLES: tuple[Role, ...] = ("read", "write", "admin")
 HEALTH = ("/livez", "/readyz", "/metrics")
-"""Addresses for monitors; the health port answers nothing else."""
+"""Paths for monitoring; the health port answers only these."""
 
 MAX_PROCESSES = 128
 JSON_BYTES = 2_000_000
 BATCH_BYTES = 64_000_000
 BODY_MEMORY = 256_000_000
-"""Bytes that the bodies of all requests of one process may take together."""
+"""Maximum memory of all request bodies of one process, in bytes."""
 BODY_SECONDS = 60.0
 SEND_SECONDS = 20.0
 GRACE_SECONDS = 10.0
-"""From SIGTERM to the end of the process, whatever hangs."""
+"""The process exits within this time after SIGTERM, even if a thread hangs."""
 DRAIN_SECONDS = 6
-"""Of these, for requests under way."""
+"""Part of `GRACE_SECONDS` in which running requests may finish."""
 PROBE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one server takes on, and for whom.
+    """Limits and permissions of one server.
 
     Attributes:
-        workers: searches at a time in one process.
-        processes: processes that serve.
-        hosts: names that a request's `Host` may have besides localhost and IP addresses; None takes
-            any.
-        health_port: an additional port that answers `HEALTH` only; None for none.
-        images: folders whose files may be shown as items' images.
-        snapshots: the folder that snapshots are written to; None for none.
-        keys: file of API keys; None: what the environment variable RETRIEVAL_KEYS says, or none.
-        open: the role that everybody has without a key; None: to read where there are no keys, else
-            none.
-        audit: file in which changes are recorded; None: they are not.
-        proxies: addresses and networks of proxies whose X-Forwarded-For is believed.
-        log_format: a log line for each request, for people or for programs; None: only what goes
-            wrong.
-        max_pixels: of an image that is sent.
-        max_bytes: of an image file that is sent.
-        batch: images, vectors or items of one request.
-        deadline: seconds from a complete request to its answer.
+        workers: number of concurrent searches per process.
+        processes: number of server processes.
+        hosts: names that a request's `Host` may have besides localhost and IP addresses. `None`
+            allows any.
+        health_port: additional port that answers only `HEALTH`. `None` opens no such port.
+        images: folders whose files the server may show as images of items.
+        snapshots: folder for snapshots. `None` permits no snapshots.
+        keys: file of API keys. `None` reads the environment variable RETRIEVAL_KEYS, if it is set.
+        open: role of everybody without a key. `None` is "read" if the server has no keys, and no
+            role otherwise.
+        audit: file that records changes. `None` records none.
+        proxies: addresses and networks of proxies whose X-Forwarded-For header is trusted.
+        log_format: format of a log line per request, "text" or "json". `None` logs only problems.
+        max_pixels: maximum number of pixels of an uploaded image.
+        max_bytes: maximum size of an uploaded image file in bytes.
+        batch: maximum number of images, vectors or items per request.
+        deadline: time limit in seconds from a complete request to its response.
     """
 
     workers: int = 1
@@ -72,12 +73,12 @@ class Settings:
 
     @property
     def changeable(self) -> bool:
-        """Whether somebody may change an index: everybody, or holders of keys."""
+        """True if anybody, with or without a key, may change an index."""
         keyed = self.keys is not None or "RETRIEVAL_KEYS" in os.environ
         return keyed or self.open in ("write", "admin")
 
 
 def plain_address(address: str) -> str:
-    """Return an IPv4 address without the `::ffff:` of a dual-stack socket; others unchanged."""
+    """Strip the `::ffff:` of a dual-stack socket from an IPv4 address."""
     mapped = address.lower().removeprefix("::ffff:")
     return mapped if "." in mapped else address

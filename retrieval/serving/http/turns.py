@@ -1,4 +1,4 @@
-"""Thread pools beside the event loop: searches, images, pictures, changes and snapshots."""
+"""Thread pools with bounded queues for searches, images, pictures, changes and snapshots."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _MOMENT_SECONDS = 0.002
 T = TypeVar("T")
 
 HAS_LEFT: ContextVar[Callable[[], bool]] = ContextVar("has_left", default=bool)
-"""Says whether the client of this task's request has left, so that what waited is not begun."""
+"""Function that returns whether the client of the current request has disconnected."""
 
 
 class _Job:
-    """A piece of work, and the future that its caller waits for."""
+    """A function to run, and the future that its caller awaits."""
 
     __slots__ = ("_work", "ended", "error", "result")
 
@@ -48,14 +48,14 @@ class _Job:
         self.error: BaseException | None = None
 
     def do(self) -> None:
-        """Do it, in a thread."""
+        """Run the function and store its result or error. Runs in a thread."""
         try:
             self.result = self._work()
         except BaseException as error:
             self.error = error
 
     def end(self) -> None:
-        """Hand it to its caller, in the event loop."""
+        """Pass the result to the caller. Runs in the event loop."""
         if self.ended.done():
             return
         if self.error is None:
@@ -65,15 +65,15 @@ class _Job:
 
 
 class Turns:
-    """A pool of threads with a bounded queue: some work runs, some waits, the rest is refused.
+    """A thread pool with a bounded queue, which refuses further jobs.
 
-    A thread that is woken does all that waits and wakes the event loop once, since waking costs as
-    much as a small search. What still waits a moment later gets the next thread.
+    A thread that wakes up runs all waiting jobs and wakes the event loop once, since waking costs
+    as much as a small search. Jobs that still wait after 2 ms get the next thread.
 
     Args:
-        what: the work is, for the refusal: "searches".
-        at_once: pieces of work at a time.
-        waiting: pieces of work that may wait.
+        what: the kind of jobs, for error messages, such as "searches".
+        at_once: number of threads.
+        waiting: maximum number of waiting jobs.
     """
 
     def __init__(self, what: str, at_once: int, waiting: int) -> None:
@@ -85,21 +85,21 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """Pieces of work that wait for a thread."""
+        """Number of jobs that wait for a thread."""
         return max(0, self._pending - self._at_once)
 
     def require_room(self) -> None:
-        """Refuse work that would find no room: RequestError 503."""
+        """Raise a RequestError 503 if the queue is full."""
         if self._pending >= self._room:
             raise busy(f"too many {self._what} are waiting")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Return what some work gives, done in a thread.
+        """Run a function in a thread and return its result.
 
-        Work that has begun keeps its turn until its end, though its caller is cancelled.
+        A job that has begun runs to its end, even if its caller is cancelled.
 
         Raises:
-            RequestError: 503, too much is waiting.
+            RequestError: 503 if the queue is full.
         """
         self.require_room()
         queued, has_left, loop = perf_counter(), HAS_LEFT.get(), asyncio.get_running_loop()
@@ -114,7 +114,7 @@ class Turns:
         job = _Job(loop.create_future(), partial(contextvars.copy_context().run, begin))
         self._pending += 1
         self._queue.append(job)
-        if self._timer is None:  # at once, but when all requests that came together are here
+        if self._timer is None:  # a delay of 0 still collects the requests that came together
             self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
         try:
             result: T = await job.ended
@@ -126,7 +126,7 @@ class Turns:
             raise
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Hand back what is done, and wake a thread for what waits."""
+        """Return finished jobs to their callers, and wake a thread if jobs wait."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -140,7 +140,7 @@ class Turns:
             self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do what waits until nothing does: in a thread."""
+        """Run jobs until none waits. Runs in a thread."""
         with suppress(IndexError):
             while True:
                 job = self._queue.popleft()
@@ -154,13 +154,13 @@ class Turns:
         self._tick(loop)
 
     def close(self) -> None:
-        """Begin nothing any more."""
+        """Drop the waiting jobs and end the threads."""
         self._queue.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 class Workers:
-    """The threads and decoding processes of a server, which all its indexes share."""
+    """Threads and decoding processes of a server, shared by all its indexes."""
 
     def __init__(self, settings: Settings) -> None:
         waiting = WAITING_PER_WORKER * settings.workers
@@ -172,11 +172,13 @@ class Workers:
         self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
 
     def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
-        """Return a decoded image: `Decoded` as a bundle takes it, or a file's bytes; for a thread.
+        """Decode an image: to `Decoded` for a bundle, or to the bytes of another file.
+
+        Blocks, so call it in a thread.
 
         Raises:
-            DataError: the image cannot be decoded, or the bundle takes features.
-            RequestError: 503, no process decodes.
+            DataError: the image cannot be decoded, or the bundle expects features.
+            RequestError: 503 if no decoding process works.
         """
         preprocessing = None
         if bundle is not None:
@@ -194,13 +196,13 @@ class Workers:
             ) from None
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
-        """Return a picture of another kind; see `decode`."""
+        """Convert an image to another kind of file; see `decode`."""
         picture: bytes = await self.images.run(lambda: self.decode(kind, content))
         return picture
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
-        """Return decoded images; of several, an error names the one. See `decode`."""
-        turn = asyncio.Semaphore(2)  # others' images get their turns between these
+        """Decode images; see `decode`. Among several, an error names the invalid one."""
+        turn = asyncio.Semaphore(2)  # leaves room for the images of other requests
 
         async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:
@@ -225,12 +227,12 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """Whether no thread works for an index."""
+        """True if no thread runs a job on an index."""
         pools = (self.searches, self.changes, self.pictures, self.snapshots)
         return all(turns.busy == 0 for turns in pools)
 
     def close(self) -> None:
-        """Begin nothing any more, and end the processes that decode."""
+        """Drop waiting jobs, and end the threads and the decoding processes."""
         for turns in (self.searches, self.changes, self.pictures, self.snapshots, self.images):
             turns.close()
         self.decoders.close()

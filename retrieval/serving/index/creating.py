@@ -29,7 +29,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import FILE as RECORD
-from retrieval.serving.store.structure import Wanted
+from retrieval.serving.store.structure import StructureChoice
 
 
 @runtime_checkable
@@ -259,21 +259,23 @@ def _exists_error(output: Path) -> StoreError:
     )
 
 
-def _structure(backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]) -> Wanted:
+def _structure(
+    backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]
+) -> StructureChoice:
     """Return the requested structure, checked before any work so that a typo fails at once."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
-        return Wanted(short_name(backend), dict(options or {}))
+        return StructureChoice(short_name(backend), dict(options or {}))
     if options:
         raise DataError("Parameters of a back end need its name: pass --backend with --set.")
-    return Wanted("auto", {})
+    return StructureChoice("auto", {})
 
 
 def _open_partial(
     partial: Path,
     bundle: Bundle,
     widths: Mapping[str, int],
-    structure: Wanted,
+    structure: StructureChoice,
     keep: Keep,
     plugins: Sequence[str],
 ) -> LocalStore:

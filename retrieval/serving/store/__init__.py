@@ -1,6 +1,6 @@
-"""Stores: what an index asks of the place of its items, and what a store's author starts from.
+"""The contract of a store and building blocks for authors of new ones, as `retrieval.stores`.
 
-This is `retrieval.stores`. `retrieval.testing` has the suite that every store must pass.
+`retrieval.testing` has the test suite that every store must pass.
 """
 
 from __future__ import annotations

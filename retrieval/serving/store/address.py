@@ -15,27 +15,28 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.places import StrPath
 
 LOCAL = "local"
-"""The scheme of folders: `local:///data/photos.index` is `/data/photos.index`."""
-_FORM = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
-_EATEN = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
+"""Scheme of folders: `local:///data/photos.index` is the folder `/data/photos.index`."""
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
+_PATH_OF_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
 _SECRET = re.compile(
     r"token|passw|pwd|secret|credential|auth|user|(^|[_-])key$|apikey", re.IGNORECASE
 )
-_LONGEST = 2000
-_OPTIONS = 50
+_MAX_CHARACTERS = 2000
+_MAX_OPTIONS = 50
 
 
 @dataclass(frozen=True)
 class Address:
-    """An address that was parsed. Its text holds no secret: `parse` refuses those that do.
+    """The parsed address of an index. It never holds a secret: `parse` refuses those that do.
 
     Attributes:
-        text: the whole address; `str` gives it too.
-        scheme: name of the store, or `PLUGIN.name` in full.
-        host: None where there is none, as in `journal:///data/photos`.
-        port: None where there is none.
-        path: behind the host, with its first slash, decoded: `/photos`; empty where there is none.
-        options: values behind `?` by name: numbers, true, false and null as such, the rest as text.
+        text: the whole address, also `str(address)`.
+        scheme: short name of the store, or `PLUGIN.name` in full.
+        host: host name, or None if the address has none, as in `journal:///data/photos`.
+        port: port number, or None.
+        path: decoded path with its leading slash, such as `/photos`; may be empty.
+        options: query parameters by name. Numbers, true, false and null are parsed, the rest is
+            text.
     """
 
     text: str
@@ -50,7 +51,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """Last component of the path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
     @classmethod
@@ -58,17 +59,18 @@ class Address:
         """Parse an address.
 
         Raises:
-            StoreError: it is none; or it holds a password or the like, which is not repeated.
+            StoreError: `text` is not an address, or it holds a name, password or token; the
+                message does not repeat those.
         """
-        match = _FORM.fullmatch(text)
+        match = _ADDRESS.fullmatch(text)
         if match is None:
             raise StoreError(f"'{text}' is no address: write SCHEME://HOST:PORT/NAME.")
         scheme, rest = match[1], match[2]
         _refuse_secrets(scheme, rest)
         where, _, query = rest.partition("?")
-        if len(text) > _LONGEST or not text.isprintable():
+        if len(text) > _MAX_CHARACTERS or not text.isprintable():
             raise StoreError(
-                f"An address of {scheme}:// has at most {_LONGEST:,} printable characters; "
+                f"An address of {scheme}:// has at most {_MAX_CHARACTERS:,} printable characters; "
                 "this one is longer, or has others."
             )
         authority, slash, path = where.partition("/")
@@ -83,21 +85,22 @@ class Address:
 
 
 IndexPlace: TypeAlias = "Path | Address"
-"""Where an index is."""
+"""Location of an index: a folder or an address."""
 
 
 def place_of(place: StrPath | Address) -> IndexPlace:
     """Return the folder or address that a user names, in Python or on the command line.
 
     Args:
-        place: the path of a folder, as text or `Path`; or an address, as text.
+        place: path of a folder, as text or `Path`, or an address as text.
 
     Raises:
-        StoreError: see `Address.parse`; or an address was made a `Path`, which loses a slash.
+        StoreError: the address is invalid (see `Address.parse`), or it was passed as a `Path`,
+            which drops one of its slashes.
     """
     if isinstance(place, Address):
         return place
-    if isinstance(place, str) and (match := _FORM.fullmatch(place)):
+    if isinstance(place, str) and (match := _ADDRESS.fullmatch(place)):
         if match[1] not in (LOCAL, f"core.{LOCAL}"):
             return Address.parse(place)
         path, mark, _ = match[2].partition("?")
@@ -107,7 +110,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
     path_text = os.fspath(place)
     if (
         not isinstance(place, str)
-        and _EATEN.match(path_text)
+        and _PATH_OF_ADDRESS.match(path_text)
         and not Path(path_text).parent.exists()
     ):
         raise StoreError(
@@ -118,7 +121,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
 
 
 def _refuse_secrets(scheme: str, rest: str) -> None:
-    """Refuse a name, password or token: an address is printed, logged and kept."""
+    """Refuse a user name, password or token, since addresses are printed, logged and stored."""
     where, _, query = rest.partition("?")
     names = [part.partition("=")[0] for part in query.split("&")]
     if "@" in where or any(_SECRET.search(unquote(name)) for name in names):
@@ -130,12 +133,12 @@ def _refuse_secrets(scheme: str, rest: str) -> None:
 
 
 def _options(text: str, query: str) -> dict[str, Any]:
-    """Return what stands behind `?`."""
+    """Parse the query string of an address."""
     if not query:
         return {}
     try:
         pairs = parse_qsl(
-            query, keep_blank_values=True, strict_parsing=True, max_num_fields=_OPTIONS
+            query, keep_blank_values=True, strict_parsing=True, max_num_fields=_MAX_OPTIONS
         )
     except ValueError:
         raise StoreError(
@@ -150,7 +153,7 @@ def _options(text: str, query: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return a number, true, false or null as such, anything else as text."""
+    """Parse a number, true, false or null; return anything else as text."""
     try:
         value = json.loads(text, parse_constant=lambda word: text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The store of the package itself as a plugin, found without loading any other."""
+"""Registration of the built-in store, which needs no plugin to be loaded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from retrieval.host.hookspecs import Factories, hookimpl
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """A folder on this machine: SQLite is the record of items, FAISS speeds up what is large."""
+    """A folder on this machine: SQLite records the items, FAISS speeds up large indexes."""
     from retrieval.serving.store.local import LocalPlace
 
     return {"local": LocalPlace}

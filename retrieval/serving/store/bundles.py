@@ -1,4 +1,4 @@
-"""Bundles of an index in a remote store: kept there in pieces, fetched when it opens."""
+"""Bundles of a remote index, which the store keeps in pieces and a client caches."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from retrieval.serving.manifest import parse_manifest
 
 PIECE = 1 << 20
 BUNDLE_BYTES = 8 << 30
-"""The largest bundle that is fetched from a store."""
+"""Size limit of a bundle that is fetched from a store."""
 _FILES = 1000
 _IN_MEMORY = 64 << 20
 
 
 def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
-    """Give a bundle's files as pieces of bytes, which a store keeps in this order for
-    `kept_bundle`.
+    """Yield a bundle's files as pieces of bytes, which a store keeps in this order.
+
+    `kept_bundle` puts them together again.
 
     Args:
-        bundle: opened.
-        size: the largest piece, in bytes.
+        bundle: an opened bundle.
+        size: maximum size of a piece, in bytes.
 
     Raises:
-        BundleError: it was changed since it was opened.
+        BundleError: the bundle was changed since it was opened.
         OSError: there is no room for a temporary copy.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as packed:
@@ -53,20 +54,19 @@ def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
 
 
 def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
-    """Return the folder of a bundle in the user's cache, fetched from the store where it is
-    missing.
+    """Return a bundle's folder in the user's cache; fetch the bundle if it is missing or altered.
 
-    Every file is compared with its checksum; what was altered in the cache is fetched again.
+    Every file is compared with its checksum.
 
     Args:
-        sha256: of the bundle's manifest: `Generation.bundle`.
-        pieces: gives what `bundle_pieces` gave; called where the cache lacks the bundle.
+        sha256: SHA-256 of the bundle's manifest (`Generation.bundle`).
+        pieces: returns the pieces of `bundle_pieces` in order; called only to fetch the bundle.
 
     Raises:
-        StoreError: what the store gives is not this bundle, or the cache cannot be written.
+        StoreError: the pieces do not form this bundle, or the cache cannot be written.
     """
     folder = cache_folder() / "bundles" / sha256
-    if _is(folder, sha256):
+    if _is_intact(folder, sha256):
         return folder
     occupied = StoreError(f"{folder} is there.")
     try:
@@ -76,7 +76,7 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
         ):
             _fetch(pieces(), packed)
             _unpack(packed, fresh, sha256)
-            if not _is(fresh, sha256):
+            if not _is_intact(fresh, sha256):
                 raise _damaged(sha256)
     except OSError as fault:
         raise StoreError(
@@ -87,7 +87,7 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out whose file it was, and when."""
+    """Remove owner, mode and time from a tar entry."""
     return info.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
 
 
@@ -105,7 +105,7 @@ def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
 
 
 def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
-    """Write regular files with plain names only: what a store gives may be a stranger's."""
+    """Unpack regular files with plain names; refuse all others, since a store is not trusted."""
     try:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for count, info in enumerate(tar):
@@ -119,8 +119,8 @@ def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
         raise _damaged(sha256) from None
 
 
-def _is(folder: Path, sha256: str) -> bool:
-    """Whether a folder holds a bundle, all of whose files have their checksums."""
+def _is_intact(folder: Path, sha256: str) -> bool:
+    """Return whether a folder holds this bundle and all its files match their checksums."""
     if not folder.is_dir():
         return False
 
@@ -139,6 +139,5 @@ def _is(folder: Path, sha256: str) -> bool:
 
 def _damaged(sha256: str) -> StoreError:
     return StoreError(
-        f"What the store gives for the bundle {sha256[:16]}… is another bundle, or none: it is"
-        " damaged."
+        f"The store returned other data for the bundle {sha256[:16]}…: it is damaged."
     )

@@ -1,7 +1,7 @@
-"""The contract of a store: what an index asks of the place where its items are kept.
+"""The contract of a store, which keeps the items of an index.
 
-What not every engine can do is a capability: a store declares those that it has, and refuses the
-others in a sentence.
+Features that not every engine supports are capabilities: a store declares the ones it has and
+refuses calls that need another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from retrieval.serving.store.items import stop_at as stop_at
 from retrieval.serving.store.items import widths_of as widths_of
 
 Capability = Literal["atomic", "ordered", "originals", "left_out", "compact", "snapshot"]
-"""What a store may be unable to do; see `Store.capabilities`."""
+"""An optional feature of a store; see `Store.capabilities`."""
 
 _LACKING: dict[Capability, str] = {
     "atomic": "shows a call in parts while it is written",
@@ -46,74 +46,76 @@ _LACKING: dict[Capability, str] = {
 
 
 class Superseded(StoreError):
-    """The index is served with another bundle by now: encode again with that one."""
+    """The index serves another bundle by now; encode again with that one."""
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached now, and nothing is known to be damaged: try again in a moment.
+    """The store cannot be reached now; try again in a moment.
 
-    A write that was under way may have been made or not. Repeating it changes nothing more.
+    A write in progress may or may not have been applied. It is safe to repeat it.
     """
 
 
 class TooSlow(StoreError):
-    """A question took longer than it may. Nothing is damaged: ask for less."""
+    """A read exceeded its time limit; request less. Nothing is damaged."""
 
 
 class Store(ABC):
-    """Keeps items and their arrays, and proposes the nearest ones.
+    """Keeps items and their arrays, and proposes the nearest ones to a query.
 
-    All methods may be called from several threads at a time, and any process may write: writes
-    take turns. **When a method that writes returns, what it wrote survives a power cut, and every
-    search that begins afterwards sees it.** What is refused changes nothing. A closed store
-    refuses every call but `close` with a `StoreError`. A store that cannot be reached raises
-    `StoreUnavailable` from any call, and answers again, without being opened anew, when it can.
+    All methods are thread-safe, and any process may write; writes are serialized. **When a method
+    that writes returns, its changes survive a power cut, and every search that begins afterwards
+    sees them.** A call that raises changes nothing. A closed store raises `StoreError` from every
+    method but `close`. A store that cannot be reached raises `StoreUnavailable`, and works again
+    without being reopened once the connection is back.
 
     Attributes:
-        capabilities: what this store can do beyond the methods that every store has:
+        capabilities: optional features that this store supports:
 
-            - "atomic": one call is one transaction, visible as a whole or not at all, and all
-              answers of one call are of one moment;
-            - "ordered": `scan` lists items in the order of their ids' code points;
-            - "originals": it keeps the bytes of originals;
-            - "left_out": a generation may do without items (`embed`);
-            - "compact" and "snapshot": these methods do something.
-        structures: back ends, by the names of the built-in ones, that the store can be told to
-            search with; none where it chooses by itself.
+            - "atomic": each call is one transaction, visible as a whole or not at all, and reads
+              one consistent state;
+            - "ordered": `scan` sorts items by the code points of their ids;
+            - "originals": the store keeps the bytes of originals;
+            - "left_out": a generation may lack the arrays of some items (see `embed`);
+            - "compact" and "snapshot": the methods of these names are implemented.
+
+        structures: names of built-in back ends that `take_structure` accepts; empty if the store
+            chooses by itself.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     structures: ClassVar[tuple[str, ...]] = ()
 
     def refusal(self, capability: Capability) -> StoreError:
-        """Return the error of a call that needs a capability which this store lacks."""
+        """Return the error for a call that needs a capability which this store lacks."""
         return StoreError(f"This store {_LACKING[capability]}.")
 
     # Items
 
     @abstractmethod
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
-        """Add items; one whose id is there takes its place, as a whole.
+        """Add items; an item whose id already exists is replaced as a whole.
 
         Args:
-            items: with all arrays of the served generation; each id once.
-            bundle: SHA-256 of the bundle that embedded them.
+            items: items with all arrays of the served generation; ids must be unique.
+            bundle: SHA-256 of the bundle that embedded the items.
 
         Returns:
-            How many took another's place.
+            The number of items that were replaced.
 
         Raises:
-            DataError: an item that cannot be kept: an id twice, arrays of another width, NaN,
-                metadata that is not JSON. All are named.
-            Superseded: another bundle is served.
-            StoreError: read-only, another writer holds it for too long, or the disk refuses.
+            DataError: some items are invalid (duplicate id, wrong array width, NaN, metadata that
+                is not JSON); the message names each of them.
+            Superseded: the index serves another bundle.
+            StoreError: the store is read-only, another writer holds it for too long, or the disk
+                refuses.
         """
 
     @abstractmethod
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
-        """Delete items by id, or all that match; return how many there were.
+        """Delete items by id and all that match a filter; return how many were deleted.
 
-        Unknown ids are passed over.
+        Unknown ids are ignored.
 
         Raises:
             DataError: no item has ever had a field that `where` names.
@@ -125,28 +127,28 @@ class Store(ABC):
         """Return items by id; unknown ids are left out.
 
         Args:
-            ids: which.
-            arrays: with the served generation's arrays; an item that it does without has none.
+            ids: ids of the requested items.
+            arrays: whether to read the served generation's arrays; an item that it lacks has none.
         """
 
     @abstractmethod
     def original(self, id: str) -> bytes | None:
-        """Return the bytes that are kept of an item's original; None where there are none."""
+        """Return the stored bytes of an item's original, or None."""
 
     @abstractmethod
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
-        """Return a page of items without arrays: the first `limit` behind the id `after`.
+        """Return a page of items without arrays: the first `limit` after the id `after`.
 
         Raises:
-            DataError: no item has ever had a field that `where` names, or `after` holds what no id
-                can: NUL, or half of a surrogate pair.
+            DataError: no item has ever had a field that `where` names, or `after` cannot be an id
+                (it holds NUL or half of a surrogate pair).
         """
 
     @abstractmethod
     def count(self, where: Filter | None = None) -> int:
-        """Return how many items there are, or match."""
+        """Return the number of items, or of those that match a filter."""
 
     @abstractmethod
     def search(
@@ -154,30 +156,30 @@ class Store(ABC):
     ) -> list[list[Item]]:
         """Propose the nearest items of each query, with arrays.
 
-        The index measures and orders what is proposed; an approximate store may miss some.
+        The index measures and sorts the proposed items; an approximate store may miss some.
 
         Args:
             queries: (Q, P), finite.
-            count: how many in each sub-space, by Euclidean distance; fewer when fewer match.
+            count: number of nearest items per sub-space, by Euclidean distance.
             bundle: SHA-256 of the bundle that encoded the queries.
-            where: only items that match.
+            where: filter that items must match.
 
         Returns:
-            For each query the items among the `count` nearest in at least one sub-space.
+            One list per query: the items among the `count` nearest in at least one sub-space.
 
         Raises:
-            Superseded: another bundle is served.
-            DataError: no item has ever had a field that `where` names, or queries of another
-                width or with NaN.
-            StoreError: what is kept is damaged.
+            Superseded: the index serves another bundle.
+            DataError: no item has ever had a field that `where` names, or the queries have the
+                wrong width or hold NaN.
+            StoreError: the index is damaged.
         """
 
     def propose(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
-        """Propose what `search` does, for the index to measure.
+        """Propose the same items as `search`, with their arrays stacked for the index to measure.
 
-        A store overrides this where it needs no object for each item, or measures by itself.
+        A store may override this to measure distances itself or to read arrays lazily.
         """
         answers = []
         for items in self.search(queries, count, bundle, where=where):
@@ -195,11 +197,10 @@ class Store(ABC):
 
     @abstractmethod
     def bundle(self, generation: Generation) -> Path:
-        """Return a folder of this machine that holds a generation's bundle.
+        """Return a local folder that holds a generation's bundle.
 
-        The store keeps the bundle's files, as it keeps items: who opens the index needs nothing
-        besides. One that lies elsewhere fetches them into the user's cache
-        (`retrieval.stores.kept_bundle`).
+        The store keeps the bundle's files beside the items. A remote store fetches them into the
+        user's cache (`retrieval.stores.kept_bundle`).
 
         Raises:
             StoreError: the generation was dropped.
@@ -210,44 +211,44 @@ class Store(ABC):
         """Begin a generation beside the served one, or return the one of this bundle and widths.
 
         Args:
-            bundle: opened, with the variant that embeds; the store takes a copy.
-            widths: width of each array that is kept of an item, by name; see `widths_of`.
+            bundle: bundle opened with the variant that embeds; the store copies it.
+            widths: width of each array of an item, by name; see `widths_of`.
         """
 
     @abstractmethod
     def pending(self, generation: Generation, limit: int) -> list[Item]:
-        """Return items that a generation has no arrays of yet.
+        """Return up to `limit` items that a generation has no arrays of yet.
 
-        They come with the served generation's features where those are kept.
+        If the served generation stores features, the items come with them.
         """
 
     @abstractmethod
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
-        """Give a generation arrays of items that `pending` returned.
+        """Add the arrays of items that `pending` returned to a generation.
 
-        An item that has changed since is passed over.
+        Items that have changed since are skipped.
 
         Args:
-            generation: which one.
-            items: as `pending` gave them, with the generation's arrays.
-            left_out: ids of items that cannot be embedded; the generation does without them. An
-                item that `pending` returned last is in `items` or here.
+            generation: a generation that is being built.
+            items: items that `pending` returned, with the generation's arrays.
+            left_out: ids of items that cannot be embedded; the generation lacks them. Each item of
+                the last `pending` must be in `items` or here.
 
         Raises:
-            DataError: arrays that `upsert` would refuse, an item that was not pending, or one
-                that is missing.
-            StoreError: the generation was dropped; or items are left out, and the store lacks
-                that capability.
+            DataError: an array is invalid (see `upsert`), an item was not pending, or a pending
+                one is missing.
+            StoreError: the generation was dropped, or items are left out and the store lacks that
+                capability.
         """
 
     @abstractmethod
     def switch(self, generation: Generation) -> bool:
-        """Serve another generation from now on, and keep the one that was.
+        """Serve another generation from now on, and keep the previous one.
 
         Returns:
-            False when it has items pending: nothing changes.
+            True on success. False if items are still pending; nothing changes then.
         """
 
     @abstractmethod
@@ -258,13 +259,13 @@ class Store(ABC):
 
     @abstractmethod
     def identity(self) -> str:
-        """Return the id that the index got when it was created; a snapshot has the same."""
+        """Return the id that the index got when it was created; snapshots share it."""
 
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
-        """Give back the room of what was deleted, and rebuild what speeds searches up.
+        """Free the space of deleted items and rebuild search structures.
 
         Args:
-            report: called with how many items are done, of how many.
+            report: called with the number of items done and the total.
 
         Raises:
             StoreError: the store lacks this capability, or it cannot be written to.
@@ -281,8 +282,8 @@ class Store(ABC):
 
         Args:
             backend: one of `structures`.
-            options: its parameters, as the built-in back end of that name takes them.
-            report: called with how many items are done, of how many.
+            options: parameters of the built-in back end of that name.
+            report: called with the number of items done and the total.
 
         Raises:
             StoreError: the store has no structures, or it cannot be written to.
@@ -290,44 +291,43 @@ class Store(ABC):
         raise StoreError("This store chooses by itself how it searches: there is nothing to tune.")
 
     def keep_tuned(self, tuned: Mapping[str, Any]) -> None:  # noqa: B027 (a store need not)
-        """Keep what was measured before a structure was chosen: `stats` shows it as "tuned".
+        """Store the measurements of a tuning run, which `stats` shows as "tuned".
 
         Args:
-            tuned: as JSON can say it. A store that keeps nothing of it shows nothing of it.
+            tuned: a JSON object. By default a store ignores it.
 
         Raises:
             StoreError: see `upsert`.
         """
 
     def snapshot(self, target: Path) -> None:
-        """Write a copy of one moment to a new folder, while searches and writes go on.
+        """Write a consistent copy to a new folder, while searches and writes go on.
 
         The copy opens as an index of the local store and holds the served generation.
 
         Raises:
-            StoreError: the store lacks this capability, something is there already, or the disk
-                refuses.
+            StoreError: the store lacks this capability, `target` exists, or the disk refuses.
         """
         raise self.refusal("snapshot")
 
     @abstractmethod
     def stats(self) -> Stats:
-        """Return what the store holds."""
+        """Return the number of items, the generations and the size of the store."""
 
     def settings(self) -> Mapping[str, Any]:
-        """Return how the index is set up, for people.
+        """Return the configuration of the index, to be shown to people.
 
-        `fields` are the names of metadata; the rest is this kind of store's.
+        `fields` lists the names of metadata fields; other keys depend on the store.
         """
         return {}
 
     def changed(self) -> str | None:
-        """Return a sentence when another index stands where this one was, or none; else None."""
+        """Return a sentence if this index was replaced or removed, else None."""
         return None
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; searches that run end first."""
+        """Close the store after running searches have ended."""
 
     def __enter__(self) -> Self:
         return self
@@ -342,20 +342,20 @@ class Store(ABC):
 
 
 class StorePlace(ABC):
-    """Where one index is, or may be: what an address names. A plugin offers a class as a scheme.
+    """The location of an index, which need not exist yet. A plugin registers a class per scheme.
 
-    Its parameters, but `address` and `plugins`, are what an address may say behind `?`; each has a
-    type, a default and a line under `Args:`. Making one connects to nothing and writes nothing.
-    Tokens come from the environment: an address holds none.
+    The parameters other than `address` and `plugins` are the options that an address may have
+    after `?`; each needs a type, a default and a line under `Args:`. The constructor connects to
+    nothing and writes nothing. Tokens come from the environment, never from the address.
 
-    All that an index needs is where its address says, its bundles too (`Store.bundle`): any number
-    of processes on any number of machines search one index and know nothing but the address.
+    The store keeps all that an index needs, including its bundles (`Store.bundle`), so that any
+    process on any machine can open the index by its address alone.
 
     Args:
-        address: what the user named.
+        address: the address of the index.
 
     Attributes:
-        address: see above. Sentences and logs call the index so.
+        address: the address of the index; messages and logs show it.
     """
 
     def __init__(self, address: Address) -> None:
@@ -363,29 +363,28 @@ class StorePlace(ABC):
 
     @abstractmethod
     def exists(self) -> bool:
-        """Return whether there is an index.
+        """Return whether the index exists.
 
         Raises:
-            StoreUnavailable: nobody answers there.
+            StoreUnavailable: the engine cannot be reached.
         """
 
     @abstractmethod
     def create(
         self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
     ) -> Store:
-        """Make an empty index whose served generation has this bundle, and open it.
+        """Create an empty index that serves this bundle, and open it.
 
-        It is there as a whole, and survives a power cut, when this returns; a call that fails
-        leaves nothing.
+        When this returns, the index survives a power cut; a call that fails leaves nothing.
 
         Args:
-            bundle: opened, with the variant that embeds; the index takes a copy.
-            widths: width of each array that is kept of an item, by name; see `widths_of`.
-            identity: what tells the index from every other; a new one by default.
+            bundle: bundle opened with the variant that embeds; the index copies it.
+            widths: width of each array of an item, by name; see `widths_of`.
+            identity: unique id of the index; a new one by default.
 
         Raises:
-            StoreUnavailable: nobody answers there.
-            StoreError: there is one already, or it cannot be written.
+            StoreUnavailable: the engine cannot be reached.
+            StoreError: the index exists already, or it cannot be written.
         """
 
     @abstractmethod
@@ -393,15 +392,15 @@ class StorePlace(ABC):
         """Open the index.
 
         Raises:
-            StoreUnavailable: nobody answers there.
-            StoreError: there is none, or it is damaged or of another format.
+            StoreUnavailable: the engine cannot be reached.
+            StoreError: the index is missing, damaged or of another format.
         """
 
     @abstractmethod
     def drop(self) -> None:
-        """Delete the index with all that is in it; nothing where there is none.
+        """Delete the index with all its contents, if it exists.
 
         Raises:
-            StoreUnavailable: nobody answers there.
-            StoreError: it cannot be deleted.
+            StoreUnavailable: the engine cannot be reached.
+            StoreError: the index cannot be deleted.
         """

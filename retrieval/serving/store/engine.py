@@ -1,4 +1,4 @@
-"""What an engine must do for a store to stand on it: `remote.py` makes a store of this."""
+"""The calls that a remote engine must implement; `remote.py` builds a store on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrieval.serving.filters.tree import Field
 from retrieval.serving.store.contract import StoreUnavailable, TooSlow, stop_at
 from retrieval.serving.store.items import VECTOR, Floats, Generation, Item
 
-PIECE_BYTES = 45_000  # of an original or a bundle in one row: 60,000 characters of base64
+PIECE_BYTES = 45_000  # bytes of an original or bundle per row; 60,000 characters of base64
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -38,14 +38,14 @@ class Row:
     Attributes:
         record: the item without its arrays, as JSON, with its "version" and the number of
             "pieces" of its original.
-        arrays: float32 by name; none of an item that the generation does without.
+        arrays: float32 arrays by name; empty if the generation lacks the item.
     """
 
     record: Mapping[str, Any]
     arrays: Mapping[str, Floats]
 
     def split(self, generation: Generation) -> tuple[dict[str, Any], list[Floats]]:
-        """Return the record, with arrays that no vector holds, and a vector per sub-space."""
+        """Return one vector per sub-space, and the record with all other arrays as base64."""
         if not self.arrays:
             return dict(self.record), []
         vectors = [self.arrays[VECTOR][start:stop] for start, stop in generation.spans]
@@ -60,13 +60,13 @@ class Row:
     def batches(
         rows: Sequence[Row], generation: Generation, most_bytes: int, number_bytes: int
     ) -> Iterator[list[tuple[dict[str, Any], list[Floats]]]]:
-        """Give rows, split, in batches of about so many bytes.
+        """Yield split rows in batches of about `most_bytes`.
 
         Args:
-            rows: which.
-            generation: theirs.
-            most_bytes: of a batch.
-            number_bytes: of one number of a vector, as the engine's client writes it.
+            rows: the rows to write.
+            generation: generation of the rows.
+            most_bytes: target size of a batch.
+            number_bytes: bytes per vector component in the engine's requests.
         """
         batch, size = [], 0
         for row in rows:
@@ -81,7 +81,7 @@ class Row:
 
     @classmethod
     def joined(cls, record: Mapping[str, Any], vector: Sequence[float] | None) -> Row:
-        """Return a row that was split, of its record and the first vector, where asked for."""
+        """Return the row that `split` took apart, from its record and, if read, first vector."""
         plain = dict(record)
         arrays = {
             name: np.frombuffer(base64.b64decode(t), "<f4")
@@ -92,14 +92,14 @@ class Row:
         return cls(plain, arrays)
 
     def item(self) -> Item:
-        """Return the item."""
+        """Return the row as an item."""
         path = None if self.record["path"] is None else Path(self.record["path"])
         plain = {name: self.record[name] for name in _PLAIN}
         return Item(**plain, metadata=self.record["metadata"], path=path, arrays=self.arrays)
 
 
 def row_of(item: Item) -> Row:
-    """Return an item as a row of a new version."""
+    """Return an item as a row with a new version."""
     size = None if item.original is None else -(-len(item.original) // PIECE_BYTES)
     record = {
         **{name: getattr(item, name) for name in _PLAIN},
@@ -112,7 +112,7 @@ def row_of(item: Item) -> Row:
 
 
 def finished(method: T) -> T:
-    """Let a call that runs while the store is closed end first."""
+    """Decorate a method so that `close` waits until running calls of it have ended."""
 
     @wraps(method)
     def call(self: Engine, *arguments: Any, **named: Any) -> Any:
@@ -131,22 +131,23 @@ def finished(method: T) -> T:
 
 
 class Engine(ABC):
-    """An engine as a client's calls; a subclass of `RemoteStore` says how, in those without a body.
+    """The engine under a `RemoteStore`; a subclass implements the abstract methods.
 
-    Collections are those of generations; the register looks like one, `REGISTER`, whose rows have
-    no arrays. `where` is a list of the engine's own conditions, all of which must hold.
+    Each generation has one collection. The register is a further collection, described by
+    `REGISTER`, whose rows have no arrays. `where` is a list of conditions in the engine's own
+    form, all of which must hold.
 
     Args:
-        address: what sentences call the index.
-        name: of the index in the engine: the alias.
+        address: name of the index in messages.
+        name: name of the index in the engine, which is its alias.
 
     Attributes:
-        lists: fields of the metadata that have ever held a list, themselves or within.
-        engine: its name.
-        errors: what its client raises.
-        timeout: seconds that one question may take, with what is asked again meanwhile.
-        separator: what stands between the parts of a collection's name; no index's name has it.
-        most_found: how many items one search finds at most.
+        lists: metadata fields that have ever held a list, directly or nested.
+        engine: name of the engine.
+        errors: exceptions that the engine's client raises.
+        timeout: time limit of one request in seconds, including retries.
+        separator: separator of the parts of a collection's name; no index name contains it.
+        most_found: maximum number of items that one search returns.
     """
 
     engine: ClassVar[str]
@@ -162,13 +163,13 @@ class Engine(ABC):
         self._state, self._inside, self._closed = threading.Condition(), list[int](), False
 
     def collection(self, number: int) -> str:
-        """Return the name of a collection by its number."""
-        return f"{self._prefix}{number:06}"  # none begins like another
+        """Return the name of the collection of a generation's number."""
+        return f"{self._prefix}{number:06}"  # fixed width: no name is a prefix of another
 
     def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Ask the engine, and again where nobody answers, within `timeout`.
+        """Send a request, and retry within `timeout` if the engine does not answer.
 
-        Everything that is asked can be asked twice.
+        All requests are idempotent.
         """
         began, pause = time.monotonic(), 0.05
         while True:
@@ -195,47 +196,47 @@ class Engine(ABC):
         return StoreError(f"{self.address} was closed.")
 
     def _limit(self, seconds: float) -> dict[str, Any]:
-        """Return what bounds the time of one question, where the client takes such."""
+        """Return the client's keyword arguments that limit one request to `seconds`."""
         return {}
 
     @abstractmethod
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        """Return whether an error means that nobody answers, and what it says, as a sentence."""
+        """Return whether an error means that the engine is unreachable, and its message."""
 
     @abstractmethod
     def _alias(self) -> str | None:
-        """Return the collection that the alias names; None where there is no alias."""
+        """Return the name of the alias's collection, or None if there is no alias."""
 
     @abstractmethod
     def _point(self, number: int | None) -> None:
-        """Let the alias name a collection, at once, or none; the first time, where it is free."""
+        """Point the alias to a generation's collection atomically, or remove it (`None`)."""
 
     @abstractmethod
     def _make(self, generation: Generation) -> None:
-        """Make the collection of a generation, or the register's."""
+        """Create the collection of a generation or of the register."""
 
     @abstractmethod
     def _remove(self, prefix: str) -> None:
-        """Delete all collections whose names begin so."""
+        """Delete all collections whose names begin with `prefix`."""
 
     @abstractmethod
     def _note(self, notes: Mapping[str, Any]) -> None:
-        """Write notes to the register, each in place of the one of its name."""
+        """Write notes to the register; a note replaces the one of the same name."""
 
     @abstractmethod
     def _notes(self) -> dict[str, Any]:
-        """Return all notes; some may be None."""
+        """Return all notes by name; values may be None."""
 
     def _fit(self, rows: Sequence[Row]) -> None:  # noqa: B027 (an engine need not)
-        """Refuse rows that are too long for the engine, with a `DataError`."""
+        """Raise a `DataError` if a row is too long for the engine."""
 
     @abstractmethod
     def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
-        """Write rows, each in place of the one of its id."""
+        """Write rows; a row replaces the one of the same id."""
 
     @abstractmethod
     def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
-        """Delete rows."""
+        """Delete rows by id."""
 
     @abstractmethod
     def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
@@ -245,20 +246,20 @@ class Engine(ABC):
     def _page(
         self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
     ) -> list[Row]:
-        """Return the first rows behind an id, in an order that stays; fewer at the end."""
+        """Return the next `limit` rows after an id in a stable order; fewer only at the end."""
 
     @abstractmethod
     def _count(self, generation: Generation, where: Where) -> int:
-        """Return how many rows there are."""
+        """Return the number of rows that match."""
 
     @abstractmethod
     def _nearest(
         self, generation: Generation, space: int, queries: Floats, count: int, where: Where
     ) -> list[list[str]]:
-        """Return the ids of the nearest rows to each query (Q, width) within one sub-space."""
+        """Return, per query (Q, width), the ids of the nearest rows within one sub-space."""
 
     def _express(self, where: Filter) -> Any | None:
-        """Return a filter as the engine's own condition; None if that would mean anything else."""
+        """Translate a filter to the engine's own condition; None if its meaning would differ."""
         if isinstance(where, Not):
             part = self._express(where.part)
             return None if part is None else self._combined("not", [part])
@@ -274,19 +275,19 @@ class Engine(ABC):
 
     @abstractmethod
     def _combined(self, joint: Joint, parts: Sequence[Any]) -> Any:
-        """Return a condition made of conditions; `not` has one part."""
+        """Combine conditions; `not` has one part."""
 
     @abstractmethod
     def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Any | None:
-        """Return a comparison with one of the values as the engine's own condition.
+        """Return the engine's condition that a field compares true with any of the values.
 
         Args:
             field: "id", "label" or a path through the metadata.
-            op: "=", "<", "<=", ">" or ">="; with an order there is one value.
+            op: "=", "<", "<=", ">" or ">="; all but "=" have one value.
             values: texts, numbers, True, False or None.
 
         Returns:
-            The condition; None if the engine's would mean anything else than `matches` says.
+            The condition, or None if the engine would decide differently from `matches`.
         """
 
     @abstractmethod

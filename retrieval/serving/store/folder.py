@@ -1,9 +1,9 @@
-"""The folder of a local index as a whole: made, looked through, copied.
+"""Create, check and copy the folder of a local index.
 
-index.json            what it is; the record has its SHA-256
+index.json            description of the index; the record has its SHA-256
 items.sqlite          the record (`record.py`)
-arrays/               the files of its generations (`view.py`) and structures (`structure.py`)
-bundles/              their bundles
+arrays/               files of the generations (`view.py`) and structures (`structure.py`)
+bundles/              bundles of the generations
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from retrieval.serving.files.plain import open_plain, read_plain
 from retrieval.serving.files.strict_json import parse_json, strict_loads
 from retrieval.serving.store.items import Generation, Keep, spans_of
 from retrieval.serving.store.record import FILE, Record, all_of, ask, backup, no_room, reason, value
-from retrieval.serving.store.structure import ARRAYS, Structure, Wanted
+from retrieval.serving.store.structure import ARRAYS, Structure, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, new_stem
 from retrieval.serving.store.view import (
     BLOCK,
@@ -47,7 +47,7 @@ FORMAT = 3
 _INDEX_BYTES = 1_000_000
 _TRIES = 20
 _CHECK_SECONDS = 3600.0
-_COPY_SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
+_COPY_SECONDS = 7 * 86_400.0  # one read transaction lasts until files of any size are copied
 
 
 def create_local(
@@ -55,24 +55,24 @@ def create_local(
     bundle: Bundle,
     widths: Mapping[str, int],
     *,
-    structure: Wanted | None = None,
+    structure: StructureChoice | None = None,
     keep: Keep = "reference",
     replace: bool = False,
     identity: str | None = None,
 ) -> None:
-    """Write an empty index, whole or not at all.
+    """Create an empty index atomically.
 
     Args:
-        folder: must not exist, or is an index that gives way (`replace`); its parent must.
-        bundle: of the first generation; a copy goes into the index.
+        folder: the new folder, whose parent must exist.
+        bundle: bundle of the first generation; the index copies it.
         widths: width of each array of an item, by name.
-        structure: which structure it is to have.
-        keep: what it keeps of originals, unless an item says otherwise.
-        replace: see `folder`.
-        identity: its id; a new one by default.
+        structure: the search structure; chosen by size by default.
+        keep: what the index keeps of originals, unless an item overrides it.
+        replace: whether to replace an index that exists in `folder`.
+        identity: unique id of the index; a new one by default.
 
     Raises:
-        StoreError: there is something already, or the disk refuses.
+        StoreError: `folder` exists already, or the disk refuses.
     """
     occupied = StoreError(
         f"{folder} exists already. Choose another name, or add to it with 'retrieval index add'."
@@ -87,7 +87,7 @@ def create_local(
     text = (json.dumps(description, indent=2) + "\n").encode()
     state = {
         "index": hashlib.sha256(text).hexdigest(),
-        "structure": (structure or Wanted()).text(),
+        "structure": (structure or StructureChoice()).text(),
         "keep": keep,
     }
     try:
@@ -111,10 +111,10 @@ def create_local(
 def add_generation(
     connection: apsw.Connection, folder: Path, bundle: Bundle, widths: Mapping[str, int], state: str
 ) -> int:
-    """Begin a generation: its bundle, its files, its row in the record; return its number."""
+    """Create a generation's bundle, files and row of the record; return its number."""
     target = folder / BUNDLES / bundle.sha256[:16]
     if bundle.sha256 not in {known.bundle for known in all_of(connection)}:
-        # A folder that no generation has may be the rest of one that was being deleted.
+        # A folder without a generation may be left over from an interrupted deletion.
         with whole_folder(
             target, replace=True, exists_error=StoreError(f"{target} is there.")
         ) as fresh:
@@ -140,7 +140,7 @@ def identity_of(folder: Path) -> str:
     """Return the id that an index got when it was created.
 
     Raises:
-        StoreError: its `index.json` is missing, altered, or of another format.
+        StoreError: `index.json` is missing, altered or of another format.
     """
     content = index_text(folder)
     with suppress(ValueError, KeyError, TypeError):
@@ -157,7 +157,7 @@ def identity_of(folder: Path) -> str:
 
 
 def index_text(folder: Path) -> bytes:
-    """Return what the description of an index holds."""
+    """Return the content of an index's `index.json`."""
     path = folder / INDEX
     try:
         return read_plain(path, _INDEX_BYTES)
@@ -166,25 +166,25 @@ def index_text(folder: Path) -> bytes:
 
 
 def bytes_of(folder: Path) -> int:
-    """Return the bytes that a folder's files take, but for those that others remove meanwhile."""
+    """Return the disk space of a folder's files in bytes; files removed meanwhile do not count."""
     size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
                 known = Path(parent, name).stat()
-                size += min(known.st_size, known.st_blocks * 512)  # files grow in steps, with holes
+                size += min(known.st_size, known.st_blocks * 512)  # files may be sparse
     return size
 
 
 def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[str], list[str]]:
-    """Compare everything in an index with its checksums, and the record with the arrays.
+    """Verify all checksums of an index, and that its record and arrays agree.
 
     Args:
-        folder: of the index.
-        report: called with how many arrays more were looked at.
+        folder: folder of the index.
+        report: called with 1 after each array.
 
     Returns:
-        What is damaged, a sentence each; and what the next writer builds again by itself.
+        One sentence per damaged part, and one per part that the next writer rebuilds by itself.
 
     Raises:
         StoreError: the record cannot be opened.
@@ -225,7 +225,7 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
 
 
 def _wrong_items(connection: apsw.Connection, generation: Generation, rows: Rows) -> Iterator[str]:
-    """Say whether an item that a generation should have is not in it."""
+    """Yield a sentence if a generation lacks vectors of items."""
     g = generation.number
     upto = value(connection, "select upto from generations where g = ?", (g,))
     if generation.state == "served":
@@ -241,16 +241,16 @@ def write_snapshot(
     target: Path,
     instead: str = "Choose another name for the snapshot.",
 ) -> None:
-    """Write a snapshot of an index to a new folder, whole or not at all.
+    """Write a snapshot of an index to a new folder atomically.
 
     Args:
-        record: of the index.
+        record: record of the index.
         target: the new folder.
-        instead: what to do where there is something already, a sentence.
+        instead: advice for the error message if `target` exists.
 
     Raises:
-        StoreError: there is something already, the disk refuses, or a file that the record names
-            is missing.
+        StoreError: `target` exists already, the disk refuses, or a file that the record names is
+            missing.
     """
     folder = record.folder
     occupied = StoreError(f"{target} exists already. {instead}")
@@ -268,14 +268,14 @@ def write_snapshot(
             ):
                 _copy(connection, folder, fresh)
             return
-        except FileNotFoundError as fault:  # compacted just now: the moment is over
+        except FileNotFoundError as fault:  # another process has just compacted: try again
             missing = fault.filename
     raise missing_file(folder, missing)
 
 
 @contextmanager
 def _faults_of(folder: Path, target: Path) -> Iterator[None]:
-    """Say of what the disk refuses to the target that it is the target's."""
+    """Context manager that turns disk errors of the target into a `StoreError` that names it."""
     try:
         yield
     except FileNotFoundError:
@@ -288,8 +288,8 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
 
 
 def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
-    """Copy what a moment names, but missing files of a structure: the copy's writer builds it."""
-    generations = all_of(connection)  # begins the moment; a backup would let go of one of its own
+    """Copy the state that a read transaction sees; missing structure files are rebuilt later."""
+    generations = all_of(connection)  # pins the transaction, which `backup` alone would release
     backup(connection, fresh / FILE)
     for inner in (ARRAYS, BUNDLES):
         (fresh / inner).mkdir()
@@ -307,7 +307,7 @@ def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
 
 
 def _copy_start(source: Path, target: Path, size: int) -> None:
-    """Copy the first `size` bytes of a file to a new one, which is synced."""
+    """Copy the first `size` bytes of a file to a new one and sync it."""
     with open_plain(source) as file, target.open("xb") as copy:
         while size and (piece := file.read(min(size, BLOCK))):
             copy.write(piece)

@@ -24,7 +24,7 @@ from retrieval.serving.filters import Filter, fields, metadata_text
 Floats = NDArray[np.float32]
 
 Keep = Literal["reference", "copy", "thumbnail", "nothing"]
-"""What an index keeps of an original: its path, all its bytes, a small picture, or nothing."""
+"""The part of an original that an index keeps: its path, all bytes, a thumbnail, or nothing."""
 
 VECTOR, CODE, FEATURES = "vector", "code", "features"
 
@@ -34,11 +34,11 @@ ORIGINAL_BYTES = 100_000_000
 
 _KEEPS = get_args(Keep)
 _EXACT = 1 << 53  # whole numbers that float64 holds
-_SIZE = 1 << 63
-_SHOWN = 20  # fields
+_INT64_LIMIT = 1 << 63
+_MAX_SHOWN = 20  # field names in an error message
 _NOTHING = (None,) * 6
 _NESTED = (dict, list)
-_TOGETHER = 8192  # arrays that are looked at together
+_CHECKED_AT_ONCE = 8192  # arrays that are checked in one NumPy call
 
 
 _STOP: ContextVar[float] = ContextVar("stop", default=inf)
@@ -46,7 +46,7 @@ _STOP: ContextVar[float] = ContextVar("stop", default=inf)
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Bound the time that a store takes for all calls in this block and thread; then: `TooSlow`."""
+    """Context manager that limits the time of all store calls in it; they raise `TooSlow`."""
     token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
     try:
         yield
@@ -55,7 +55,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def stop_at() -> float:
-    """Return the time (`time.monotonic`) at which a store gives up; infinity without `patience`."""
+    """Return the deadline of store calls on the `time.monotonic` clock; infinity without one."""
     return _STOP.get()
 
 
@@ -64,21 +64,21 @@ class Item:
     """One entry of an index: an id, an optional label and metadata, and its vectors.
 
     Attributes:
-        id: unique in the index: any text of 1 to 1,000 characters.
-        label: None when it has none.
+        id: text of 1 to 1,000 characters, unique in the index.
+        label: class label, or None.
         metadata: a JSON object.
-        path: its original file, absolute; None for bytes or features, or with a `source`.
-        stamp: what changes when that file does.
-        keep: what the index keeps of the original.
-        original: the bytes to keep, when an item is written; `Store.original` reads them.
-        bytes: size of the original.
-        width: of the original image, in pixels, upright.
-        height: see `width`.
-        arrays: float32, by name: "vector" (P,), "code" (C,) where the bundle rescores, "features"
-            (F,) where they are kept.
-        source: where its original is that is no local file of its own, such as
-            `/data/table.parquet#12`. Only the index's owner opens it, to embed again: never what
-            a client sends.
+        path: absolute path of the original file; None for bytes or features, or with a `source`.
+        stamp: fingerprint that changes when that file changes.
+        keep: the part of the original that the index keeps.
+        original: bytes to store when the item is written; read them with `Store.original`.
+        bytes: size of the original in bytes.
+        width: width of the upright original image in pixels.
+        height: height of the upright original image in pixels.
+        arrays: float32 arrays by name: "vector" (P,), "code" (C,) if the bundle rescores, and
+            "features" (F,) if the index stores them.
+        source: location of an original that is not a file of its own, such as
+            `/data/table.parquet#12`. Only the index's owner opens it, to embed the item again; a
+            client never sets it.
     """
 
     id: str
@@ -96,21 +96,21 @@ class Item:
 
     @property
     def vector(self) -> Floats:
-        """The vector (P,), of an item that was read with its arrays."""
+        """Vector (P,) of an item that was read with its arrays."""
         return self.arrays[VECTOR]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What a store proposes for one query.
+    """Items that a store proposes for one query.
 
-    The store may reuse the items for other answers: who gives one away copies its metadata.
+    The store may share the items between answers, so copy an item's metadata before passing it on.
 
     Attributes:
-        items: in the order of their ids; with `distances` nearest first, equal distances by id.
-        arrays: (n, width) by name, of these items; may be read when first asked for.
-        distances: (n,) Euclidean, float64, within the only sub-space, exactly as
-            `serving.merging.merged` computes them; None: the store has not measured.
+        items: items sorted by id or, if `distances` are set, by distance and then id.
+        arrays: arrays (n, width) of these items by name; may be read lazily.
+        distances: Euclidean float64 distances (n,) within the only sub-space, exactly as
+            `serving.merging.merged` computes them; None if the store has not measured.
     """
 
     items: Sequence[Item]
@@ -120,13 +120,13 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Generation:
-    """All items of an index under one bundle.
+    """The arrays of all items of an index under one bundle.
 
     Attributes:
-        number: counts up.
+        number: increasing number of the generation.
         bundle: SHA-256 of the bundle's manifest.
-        variant: which variant of its encoder ran.
-        widths: numbers of each array of an item, by name.
+        variant: variant of the bundle's encoder that embeds.
+        widths: width of each array of an item, by name.
         spans: half-open column range `(start, stop)` of each sub-space of the vector.
         state: "served" (searched and written to), "building" (items are still being embedded) or
             "kept" (for `rollback`).
@@ -142,13 +142,13 @@ class Generation:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a store holds.
+    """Size and state of a store.
 
     Attributes:
-        count: items.
-        generations: oldest first.
-        bytes: on the disk, where the store knows.
-        details: what only this kind of store has, such as its structure.
+        count: number of items.
+        generations: all generations, oldest first.
+        bytes: disk space in bytes, or None if the store does not know it.
+        details: further facts that depend on the kind of store, such as its structure.
     """
 
     count: int
@@ -158,11 +158,11 @@ class Stats:
 
 
 def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
-    """Return the width of each array that an index keeps of an item under a bundle, by name.
+    """Return the width of each array that an index stores per item under a bundle, by name.
 
     Args:
-        bundle: the one that embeds.
-        features: width of the backbone's features, where they are kept for the next head.
+        bundle: the bundle that embeds the items.
+        features: width of the backbone's features, if the index stores them for the next head.
     """
     manifest = bundle.manifest
     codes = {CODE: manifest.code} if bundle.has_code and manifest.code else {}
@@ -170,20 +170,20 @@ def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
 
 
 def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
-    """Return the column range of each sub-space of a bundle's vectors; of no sub-spaces, all."""
+    """Return the column range of each sub-space of a bundle's vectors; without any, all columns."""
     manifest = bundle.manifest
     spans = tuple((space.start, space.stop) for space in manifest.subspaces)
     return spans or ((0, manifest.vector),)
 
 
 def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
-    """Return the metadata of items as JSON, after looking for all that cannot be kept.
+    """Check items and return the metadata of each as JSON.
 
     Raises:
-        DataError: naming every item that cannot.
+        DataError: some items are invalid; the message names each of them.
     """
     problems, texts, seen = [], [], set()
-    arrays = {name for name, width in widths.items() if _sound(items, name, width)}
+    arrays = {name for name, width in widths.items() if _are_valid(items, name, width)}
     unsure = {name: width for name, width in widths.items() if name not in arrays}
     for number, item in enumerate(items):
         text, faults = _problems(item, unsure)
@@ -202,11 +202,11 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
     return texts
 
 
-def _sound(items: Sequence[Item], name: str, width: int) -> bool:
-    """Whether one array of all items is as it should be; if not, each is looked at."""
-    for start in range(0, len(items), _TOGETHER):
+def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
+    """Return whether one array is valid in all items; this is faster than one check per item."""
+    for start in range(0, len(items), _CHECKED_AT_ONCE):
         try:
-            rows = [item.arrays[name] for item in items[start : start + _TOGETHER]]
+            rows = [item.arrays[name] for item in items[start : start + _CHECKED_AT_ONCE]]
             together = np.array(rows)
             if together.shape != (len(rows), width) or together.dtype.kind not in "fiu":
                 return False
@@ -219,9 +219,9 @@ def _sound(items: Sequence[Item], name: str, width: int) -> bool:
 
 
 def own(value: Any) -> Any:
-    """Return a JSON value as the caller's own: what is done to it reaches nobody else's."""
+    """Return a deep copy of a JSON value."""
     if isinstance(value, dict):
-        copy = dict(value)  # most are flat
+        copy = dict(value)  # most objects are flat
         for name, entry in value.items():
             if isinstance(entry, _NESTED):
                 copy[name] = own(entry)
@@ -230,7 +230,7 @@ def own(value: Any) -> Any:
 
 
 def check_id(id: object) -> str | None:
-    """Return what is wrong with an id, as the end of a sentence; None for nothing."""
+    """Return the problem of an invalid id, as the end of a sentence, or None if it is valid."""
     if not isinstance(id, str) or not id:
         return "has no id: an id is a text of at least one character"
     if len(id) > ID_CHARACTERS:
@@ -239,7 +239,7 @@ def check_id(id: object) -> str | None:
 
 
 def usable(ids: Iterable[object]) -> list[str]:
-    """Return those ids that an item can have: SQLite would cut one at NUL."""
+    """Return the ids that an item can have; SQLite would cut others at NUL."""
     return [id for id in ids if isinstance(id, str) and not _unusable(id)]
 
 
@@ -253,7 +253,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
     try:
         text = _text(item.metadata)
         if "\\u0000" in text or _unusable(text):
-            metadata_text(item.metadata)  # says where, if that is no backslash of the text's own
+            metadata_text(item.metadata)  # raises and says where, unless it is an escaped backslash
     except (DataError, TypeError, ValueError, AttributeError) as fault:
         faults.append(f"has metadata that cannot be kept: {str(fault).rstrip('.')}")
     if (
@@ -282,7 +282,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
 
 
 def _file_problems(item: Item) -> list[str]:
-    """Return what is wrong with what an item says of its original."""
+    """Return the problems of an item's fields that describe its original."""
     faults = []
     if item.original is not None and not isinstance(item.original, bytes):
         faults.append(f"has an original that is not bytes, but {type(item.original).__name__}")
@@ -293,13 +293,13 @@ def _file_problems(item: Item) -> list[str]:
     if item.stamp is not None and (not isinstance(item.stamp, str) or _unusable(item.stamp)):
         faults.append("has a stamp that is not text")
     for name, size in (("bytes", item.bytes), ("width", item.width), ("height", item.height)):
-        if size is not None and not (isinstance(size, int) and 0 <= size < _SIZE):
+        if size is not None and not (isinstance(size, int) and 0 <= size < _INT64_LIMIT):
             faults.append(f"has a number of {name} that is not a whole number from 0 to 2⁶³ - 1")
     return faults
 
 
 def _text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as JSON; flat texts and numbers, which most are, by a much faster way."""
+    """Return metadata as JSON, with a fast path for flat texts and numbers."""
     parts = []
     for name, entry in metadata.items():
         kind = type(entry)
@@ -328,10 +328,10 @@ def _unusable(text: str) -> str | None:
 
 
 def check_queries(queries: Floats, generation: Generation) -> None:
-    """Refuse queries that are not vectors of a generation.
+    """Refuse queries that do not fit a generation.
 
     Raises:
-        DataError: they have another width, or hold NaN or infinity.
+        DataError: the queries have the wrong width, or hold NaN or infinity.
     """
     width = generation.widths[VECTOR]
     if queries.ndim != 2 or queries.shape[1] != width:
@@ -341,14 +341,14 @@ def check_queries(queries: Floats, generation: Generation) -> None:
 
 
 def refuse_fields(where: Filter | None, known: Iterable[str]) -> None:
-    """Refuse a filter on what no item has.
+    """Refuse a filter on a field that no item has.
 
     Args:
-        where: the filter.
-        known: the names in the metadata of all items, outermost ones.
+        where: the filter, or None.
+        known: top-level names in the metadata of all items.
 
     Raises:
-        DataError: naming the field.
+        DataError: the filter names an unknown field.
     """
     names = set(known)
     for name in sorted(fields(where)) if where is not None else ():
@@ -357,25 +357,24 @@ def refuse_fields(where: Filter | None, known: Iterable[str]) -> None:
 
 
 def no_field(name: str, known: Sequence[str]) -> DataError:
-    """Return the error for a filter on a field that no item has, with those that there are."""
+    """Return the error for a filter on an unknown field, which lists the known ones."""
     names = ["id", "label", *known]
     return DataError(
-        f"No item of this index has a field '{name}' (there are: {', '.join(names[:_SHOWN])})."
+        f"No item of this index has a field '{name}' (there are: {', '.join(names[:_MAX_SHOWN])})."
         + did_you_mean(name, names)
     )
 
 
 COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
-
-"""Of an item in the record, in the order in which `to_row` gives them."""
+"""Columns of an item in the record, in the order of `to_row`."""
 
 Row = tuple[Any, ...]
 _NONE = "{}"
 
 
 def to_row(number: int, item: Item, metadata: str) -> Row:
-    """Return an item as the record keeps it."""
-    path = None if item.path is None else os.fsencode(item.path)  # not every file name is text
+    """Return an item as a row of the record."""
+    path = None if item.path is None else os.fsencode(item.path)  # file names may not be Unicode
     return (
         number,
         item.id,
@@ -392,10 +391,10 @@ def to_row(number: int, item: Item, metadata: str) -> Row:
 
 
 def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
-    """Return a row, and its arrays, as an item.
+    """Return a row of the record, with its arrays, as an item.
 
     Raises:
-        StoreError: it is not one that this package writes.
+        StoreError: this package cannot have written the row.
     """
     _, id, label, metadata, path, stamp, keep, size, width, height, source = row
     try:

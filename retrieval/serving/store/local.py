@@ -1,8 +1,8 @@
 """The local store: one folder, written and read by any number of processes.
 
-A generation is one append-only file per array (`view.py`); SQLite is the record (`record.py`). A
-write appends rows, syncs the files, then commits items, rows and checksums in one transaction. A
-delete masks a row. Searches read a view of one moment and wait for no writer.
+A generation has one append-only file per array (`view.py`); a SQLite file is the record of items
+(`record.py`). A write appends rows, syncs the files, then commits items, rows and checksums in one
+transaction. A delete masks a row. Searches read a consistent view and never wait for a writer.
 """
 
 from __future__ import annotations
@@ -71,26 +71,26 @@ from retrieval.serving.store.record import (
     upto_of,
     value,
 )
-from retrieval.serving.store.structure import Numbers, Wanted
+from retrieval.serving.store.structure import Numbers, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, Upkeep, tidy
 from retrieval.serving.store.view import Distances, View, Views, gone, keep_rows
 
-_FIELDS = 1000  # names that `settings` gives
-_ROWS = 8192  # items whose arrays are put together at a time
+_FIELDS = 1000  # field names that `settings` returns at most
+_ROWS = 8192  # items whose arrays are stacked at a time
 _CACHE_BYTES = 256 << 20
-_ITEM_BYTES = 1000  # of an item in memory, beside its metadata
+_ITEM_BYTES = 1000  # estimated memory of an item without its metadata
 
 
 class LocalStore(Store):
-    """The store in a folder.
+    """The store of an index in a local folder.
 
     Args:
-        folder: of the index.
+        folder: folder of the index.
         plugins: files or modules of third-party back ends that are not installed.
-        upkeep: whether a thread compacts and builds structures in the background after writes.
+        upkeep: whether a background thread compacts and builds structures after writes.
 
     Raises:
-        StoreError: missing, damaged, or of another format.
+        StoreError: the index is missing, damaged or of another format.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
@@ -102,7 +102,7 @@ class LocalStore(Store):
         self.folder, self._plugins, self._background = folder, plugins, upkeep
         self._pending: dict[int, dict[str, int]] = {}
         self._tidied = False
-        identity_of(folder)  # of a format that this version reads
+        identity_of(folder)  # raises if this version cannot read the format
         self._start()
         try:
             self.record.check()
@@ -120,7 +120,7 @@ class LocalStore(Store):
         _STORES.add(self)
 
     def _start(self) -> None:
-        """Have connections, locks and threads of this process."""
+        """Create the connections, locks and caches of this process."""
         read_only = not all(os.access(path, os.W_OK) for path in (self.folder, self.folder / FILE))
         self.record = Record(self.folder, read_only=read_only)
         self.views = Views(self.record, self._plugins)
@@ -157,7 +157,7 @@ class LocalStore(Store):
         numbers: Numbers,
         items: Sequence[Item],
     ) -> None:
-        """Write the arrays of items."""
+        """Append the arrays of items to a generation."""
 
         def chunks(name: str) -> Iterator[Floats]:
             for start in range(0, len(items), _ROWS):
@@ -168,7 +168,7 @@ class LocalStore(Store):
         keep_rows(connection, self.folder, generation, numbers, arrays)
 
     def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
-        """Return the served generation, which must have a bundle."""
+        """Return the served generation; raise `Superseded` if it has another bundle."""
         generation = served(connection)
         if generation.bundle != bundle:
             raise self._superseded("Embed the items again.")
@@ -192,7 +192,7 @@ class LocalStore(Store):
         return len(numbers)
 
     def _begin_to_write(self) -> None:
-        """Settle and tidy what a process that was killed has left, before the first write."""
+        """Before the first write, sync and clean up what a killed process may have left."""
         self.record.require_open()
         if not self._tidied and not self.record.read_only:
             self.record.settle()
@@ -212,7 +212,7 @@ class LocalStore(Store):
             return {item.id: item for item in items}
 
     def original(self, id: str) -> bytes | None:
-        """Return the bytes that are kept; see `Store`."""
+        """Return the stored bytes of an original; see `Store`."""
         sql = "select content from originals where n = (select n from items where id = ?)"
         content = None
         with self.record.reading() as connection:
@@ -226,7 +226,7 @@ class LocalStore(Store):
         """Return a page of items; see `Store`."""
         if after and not usable([after]):
             raise DataError(
-                f"{printable(after)!r} is no id that an item can have: nothing begins behind it."
+                f"{printable(after)!r} is no id that an item can have: no page begins after it."
             )
         condition, values = ("true", ()) if where is None else to_sql(where)
         sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
@@ -235,7 +235,7 @@ class LocalStore(Store):
             return list(map(from_row, ask(connection, sql, (after or "", *values, limit))))
 
     def count(self, where: Filter | None = None) -> int:
-        """Return how many items there are, or match; see `Store`."""
+        """Return the number of items; see `Store`."""
         condition, values = ("true", ()) if where is None else to_sql(where)
         with self.record.reading() as connection:
             refuse_unknown(connection, where)
@@ -247,7 +247,7 @@ class LocalStore(Store):
     def search(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
-        """Propose the nearest; see `Store`."""
+        """Propose the nearest items; see `Store`."""
         answers = []
         for proposed in self.propose(queries, count, bundle, where=where):
             arrays = dict(proposed.arrays)
@@ -265,7 +265,7 @@ class LocalStore(Store):
     def propose(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
-        """Propose the nearest, measured; see `Store`."""
+        """Propose the nearest items with their distances; see `Store`."""
 
         def check(view: View) -> None:
             if view.generation.bundle != bundle:
@@ -293,14 +293,17 @@ class LocalStore(Store):
         rows: Numbers,
         connection: apsw.Connection | None,
     ) -> list[Candidates] | None:
-        """Return the items of rows (Q, n) for each query; None: one can only be read."""
+        """Return the items of rows (Q, n), per query.
+
+        Without a connection, return None if an item is not in memory.
+        """
         present = rows >= 0
         ends = np.cumsum(present.sum(1)).tolist()
         rows = rows[present]
         distances = None if squared is None else np.sqrt(squared[present])
         numbers = view.runs.numbers_of(rows).tolist()
         items = self._in_memory(numbers)
-        if items is None and connection is None:  # no stage of a search: it is asked again
+        if items is None and connection is None:  # before the stage: the caller tries again
             return None
         with stage("items", len(numbers)):
             if items is None and connection is not None:
@@ -326,8 +329,8 @@ class LocalStore(Store):
         ]
 
     def _in_memory(self, numbers: Sequence[int]) -> list[Item] | None:
-        """Return items by number; None: one was not read yet."""
-        known = self._items  # an item that changes gets another number
+        """Return items by number, or None if one of them is not in memory."""
+        known = self._items  # never stale: an item that changes gets a new number
         try:
             return [known[number] for number in numbers]
         except KeyError:
@@ -351,7 +354,7 @@ class LocalStore(Store):
                 "Restore a snapshot."
             ) from None
 
-    # Generations: one that is not served has arrays of all items up to a number
+    # Generations: one that is not served has the arrays of all items up to the number `upto`
 
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""
@@ -376,7 +379,7 @@ class LocalStore(Store):
             return next(known for known in all_of(connection) if known.number == number)
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
-        """Return items without arrays of a generation; see `Store`."""
+        """Return items that a generation has no arrays of; see `Store`."""
         with self.views.moment() as (connection, view):
             if _is_served(connection, generation):
                 return []
@@ -388,7 +391,7 @@ class LocalStore(Store):
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
-        """Give a generation arrays; see `Store`."""
+        """Add arrays to a generation; see `Store`."""
         self._begin_to_write()
         numbers = self._pending.get(generation.number, {})
         checked(items, generation.widths)
@@ -403,7 +406,7 @@ class LocalStore(Store):
         with self.record.writing() as (connection, _):
             if _is_served(connection, generation):
                 raise StoreError("The generation is served by now, and complete.")
-            upto = upto_of(connection, generation.number)  # another process may have done the same
+            upto = upto_of(connection, generation.number)  # another process may have embedded them
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
@@ -451,7 +454,7 @@ class LocalStore(Store):
         return identity_of(self.folder)
 
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
-        """Drop dead rows, build structures, give the room back; see `Store`."""
+        """Drop dead rows, build structures and free disk space; see `Store`."""
         self._begin_to_write()
         self.upkeep.compact(report)
 
@@ -462,34 +465,34 @@ class LocalStore(Store):
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
         """Search with another structure; see `Store`."""
-        self.restructure(Wanted(backend, dict(options)))
+        self.restructure(StructureChoice(backend, dict(options)))
         self.compact(report)
 
-    def restructure(self, structure: Wanted) -> None:
-        """Search with another structure as soon as the background, or `compact`, has built it."""
+    def restructure(self, structure: StructureChoice) -> None:
+        """Choose another structure, which the upkeep thread or `compact` builds."""
         if structure.backend != "auto":
             make_backend(structure.backend, structure.options, self.views.plugins)
         self._set("structure", structure.text())
         self.upkeep.wake()
 
     def keep_tuned(self, tuned: Mapping[str, Any]) -> None:
-        """Keep what was measured; see `Store`."""
+        """Store the measurements of a tuning run; see `Store`."""
         self._set("tuned", json.dumps(tuned))
 
     def _set(self, key: str, text: str) -> None:
-        """Write one setting into the record."""
+        """Write one setting to the record."""
         self._begin_to_write()
         with self.record.writing() as (connection, _):
             connection.execute("insert or replace into state values (?, ?)", (key, text))
 
-    def chosen_structure(self) -> Wanted:
-        """Return which structure the index is to have."""
+    def chosen_structure(self) -> StructureChoice:
+        """Return the structure that the index is configured to have."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            return Wanted.parse(value(connection, sql))
+            return StructureChoice.parse(value(connection, sql))
 
     def recall(self) -> tuple[str, float | None]:
-        """Return the back end, and how often it finds the ten nearest; "flat" and None: exact."""
+        """Return the name of the back end and its recall at 10, which is None if it is exact."""
         with self.views.moment() as (_, view):
             loaded = view.structure
         if loaded is None:
@@ -504,11 +507,11 @@ class LocalStore(Store):
         return name, min(shares, default=None)
 
     def snapshot(self, target: Path) -> None:
-        """Write a copy of one moment; see `Store`."""
+        """Write a consistent copy; see `Store`."""
         write_snapshot(self.record, target)
 
     def stats(self) -> Stats:
-        """Return what the store holds; see `Store`."""
+        """Return the size and state of the store; see `Store`."""
         with self.views.moment() as (connection, view):
             structure = view.structure and view.structure.structure
             details: dict[str, Any] = {
@@ -531,7 +534,7 @@ class LocalStore(Store):
         return Stats(count, generations, bytes_of(self.folder), details)
 
     def settings(self) -> Mapping[str, Any]:
-        """Return how the index is set up; see `Store`."""
+        """Return the configuration of the index; see `Store`."""
         with self.record.reading() as connection:
             sql = "select name from fields order by name limit ?"
             names = [name for (name,) in ask(connection, sql, (_FIELDS,))]
@@ -540,20 +543,20 @@ class LocalStore(Store):
         return {"structure": structure, "keep": state["keep"], "fields": names}
 
     def changed(self) -> str | None:
-        """Return a sentence when the folder was replaced or removed; see `Store`."""
+        """Return a sentence if the folder was replaced or removed; see `Store`."""
         return self.record.replaced()
 
     def close(self) -> None:
-        """Let go of everything; see `Store`."""
+        """Close the store; see `Store`."""
         self.upkeep.close()
         if self._tidied:
-            with suppress(StoreError):  # the next one that opens it does that
+            with suppress(StoreError):  # the next process that opens the index does it
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None
 
     def after_fork(self) -> None:
-        """Go on in a child, anew; or with a sentence."""
+        """Start anew in a forked child; if the index was in use, close it with a message."""
         old = self.record
         self._start()
         self.record.file, self.record.closed = old.file, old.closed
@@ -567,7 +570,7 @@ class LocalStore(Store):
 def _with_arrays(
     connection: apsw.Connection, rows: Sequence[Any], view: View, names: Sequence[str]
 ) -> list[Item]:
-    """Return rows of the record as items with some of their arrays."""
+    """Return rows of the record as items with the named arrays."""
     numbers = np.array([row[0] for row in rows], np.int64)
     arrays, present = view.read(connection, numbers, names)
     return [
@@ -577,7 +580,7 @@ def _with_arrays(
 
 
 class _Arrays(Mapping[str, Floats]):
-    """Vectors and codes of rows of a view, read when they are asked for."""
+    """Vectors and codes of rows of a view, read on first access."""
 
     def __init__(self, view: View, rows: Numbers) -> None:
         self._view, self._rows = view, rows
@@ -595,7 +598,7 @@ class _Arrays(Mapping[str, Floats]):
 
 
 def _is_served(connection: apsw.Connection, generation: Generation) -> bool:
-    """Whether a generation is the one that is served."""
+    """Return whether a generation is served; raise if it was dropped."""
     sql = "select state from generations where g = ?"
     state = value(connection, sql, (generation.number,))
     if state is None:
@@ -620,7 +623,7 @@ def _after_fork_in_child() -> None:
     for store in list(_STORES):
         store.after_fork()
     if (faiss := sys.modules.get("faiss")) is not None:
-        # OpenMP waits for ever in a child for the threads of its parent; it needs none for one.
+        # In a forked child OpenMP would wait forever for the parent's threads; one is safe.
         faiss.omp_set_num_threads(1)
 
 
@@ -633,9 +636,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class LocalPlace(StorePlace):
-    """A folder on a local disk: SQLite is the record of items, FAISS speeds up what is large.
+    """A folder on a local disk: SQLite records the items, FAISS speeds up large indexes.
 
-    Its path alone names it, too.
+    The path of the folder works as an address, too.
 
     Args:
         address: `local:///data/photos.index`.
@@ -648,13 +651,13 @@ class LocalPlace(StorePlace):
         self._plugins = plugins
 
     def exists(self) -> bool:
-        """Return whether there is an index; see `StorePlace`."""
+        """Return whether the index exists; see `StorePlace`."""
         return (self.folder / INDEX).is_file() and (self.folder / FILE).is_file()
 
     def create(
         self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
     ) -> LocalStore:
-        """Make an empty index; see `StorePlace`."""
+        """Create an empty index; see `StorePlace`."""
         create_local(self.folder, bundle, widths, identity=identity)
         return self.open()
 

@@ -1,8 +1,8 @@
-"""Which rows of a generation match a filter.
+"""Boolean masks of the rows of a generation that match a filter.
 
-Items of a small index are looked up in the record. Of a large one, fields that were filtered by
-stay in memory: a column has one number for each row, which of the field's different values it has.
-So a filter looks at each different value once, with the very function that says when it is true.
+In a small index SQL selects the items. In a large one, filtered fields stay in memory as
+dictionary-encoded columns: one code per row and a table of distinct values. A filter is then
+evaluated once per distinct value, with the same function (`matches`) as everywhere else.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from retrieval.serving.store.record import ask, value
 from retrieval.serving.store.structure import Mask
 from retrieval.serving.store.view import View
 
-_FIELDS = 1000  # names that are looked through for a likely one
-_SMALL = 20_000  # items of which a filter is looked up in the record at once
-_MASKS = 16  # filters whose matches a view keeps
-_PAGE = 50_000  # items that are read at a time
-_COLUMNS = 8
-_TEXTS = 1 << 16  # different values that are no plain numbers
-_NUMBERS = 1 << 24  # different values
-_CHARACTERS = 16 << 20  # of all different values of a column
-_EXACT = 1 << 53  # whole numbers below are themselves as float64
+_FIELDS = 1000  # field names that the error for an unknown field is chosen from
+_SMALL = 20_000  # up to this many items, SQL evaluates a filter
+_MASKS = 16  # filters whose masks a view keeps
+_PAGE = 50_000  # items per read
+_COLUMNS = 8  # columns in memory
+_TEXTS = 1 << 16  # distinct values of a column that are not plain numbers
+_NUMBERS = 1 << 24  # distinct values of a column
+_CHARACTERS = 16 << 20  # characters of all distinct values of a column
+_EXACT = 1 << 53  # float64 represents smaller integers exactly
 
 Leaf = Compare | In | Exists
 Name = tuple[str, ...] | str
 
 
 class Masks:
-    """The rows that match filters, in the folder of a local store; all searches share it."""
+    """Computes the masks of filters for a local store; all its searches share one instance."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class Masks:
         self._unfit: set[Name] = set()
 
     def of(self, connection: apsw.Connection, view: View, where: Filter) -> Mask:
-        """Return which rows of a view match and are alive."""
+        """Return the mask of a view's rows that match a filter and are not deleted."""
         if (mask := view.matched.get(where)) is not None:
             return mask
         refuse_unknown(connection, where)
@@ -80,7 +80,7 @@ class Masks:
         return mask
 
     def _by_columns(self, connection: apsw.Connection, view: View, where: Filter) -> Mask | None:
-        """Return a mask; None where columns cannot tell."""
+        """Return a mask computed from columns, or None if they cannot decide the filter."""
         leaves = list(_leaves(where))
         names = {leaf.field for leaf in leaves}
         if view.stem != self._stem:
@@ -89,7 +89,7 @@ class Masks:
         if not exact or "id" in names or len(names) > _COLUMNS or names & self._unfit:
             return None
         if view.seq < self._seq:
-            return None  # a later moment was read, which lacks what was deleted in between
+            return None  # the columns are of a newer view and lack rows deleted since this one
         self._seq = view.seq
         for name in sorted(names, key=str):
             column = self._columns.pop(name, None) or _Column(name)
@@ -99,11 +99,11 @@ class Masks:
             self._columns[name] = column
         mask = self._true(where, view.rows)
         while len(self._columns) > _COLUMNS:
-            del self._columns[next(iter(self._columns))]  # the one that was used first
+            del self._columns[next(iter(self._columns))]  # least recently used
         return mask if view.alive is None else mask & view.alive
 
     def _true(self, where: Filter, rows: int) -> Mask:
-        """Return of which rows a filter is true."""
+        """Return the mask of rows for which a filter is true."""
         if isinstance(where, And | Or):
             join = np.logical_and if isinstance(where, And) else np.logical_or
             return join.reduce([self._true(part, rows) for part in where.parts])  # type: ignore[no-any-return]
@@ -113,19 +113,19 @@ class Masks:
 
 
 class _Column:
-    """One field: a code for each row, and the value of each code; code 0 is none."""
+    """A dictionary-encoded field: one code per row and one value per code; code 0 is no value."""
 
     def __init__(self, name: Name) -> None:
         self.name = name
-        self.last = 0  # number of the last item
+        self.last = 0  # number of the last item read
         self._codes: NDArray[np.int32] = np.zeros(0, np.int32)
         self._known: dict[str | None, int] = {None: 0}
-        self._numbers: NDArray[np.float64] = np.full(1, np.nan)  # of each code that is a number
-        self._by_code: dict[int, Any] = {}  # the other values, by code
+        self._numbers: NDArray[np.float64] = np.full(1, np.nan)  # by code; NaN if not a number
+        self._by_code: dict[int, Any] = {}  # values that are not numbers
         self._characters = 0
 
     def extend(self, connection: apsw.Connection, view: View) -> bool:
-        """Read the items that are new, at a view's moment; False: there are too many values."""
+        """Read the new items of a view; return False if the field has too many distinct values."""
         more = np.zeros(view.rows - len(self._codes), np.int32)
         self._codes = np.concatenate([self._codes, more])
         label = isinstance(self.name, str)
@@ -149,7 +149,7 @@ class _Column:
         return True
 
     def _decode(self) -> None:
-        """Read the values that are new."""
+        """Decode the JSON of new values."""
         first = len(self._numbers)
         new = list(self._known)[first:] if len(self._known) > first else []
         numbers = np.full(len(new), np.nan)
@@ -164,7 +164,7 @@ class _Column:
         self._numbers = np.concatenate([self._numbers, numbers])
 
     def true(self, leaf: Leaf, rows: int) -> Mask:
-        """Return of which of the first `rows` rows a condition is true."""
+        """Return the mask of the first `rows` rows for which a condition is true."""
         table = np.zeros(len(self._numbers), bool)
         plain = ~np.isnan(self._numbers)
         if isinstance(leaf, Exists):
@@ -189,7 +189,7 @@ class _Column:
 
 
 def _leaves(where: Filter) -> Iterator[Leaf]:
-    """Give the conditions of a filter."""
+    """Yield the conditions of a filter."""
     if isinstance(where, And | Or):
         for part in where.parts:
             yield from _leaves(part)
@@ -200,7 +200,7 @@ def _leaves(where: Filter) -> Iterator[Leaf]:
 
 
 def _is_exact(leaf: Leaf) -> bool:
-    """Whether float64 holds the numbers that a condition compares with."""
+    """Return whether float64 represents the numbers of a condition exactly."""
     if isinstance(leaf, Exists):
         return True
     operands = leaf.values if isinstance(leaf, In) else (leaf.value,)
@@ -208,10 +208,9 @@ def _is_exact(leaf: Leaf) -> bool:
 
 
 def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
-    """Refuse a filter on what no item has ever had.
+    """Refuse a filter on a field that no item has ever had.
 
-    A field stays known when the last item that has it goes: a filter that was good yesterday does
-    not become an error because of that.
+    A field stays known after its last item is deleted, so that filters stay valid.
     """
     for name in sorted(fields(where)) if where is not None else ():
         if not value(connection, "select 1 from fields where name = ?", (name,)):

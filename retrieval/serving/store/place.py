@@ -1,4 +1,4 @@
-"""The store, built in or a plugin's, that a folder or an address names."""
+"""Find the store, built in or from a plugin, for a folder or an address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from retrieval.serving.store.contract import StorePlace
 
 
 @cache
-def _own() -> dict[str, Factory]:
+def _built_in_stores() -> dict[str, Factory]:
     """Return the built-in stores by scheme."""
     return own_factories("stores", built_in)
 
@@ -27,16 +27,16 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     Plugins are loaded only when the store is not built in.
 
     Args:
-        scheme: a store's short name, or `PLUGIN.name`, where two plugins use one.
+        scheme: a store's short name, or `PLUGIN.name` if two plugins share a short name.
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: there is no such store, its plugin cannot be used, or two plugins have one of
-            that name.
+        PluginError: no store has this scheme, its plugin cannot be used, or two plugins share the
+            name.
     """
     short = scheme.removeprefix(f"{BUILT_IN}.")
-    if short in _own():
-        return _own()[short]
+    if short in _built_in_stores():
+        return _built_in_stores()[short]
     from retrieval.host.plugins import load_plugins
 
     loaded = load_plugins(plugins)
@@ -52,7 +52,9 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     for name, why in loaded.disabled("stores").items():
         if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
             raise PluginError(f"The store '{scheme}' cannot be used: {why}")
-    names = sorted({full_name.rpartition(".")[2] for full_name in known} | _own().keys())
+    names = sorted(
+        {full_name.rpartition(".")[2] for full_name in known} | _built_in_stores().keys()
+    )
     raise PluginError(
         f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
         f"and folders by their path).{did_you_mean(scheme, names)} Stores come with plugins: "
@@ -61,15 +63,15 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
 
 
 def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StorePlace:
-    """Return where an index is, or may be, ready to be opened or created; connects to nothing.
+    """Return the place of an index, ready to be opened or created. Connects to nothing.
 
     Args:
-        place: a folder, or an address.
+        place: a folder or an address.
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: there is no such store; see `find_store`.
-        StoreError: the address is none, or says what its store does not know.
+        PluginError: the store cannot be found; see `find_store`.
+        StoreError: the address is invalid, or has an option that its store does not know.
     """
     named = place_of(place)
     plugins = list(plugins)
@@ -97,7 +99,7 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
 
 
 def _advice(scheme: str) -> str:
-    """Return what to install."""
+    """Return advice on which package to install for a scheme."""
     try:
         extras = metadata("embedding-retrieval").get_all("Provides-Extra") or []
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""The record of a local index: a SQLite file whose pages have checksums, written ahead and synced.
+"""The record of a local index: a SQLite database with page checksums and a write-ahead log.
 
-Any process may write. SQLite's own lock orders writers: `Record.writing` takes it at once and says
-so in a sentence when it cannot have it in time.
+Any process may write; SQLite's lock serializes writers. `Record.writing` takes the lock at the
+start of a transaction and raises `StoreUnavailable` if it does not get it in time.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from retrieval.serving.store.items import Generation, Item, stop_at, to_row, usa
 
 FILE = "items.sqlite"
 ACKNOWLEDGED = "acknowledged"
-_VFS = "cksmvfs"  # SQLite's own: eight bytes of each page are its checksum, compared when read
+_VFS = "cksmvfs"  # SQLite's checksum VFS: it verifies an 8-byte checksum per page on reading
 _RESERVED_BYTES = 8
 _BUSY_SECONDS = 30.0
 _CHECKPOINT_MILLISECONDS = 500
 _ROW_BYTES = 200_000_000
-_READING_SECONDS = 60.0  # for one reading, which takes milliseconds
+_READING_SECONDS = 60.0  # time limit of a read transaction, which usually takes milliseconds
 _CHECKPOINT_PAGES = 4000
 _CACHE_KIB = 65_536
 _IDLE_CONNECTIONS = 16
@@ -84,22 +84,23 @@ TABLES = {
         " stem text not null) strict, without rowid"
     ),
 }
-"""An item that changes gets a new number `n`; the old one goes into `removed`.
+"""SQL of the record's tables.
 
-`runs` gives the numbers of a generation's rows, ascending: `count` rows from `row` on have the
-numbers from `n` on. `sums` are checksums of blocks of its files.
+An item that changes gets a new number `n`, and its old one goes into `removed`. `runs` maps the
+rows of a generation to item numbers, in ascending order: `count` rows from `row` on have the
+numbers from `n` on. `sums` holds checksums of the blocks of a generation's files.
 """
 
 
 @cache
 def _register() -> None:
-    """Have SQLite know the file system that checks pages."""
+    """Register the checksum VFS with SQLite."""
     with apsw.Connection(":memory:") as connection:
         apsw.sqlite_extra.load(connection, _VFS.replace("cksm", "cksum"))
 
 
 class Record:
-    """The SQLite file of one index folder. Whoever reads or writes borrows a connection."""
+    """The SQLite database of one index folder, with a pool of connections."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self.folder, self.path, self.read_only = folder, folder / FILE, read_only
@@ -117,7 +118,7 @@ class Record:
     @classmethod
     @contextmanager
     def opened(cls, folder: Path) -> Iterator[Record]:
-        """Give the checked record of a folder for a while."""
+        """Context manager that opens and checks the record of a folder, and closes it."""
         record = cls(folder)
         try:
             record.check()
@@ -145,10 +146,10 @@ class Record:
             connection.close()
 
     def check(self) -> None:
-        """Look whether this is the whole record of an index."""
-        acknowledged = _acknowledged(self.folder)  # before the record, which may only be further
+        """Check that the record is complete and of this version; raise a `StoreError` if not."""
+        acknowledged = _acknowledged(self.folder)  # read first: the record can only be newer
         for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
-            path = self.folder / name  # SQLite would wait for a pipe, and follow a link
+            path = self.folder / name  # SQLite would block on a pipe and follow a link
             if name == FILE and not os.path.lexists(path):
                 raise self._damaged(f"{FILE} is missing")
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
@@ -177,7 +178,7 @@ class Record:
         return StoreError(f"The index {self.folder} is damaged: {fault}. Restore a snapshot.")
 
     def _is_cut(self, connection: apsw.Connection) -> bool:
-        """Whether the file was cut short: beyond its end SQLite reads zeros without a checksum."""
+        """Return whether the file was truncated; SQLite reads zeros, unchecked, beyond its end."""
         for _ in range(5):
             count, size = connection.pragma("page_count"), connection.pragma("page_size")
             present = self.path.stat().st_size // size
@@ -188,7 +189,7 @@ class Record:
 
     @property
     def _log(self) -> Path:
-        """The file of what is written ahead."""
+        """Path of the write-ahead log."""
         return self.path.with_name(f"{FILE}-wal")
 
     def require_open(self) -> None:
@@ -197,7 +198,7 @@ class Record:
             raise StoreError(self.closed)
 
     def replaced(self) -> str | None:
-        """Return a sentence when another file stands where this record stood, or none does."""
+        """Return a sentence if the record's file was replaced or removed, else None."""
         if _file_id(self.path) == self.file:
             return None
         return (
@@ -208,9 +209,9 @@ class Record:
 
     @contextmanager
     def connection(self) -> Iterator[apsw.Connection]:
-        """Lend a connection; a new one where all are lent.
+        """Context manager that lends an idle connection, or a new one.
 
-        A read-only one serves once: it may miss a log that begins later.
+        Read-only connections are not reused, since they may miss a log that begins later.
         """
         with self._lending:
             self.require_open()
@@ -234,11 +235,11 @@ class Record:
             connection = _connect(self.path, apsw.SQLITE_OPEN_READWRITE)
         elif self._has_log():
             connection = _connect(self.path, apsw.SQLITE_OPEN_READONLY)
-        else:  # nobody writes: readers need no files beside the record to agree
+        else:  # no writer is active: SQLite needs no lock or log file
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
             connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         if fault := self.replaced():
-            connection.close()  # another index's items would be mixed with this one's vectors
+            connection.close()  # its items would not belong to this index's vectors
             raise StoreError(fault)
         connection.execute(
             f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}"
@@ -246,7 +247,7 @@ class Record:
         return connection
 
     def _has_log(self) -> bool:
-        """Whether something was written ahead."""
+        """Return whether the write-ahead log holds anything."""
         try:
             return self._log.stat().st_size > 0
         except OSError:
@@ -255,7 +256,7 @@ class Record:
     def version(self) -> object:
         """Return a value that changes with every transaction of any process.
 
-        Costs some microseconds, and no look at the disk, where the folder may be written to.
+        This takes microseconds, without disk access unless the index is read-only.
         """
         with self._watch:
             self.require_open()
@@ -271,7 +272,7 @@ class Record:
             return self._watching, self._watching.execute("pragma data_version").get
 
     def close(self) -> None:
-        """Lend no connection any more, and close them once all are back."""
+        """Refuse further loans, wait for lent connections and close all."""
         with self._lending:
             self.closed = self.closed or (
                 f"The index {self.folder} was closed. Open it again with retrieval.Index.open."
@@ -283,7 +284,7 @@ class Record:
             self._acknowledged = None
 
     def _let_go(self) -> None:
-        """Close all connections that nobody has borrowed."""
+        """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
         with self._watch:
@@ -292,20 +293,20 @@ class Record:
             self._watching = None
 
     def before_fork(self) -> None:
-        """Close all connections: SQLite's locks do not go with a child, and its memory does."""
+        """Close idle connections: a child inherits SQLite's memory, but not its locks."""
         self._lending.acquire()
         self._lending.wait_for(lambda: not self.lent, _FORK_SECONDS)
         self._let_go()
 
     def after_fork(self) -> None:
-        """Go on in the parent."""
+        """Allow connections again in the parent."""
         self._lending.release()
 
     # Transactions
 
     @contextmanager
     def reading(self, *, seconds: float = _READING_SECONDS) -> Iterator[apsw.Connection]:
-        """Give a connection inside one moment of the record, which no write changes."""
+        """Context manager that yields a connection in a read transaction (a fixed snapshot)."""
         with self.faults("read"), self.connection() as connection:
             end = min(time.monotonic() + seconds, stop_at())
             connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
@@ -319,9 +320,9 @@ class Record:
 
     @contextmanager
     def writing(self) -> Iterator[tuple[apsw.Connection, int]]:
-        """Give a connection inside an immediate transaction, and the transaction's number.
+        """Context manager that yields a connection in a write transaction, and its number.
 
-        It is on the disk when this ends, or has changed nothing.
+        On exit the transaction is committed and synced; after an error it is rolled back.
         """
         with self.locked() as connection:
             seq = seq_of(connection) + 1
@@ -332,7 +333,7 @@ class Record:
 
     @contextmanager
     def locked(self) -> Iterator[apsw.Connection]:
-        """Keep every process from writing, without writing anything: a full disk is no matter."""
+        """Context manager that keeps all processes from writing; it needs no disk space."""
         self.require_open()
         if self.read_only:
             raise StoreError(
@@ -347,10 +348,10 @@ class Record:
                     connection.execute("rollback")
 
     def _acknowledge(self, seq: int) -> None:
-        """Note in a small file, without waiting for the disk, that a transaction was written.
+        """Write a transaction's number to a small file, without syncing it.
 
-        A log that was cut or altered in its last transaction looks to SQLite like one that a power
-        cut has torn: it drops that transaction. This file says that there was one.
+        If the log is truncated or altered in its last transaction, SQLite drops that transaction
+        as after a power cut. This file lets `check` detect the loss.
         """
         content = _MAGIC + struct.pack("<Q", seq)
         with suppress(OSError):
@@ -361,7 +362,7 @@ class Record:
 
     @contextmanager
     def faults(self, doing: str) -> Iterator[None]:
-        """Turn what SQLite or the disk refuses into a sentence."""
+        """Context manager that turns errors of SQLite and the disk into a `StoreError`."""
         try:
             yield
         except FileNotFoundError:
@@ -372,10 +373,10 @@ class Record:
             raise kind(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
 
     def settle(self) -> None:
-        """Sync what is seen of the record, and its name.
+        """Sync the record and the names of its files and folder.
 
-        A process that was killed within a commit, or before the folder's name was synced, leaves
-        what every process sees and a power cut still takes: nothing may build on it before this.
+        A process that was killed within a commit may leave changes that all processes see but a
+        power cut would undo. They must be synced before a write builds on them.
         """
         if fault := self.replaced():
             raise StoreError(fault)
@@ -383,11 +384,11 @@ class Record:
             with suppress(FileNotFoundError):
                 sync(self._log)
             sync(self.folder)
-            with suppress(PermissionError):  # a parent that may not be read: its writer synced it
+            with suppress(PermissionError):  # whoever may write the parent has synced it
                 sync(self.folder.absolute().parent)
 
     def checkpoint(self) -> None:
-        """Move what was written ahead into the file itself, as far as readers let it."""
+        """Move the write-ahead log into the database file, as far as readers permit."""
         with self.faults("written"), self.connection() as connection:
             connection.set_busy_timeout(_CHECKPOINT_MILLISECONDS)
             try:
@@ -398,7 +399,7 @@ class Record:
 
 
 def _file_id(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from every other that is there; None where there is none."""
+    """Return a file's device and inode, or None if it does not exist."""
     try:
         known = path.stat()
     except OSError:
@@ -407,7 +408,7 @@ def _file_id(path: Path) -> tuple[int, int] | None:
 
 
 def _acknowledged(folder: Path) -> int:
-    """Return the transaction that the record of an index must hold; 0 where that is not known."""
+    """Return the number of the last transaction that the record must hold, or 0 if unknown."""
     try:
         content = read_plain(folder / ACKNOWLEDGED, _ACKNOWLEDGED.size)
     except OSError:
@@ -419,7 +420,7 @@ def _acknowledged(folder: Path) -> int:
 
 
 def _wal_pages(path: Path) -> set[int]:
-    """Return the numbers of the pages that a write-ahead log holds."""
+    """Return the numbers of the pages in a write-ahead log."""
     try:
         content = read_plain(path)
     except OSError:
@@ -446,7 +447,7 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
 
 
 def reason(fault: apsw.Error | OSError) -> str:
-    """Return why the disk or SQLite refuses, and what to do, as the end of a sentence."""
+    """Return the cause of an error and what to do about it, as the end of a sentence."""
     if no_room(fault):
         return (
             "the disk is full (or a quota or limit on file sizes is reached). Nothing was changed."
@@ -469,7 +470,7 @@ def reason(fault: apsw.Error | OSError) -> str:
 
 
 def no_room(fault: apsw.Error | OSError) -> bool:
-    """Whether a disk or a file may not grow; SQLite has other names for some of these errors."""
+    """Return whether an error means that the disk is full or a file may not grow."""
     if isinstance(fault, OSError):
         return fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return isinstance(fault, apsw.FullError) or getattr(fault, "extendedresult", 0) in (
@@ -480,21 +481,21 @@ def no_room(fault: apsw.Error | OSError) -> bool:
     )
 
 
-# Questions
+# Queries
 
 
 def value(connection: apsw.Connection, sql: str, bindings: Any = ()) -> Any:
-    """Return the one value that a question has for an answer; None without any row."""
+    """Return the single value of a query, or None if it has no row."""
     return connection.execute(sql, bindings).get
 
 
 def ask(connection: apsw.Connection, sql: str, bindings: Any = ()) -> list[tuple[Any, ...]]:
-    """Return all rows that a question has for an answer."""
+    """Return all rows of a query."""
     return cast(list[tuple[Any, ...]], connection.execute(sql, bindings).fetchall())
 
 
 def backup(connection: apsw.Connection, target: Path) -> None:
-    """Copy the moment that a connection sees to a new file, page by page, checksums included."""
+    """Copy the state that a connection sees to a new file, including page checksums."""
     copy = _connect(target, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
     try:
         with copy.backup("main", connection, "main") as work:
@@ -521,7 +522,7 @@ def all_of(connection: apsw.Connection) -> tuple[Generation, ...]:
 
 
 def served(connection: apsw.Connection) -> Generation:
-    """Return the generation that is served."""
+    """Return the served generation."""
     generations = [known for known in all_of(connection) if known.state == "served"]
     if len(generations) != 1:
         raise StoreError(
@@ -531,7 +532,7 @@ def served(connection: apsw.Connection) -> Generation:
 
 
 def upto_of(connection: apsw.Connection, g: int) -> int:
-    """Return the item's number up to which a generation has arrays of all items."""
+    """Return the item number up to which a generation has the arrays of all items."""
     return int(value(connection, "select upto from generations where g = ?", (g,)))
 
 
@@ -541,14 +542,14 @@ def last_number(connection: apsw.Connection) -> int:
 
 
 def numbers_of(connection: apsw.Connection, ids: Iterable[object]) -> list[int]:
-    """Return the numbers of those ids that are there."""
+    """Return the item numbers of the ids that exist."""
     text = json.dumps(usable(ids), ensure_ascii=False)
     sql = "select n from items where id in (select value from json_each(?))"
     return [n for (n,) in ask(connection, sql, (text,))]
 
 
 def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[str]) -> range:
-    """Write items, none of which is there, without their arrays; return their numbers."""
+    """Write new items without their arrays; return their numbers."""
     first = last_number(connection) + 1
     numbers = range(first, first + len(items))
     connection.executemany(
@@ -568,7 +569,7 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
 
 
 def remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> None:
-    """Delete items by number; their rows are masked from this transaction on."""
+    """Delete items by number; views from transaction `seq` on mask their rows."""
     if not numbers:
         return
     text = json.dumps(list(numbers))

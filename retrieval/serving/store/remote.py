@@ -1,12 +1,12 @@
-"""What stores over an engine have in common: a collection per generation and an alias.
+"""Base class of stores over an engine such as Milvus: one collection per generation and an alias.
 
-An index `photos` is a few collections of the engine: one per generation with a row for each item,
-and a register, which holds notes (what the index and its generations are) and pieces (bundles,
-originals). The alias `photos` names the collection of the generation that is served; moving it
-is all that `migrate` and `rollback` do at their end.
+An index `photos` consists of one collection per generation, with a row per item, and a register,
+which holds notes (descriptions of the index and its generations) and pieces (of bundles and
+originals). The alias `photos` names the collection of the served generation; `migrate` and
+`rollback` end by moving it.
 
-Each write gives an item a new version. A generation that is built lacks what is served with
-another version, so nothing has to be written twice, and any process may write meanwhile.
+Each write gives an item a new version. A generation that is being built lacks every item whose
+served version it does not have, so any process may keep writing without writing twice.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from retrieval.serving.store.record import served as served_by
 
 FORMAT = 1
 PAGE = 1000
-MARGIN = 8  # an engine measures in float32: it is asked for more, and they are measured again
+MARGIN = 8  # extra candidates: engines measure in float32, so candidates are measured again
 
 
 class RemoteStore(Engine, Store):
-    """A store over an engine; see `Engine` for its arguments and what a subclass must say."""
+    """A store over an engine; see `Engine` for its arguments and the methods to implement."""
 
     capabilities = frozenset({"originals", "left_out", "snapshot"})
 
@@ -68,7 +68,7 @@ class RemoteStore(Engine, Store):
     # The whole
 
     def make(self, bundle: Bundle, widths: Mapping[str, int], identity: str) -> None:
-        """Make the index, which is there once the alias is; see `StorePlace.create`."""
+        """Create the index, which exists once its alias does; see `StorePlace.create`."""
         if self._alias() is not None:
             raise StoreError(f"{self.address} exists already.")
         digest = hashlib.sha256(identity.encode()).hexdigest()[:8]
@@ -96,11 +96,11 @@ class RemoteStore(Engine, Store):
             )
 
     def exists(self) -> bool:
-        """Return whether there is an index of this name."""
+        """Return whether an index of this name exists."""
         return self._alias() is not None
 
     def destroy(self) -> None:
-        """Delete the index of this name, the alias first."""
+        """Delete the index of this name, its alias first."""
         self._point(None)
         self._remove(f"{self.name}{self.separator}")
 
@@ -109,17 +109,17 @@ class RemoteStore(Engine, Store):
         return str(self._notes()["index"]["identity"])
 
     def changed(self) -> str | None:
-        """Return a sentence when the index was deleted or replaced; see `Store`."""
+        """Return a sentence if the index was deleted or replaced; see `Store`."""
         if (self._alias() or "").startswith(self._prefix):
             return None
         return f"{self.address} was deleted, or another index stands in its place."
 
     def snapshot(self, target: Path) -> None:
-        """Write a copy; see `Store`. What others write meanwhile may be in it or not."""
+        """Write a copy; see `Store`. It may or may not include concurrent writes."""
         write_copy(self, target)
 
     def stats(self) -> Stats:
-        """Return what the store holds; see `Store`."""
+        """Return the size and state of the store; see `Store`."""
         generations = self.generations()
         return Stats(self._count(_served(generations), ()), generations, None, self._details())
 
@@ -127,12 +127,12 @@ class RemoteStore(Engine, Store):
         return {"backend": "flat"}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return how the index is set up; see `Store`."""
+        """Return the configuration of the index; see `Store`."""
         self._current()
         return {"fields": sorted(self._fields), "backend": self._details()["backend"]}
 
     def close(self) -> None:
-        """Hang up once those that read and write are done; see `Store`."""
+        """Close the connection after running calls have ended; see `Store`."""
         with self._state:
             if self._closed:
                 return
@@ -143,14 +143,14 @@ class RemoteStore(Engine, Store):
     # Writing
 
     def _current(self, notes: Mapping[str, Any] | None = None) -> Generation:
-        """Return the generation that is served, and learn of fields."""
+        """Return the served generation, and update the known fields."""
         notes = self._notes() if notes is None else notes
         self._fields = {name[6:] for name in notes if name.startswith("field ")}
         self.lists = {name[5:] for name in notes if name.startswith("list ")}
         return _served(self._listed(notes))
 
     def _writable(self) -> Generation:
-        """Return the generation that is served, after ending a switch that its process did not."""
+        """Return the served generation, after completing a switch that another process left."""
         notes = self._notes()
         served = self._current(notes)
         if (settling := notes.get("settling")) and settling[1] == served.number:
@@ -182,11 +182,11 @@ class RemoteStore(Engine, Store):
             self._put(served, rows)
             self._drop_originals(replaced)
             if self._current().number != served.number:
-                raise self._superseded()  # what was written may have come too late
+                raise self._superseded()  # the rows may have come too late for the new generation
             return len(replaced)
 
     def _cut(self, owner: str, content: Iterable[bytes]) -> int:
-        """Keep bytes in pieces, as rows of the register; return their number."""
+        """Store bytes in pieces, as rows of the register; return the number of pieces."""
         count = 0
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
@@ -196,7 +196,7 @@ class RemoteStore(Engine, Store):
         return count
 
     def _joined(self, owner: str, count: int) -> Iterator[bytes]:
-        """Give the bytes that `_cut` kept."""
+        """Yield the pieces of bytes that `_cut` stored."""
         for number in range(count):
             for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
                 yield base64.b64decode(row.record["text"])
@@ -225,7 +225,7 @@ class RemoteStore(Engine, Store):
                     self._erase(served, list(gone))
                     deleted |= gone.keys()
                     self._drop_originals(gone.values())
-                if self._current().number == served.number:  # else it may have come too late
+                if self._current().number == served.number:  # else repeat it for the new one
                     return len(deleted)
 
     def _superseded(self) -> Superseded:
@@ -246,7 +246,7 @@ class RemoteStore(Engine, Store):
         return None
 
     def _parts(self, where: Filter | None) -> tuple[list[Any], list[Filter]]:
-        """Split a filter into the engine's conditions and what is looked at item by item."""
+        """Split a filter into conditions of the engine and parts to check item by item."""
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
         pairs = [(part, self._express(part)) for part in parts]
         rest = [part for part, own in pairs if own is None]
@@ -259,7 +259,7 @@ class RemoteStore(Engine, Store):
         arrays: bool = False,
         after: str | None = None,
     ) -> Iterator[list[Row]]:
-        """Give all rows that match, in pages."""
+        """Yield all rows that match, in pages."""
         own, rest = self._parts(where)
         while True:
             rows = self._page(generation, own, after, PAGE, arrays)
@@ -274,7 +274,9 @@ class RemoteStore(Engine, Store):
     ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
-            raise DataError("A scan goes on after an id; this one is no id of an item.")
+            raise DataError(
+                "A scan continues after an id, but `after` cannot be the id of an item."
+            )
         served, page = self._current(), list[Row]()
         refuse_fields(where, self._fields)
         for rows in self._matching(served, where, False, after):
@@ -284,7 +286,7 @@ class RemoteStore(Engine, Store):
         return [row.item() for row in page[:limit]]
 
     def count(self, where: Filter | None = None) -> int:
-        """Return how many items match; see `Store`."""
+        """Return the number of items; see `Store`."""
         served = self._current()
         refuse_fields(where, self._fields)
         own, rest = self._parts(where)
@@ -301,7 +303,7 @@ class RemoteStore(Engine, Store):
         try:
             return self._search(served, np.asarray(queries, np.float32), count, bundle, where)
         except StoreError:
-            if self._current().number != served.number:  # and the one before was dropped
+            if self._current().number != served.number:  # the old generation may be dropped
                 raise self._superseded() from None
             raise
 
@@ -355,12 +357,12 @@ class RemoteStore(Engine, Store):
         for latest in self._listed(self._notes() if notes is None else notes):
             if latest.number == generation.number:
                 return latest
-        raise StoreError("This generation is not there any more.")
+        raise StoreError("This generation does not exist any more.")
 
     def _add(
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
     ) -> Generation:
-        """Make a generation, which exists once its note does."""
+        """Create a generation, which exists once its note does."""
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
         pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
@@ -396,7 +398,7 @@ class RemoteStore(Engine, Store):
             return self._add(notes["last"] + 1, bundle, widths, served=False)
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
-        """Return the ids of items that a generation lacks, and of those that it has no more."""
+        """Return the ids that a generation lacks and the ids that only it still has."""
         present, current = (
             {
                 row.record["id"]: row.record["version"]
@@ -409,7 +411,7 @@ class RemoteStore(Engine, Store):
         return lacking, [id for id in present if id not in current]
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
-        """Return items that a generation lacks; see `Store`. All are listed when few are known."""
+        """Return items that a generation lacks; see `Store`. A queue keeps the ids for later."""
         with self._turn:
             target, served = self._latest(generation), self._current()
             queue = self._queues.get(target.number, [])
@@ -430,7 +432,7 @@ class RemoteStore(Engine, Store):
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
-        """Give a generation arrays; see `Store`."""
+        """Add arrays to a generation; see `Store`."""
         with self._turn:
             target = self._latest(generation)
             pending = self._pending.get(target.number, {})
@@ -456,7 +458,7 @@ class RemoteStore(Engine, Store):
     def switch(self, generation: Generation) -> bool:
         """Serve another generation; see `Store`.
 
-        Others may write until the alias has moved, so the two are compared once more behind it.
+        Others may write until the alias has moved, so the generations are compared again after it.
         """
         with self._turn:
             notes = self._notes()
@@ -473,7 +475,7 @@ class RemoteStore(Engine, Store):
             return self._settle(served.number, target.number)
 
     def _settle(self, before: int, number: int) -> bool:
-        """End a switch: let go what was deleted, or move the alias back for what came."""
+        """Complete a switch: erase deleted items; if new ones are missing, move the alias back."""
         generations = {generation.number: generation for generation in self.generations()}
         lacking, gone = self._lacking(generations[number], generations[before])
         if gone:
@@ -510,7 +512,7 @@ def _best(
     spans: Sequence[tuple[int, int]],
     count: int,
 ) -> list[list[Item]]:
-    """Return the `count` rows nearest to each query in each sub-space, measured in float64."""
+    """Return, per query, the items among its `count` nearest in a sub-space, in float64."""
     best = [[list[tuple[float, str]]() for _ in spans] for _ in queries]
     items: dict[str, Item] = {}
     for page in pages:
@@ -537,25 +539,25 @@ def _matches(where: Filter, record: Mapping[str, Any]) -> bool:
 
 
 class RemotePlace(StorePlace):
-    """A place over an engine; a subclass says which."""
+    """The place of an index in an engine; a subclass implements `store`."""
 
     @abstractmethod
     def store(self) -> RemoteStore:
-        """Return a store that is connected and knows no index yet.
+        """Return a connected store that has neither created nor opened an index yet.
 
         Raises:
-            StoreUnavailable: nobody answers there.
+            StoreUnavailable: the engine cannot be reached.
         """
 
     def exists(self) -> bool:
-        """Return whether there is an index; see `StorePlace`."""
+        """Return whether the index exists; see `StorePlace`."""
         with self.store() as store:
             return store.exists()
 
     def create(
         self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
     ) -> RemoteStore:
-        """Make an empty index; see `StorePlace`."""
+        """Create an empty index; see `StorePlace`."""
         return self._opened(lambda store: store.make(bundle, widths, identity or str(uuid.uuid4())))
 
     def open(self) -> RemoteStore:
@@ -578,17 +580,17 @@ class RemotePlace(StorePlace):
 
 
 def write_copy(store: Store, target: Path) -> None:
-    """Write what a store serves to a new folder that opens as an index, whole or not at all.
+    """Copy the served generation of a store to a new local index, atomically.
 
-    For `Store.snapshot` of a store that lies elsewhere. The folder holds one moment if nobody
+    A remote store implements `Store.snapshot` with it. The copy is consistent only if nobody
     writes meanwhile.
 
     Args:
-        store: whose items.
-        target: must not exist; its parent must.
+        store: the store to copy.
+        target: the new folder, whose parent must exist.
 
     Raises:
-        StoreError: there is something already, or the disk refuses.
+        StoreError: `target` exists already, or the disk refuses.
     """
     occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
     generation = next(known for known in store.generations() if known.state == "served")
@@ -615,14 +617,14 @@ def copy_items(
     bare: Callable[[Sequence[Item]], object],
     report: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Copy all items of one store to another, with the arrays and originals that are kept.
+    """Copy all items of one store to another, with their arrays and originals.
 
     Args:
-        source: where they are.
-        target: where they go.
-        bundle: SHA-256 of the one that both serve.
-        bare: takes items that the served generation does without: `upsert` takes none such.
-        report: called with how many items more are done.
+        source: the store to read.
+        target: the store to write.
+        bundle: SHA-256 of the bundle that both stores serve.
+        bare: called with items without arrays, which `upsert` refuses.
+        report: called with the number of items in each page copied.
     """
     after: str | None = None
     while page := source.scan(after=after, limit=PAGE):
@@ -638,7 +640,7 @@ def copy_items(
 
 
 def _add_bare(copy: LocalStore, items: Sequence[Item]) -> None:
-    """Write items that the served generation does without."""
+    """Write items that the served generation lacks."""
     texts = checked(items, {})
     with copy.record.writing() as (connection, _):
         number = served_by(connection).number

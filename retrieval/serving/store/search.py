@@ -1,9 +1,9 @@
 """Exact nearest neighbours among the rows of a float32 matrix, in memory or mapped from a file.
 
-A fast product in float32 compares every row with every query, block by block. Rows that can be
-among the nearest are measured again in float64, from the rows themselves; which those are, a bound
-of float32's error says. The answer is therefore that of a search in float64, whatever the offset,
-scale or number of duplicates.
+A fast float32 matrix product compares every row with every query, block by block. An error bound
+of float32 selects the rows that can be among the nearest, and these are measured again in float64.
+The result therefore equals that of a float64 search, whatever the offset, scale or number of
+duplicates of the vectors.
 
 **The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu), with n a little above the width P. A sum of P
 products is off by at most γ Σ |terms|, in whatever order it is added (N. Higham, Accuracy and
@@ -13,14 +13,15 @@ Stability of Numerical Algorithms, 2002, §3.1). Let a row x lie within r of the
 - |q|² + |x|² − 2 q·x in float32 is at most r² + γ (|q| + |x|)². Since |x| ≤ |q| + r, that is at
   most r² + γ (2 |q| + r)².
 
-A row whose value is above this limit is farther than r, the distance of the k-th nearest so far.
-Products serve several queries at once. Where they leave too many rows in doubt, as they do for
-vectors with a common offset or of very different sizes, the sums of each query take over.
+With r the distance of the k-th nearest row so far, a row whose value exceeds this limit is farther
+than r and is ruled out. The second formula (products) serves several queries at once. If it leaves
+too many rows in doubt, as for vectors with a common offset or of very different lengths, the search
+falls back to the first (sums), one query at a time.
 
-**The companion.** Embeddings often fill few directions. Let V (P, D − 1) have orthonormal columns,
-the principal components of the vectors, and let m be their mean. The companion keeps of each row
-z(x) = (Vᵀ (x − m), s), where s is the length of what V leaves out of x − m. Then
-|z(q) − z(x)| ≤ |q − x|, so the narrow table rules rows out in the same way.
+**The companion.** Embeddings often vary in few directions. Let V (P, D − 1) have the principal
+components of the vectors as orthonormal columns, and let m be their mean. The companion stores
+z(x) = (Vᵀ (x − m), s) for each row, where s is the length of the part of x − m outside the span of
+V. Then |z(q) − z(x)| ≤ |q − x|, so the narrow table rules rows out in the same way.
 """
 
 from __future__ import annotations
@@ -44,40 +45,38 @@ Mask = NDArray[np.bool_]
 Answer = tuple[Doubles, Rows]
 
 _MARGIN = 8
-"""Rows that FAISS proposes for a single query beyond k, and one more for each sixteenth."""
+"""Extra rows that FAISS returns for a single query, besides k / 16 more."""
 _COMPANION_NUMBERS = 4_000_000
-"""Vectors with fewer numbers stay in the caches and are read as fast as a companion."""
+"""Vectors with fewer numbers in all fit into the caches and need no companion."""
 _QUERIES = 256
-"""Queries at a time, at most."""
+"""Maximum number of queries in a group."""
 _FEW = 4
-"""Queries that are searched for one by one: products serve more of them better."""
+"""Up to this many queries are searched one by one; more are faster as a group."""
 _ANSWERS = 1 << 21
-"""Answers (queries times k) at a time, at most: bounds the memory of a group."""
+"""Maximum of group size times k, which bounds the memory of a group."""
 _BLOCK_PAIRS = 1 << 21
-"""Pairs of a block: 8 MB of values."""
+"""Pairs of query and row in a block: 8 MB of float32 values."""
 _GROUP = 64
-"""Rows that are ruled out together, at most."""
+"""Maximum number of rows that one comparison rules out."""
 _BLOCK_NUMBERS = 1 << 20
-"""Numbers of a block whose rows are gathered or whose columns are copied: 4 MB."""
+"""Numbers in a block whose rows or columns are copied: 4 MB."""
 _PART_NUMBERS = 1 << 17
-"""Numbers of vectors that are multiplied at a time: 512 KB stay in a core's own cache."""
+"""Numbers of vectors in one matrix product: 512 KB, which fit into a core's own cache."""
 _PAIR_NUMBERS = 1 << 16
 """Numbers that are measured in float64 at a time: 512 KB."""
 _PAIRS = 1 << 19
-"""Pairs in doubt that are measured and entered at a time: bounds their memory."""
+"""Pairs in doubt that are measured and merged at a time, which bounds their memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
-"""Share of rows kept up to which they are gathered first: times the root of the number of queries,
-at most.
-"""
+"""Up to a share of min(`_SPARSE`, `_SPARSE_ONE` · √queries), matching rows are copied together."""
 _DOUBT_ONE, _DOUBT = 1 / 16, 1 / 64
-"""Share of pairs in doubt, of one query and of several, from which sums are the faster way."""
-_DOUBT_LEAST = 64
-"""Pairs in doubt that are always allowed, times k times queries."""
+"""Share of pairs in doubt, for one query and for several, above which sums are faster."""
+_MIN_DOUBT = 64
+"""This many pairs in doubt, times k times queries, are always allowed."""
 _LARGEST = 2.0**120
-"""Squares beyond this may leave float32: no bound holds."""
+"""Larger squares may overflow float32, so that no bound holds."""
 _TINY = 2.0**-100
-"""More than underflow takes from one product."""
-_WIDEST = 1 << 20
+"""Upper bound of the error of one product by underflow."""
+_MAX_WIDTH = 1 << 20
 
 
 def nearest(
@@ -92,24 +91,24 @@ def nearest(
 ) -> tuple[Doubles, Rows]:
     """Return the exact k nearest rows of each query by Euclidean distance; equal distances by row.
 
-    Thread-safe. Memory is bounded by some blocks of rows and (Q, k): never (Q, N), and no copy of
-    the matrix.
+    Thread-safe. Memory is bounded by a few blocks of rows and the result (Q, k); the matrix is not
+    copied.
 
     Args:
         queries: (Q, P), finite.
         vectors: (N, P), finite and C-contiguous; may be a read-only memory map.
-        k: how many, at least 1.
-        keep: (N,), which rows may be found; None is all.
-        span: half-open column range to compare; None is all columns.
-        companion: what `Companion.build` made of these vectors; not with a span.
-        threads: how many threads share the work.
+        k: number of rows per query, at least 1.
+        keep: boolean mask (N,) of the rows to search; `None` searches all.
+        span: half-open column range to compare; `None` compares all columns.
+        companion: companion of these vectors from `Companion.build`; not allowed with `span`.
+        threads: number of threads that share the work.
 
     Returns:
-        Squared distances (Q, k) and rows (Q, k), nearest first; infinity and −1 where there are
-        fewer than k.
+        Squared distances (Q, k) and rows (Q, k), nearest first, padded with infinity and −1 if
+        fewer than k rows are searched.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: the arguments do not fit each other.
     """
     _check(queries, vectors, k, keep, span, companion, threads)
     columns = slice(0, vectors.shape[1]) if span is None else slice(*span)
@@ -131,12 +130,12 @@ def nearest(
 
 @dataclass(frozen=True)
 class Companion:
-    """A narrow table read in place of the vectors; see the module. Derived: rebuild it when lost.
+    """A narrow table that is read in place of the vectors; see the module's docstring.
 
     Attributes:
         mean: (P,) float64.
         basis: (P, D − 1) float64, orthonormal columns.
-        error: how far rounding may have moved a row of `table`, as a distance.
+        error: maximum distance by which rounding may have moved a row of `table`.
         table: (N, D) float32.
     """
 
@@ -146,13 +145,15 @@ class Companion:
     table: Floats
 
     ENERGY = 0.96
-    """Share of the variance that the basis holds at least, unless it would be too wide."""
+    """The basis explains this share of the variance, unless it would be wider than P / 2."""
     WORTHWHILE = 0.9
+    """If the basis explains less than this share of the variance, no companion is built."""
     SAMPLE_ROWS = 16_384
+    """Maximum number of rows that the principal components are computed from."""
 
     @classmethod
     def build(cls, vectors: Floats) -> Companion | None:
-        """Return the companion of vectors (N, P), or None where they fill too many directions."""
+        """Return the companion of vectors (N, P), or None if they vary in too many directions."""
         count, width = vectors.shape
         sample = vectors[:: max(1, -(-count // cls.SAMPLE_ROWS))].astype(np.float64)
         if len(sample) < 2 * width or not np.isfinite(np.square(sample).sum()):
@@ -180,24 +181,22 @@ class Companion:
         return replace(companion, error=error)
 
     def project(self, vectors: Floats) -> tuple[Floats, Doubles]:
-        """Return z (M, D) of vectors (M, P), and how far rounding may have moved each (M,).
+        """Return z (M, D) of vectors (M, P) and bounds (M,) of their rounding errors.
 
-        The rest's length comes from |x − m|² − |Vᵀ (x − m)|², which P + 8 roundings in float64 move
-        by that many parts of |x − m|², so the length by the root of that. Each coordinate is then
-        rounded to float32.
+        The last coordinate s is the root of |x − m|² − |Vᵀ (x − m)|². The P + 8 float64 roundings
+        change that difference by at most (P + 8) 2⁻⁵⁰ |x − m|², and s by at most the root of this
+        bound. Each coordinate is then rounded to float32.
         """
         apart = vectors - self.mean
         along = apart @ self.basis
         whole = np.einsum("ij,ij->i", apart, apart)
         rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
         lost = (2.0**-23 + np.sqrt((len(self.mean) + 8) * 2.0**-50)) * np.sqrt(whole) + 2.0**-120
-        with np.errstate(
-            over="ignore"
-        ):  # of a huge query, which has no bound and is searched in full
+        with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
             return np.column_stack([along, rest]).astype(np.float32), lost
 
     def save(self, path: Path) -> None:
-        """Write a new file: the arrays in NumPy's format, one after the other, the table last."""
+        """Write the arrays to a new file in NumPy's format, the table last."""
         with path.open("xb") as file:
             for array in (self.mean, self.basis, np.array([self.error]), self.table):
                 np.save(file, array, allow_pickle=False)
@@ -207,7 +206,7 @@ class Companion:
         """Map the companion of (count, width) vectors. The caller verifies the file's checksum.
 
         Raises:
-            StoreError: the end of a sentence: why the file is not that companion.
+            StoreError: the file is not that companion; the message is the end of a sentence.
             OSError: the file cannot be read.
         """
         with path.open("rb") as file:
@@ -241,7 +240,7 @@ class Companion:
 
 @dataclass(slots=True)
 class _Task:
-    """What all groups of queries of a search share: `nearest`'s arguments."""
+    """Arguments of `nearest` that all groups of queries share."""
 
     vectors: Floats
     columns: slice
@@ -282,11 +281,11 @@ class _Scan:
 
     Args:
         task: the search.
-        exact: (Q, P) the queries in float64.
-        table: (N, D) what is compared: the vectors or their companion's table.
-        near: (Q, D) the queries as they are compared with it.
-        slack: (Q,) how much farther than the vectors the table's rows may be; None for the vectors.
-        products: whether to compare by products rather than by the sums of one query.
+        exact: queries (Q, P) in float64.
+        table: rows (N, D) to compare, of the vectors or of their companion.
+        near: queries (Q, D) in the space of the table.
+        slack: bounds (Q,) of the companion's rounding errors; `None` for the vectors themselves.
+        products: whether to compare by products rather than by sums.
     """
 
     def __init__(
@@ -307,7 +306,7 @@ class _Scan:
         self.lengths = np.linalg.norm(near.astype(np.float64), axis=1)
 
     def run(self) -> Answer | None:
-        """Return squared distances and rows (Q, k); None where sums should be tried instead."""
+        """Return squared distances and rows (Q, k), or None if sums should be used instead."""
         total, threads = len(self.table), self.task.threads
         step = -(-total // threads)
         ranges = [(start, min(start + step, total)) for start in range(0, total, step)]
@@ -327,7 +326,7 @@ class _Scan:
         return best
 
     def _range(self, start: int, stop: int) -> Answer | None:
-        """Return what `run` does, of a range of the rows."""
+        """Return the result of `run` for a range of rows."""
         count, k = len(self.near), self.task.k
         best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
         reach: Doubles | None = None  # squared distances within which k rows lie
@@ -338,11 +337,11 @@ class _Scan:
             if reach is None:
                 reach = self._first_reach(rows, values, least)
             limits = self._limits(reach)
-            # "not above" also takes what is no number: a square overflowed
+            # "not above" also keeps NaN, which means that a square overflowed
             query, place = np.nonzero(~(least > limits[:, None]))
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
-            for first in range(0, len(query), step):  # of many equal rows all are in doubt
+            for first in range(0, len(query), step):  # many equal rows are all in doubt
                 queries, group = query[first : first + step], place[first : first + step]
                 inside = values[queries, :, group]
                 near, member = np.nonzero(~(inside > limits[queries, None]))
@@ -354,7 +353,7 @@ class _Scan:
                 if self.products or self.slack is not None:
                     doubtful += len(row)
                     share = _DOUBT if count > 1 else _DOUBT_ONE
-                    if doubtful > compared * share + _DOUBT_LEAST * k * count:
+                    if doubtful > compared * share + _MIN_DOUBT * k * count:
                         return None
                 queries = queries[near]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
@@ -365,14 +364,14 @@ class _Scan:
         return best
 
     def _first_reach(self, rows: slice | Rows, values: Floats, least: Floats) -> Doubles:
-        """Return squared distances (Q,) within which k rows of a block lie; infinity if too few."""
+        """Return squared radii (Q,) that hold at least k rows of a block; infinity if too few."""
         k, (count, groups) = self.task.k, least.shape
         if groups < k:
             return np.full(count, np.inf)
         group = least.argpartition(k - 1, axis=1)[:, :k].ravel()
         query = np.repeat(np.arange(count), k)
         row = values[query, :, group].argmin(axis=1) * groups + group
-        outside = ~np.isfinite(least[query, group])  # a row that may not be found, or none at all
+        outside = ~np.isfinite(least[query, group])  # masked rows and padding
         row[outside] = 0
         squared = self._measured(query, row + rows.start if isinstance(rows, slice) else rows[row])
         squared[outside] = np.inf
@@ -380,13 +379,13 @@ class _Scan:
         return reach
 
     def _measured(self, query: Rows, row: Rows) -> Doubles:
-        """Return squared distances (n,) of pairs of a query and a row in float64."""
+        """Return squared distances (n,) in float64 between pairs of a query and a row."""
         return measured(self.exact, self.task.vectors, query, row, self.task.columns)
 
     def _blocks(self, start: int, stop: int) -> Iterator[tuple[slice | Rows, Floats, Mask | None]]:
-        """Yield row numbers, their rows of the table, and which of them may be found; None: all.
+        """Yield row numbers, their rows of the table and the mask of rows to search (None: all).
 
-        Rows are gathered where few of them may be found; otherwise they are read where they lie.
+        If the mask keeps few rows, they are copied together first.
         """
         count, keep = len(self.near), self.task.keep
         most = max(1, _BLOCK_PAIRS // count)
@@ -408,12 +407,10 @@ class _Scan:
             start = end
 
     def _values(self, block: Floats, kept: Mask | None) -> Floats:
-        """Return squared distances (Q, G, B / G) in float32, infinity of rows that may not be
-        found.
+        """Return squared distances (Q, G, B / G) in float32; masked rows and padding get infinity.
 
-        Row g of the block is in column g modulo B / G: the least value of each column, a few
-        passes of one vector instruction, rules out most rows G at a time. Places behind the
-        block's end hold infinity.
+        Row i of the block is in column i modulo B / G, so that the minimum of each column, which
+        is fast to compute, rules out most rows G at a time.
         """
         faiss, (size, width) = load_faiss(), block.shape
         members = max(1, min(_GROUP, size // (4 * self.task.k)))
@@ -436,7 +433,7 @@ class _Scan:
         return values.reshape(len(self.near), members, groups)
 
     def _limits(self, squared: Doubles) -> Floats:
-        """Return what the value of a row within each squared distance (Q,) is at most."""
+        """Return upper bounds (Q,) of the float32 values of rows within squared distances (Q,)."""
         reach = np.sqrt(squared) * (1 + 2.0**-40)
         if self.slack is not None:
             reach = (reach + self.slack) * (1 + 2.0**-40)
@@ -449,10 +446,10 @@ class _Scan:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have FAISS use the calling thread alone.
+    """Context manager that limits FAISS to the calling thread.
 
-    Threads that wait for one another cost a hundred times as much on busy cores, and a process that
-    has started them cannot fork.
+    On busy cores, waiting OpenMP threads can take a hundred times as long, and a process that has
+    started some cannot fork.
     """
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
@@ -464,7 +461,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
-    """Return the nearest of `best` (Q, k) and of other rows (n,), equal distances by row."""
+    """Merge rows (n,) of queries (n,) into the nearest `best` (Q, k); equal distances by row."""
     count, k = best[0].shape
     if count == 1:
         squared, row = np.concatenate([best[0][0], squared]), np.concatenate([best[1][0], row])
@@ -481,12 +478,12 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
 
 
 def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
-    """Return squared distances and rows (1, k) of one query (1, P) by FAISS's heap.
+    """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
 
-    FAISS keeps some sums more than asked for. The last one says how large all others are at least.
+    FAISS returns more than k rows; the last of their distances bounds those of all other rows.
 
     Returns:
-        None where more rows may be as near as those.
+        The result, or None if other rows may be as near.
     """
     faiss, (count, width) = load_faiss(), vectors.shape
     kept = k + _MARGIN + k // 16
@@ -494,7 +491,7 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
-    # FAISS takes a thread for each query at most: one, which is this one.
+    # FAISS uses at most one thread per query, here the calling one.
     faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, None)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
@@ -508,7 +505,7 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
 
 
 def _gamma(width: int) -> float:
-    """Return γ for sums of so many products."""
+    """Return γ for sums of `width` products."""
     terms = (width + 16) * 2.0**-24
     return terms / (1 - terms)
 
@@ -520,14 +517,14 @@ def measured(
     row: Rows,
     columns: slice = slice(None),
 ) -> Doubles:
-    """Return |q − x|² (n,) in float64 of pairs of a query and a row.
+    """Return squared distances |q − x|² (n,) in float64 between pairs of a query and a row.
 
     Args:
-        queries: (Q, columns).
+        queries: (Q, width of `columns`).
         vectors: (N, P).
-        query: (n,).
-        row: (n,).
-        columns: of the vectors.
+        query: index of the query (n,) of each pair.
+        row: index of the row (n,) of each pair.
+        columns: columns of the vectors to compare.
     """
     squared = np.empty(len(row))
     step = max(1, _PAIR_NUMBERS // vectors.shape[1])
@@ -556,8 +553,8 @@ def _check(
     count, width = vectors.shape
     if queries.ndim != 2 or queries.shape[1] != width:
         raise ValueError(f"Queries {queries.shape} do not fit vectors {vectors.shape}.")
-    if width > _WIDEST:
-        raise ValueError(f"Vectors of {width:,} numbers are too wide: {_WIDEST:,} at most.")
+    if width > _MAX_WIDTH:
+        raise ValueError(f"Vectors of {width:,} numbers are too wide: {_MAX_WIDTH:,} at most.")
     if k < 1 or threads < 1:
         raise ValueError(f"k and threads must be at least 1, not {k} and {threads}.")
     if keep is not None and (keep.shape != (count,) or keep.dtype != np.bool_):

@@ -1,7 +1,7 @@
-"""What speeds up the search of a generation: a back end for each sub-space over its first rows.
+"""Search structures of a generation: one approximate back end per sub-space, or a companion.
 
-A structure is derived from the vectors. It covers the beginning of their file; rows behind it are
-searched exactly. Its files have checksums in the record; what is damaged is built again.
+A structure is derived from the vectors and covers the first rows of their file; later rows are
+searched exactly. The record holds checksums of its files, and a damaged structure is rebuilt.
 """
 
 from __future__ import annotations
@@ -34,24 +34,29 @@ Numbers = NDArray[np.int64]
 log = logging.getLogger("retrieval.serving.store")
 
 ARRAYS = "arrays"
-"""The folder of an index in which the files of arrays and structures lie."""
-LEAST = 20_000
-"""Vectors from which a generation gets a structure: fewer are searched exactly in a moment."""
+"""Subfolder of an index that holds the files of arrays and structures."""
+MIN_ROWS = 20_000
+"""A generation gets a structure from this many vectors on; below it exact search is fast enough."""
 COMPANION = "companion"
-"""The structure of exact search: a narrow table (`search.Companion`), for a single sub-space."""
-COMPANION_LEAST = 50_000
-_GROWTH = 8  # built anew when the rows behind it are more than an eighth of its own
-_MARGIN = 16  # candidates beyond what is asked of a structure: for deleted items
-_MOST = 4096  # candidates asked of a structure at once, before the rows are searched exactly
-_RARE = 0.02  # share of rows that match a filter, up to which exact search of them is faster
+"""Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
+COMPANION_MIN_ROWS = 50_000
+"""Exact search in one sub-space gets a companion from this many vectors on."""
+_GROWTH = 8
+"""A structure is rebuilt once the rows behind it exceed 1/8 of its own."""
+_MARGIN = 16
+"""Extra candidates per query, which make up for deleted items."""
+_MAX_CANDIDATES = 4096
+"""If this many candidates per query do not suffice, all rows are searched exactly."""
+_RARE_SHARE = 0.02
+"""A filter that matches at most this share of the rows is searched exactly, which is faster."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """Which structure an index is to have.
+class StructureChoice:
+    """The structure that an index is configured to have.
 
     Attributes:
-        backend: the back end's name; "auto" goes by the size of the index.
+        backend: the back end's name; "auto" chooses by the size of the index.
         options: the back end's parameters.
     """
 
@@ -59,31 +64,31 @@ class Wanted:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, count: int, width: int, spaces: int) -> tuple[str, dict[str, Any]] | None:
-        """Return the back end, and its options, for vectors in so many sub-spaces; None: none."""
+        """Return the back end and its options for `count` vectors, or None for plain search."""
         name = choose(count, width) if self.backend == "auto" else short_name(self.backend)
         if name == "flat":
-            return (COMPANION, {}) if spaces == 1 and count >= COMPANION_LEAST else None
-        return None if count < LEAST else (name, dict(self.options))
+            return (COMPANION, {}) if spaces == 1 and count >= COMPANION_MIN_ROWS else None
+        return None if count < MIN_ROWS else (name, dict(self.options))
 
     def text(self) -> str:
-        """Return the text that the record keeps."""
+        """Return the JSON that the record stores."""
         return json.dumps(self.__dict__)
 
     @staticmethod
-    def parse(text: str) -> Wanted:
-        """Return what `text` gave."""
-        return Wanted(**json.loads(text))
+    def parse(text: str) -> StructureChoice:
+        """Parse the JSON that `text` returned."""
+        return StructureChoice(**json.loads(text))
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What the record says of a structure.
+    """Description of a structure, as the record stores it.
 
     Attributes:
         backend: the back end's name.
         options: the back end's parameters.
-        rows: how many rows of the file of vectors it covers.
-        files: name and SHA-256 of a file for each sub-space.
+        rows: number of rows that it covers, from the start of the file of vectors.
+        files: name and SHA-256 of one file per sub-space.
     """
 
     backend: str
@@ -93,26 +98,26 @@ class Structure:
 
     @staticmethod
     def parse(text: str) -> Structure:
-        """Return what a column of the record holds."""
+        """Parse the JSON of the record's column `structure`."""
         fields = json.loads(text)
         return Structure(**fields | {"files": tuple(map(tuple, fields["files"]))})
 
     @staticmethod
     def names(text: str | None) -> list[str]:
-        """Return the names of the files that a column of the record names."""
+        """Return the names of a structure's files; `text` is the record's column, or None."""
         return [] if text is None else [name for name, _ in Structure.parse(text).files]
 
     def text(self) -> str:
-        """Return what the column is to hold."""
+        """Return the JSON for the record's column `structure`."""
         return json.dumps(self.__dict__)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return which of its files in an index's folder are missing or were altered."""
+        """Return the names of its files that are missing or altered in an index's folder."""
         return [name for name, sum_ in self.files if not _is_whole(folder / ARRAYS / name, sum_)]
 
     def outgrown(self, rows: int) -> bool:
-        """Whether so many rows are too many for it."""
-        return (rows - self.rows) * _GROWTH > max(LEAST, self.rows)
+        """Return whether a file of `rows` rows has outgrown this structure."""
+        return (rows - self.rows) * _GROWTH > max(MIN_ROWS, self.rows)
 
 
 @dataclass(frozen=True)
@@ -126,19 +131,19 @@ class Loaded:
     def propose(
         self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
     ) -> Numbers | None:
-        """Return candidates' rows (Q, k) in a sub-space, -1 for none; None: search exactly."""
+        """Return candidate rows (Q, k), padded with -1, or None if exact search is needed."""
         backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
         breadth = min(count * backend.expand, size)
         if keep is None:
             return checked_search(backend, name, queries, breadth, size)
         if filtered:
             matching = int(np.count_nonzero(keep))
-            if matching <= max(_MOST, _RARE * size) or not backend.selective:
+            if matching <= max(_MAX_CANDIDATES, _RARE_SHARE * size) or not backend.selective:
                 return None
             rows = checked_search(backend, name, queries, breadth, size, keep)
             return rows if (rows >= 0).sum(axis=1).min() >= min(count, matching) else None
         breadth += _MARGIN
-        while breadth <= min(_MOST, size):
+        while breadth <= min(_MAX_CANDIDATES, size):
             rows = checked_search(backend, name, queries, breadth, size)
             rows = np.where((rows >= 0) & keep[rows], rows, -1)
             if (rows >= 0).sum(axis=1).min() >= count:
@@ -157,7 +162,7 @@ def build(
     plugins: Sequence[str],
     report: Callable[[int], object],
 ) -> Structure:
-    """Build a structure over vectors and write it to new files."""
+    """Build a structure over vectors (N, P) and write it to new files."""
     files = []
     if name == COMPANION:
         if (companion := Companion.build(vectors)) is not None:
@@ -189,7 +194,7 @@ def load(
     spans: Sequence[tuple[int, int]],
     plugins: Sequence[str],
 ) -> Loaded | None:
-    """Load a structure over vectors; None, and the log says why, where it cannot be used."""
+    """Load a structure over vectors (N, P); if it cannot be used, log why and return None."""
     name, paths = structure.backend, [folder / ARRAYS / file for file, _ in structure.files]
     backends = []
     try:
@@ -217,7 +222,7 @@ def load(
 
 @contextmanager
 def _leaving_a_core() -> Iterator[None]:
-    """Have FAISS build in this thread with one core less than there are, where others search."""
+    """Context manager that, off the main thread, leaves one core to searches while FAISS builds."""
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
     alone = threading.current_thread() is threading.main_thread()
@@ -229,13 +234,12 @@ def _leaving_a_core() -> Iterator[None]:
 
 
 def _sha256_of(path: Path) -> str:
-    """Return a file's SHA-256."""
     with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_whole(path: Path, expected: str) -> bool:
-    """Whether a regular file of this SHA-256 lies there."""
+    """Return whether `path` is a regular file with this SHA-256."""
     try:
         return _sha256_of(path) == expected
     except OSError:

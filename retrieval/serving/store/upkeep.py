@@ -1,7 +1,7 @@
-"""Work on a local index that takes long: compacting and building structures.
+"""Maintenance of a local index: compact generations and build search structures.
 
-A generation's work is claimed, so that one process does it. What it makes are new files; one
-transaction at the end has the record name them.
+A process claims the work on a generation, so that no other does it too. The work writes new files,
+and one transaction at its end makes the record name them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from retrieval.host.files import sync
 from retrieval.serving.store.contract import StoreUnavailable
 from retrieval.serving.store.items import VECTOR, Floats, Generation
 from retrieval.serving.store.record import Record, all_of, ask, seq_of, upto_of, value
-from retrieval.serving.store.structure import ARRAYS, Numbers, Structure, Wanted, build, load
+from retrieval.serving.store.structure import (
+    ARRAYS,
+    Numbers,
+    Structure,
+    StructureChoice,
+    build,
+    load,
+)
 from retrieval.serving.store.view import (
     Array,
     Rows,
@@ -47,28 +54,28 @@ log = logging.getLogger("retrieval.serving.store")
 BUNDLES = "bundles"
 Report = Callable[[int, int], object]
 
-_DEAD = 4  # a generation is compacted when more than one in so many of its rows is dead
-_LEAST_DEAD = 1000
+_DEAD = 4  # a generation is compacted when more than 1/4 of its rows are dead
+_MIN_DEAD_ROWS = 1000  # and more rows than this
 _ROWS = 16_384  # rows that are copied at a time
-_REST = 1.0  # seconds between two looks for work
-_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds before what failed is tried again
+_REST = 1.0  # seconds between two checks for work
+_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until failed work is tried again
 _WAIT = 600.0  # seconds that a command waits for another process's work
-_CLAIM_SECONDS = 600.0
-_RENEW = 30.0  # seconds
-_READING_SECONDS = 7 * 86_400.0  # files of any size are copied within one moment
+_CLAIM_SECONDS = 600.0  # lifetime of a claim that is not renewed
+_RENEW = 30.0  # seconds between renewals of a claim
+_READING_SECONDS = 7 * 86_400.0  # one read transaction lasts while files of any size are copied
 _ACTIVE: set[str] = set()
 """Stems of the work that this process does."""
 
 
 def new_stem() -> str:
-    """Return the beginning of names of files that no other has."""
+    """Return a unique prefix for the names of files."""
     return uuid.uuid4().hex[:16]
 
 
 def tidy(record: Record) -> None:
-    """Remove what the record does not name: a process that was killed left it, or gave it up.
+    """Remove files that the record does not name, which a killed or failed process has left.
 
-    Its lock keeps other processes from making any meanwhile; files of claimed work stay.
+    The record's lock keeps other processes from adding any meanwhile; files of claimed work stay.
     """
     with record.locked() as connection:
         files: set[str] = set()
@@ -85,17 +92,17 @@ def tidy(record: Record) -> None:
             if path.name not in files and path.name.partition(".")[0] not in stems:
                 path.unlink(missing_ok=True)
         for path in (record.folder / BUNDLES).iterdir():
-            if not path.is_dir():  # the lock of a copy that was killed
+            if not path.is_dir():  # lock file of a copy that was killed
                 path.unlink(missing_ok=True)
             elif path.name not in bundles:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 class Claim:
-    """Work on a generation, claimed against every process, and reported while it goes on.
+    """Context manager that claims the work on a generation; call it to report progress.
 
-    The claim's row says who has it and until when. One that has expired, or whose process on this
-    machine has ended, is taken over: so who finishes asks first whether it still `stands`.
+    The claim's row holds its owner and expiry. Another process takes over a claim that has expired
+    or whose process on this machine has ended, so check that it still `stands` before committing.
     """
 
     def __init__(self, record: Record, g: int, wait: float, report: Report | None = None) -> None:
@@ -104,7 +111,7 @@ class Claim:
         self._done, self._renewed = 0, time.monotonic()
 
     def __enter__(self) -> Claim:
-        """Take it."""
+        """Take the claim, waiting for its current owner."""
         owner = f"process {os.getpid()} on {socket.gethostname()}"
         end = time.monotonic() + self._wait
         while True:
@@ -118,14 +125,14 @@ class Claim:
             if time.monotonic() > end:
                 raise StoreUnavailable(
                     f"{held[0][0].capitalize()} is compacting the index {self.record.folder}, or "
-                    "building what speeds its search up. Wait for it."
+                    "building its search structure. Wait for it."
                 )
             time.sleep(0.2)
         _ACTIVE.add(self.stem)
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:
-        """Give it up; after an error, remove its files."""
+        """Release the claim; after an error, remove its files."""
         _ACTIVE.discard(self.stem)
         if kind is None:
             with self.record.writing() as (connection, _):
@@ -135,12 +142,12 @@ class Claim:
                 tidy(self.record)
 
     def stands(self, connection: apsw.Connection) -> bool:
-        """Whether nobody has taken it over."""
+        """Return whether no other process has taken the claim over."""
         sql = "select count(*) from claims where stem = ?"
         return bool(value(connection, sql, (self.stem,)))
 
     def __call__(self, count: int) -> None:
-        """Report that so many items more are done, and prolong the claim now and then."""
+        """Report that `count` more items are done, and renew the claim from time to time."""
         self._done += count
         if self._report is not None:
             self._report(min(self._done, self.total), self.total)
@@ -153,7 +160,7 @@ class Claim:
 
 
 def _is_over(owner: str, until: float, stem: str) -> bool:
-    """Whether nobody does the work of a claim any more, as far as this machine can tell."""
+    """Return whether a claim has expired or its process on this machine has ended."""
     _, pid, _, host = owner.split(" ", 3)
     if until < time.time():
         return True
@@ -170,7 +177,7 @@ def _is_over(owner: str, until: float, stem: str) -> bool:
 
 @contextmanager
 def _missing_files_named() -> Iterator[None]:
-    """Say which file is missing: nobody else removes files of work that is claimed."""
+    """Report a missing file as damage, since no other process removes files of claimed work."""
     try:
         yield
     except FileNotFoundError as fault:
@@ -178,7 +185,7 @@ def _missing_files_named() -> Iterator[None]:
 
 
 class Upkeep:
-    """The long work of one opened store, in a thread of its own or for a caller who waits."""
+    """Maintenance of one open store, in a background thread or in the caller's."""
 
     def __init__(self, views: Views, *, background: bool) -> None:
         self.views, self.record = views, views.record
@@ -192,7 +199,7 @@ class Upkeep:
     # In the background
 
     def wake(self) -> None:
-        """Have the thread look whether there is work."""
+        """Make the thread check for work; start it if necessary."""
         if self.background and not self.record.read_only:
             with self._wake:
                 self._due = True
@@ -217,21 +224,21 @@ class Upkeep:
                 self._due = True
                 faults += 1
                 pause = min(_LONGEST_PAUSE, _PAUSE * 2**faults)
-                # Another process may just be tending it.
+                # `StoreUnavailable` usually means that another process does the work.
                 level = logging.DEBUG if isinstance(fault, StoreUnavailable) else logging.WARNING
-                text = "The index %s cannot be tended: %s It is tried again in %g seconds."
+                text = "Upkeep of the index %s failed: %s It is tried again in %g seconds."
                 log.log(level, text, self.record.folder, fault, pause)
-            with self._wake:  # many small writes in a row share one look
+            with self._wake:  # many small writes in a row share one check
                 if self._wake.wait_for(lambda: self._stop, pause):
                     return
 
     @_missing_files_named()
     def step(self) -> bool:
-        """Do one thing that is due; return whether there was one."""
+        """Do one piece of work that is due; return False if there was none."""
         for generation in self._generations():
             with self._turn:
                 rows = self._current(generation)
-                dead = rows is not None and rows.dead > max(_LEAST_DEAD, rows.rows // _DEAD)
+                dead = rows is not None and rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
                 if rows is None or not (dead or self._lacks_structure(rows)):
                     continue
                 with Claim(self.record, generation.number, 0) as claim:
@@ -240,7 +247,7 @@ class Upkeep:
         return False
 
     def close(self) -> None:
-        """Stop the thread, when it has done what it does."""
+        """Stop the thread after its current piece of work."""
         with self._wake:
             self._stop = True
             self._wake.notify()
@@ -252,7 +259,7 @@ class Upkeep:
             return all_of(connection)
 
     def _current(self, generation: Generation) -> Rows | None:
-        """Return a generation's rows as they are now; None: it was dropped, or is being filled."""
+        """Return the current rows of a generation, or None if it was dropped or is incomplete."""
         with self.record.reading() as connection:
             known = {known.number: known for known in all_of(connection)}.get(generation.number)
             if known is None or not _is_filled(connection, known):
@@ -262,7 +269,7 @@ class Upkeep:
             return rows
 
     def _lacks_structure(self, rows: Rows) -> bool:
-        """Whether rows are to have a structure, or another one."""
+        """Return whether rows need a structure, or another than they have."""
         choice = self._choice(rows.generation, rows.rows)
         if choice is None:
             return False
@@ -276,17 +283,17 @@ class Upkeep:
         return different or structure.outgrown(rows.rows)
 
     def _choice(self, generation: Generation, rows: int) -> tuple[str, dict[str, Any]] | None:
-        """Return the back end and options that so many rows of a generation are to have."""
+        """Return the back end and options for `rows` rows of a generation, or None."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
-            choice = Wanted.parse(value(connection, sql))
+            choice = StructureChoice.parse(value(connection, sql))
         return choice.of(rows, generation.widths[VECTOR], len(generation.spans))
 
-    # For who waits
+    # In the caller's thread
 
     @_missing_files_named()
     def compact(self, report: Report = lambda done, total: None) -> None:
-        """Write every generation anew without dead rows, build structures, give back room."""
+        """Rewrite all generations without dead rows, build structures and free disk space."""
         with self._turn:
             tidy(self.record)
             began: dict[int, int] = {}
@@ -304,7 +311,7 @@ class Upkeep:
 
     @_missing_files_named()
     def structured(self, generation: Generation) -> None:
-        """Build the structure of a generation that is about to be served, where it lacks one."""
+        """Build the structure of a generation that is about to be served, if it lacks one."""
         with self._turn:
             rows = self._current(generation)
             if rows is not None and self._lacks_structure(rows):
@@ -312,9 +319,10 @@ class Upkeep:
                     self._renew(generation, claim, compact=False)
 
     def _renew(self, generation: Generation, claim: Claim, *, compact: bool) -> int:
-        """Drop dead rows and build the structure, where there is something to do.
+        """Drop dead rows and build the structure, as far as necessary.
 
-        Returns the transaction up to which a compacted generation has no dead rows.
+        Returns:
+            The transaction up to which a compacted generation has no dead rows.
         """
         folder, g, stem = self.record.folder, generation.number, claim.stem
         with self.record.reading(seconds=_READING_SECONDS) as connection:
@@ -330,7 +338,7 @@ class Upkeep:
             with self.record.faults("written"):
                 for name, width in generation.widths.items():
                     source = Array(file_of(folder, old.stem, name), width)
-                    source.verify(old.rows, sums[name])  # copies get new checksums
+                    source.verify(old.rows, sums[name])  # new checksums would hide old damage
                     report = claim if name == VECTOR else None
                     chunks = _chunks(source.rows(old.rows), kept, report)
                     new[name] = append(file_of(folder, stem, name), 0, width, chunks)
@@ -343,7 +351,7 @@ class Upkeep:
         with self.record.writing() as (connection, _), self.record.faults("written"):
             current = value(connection, "select stem from generations where g = ?", (g,))
             if current != old.stem or not claim.stands(connection):
-                return 0  # dropped meanwhile, or another process took the work over
+                return 0  # the generation was dropped, or another process took the work over
             connection.execute("update generations set structure = ? where g = ?", (text, g))
             if new:
                 self._swap(connection, stem, old, kept, new)
@@ -353,7 +361,7 @@ class Upkeep:
     def _swap(
         self, connection: apsw.Connection, stem: str, old: Rows, kept: Numbers, new: dict[str, Sums]
     ) -> None:
-        """Make the record name the new files, and add the rows that came since."""
+        """Make the record name the new files, and append the rows written since."""
         generation, g = old.generation, old.generation.number
         grown = Rows.of(connection, generation, old)
         later = np.arange(old.rows, grown.rows)
@@ -374,7 +382,7 @@ class Upkeep:
         keep_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
 
     def _is_stale(self, text: str | None, generation: Generation, rows: int) -> bool:
-        """Whether so many rows are to have another structure than a text of the record says."""
+        """Return whether `rows` rows need another structure than the one that `text` describes."""
         choice = self._choice(generation, rows)
         if text is None or choice is None:
             return (text is None) != (choice is None)
@@ -383,7 +391,7 @@ class Upkeep:
         return not same or bool(present.damaged(self.record.folder))
 
     def _built(self, generation: Generation, claim: Claim, stem: str, rows: int) -> str | None:
-        """Build and load a structure over a file's first rows; return what the record is to say."""
+        """Build and load a structure over a file's first rows; return its text for the record."""
         choice = self._choice(generation, rows)
         if choice is None:
             return None
@@ -399,7 +407,7 @@ class Upkeep:
 
 
 def _is_filled(connection: apsw.Connection, generation: Generation) -> bool:
-    """Whether a generation has arrays of all items."""
+    """Return whether a generation is past building, or has the arrays of all items."""
     upto = upto_of(connection, generation.number)
     behind = value(connection, "select 1 from items where n > ? limit 1", (upto,))
     return generation.state != "building" or not behind
@@ -408,7 +416,7 @@ def _is_filled(connection: apsw.Connection, generation: Generation) -> bool:
 def _chunks(
     content: Floats, rows: Numbers, report: Callable[[int], object] | None = None
 ) -> Iterator[Floats]:
-    """Give chosen rows, some at a time."""
+    """Yield the chosen rows in chunks."""
     for start in range(0, len(rows), _ROWS):
         chosen = rows[start : start + _ROWS]
         yield content[chosen]

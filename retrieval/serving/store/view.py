@@ -1,9 +1,9 @@
-"""The rows of a generation: appended to its files, mapped from them, and searched at one moment.
+"""The rows of a generation: append them to files, map the files, and search a consistent view.
 
-A generation has one append-only file of float32 rows for each array. The record says how many rows
-are committed; bytes beyond them are nobody's. Files grow in steps, so that a reader seldom has to
-map them anew. Each block of bytes has a checksum in the record, which an append continues and a
-reader compares when it opens the file.
+A generation has one append-only file of float32 rows per array. The record holds the number of
+committed rows; bytes behind them are unused. Files grow in steps, so that readers seldom have to
+map them again. The record also holds a checksum of each block of bytes, which an append updates
+and a reader verifies when it opens the file.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from retrieval.serving.store.structure import ARRAYS, Loaded, Mask, Numbers, Str
 
 Distances = NDArray[np.float64]
 Sums = dict[int, int]
-"""Checksums by number of the block."""
+"""Checksums by block number."""
 
 BLOCK = 1 << 20  # bytes under one checksum
-_STEP = 1 << 16  # bytes by which a file grows at least
+_STEP = 1 << 16  # minimum number of bytes by which a file grows
 _TRIES = 20
-# What is written is on the disk, and the size with it; when it was written need not be.
+# fdatasync syncs a file's content and size, but not its times.
 sync_data = getattr(os, "fdatasync", os.fsync)
 
 
@@ -45,7 +45,7 @@ def file_of(folder: Path, stem: str, name: str) -> Path:
 
 
 def damaged(path: Path, fault: str) -> StoreError:
-    """Return the error for a file that cannot be used."""
+    """Return the error for a damaged file of an index."""
     return StoreError(
         f"The index {path.parent.parent} is damaged: {path.parent.name}/{path.name} {fault}. "
         "Run 'retrieval index check' on it, and restore a snapshot."
@@ -56,9 +56,9 @@ def damaged(path: Path, fault: str) -> StoreError:
 
 
 def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int = 0) -> Sums:
-    """Write rows behind the first `row` rows of a file, and sync it.
+    """Write rows to a file after its first `row` rows, sync it and return the new checksums.
 
-    The caller is inside the record's transaction, or the record does not name the file yet.
+    The caller must be in a write transaction, unless the record does not name the file yet.
     """
     sums: Sums = {}
     start = row * width * 4
@@ -67,7 +67,7 @@ def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int
     try:
         size = os.fstat(handle).st_size
         if not size and hasattr(os, "geteuid") and os.geteuid() == 0:
-            owner = path.parent.stat()  # who owns the index must be able to write what root makes
+            owner = path.parent.stat()  # the owner of the index must be able to write root's files
             os.fchown(handle, owner.st_uid, owner.st_gid)
         for chunk in chunks:
             data = np.ascontiguousarray(chunk, "<f4").data.cast("B")
@@ -93,7 +93,7 @@ def keep_rows(
     numbers: Numbers,
     arrays: Mapping[str, Iterable[Floats]],
 ) -> None:
-    """Append rows to a generation's files, and note them."""
+    """Append rows to a generation's files and to the record."""
     if not len(numbers):
         return
     g = generation.number
@@ -121,7 +121,7 @@ def sums_of(connection: apsw.Connection, g: int, name: str) -> Sums:
 
 
 def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -> None:
-    """Note the numbers of the rows from `rows` on."""
+    """Record the item numbers of the rows from `rows` on."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
     counts = np.diff(np.concatenate([starts, [len(numbers)]]))
     runs = [
@@ -130,7 +130,7 @@ def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -
     ]
     sql = "select row, n + count, count from runs where g = ? order by row desc limit 1"
     for row, following, count in ask(connection, sql, (g,)):
-        if following == runs[0][2]:  # the first goes on with the last that is there
+        if following == runs[0][2]:  # the first new run continues the last one recorded
             more = count + runs.pop(0)[3]
             connection.execute("update runs set count = ? where g = ? and row = ?", (more, g, row))
     connection.executemany("insert into runs values (?,?,?,?)", runs)
@@ -140,7 +140,7 @@ def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -
 
 
 class Array:
-    """One array as a reader sees it: the file's committed rows, mapped."""
+    """One array of a generation: the committed rows of a file, memory-mapped."""
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width = path, width
@@ -178,14 +178,14 @@ class Array:
 
 
 class Runs:
-    """The numbers of a generation's rows, ascending: runs of consecutive rows and numbers."""
+    """The ascending item numbers of a generation's rows, as runs of consecutive numbers."""
 
     def __init__(self, table: Any) -> None:
         self.table = np.array(table, np.int64).reshape(-1, 3)
         self.rows, self.numbers, self.counts = np.ascontiguousarray(self.table.T)
 
     def numbers_of(self, rows: Numbers) -> Numbers:
-        """Return the numbers of rows, of any shape."""
+        """Return the item numbers of rows; the array may have any shape."""
         if not rows.size:
             return rows
         run = self.rows.searchsorted(rows, "right") - 1 if len(self.rows) > 1 else 0
@@ -193,7 +193,7 @@ class Runs:
         return numbers
 
     def rows_of(self, numbers: Numbers) -> Numbers:
-        """Return the rows (n,) of numbers; -1 where there is none."""
+        """Return the rows (n,) of item numbers, or -1 for a number without a row."""
         if not len(self.rows):
             return np.full(len(numbers), -1, np.int64)
         run = np.searchsorted(self.numbers, numbers, "right") - 1
@@ -203,17 +203,17 @@ class Runs:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a generation at one moment, as the record has them.
+    """The rows of a generation as of one transaction of the record.
 
     Attributes:
-        seq: number of the record's last transaction.
-        generation: whose rows these are.
-        stem: of the names of its files.
-        rows: how many.
-        runs: their numbers.
-        alive: (rows,), False where the item was deleted or changed; None: all are alive.
-        dead: how many are not alive.
-        structure_text: what the record says of its structure.
+        seq: number of that transaction.
+        generation: the generation.
+        stem: prefix of the names of its files.
+        rows: number of rows.
+        runs: item numbers of the rows.
+        alive: mask (rows,), False for items that were deleted or changed; None if all are alive.
+        dead: number of rows that are not alive.
+        structure_text: description of its structure in the record, or None.
     """
 
     seq: int
@@ -227,12 +227,12 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Items with arrays."""
+        """Number of items with arrays."""
         return self.rows - self.dead
 
     @staticmethod
     def of(connection: apsw.Connection, generation: Generation, old: Rows | None = None) -> Rows:
-        """Return the rows at a connection's moment, from earlier ones if there are some."""
+        """Return the rows that a read transaction sees; `old` ones save reading everything."""
         sql = "select stem, rows, structure from generations where g = ?"
         if not (known := ask(connection, sql, (generation.number,))):
             raise gone()
@@ -261,12 +261,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class View(Rows):
-    """What is searched: the rows of one moment with their files, never changed once it is made.
+    """The rows of one transaction with their files, ready to be searched. Immutable.
 
     Attributes:
-        arrays: its files, by name.
-        structure: what speeds searches up.
-        matched: masks (rows,) of the items that match a filter, by filter.
+        arrays: files of the generation, by name of the array.
+        structure: the search structure, or None.
+        matched: cache of the masks (rows,) of filters.
     """
 
     arrays: Mapping[str, Array]
@@ -276,10 +276,10 @@ class View(Rows):
     def search(
         self, queries: Floats, count: int, only: Mask | None = None
     ) -> tuple[Distances | None, Numbers]:
-        """Return the rows (Q, n) among the `count` nearest of each query in a sub-space; -1: none.
+        """Return the rows (Q, n) among the `count` nearest in any sub-space, padded with -1.
 
-        With a single sub-space they are nearest first, equal ones by row, and come with their
-        squared distances (Q, n), infinity for none.
+        With a single sub-space, rows are sorted by distance and then row, and come with squared
+        distances (Q, n), padded with infinity.
         """
         if not self.count or not count:
             return np.empty((len(queries), 0)), np.full((len(queries), 0), -1, np.int64)
@@ -288,7 +288,7 @@ class View(Rows):
         if len(answers) == 1:
             return answers[0]
         rows = np.sort(np.hstack([rows for _, rows in answers]), axis=1)
-        rows[:, 1:][rows[:, 1:] == rows[:, :-1]] = -1  # proposed by two sub-spaces
+        rows[:, 1:][rows[:, 1:] == rows[:, :-1]] = -1  # near in more than one sub-space
         return None, rows
 
     def _nearest(
@@ -331,7 +331,7 @@ class View(Rows):
     def read(
         self, connection: apsw.Connection, numbers: Numbers, names: Sequence[str]
     ) -> tuple[dict[str, Floats], Mask]:
-        """Return arrays (n, width) of items, and which items have them (n,)."""
+        """Return arrays (n, width) of items by name, and the mask (n,) of items that have them."""
         rows = self.runs.rows_of(numbers)
         present = rows >= 0
         arrays = {}
@@ -349,12 +349,12 @@ class View(Rows):
 def _measured(
     queries: Floats, vectors: Floats, span: tuple[int, int], rows: Numbers, count: int
 ) -> tuple[Distances, Numbers]:
-    """Return squared distances and rows (Q, count) of proposed rows, nearest first.
+    """Return squared distances and rows (Q, count) of candidate rows, nearest first.
 
-    They are measured as `serving.merging.merged` does: in float64, from the vectors themselves.
+    Distances are computed in float64 from the vectors, exactly as in `serving.merging.merged`.
     """
     columns = slice(*span)
-    near = vectors[rows][..., columns]  # row -1, for none, is masked below
+    near = vectors[rows][..., columns]  # padding (-1) is masked below
     apart = near - queries[:, None, columns].astype(np.float64)
     flat = apart.reshape(-1, apart.shape[-1])
     squared = np.einsum("ij,ij->i", flat, flat).reshape(rows.shape)
@@ -364,16 +364,16 @@ def _measured(
 
 
 def _nearest_first(squared: Distances, rows: Numbers, count: int) -> tuple[Distances, Numbers]:
-    """Return the `count` smallest of each line, ascending, and their rows."""
+    """Return the `count` smallest distances per query, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
-    if len(rows) == 1:  # `take` costs a third of indexing by two arrays
+    if len(rows) == 1:  # `take` is three times as fast as indexing by two arrays
         return squared.take(order), rows.take(order)
     line = np.arange(len(rows))[:, None]
     return squared[line, order], rows[line, order]
 
 
 class Views:
-    """The newest view of an index, made anew when another transaction was committed."""
+    """Provides the current view of an index, which changes with every transaction."""
 
     def __init__(self, record: Record, plugins: Sequence[str] = ()) -> None:
         self.record, self.plugins = record, tuple(plugins)
@@ -385,7 +385,7 @@ class Views:
         self._loading: set[str] = set()
 
     def now(self) -> View | None:
-        """Return the view of this moment, if nothing was written since it was made."""
+        """Return the cached view, or None if something was written since."""
         known, view = self._known, self.view
         if known is None or view is None or view.seq != known[1]:
             return None
@@ -393,14 +393,14 @@ class Views:
 
     @contextmanager
     def moment(self) -> Iterator[tuple[apsw.Connection, View]]:
-        """Give one moment of the record, and what is searched of it."""
+        """Context manager that yields a read transaction and the view that belongs to it."""
         missing = ""
         for _ in range(_TRIES):
-            version = self.record.version()  # of this moment, or an earlier one
+            version = self.record.version()  # of this transaction or an earlier one
             with self.record.reading() as connection:
                 try:
                     view = self._seen(connection)
-                except FileNotFoundError as fault:  # compacted just now: the moment is over
+                except FileNotFoundError as fault:  # another process has just compacted: try again
                     missing = fault.filename
                     continue
                 if view is None:
@@ -411,7 +411,7 @@ class Views:
         raise missing_file(self.record.folder, missing)
 
     def _seen(self, connection: apsw.Connection) -> View | None:
-        """Return the view of a connection's moment; None where a later one was made already."""
+        """Return the view of a read transaction, or None if a newer view exists already."""
         seq = seq_of(connection)
         with self._refresh:
             view = self.view
@@ -426,19 +426,19 @@ class Views:
             return self.view
 
     def prepare(self, generation: Generation) -> None:
-        """Open, verify and load what is about to be served, where somebody searches."""
+        """Load a generation that is about to be served, if this process searches the index."""
         if self.view is not None:
             with suppress(RetrievalError, OSError), self.record.reading() as connection:
                 self._prepared = self._of(connection, generation, wait=True)
 
     def _of(self, connection: apsw.Connection, generation: Generation, *, wait: bool) -> View:
-        """Return the view of a generation at a moment, from an older one if there is one."""
+        """Return the view of a generation in a read transaction, reusing an older view."""
         olds = [old for old in (self.view, self._prepared) if old is not None]
         old = next((old for old in olds if old.generation.number == generation.number), None)
         rows = Rows.of(connection, generation, old)
         if old is not None and old.stem == rows.stem:
             arrays = old.arrays
-            for array in arrays.values():  # mapped while a file that is gone is expected
+            for array in arrays.values():  # map here, where a missing file is handled
                 array.rows(rows.rows)
         else:
             arrays = {}
@@ -446,7 +446,7 @@ class Views:
                 path = file_of(self.record.folder, rows.stem, name)
                 array = arrays[name] = Array(path, width)
                 array.rows(rows.rows)
-                if name != FEATURES:  # which are verified when they are read
+                if name != FEATURES:  # features are verified when they are read
                     array.verify(rows.rows, sums_of(connection, generation.number, name))
         view = View(**vars(rows), arrays=arrays)
         structure = (
@@ -457,7 +457,7 @@ class Views:
         return replace(view, structure=structure)
 
     def _structure(self, view: View, structure_text: str, wait: bool) -> Loaded | None:
-        """Return a structure; while it loads in the background, an older one stands in."""
+        """Return a structure, or the previous one while it loads in the background."""
         if structure_text in self.loaded:
             return self.loaded[structure_text]
         vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
@@ -482,7 +482,7 @@ class Views:
 
 
 def missing_file(folder: Path, name: str) -> StoreError:
-    """Return the error for a file that is missing however often one looks."""
+    """Return the error for a file that is still missing after several tries."""
     return StoreError(
         f"The index {folder} is damaged: a file that its record names is missing: {name}. "
         "Restore a snapshot."
@@ -491,4 +491,4 @@ def missing_file(folder: Path, name: str) -> StoreError:
 
 def gone() -> StoreError:
     """Return the error for a generation that was dropped."""
-    return StoreError("This generation is not there any more.")
+    return StoreError("This generation does not exist any more.")

@@ -1,7 +1,7 @@
-"""What the author of a store tests it with: `retrieval.testing`.
+"""Test suite for authors of stores, as `retrieval.testing`.
 
-`StoreSuite` holds a case for every promise of `retrieval.stores.Store`. A subclass says where an
-index is:
+`StoreSuite` has a test for every promise of `retrieval.stores.Store`. A subclass returns the place
+of an index:
 
     from retrieval import stores, testing
 
@@ -9,7 +9,7 @@ index is:
         def store_at(self, place):
             return MyPlace(stores.Address.parse(f"mine://{place}/index"))
 
-pytest runs it; nothing else is needed but `onnx`, of which the small bundles are made.
+Run it with pytest. It also needs `onnx`, to make small bundles.
 """
 
 from retrieval.serving.store.testing.bundles import make_bundle
@@ -22,7 +22,7 @@ __all__ = ["StoreSuite", "make_bundle"]
 
 
 class StoreSuite(ItemCases, SearchCases, GenerationCases, WholeCases):
-    """Every case of the contract of a store.
+    """All tests of the contract of a store.
 
-    A subclass, whose name pytest collects, overrides `at`.
+    A subclass overrides `store_at` and has a name that pytest collects.
     """

@@ -1,4 +1,4 @@
-"""What the cases share: a store for each test, and brute force to compare it with."""
+"""Shared parts of the tests: one store per test, and brute-force search to compare it with."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from retrieval.serving.store.contract import (
 from retrieval.serving.store.testing.bundles import opened
 
 State = dict[str, Item]
-"""What a store should hold, by id."""
+"""Expected content of a store: items by id."""
 
 
 class Bench:
-    """Makes a store for each test, and destroys it afterwards.
+    """Creates a store for each test, and destroys it afterwards.
 
     Attributes:
-        recall: least share of the truly nearest items that a search proposes; 1 is exact.
-        many: items of one large call, at least 200.
-        filtered: items that filters are tried on, at least 100.
-        searched: items that are searched while the store is closed.
-        place: an empty folder of the test that runs. Its path is unique: a store that lies
-            elsewhere may derive a name from it.
+        recall: minimum share of the truly nearest items that a search must propose; 1 is exact.
+        many: number of items in one large call, at least 200.
+        filtered: number of items that filters are tested on, at least 100.
+        searched: number of items that are searched while the store is being closed.
+        place: empty folder of the current test. Its path is unique, so that a remote store may
+            derive a name from it.
     """
 
     recall = 1.0
@@ -50,34 +50,34 @@ class Bench:
     place: Path
 
     def store_at(self, place: Path) -> StorePlace:
-        """Return where the index of a test is, or may be: the one thing that a subclass must say.
+        """Return the place of a test's index, which need not exist. A subclass must override this.
 
         Args:
-            place: see `Bench`.
+            place: folder of the current test; see `Bench`.
         """
         raise NotImplementedError("Say in a subclass where an index is: def store_at(self, place).")
 
     def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
-        """Return an empty store, whose served generation has this bundle and these widths."""
+        """Return an empty store whose served generation has this bundle and these widths."""
         return self.store_at(place).create(bundle, widths)
 
     def reopen(self, place: Path) -> Store:
-        """Open what `create` made in this place, and was closed since, as another process would."""
+        """Open a store that `create` made here and that was closed, as another process would."""
         return self.store_at(place).open()
 
     def destroy(self, place: Path) -> None:
-        """Remove what `create` made. All that was opened is closed."""
+        """Delete the store that `create` made, after all stores were closed."""
         self.store_at(place).drop()
 
     def setup_method(self) -> None:
-        """Make room for a test; pytest calls it."""
+        """Create the folder of a test; pytest calls this."""
         self._folder = Path(tempfile.mkdtemp(prefix="store-"))
         self.place = self._folder / "place"
         self.place.mkdir()
         self._stores: list[Store] = []
 
     def teardown_method(self) -> None:
-        """Remove all that a test left; pytest calls it."""
+        """Close and delete the stores of a test; pytest calls this."""
         for store in self._stores:
             store.close()
         self.destroy(self.place)
@@ -91,7 +91,7 @@ class Bench:
         return created
 
     def again(self, store: Store) -> Store:
-        """Close a store, and return it opened once more."""
+        """Close a store and open it again."""
         store.close()
         self._stores.append(opened_again := self.reopen(self.place))
         return opened_again
@@ -99,7 +99,7 @@ class Bench:
     def put(
         self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None
     ) -> None:
-        """Upsert items into a store and into what it should hold."""
+        """Upsert items into a store and into the expected state."""
         bundle = bundle or opened()
         equal(
             store.upsert(items, bundle.sha256),
@@ -109,7 +109,7 @@ class Bench:
         state.update((item.id, item) for item in items)
 
     def remove(self, store: Store, state: State, ids: Sequence[str]) -> None:
-        """Delete items from a store and from what it should hold."""
+        """Delete items from a store and from the expected state."""
         equal(store.delete(ids), sum(id in state for id in set(ids)), "deleted items")
         for id in ids:
             state.pop(id, None)
@@ -122,7 +122,7 @@ class Bench:
         where: str | None = None,
         count: int = 7,
     ) -> None:
-        """Compare everything that a store can be asked with what it should hold."""
+        """Compare the results of all read methods of a store with the expected state."""
         bundle = bundle or opened()
         chosen = None if where is None else parse_filter(where)
         expected = {id: item for id, item in state.items() if passes(chosen, item)}
@@ -145,7 +145,7 @@ class Bench:
     def check_answer(
         self, query: Floats, hits: Sequence[Item], state: State, bundle: Bundle, count: int
     ) -> None:
-        """Compare one answer with brute force over what may be found."""
+        """Compare one search result with brute force over the items that match."""
         ids = [item.id for item in hits]
         equal(len(ids), len(set(ids)), "an answer names an item once; names")
         spans = spans_of(bundle)
@@ -163,14 +163,14 @@ class Bench:
 
 
 def needs(store: Store, *capabilities: Capability) -> None:
-    """Skip the test where a store lacks a capability, in a sentence."""
+    """Skip the test, with a reason, if the store lacks a capability."""
     for capability in capabilities:
         if capability not in store.capabilities:
             raise unittest.SkipTest(str(store.refusal(capability)))
 
 
 def nearest(query: Floats, state: State, spans: Sequence[tuple[int, int]], count: int) -> set[str]:
-    """Return the ids of the items that are among the `count` nearest in a sub-space, in float64."""
+    """Return the ids of the `count` nearest items in each sub-space, computed in float64."""
     if not state:
         return set()
     ids = list(state)
@@ -183,12 +183,12 @@ def nearest(query: Floats, state: State, spans: Sequence[tuple[int, int]], count
 
 
 def passes(where: Filter | None, item: Item) -> bool:
-    """Whether a filter is true of an item."""
+    """Return whether an item matches a filter."""
     return where is None or matches(where, item.id, item.label, item.metadata)
 
 
 def scanned(store: Store, where: Filter | None = None, limit: int = 1000) -> list[Item]:
-    """Return all pages of a scan."""
+    """Return the items of all pages of a scan."""
     items: list[Item] = []
     while page := store.scan(where, after=items[-1].id if items else None, limit=limit):
         items += page
@@ -196,7 +196,7 @@ def scanned(store: Store, where: Filter | None = None, limit: int = 1000) -> lis
 
 
 def alike(read: Item, written: Item) -> None:
-    """Compare an item that was read with the one that was written."""
+    """Require that an item that was read equals the one that was written."""
     plain: dict[str, Any] = {"arrays": {}, "original": None}
     equal(replace(read, **plain), replace(written, **plain), "an item")
     for name, array in read.arrays.items():
@@ -206,13 +206,13 @@ def alike(read: Item, written: Item) -> None:
 
 
 def equal(actual: object, expected: object, what: str) -> None:
-    """Raise an `AssertionError` that shows both, unless they are equal."""
+    """Raise an `AssertionError` that shows both values unless they are equal."""
     assert actual == expected, f"{what}: {actual!r} instead of {expected!r}"
 
 
 @contextmanager
 def refused(*kinds: type[RetrievalError], saying: str = "") -> Iterator[list[str]]:
-    """Require an error of a kind, which is a sentence; what is given to the block gets its text."""
+    """Require an error of a kind whose text is a sentence; the yielded list receives the text."""
     texts: list[str] = []
     try:
         yield texts
@@ -230,7 +230,7 @@ def normal(count: int, width: int, seed: int) -> Floats:
 
 
 def item(id: str, seed: int = 0, bundle: Bundle | None = None, **attributes: Any) -> Item:
-    """Return an item with random arrays, of all names that a bundle's items have."""
+    """Return an item with random values for all arrays of a bundle's items."""
     widths = widths_of(bundle or opened())
     vectors = np.random.default_rng([seed, *id.encode("utf-8", "surrogatepass")])
     arrays = {name: vectors.normal(size=width).astype(np.float32) for name, width in widths.items()}
@@ -255,7 +255,7 @@ def some(count: int, start: int = 0, seed: int = 0, bundle: Bundle | None = None
 
 
 def together(calls: Sequence[Callable[[], object]]) -> list[BaseException]:
-    """Run calls in threads at a time; return what they raised."""
+    """Run calls in concurrent threads; return the exceptions that they raised."""
     faults: list[BaseException] = []
 
     def run(call: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Small real bundles, made when a test asks for them."""
+"""Small real bundles for tests, made on first use."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def make_bundle(
     subspaces: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write a bundle that projects features by a random matrix of whole numbers.
+    """Write a bundle that projects features with a random integer matrix.
 
     Args:
-        folder: must not exist.
-        width: numbers of a vector.
-        features: numbers that its encoder takes.
-        rescorer: whether it has codes, as wide as vectors, and orders candidates by the sum of
-            their absolute differences.
-        subspaces: whether the vector has two sub-spaces.
-        seed: bundles of different seeds are different.
+        folder: the new folder.
+        width: width of the vectors.
+        features: width of the encoder's input.
+        rescorer: whether the bundle has codes, as wide as the vectors, and a rescorer that sorts
+            candidates by Manhattan distance.
+        subspaces: whether the vectors have two sub-spaces.
+        seed: seed of the matrix; different seeds make different bundles.
 
     Returns:
         The folder.
@@ -99,7 +99,7 @@ def make_bundle(
 
 @cache
 def opened(**options: Any) -> Bundle:
-    """Return an opened bundle that all tests of this process share; see `make_bundle`."""
+    """Return an open bundle that all tests of this process share; see `make_bundle`."""
     folder = _home() / f"bundle-{len(list(_home().iterdir()))}"
     return Bundle.open(make_bundle(folder, **options), threads=1, device="cpu")
 
@@ -123,7 +123,7 @@ def _onnx() -> tuple[Any, Any]:
 
 
 def write_rescorer(path: Path, width: int) -> None:
-    """Write a rescorer of codes (width,) that gives the sum of absolute differences."""
+    """Write a rescorer that computes the Manhattan distance between codes (width,)."""
     helper, proto = _onnx()
     query = helper.make_tensor_value_info("query", proto.FLOAT, ["Q", width])
     items = helper.make_tensor_value_info("items", proto.FLOAT, ["N", width])
@@ -149,7 +149,7 @@ def save_graph(
     outputs: Sequence[Any],
     constants: Mapping[str, Any],
 ) -> None:
-    """Write a checked ONNX graph of opset 17, with constants by name."""
+    """Check an ONNX graph of opset 17 and write it to a file."""
     import onnx
     from onnx import helper, numpy_helper
 

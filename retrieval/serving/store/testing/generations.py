@@ -1,4 +1,4 @@
-"""Cases: generations follow each other while items come and go."""
+"""Tests of generations: build, switch and drop them while items change."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]:
-    """Return items with the arrays that `item` gives under a bundle."""
+    """Return items with the arrays that `item` makes for a bundle."""
     return [replace(entry, arrays=item(entry.id, seed, bundle).arrays) for entry in items]
 
 
 def fill(
     store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64
 ) -> None:
-    """Embed all that is pending, in the store and in what it should hold."""
+    """Embed all pending items, in the store and in the expected state."""
     while items := store.pending(generation, limit):
         assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
         created = embedded(items, bundle)
@@ -48,17 +48,17 @@ def fill(
 
 
 class GenerationCases(Bench):
-    """Begin, pending, embed, switch, back again, drop."""
+    """Tests of `begin`, `pending`, `embed`, `switch` and `drop`."""
 
     other: Bundle
 
     def setup_method(self) -> None:
-        """Make room, and a second bundle, whose vectors are wider."""
+        """Create the folder of a test, and a second bundle with wider vectors."""
         super().setup_method()
         self.other = opened(seed=1, width=WIDTH + 5)
 
     def test_the_first_generation(self) -> None:
-        """A new store serves one generation; while it is empty, another follows at once."""
+        """A new store serves one generation; while it is empty, it can switch at once."""
         store, bundle = self.store(), opened()
         (served,) = store.generations()
         properties = (
@@ -90,7 +90,7 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
 
     def test_a_generation_follows(self) -> None:
-        """It is filled beside the served one, and serves once no item is pending."""
+        """A generation is filled beside the served one, and can serve once no item is pending."""
         store, state = self.store(), State()
         self.put(store, state, some(150))
         began = store.begin(self.other, widths_of(self.other))
@@ -120,7 +120,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_writes_while_a_generation_is_built(self) -> None:
-        """Items that come or change meanwhile are pending; others are not, once reopened."""
+        """Items added or changed meanwhile are pending; others are not, even after reopening."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         began = store.begin(self.other, widths_of(self.other))
@@ -148,7 +148,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_back_again(self) -> None:
-        """The one that was served serves again once it has what came, changed and went since."""
+        """The previous generation can serve again once it has caught up with all changes."""
         store, state = self.store(), State()
         self.put(store, state, some(50))
         (first,) = store.generations()
@@ -174,7 +174,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), before)
 
     def test_items_that_are_left_out(self) -> None:
-        """They are not pending, not found and without arrays; the one before still has them."""
+        """Left-out items are not pending, not found and have no arrays; the old generation does."""
         store, state = self.store(), State()
         needs(store, "left_out")
         self.put(store, state, some(30))
@@ -208,7 +208,7 @@ class GenerationCases(Bench):
         equal([entry.id for entry in hits], [out[1]], "found in the generation before")
 
     def test_features_for_the_next_generation(self) -> None:
-        """Where features are kept, pending items come with them."""
+        """If the index stores features, pending items come with them."""
         bundle, width = opened(), 8
         store = self.store(bundle, features=width)
         written = [
@@ -235,7 +235,7 @@ class GenerationCases(Bench):
         equal(hits[0].id, items[4].id, "nearest in the next generation")
 
     def test_arrays_that_do_not_fit(self) -> None:
-        """Embedding refuses what `upsert` does, and items that are missing; nothing changes."""
+        """`embed` refuses invalid arrays, as `upsert` does, and missing items; nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(6))
         began = store.begin(self.other, widths_of(self.other))
@@ -263,7 +263,7 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
 
     def test_dropping(self) -> None:
-        """A generation that is not served goes, with its bundle; the served one stays."""
+        """`drop` deletes a generation and its bundle, but never the served one."""
         store, state = self.store(), State()
         self.put(store, state, some(20))
         (first,) = store.generations()

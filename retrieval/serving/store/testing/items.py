@@ -1,4 +1,4 @@
-"""Cases: items come, change, go and are read; what is refused, in a sentence, changes nothing."""
+"""Tests of items: write, read and delete them; refused calls change nothing."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ TEXTS = {
     "the longest id": "\U0001f600" * 1000,
     "an id that is nearly as long": "\U0001f600" * 999,
 }
-"""Texts that an id, a label and metadata may be, by what is odd about them."""
-HALF = "\ud83d"  # of a surrogate pair
+"""Valid but unusual texts for ids, labels and metadata, by their peculiarity."""
+HALF = "\ud83d"  # half of a surrogate pair
 
 
 def _vector(number: float) -> dict[str, Any]:
@@ -126,14 +126,14 @@ BAD: dict[str, dict[str, Any]] = {
     "a width that is text": {"width": "wide"},
     "a negative height": {"height": -1},
 }
-"""Attributes of items that no store keeps, by what is wrong with them."""
+"""Attributes of invalid items, by their fault."""
 
 
 class ItemCases(Bench):
-    """Writing, reading and refusing items."""
+    """Tests that write, read and delete items, and that invalid calls are refused."""
 
     def test_items_come_change_and_go(self) -> None:
-        """After every write everything is as it should be; the newest item changes, too."""
+        """After every write the store has the expected state; the newest item can change, too."""
         store, state = self.store(), State()
         for count in (1, 3, 40):
             self.put(store, state, some(count, len(state)))
@@ -152,7 +152,7 @@ class ItemCases(Bench):
         self.check(self.again(store), state)
 
     def test_many_items_in_one_call(self) -> None:
-        """Many come in one call, change and go by many, and are there once reopened."""
+        """Single calls add, change and delete many items; the result survives reopening."""
         store, state = self.store(), State()
         self.put(store, state, some(self.many))
         self.put(store, state, some(100, 100, seed=1))
@@ -166,9 +166,7 @@ class ItemCases(Bench):
         self.check(store, state, where="price >= 5")
 
     def test_an_item_is_kept_as_it_was_given(self) -> None:
-        """Every attribute comes back, arrays as float32; nothing stays of an item that was
-        replaced.
-        """
+        """Every attribute comes back, arrays as float32; a replaced item leaves nothing behind."""
         full = item(
             "full",
             label="a label",
@@ -210,7 +208,7 @@ class ItemCases(Bench):
         equal(store.count(parse_filter("big > 1")), 0, "items with metadata of the one before")
 
     def test_ids_are_looked_up_exactly(self) -> None:
-        """Case, accents and spaces tell ids apart; unknown and impossible ids are passed over."""
+        """Case, accents and spaces distinguish ids; unknown and impossible ids are ignored."""
         names = ["a", "A", "a ", "á", "a\u0301", "aa"]
         store, state = self.store(), State()
         self.put(store, state, [item(name) for name in names])
@@ -226,7 +224,7 @@ class ItemCases(Bench):
         equal(set(store.get(names)), set(names[1:]), "what is left")
 
     def test_any_text(self) -> None:
-        """Ids, labels and metadata of any Unicode, through every call, and after reopening."""
+        """Every method handles any Unicode in ids, labels and metadata, also after reopening."""
         store, state = self.store(), State()
         self.put(
             store, state, [item(text, label=text, metadata={"m": text}) for text in TEXTS.values()]
@@ -243,7 +241,7 @@ class ItemCases(Bench):
         equal(store.count(), 0, "what is left")
 
     def test_pages_of_a_scan(self) -> None:
-        """Pages come in the order of code points, go on behind an id that is gone, and end."""
+        """Pages are sorted by code points, continue after a deleted id, and end."""
         names = [*TEXTS.values(), *(f"id {number}" for number in range(30))]
         store = self.store()
         store.upsert([item(name) for name in names], opened().sha256)
@@ -263,7 +261,7 @@ class ItemCases(Bench):
         assert all(not entry.arrays for entry in store.scan()), "a scan reads no arrays"
 
     def test_delete_what_matches(self) -> None:
-        """By a filter, and by ids and a filter: either."""
+        """`delete` takes a filter, or ids and a filter, and deletes the union of both."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         for ids, where, matches in (
@@ -281,7 +279,7 @@ class ItemCases(Bench):
             self.check(store, state)
 
     def test_one_call_is_seen_whole_or_not_at_all(self) -> None:
-        """Threads that read while another replaces all items see all old ones or all new ones."""
+        """While one thread replaces all items, readers see all old or all new ones."""
         store = self.store()
         needs(store, "atomic")
         rounds = [
@@ -316,12 +314,10 @@ class ItemCases(Bench):
         assert seen, "no reader came to read"
         assert all(len(entry) == 1 for entry in seen), "a reader saw a part of a call"
 
-    # What is refused
+    # Invalid calls
 
     def test_what_cannot_be_kept(self) -> None:
-        """A bad item among good ones is refused and named; nothing changes, and the next call
-        works.
-        """
+        """An invalid item among valid ones is refused and named; nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(5))
         untyped: Any = Item
@@ -344,7 +340,7 @@ class ItemCases(Bench):
         self.check(self.again(store), state)
 
     def test_a_field_that_no_item_has(self) -> None:
-        """A filter that names one is refused, and says which."""
+        """A filter on an unknown field is refused, and the error names the field."""
         store, state = self.store(), State()
         self.put(store, state, some(5))
         where = parse_filter("price < 3 and prise < 3")
@@ -360,7 +356,7 @@ class ItemCases(Bench):
         self.check(store, state)
 
     def test_a_bundle_that_is_not_served_is_refused(self) -> None:
-        """So are queries of another width, or with NaN."""
+        """Calls with another bundle are refused, as are queries of another width or with NaN."""
         store, other = self.store(), opened(seed=1)
         for items in ([item("a")], []):
             with refused(Superseded):
@@ -379,7 +375,7 @@ class ItemCases(Bench):
             store.upsert(some(5), opened().sha256)
 
     def test_a_store_that_is_closed(self) -> None:
-        """Every call says so, and the next process may open it; closing twice is no fault."""
+        """Every method refuses to work, closing twice is allowed, and the index can be reopened."""
         bundle = opened()
         with self.store() as store:
             store.upsert(some(3), bundle.sha256)
@@ -397,7 +393,7 @@ class ItemCases(Bench):
 
 
 def _calls(store: Store, served: Generation, target: Path) -> dict[str, Callable[[], object]]:
-    """Return one call of each method, by its name."""
+    """Return one call per method, by the method's name."""
     bundle = opened()
     return {
         "upsert": lambda: store.upsert([item("a")], bundle.sha256),

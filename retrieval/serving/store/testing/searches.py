@@ -1,4 +1,4 @@
-"""Cases: what a search proposes."""
+"""Tests of searches."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FILTERS = [
     "text = 'É'",
     "price < 2 and not (tags = 'odd' or label = 'kind 0')",
 ]
-"""Filters over the items of `test_filters`, of every kind that the language has."""
+"""Filters of every kind over the items of `test_filters`."""
 
 
 class SearchCases(Bench):
-    """Searching, with and without filters, sub-spaces and codes."""
+    """Tests of `search` with and without filters, sub-spaces and codes."""
 
     def test_few_items_or_none(self) -> None:
-        """An empty store finds nothing; a search for more items than match proposes all."""
+        """An empty store finds nothing; a search for more items than match returns all of them."""
         store, state = self.store(), State()
         self.check(store, state)
         equal(store.search(normal(0, WIDTH, 0), 5, opened().sha256), [], "answers to no queries")
@@ -86,7 +86,7 @@ class SearchCases(Bench):
             self.check(store, state, where=where)
 
     def test_equal_vectors(self) -> None:
-        """Of many items in one place, as many are proposed as were asked for."""
+        """If many items have equal vectors, a search still proposes the requested number."""
         store = self.store()
         vector = normal(1, WIDTH, 0)
         store.upsert(
@@ -96,7 +96,7 @@ class SearchCases(Bench):
         equal(len({entry.id for entry in hits}), 7, "items proposed")
 
     def test_large_small_and_distant_numbers(self) -> None:
-        """Vectors far from zero, tiny and large ones are told apart as float64 does."""
+        """Searches distinguish large, tiny and distant vectors as well as float64 does."""
         for what, scale, offset in (("distant", 1, 3000), ("tiny", 1e-12, 0), ("large", 1e12, 0)):
             store, state = self.store(), State()
             moved = [
@@ -121,7 +121,7 @@ class SearchCases(Bench):
         self.check(store := self.again(store), state, bundle)
 
     def test_codes(self) -> None:
-        """Items come with their codes, by which a bundle with a rescorer orders them."""
+        """Items come with the codes that a rescorer needs."""
         bundle = opened(rescorer=True)
         store, state = self.store(bundle), State()
         self.put(store, state, some(60, bundle=bundle), bundle)

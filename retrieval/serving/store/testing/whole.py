@@ -1,4 +1,4 @@
-"""Cases: the store as a whole: its place and identity, snapshots, compacting, threads, closing."""
+"""Tests of a store as a whole: place, identity, snapshots, compacting, threads and closing."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 class WholeCases(Bench):
-    """Exists, create, open, drop; bundles that come from the store; snapshots; threads; closing."""
+    """Tests of places, bundles, snapshots, threads and closing."""
 
     def test_made_once_and_deleted(self) -> None:
-        """What is there is not overwritten; what was deleted is gone, and another may follow."""
+        """`create` overwrites nothing; a deleted index is gone and can be created again."""
         place = self.store_at(self.place)
         for _ in range(2):
             equal(place.exists(), False, "existence")
             with refused(StoreError):
                 place.open()
-            place.drop()  # of nothing: no fault
+            place.drop()  # dropping nothing is no error
         store, state, place = self.store(), State(), self.store_at(self.place)
         self.put(store, state, some(5))
         equal(place.exists(), True, "existence")
@@ -54,9 +54,7 @@ class WholeCases(Bench):
         assert store.identity() != first, "two indexes have one identity"
 
     def test_bundles_come_from_the_store(self) -> None:
-        """Who has nothing but the place gets every bundle; one altered in the cache is fetched
-        again.
-        """
+        """The place alone gives access to every bundle; one altered in the cache is refetched."""
         store, other = self.store(), opened(seed=1, width=WIDTH + 5)
         store.upsert(some(3), opened().sha256)
         store.begin(other, widths_of(other))
@@ -75,7 +73,7 @@ class WholeCases(Bench):
                     )
 
     def test_figures(self) -> None:
-        """They count items, and name generations."""
+        """`stats` counts items and lists generations."""
         store = self.store()
         store.upsert(some(9), opened().sha256)
         store.delete(["id 2"])
@@ -87,7 +85,7 @@ class WholeCases(Bench):
         assert stats.bytes is None or stats.bytes > 0, f"{stats.bytes} bytes"
 
     def test_compacting_and_structures(self) -> None:
-        """Both change no answer, or are refused with a sentence."""
+        """Neither changes a search result; a store may refuse either with a sentence."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         self.remove(store, state, ["id 3", "id 5"])
@@ -107,7 +105,7 @@ class WholeCases(Bench):
     # Snapshots
 
     def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
-        """It opens with the same identity, answers as the store did, and changes apart from it."""
+        """A snapshot has the same identity and content, and changes independently."""
         target, state = self.place.parent / "copy", State()
         with self.store_at(self.place).create(
             opened(), widths_of(opened()), identity="an id"
@@ -136,7 +134,7 @@ class WholeCases(Bench):
             equal(again.identity(), "an id", "identity after reopening")
 
     def test_a_snapshot_holds_every_item(self) -> None:
-        """Those with originals, and those that the served generation does without."""
+        """A snapshot holds items with originals and items that the served generation lacks."""
         store, other = self.store(), opened(seed=1)
         needs(store, "snapshot", "originals", "left_out")
         store.upsert([*some(4), item("kept", keep="copy", original=b"bytes")], opened().sha256)
@@ -156,7 +154,7 @@ class WholeCases(Bench):
             equal(without, [pending[0].id], "items without arrays")
 
     def test_a_snapshot_while_another_thread_writes(self) -> None:
-        """It holds what one moment held."""
+        """A snapshot during writes holds one consistent state."""
         store, bundle = self.store(), opened()
         needs(store, "snapshot", "atomic")
         targets = [self.place.parent / f"copy {number}" for number in range(3)]
@@ -185,7 +183,7 @@ class WholeCases(Bench):
     # Threads
 
     def test_threads_write_in_turns(self) -> None:
-        """Threads that write at a time all succeed, and nothing is lost."""
+        """Concurrent writers all succeed, and nothing is lost."""
         store = self.store()
 
         def write(start: int) -> None:
@@ -199,14 +197,14 @@ class WholeCases(Bench):
         self.check(self.again(store), state)
 
     def test_many_threads_one_after_another(self) -> None:
-        """Threads that end leave nothing behind: no limit is reached."""
+        """Finished threads leave no resources behind, so that no limit is reached."""
         store = self.store()
         store.upsert(some(3), opened().sha256)
         for _ in range(1500):
             equal(together([store.count]), [], "faults")
 
     def test_closing_lets_searches_end(self) -> None:
-        """A search that runs ends with its answer; a later one is told that the store is closed."""
+        """A running search ends with its result; a later one raises that the store is closed."""
         store, bundle = self.store(), opened()
         store.upsert(some(self.searched), bundle.sha256)
         queries = normal(20, WIDTH, 4)
