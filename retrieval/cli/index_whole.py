@@ -102,7 +102,7 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
     for group in groups:
         say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
     extra = sum(len(group.ids) - 1 for group in groups)
-    say(f"{len(groups):,} groups; {extra:,} items would go if one of each stayed.", err=True)
+    say(f"{len(groups):,} groups with {extra:,} items more than one each.", err=True)
 
 
 @command(

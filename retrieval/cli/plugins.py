@@ -39,7 +39,7 @@ def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
 
 def _confirm(brings: str) -> bool:
     say(brings, err=True)
-    return click.confirm("Run what is in there?", default=False, err=True)
+    return click.confirm("Run these files?", default=False, err=True)
 
 
 ALLOW_OPTION = click.option(

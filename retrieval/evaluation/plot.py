@@ -78,7 +78,7 @@ def neighbours(
 
     if not isinstance(index, Index):
         raise DataError(
-            "Neighbours are drawn of an opened index, then the queries:"
+            "Pass an opened index, then the queries:"
             " neighbours(retrieval.Index.open(path), queries)."
         )
     images = (

@@ -120,8 +120,8 @@ def verify_run(
 
     Args:
         run: a run, or its folder.
-        side: "test" or "validation", the side to draw pairs from; a note reports pairs of other
-            sides in a list.
+        side: "test" or "validation", the side to draw pairs from. For a list, it decides which
+            pairs are noted as seen in training.
         pairs: a file with pairs of any of the data's items (see
             `retrieval.data.pairs.read_pairs`); `None` draws pairs.
         draw: number of pairs to draw (see `retrieval.evaluation.verification.draw_pairs`).
@@ -305,9 +305,7 @@ def _results(
     alike = labels[pairs.first] == labels[pairs.second]
     notes = []
     if wrong := int((alike != pairs.same).sum()):
-        notes.append(
-            f"Of {wrong:,} pairs the list says the same, or different, against the data's labels."
-        )
+        notes.append(f"The list contradicts the data's labels for {wrong:,} pairs.")
     seen = (
         run.splits.train
         if side == "validation"

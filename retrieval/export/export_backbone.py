@@ -195,8 +195,8 @@ def whitening_head(
     outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
     if not 1 <= outputs <= width:
         raise DataError(
-            f"{outputs:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1"
-            f" to {width:,} (--dimensions)."
+            f"{outputs:,} dimensions are not available: the backbone has {width:,} features. Ask"
+            f" for 1 to {width:,} (--dimensions)."
         )
     if photos <= outputs:
         raise DataError(

@@ -130,8 +130,8 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     width = codes.shape[1]
     if not 1 <= dimensions <= width:
         raise BundleError(
-            f"{dimensions:,} dimensions cannot be had: the run's embedding has {width:,} numbers."
-            f" Ask for 1 to {width:,} (--dimensions)."
+            f"{dimensions:,} dimensions are not available: the run's embedding has {width:,}. Ask"
+            f" for 1 to {width:,} (--dimensions)."
         )
     if dimensions == width:
         return model

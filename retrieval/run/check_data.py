@@ -81,7 +81,7 @@ def check_data(
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("--within is a distance of --model, a number from 0 on.")
+        raise DataError("--within is a distance of --model, so it must be at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     checked, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
@@ -151,7 +151,7 @@ def _subjects(
         )
     collected = [_collected(name, bundle) for name in named]
     if len({part.features is None for part in collected}) > 1:
-        raise DataError("Images and vectors are checked by themselves: name one kind at a time.")
+        raise DataError("Images and vectors are checked separately: name one kind at a time.")
     return ", ".join(named), OfSources(collected, named)
 
 

@@ -235,11 +235,11 @@ def _refuse_lengths(
 ) -> None:
     """Refuse numbers of epochs that have no effect, or that would undo finished epochs."""
     if recipe.learner is not None:
-        raise DataError(f"{folder}: {keys[0]} says nothing here, for a [learner] is fitted once.")
+        raise DataError(f"{folder}: {keys[0]} has no effect, because a [learner] is fitted once.")
     if recipe.phase and "train.epochs" in keys:
         raise DataError(
-            f"{folder}: train.epochs says nothing beside [[phase]]s. Set the epochs of one, as in"
-            f" phase.{len(recipe.phase) - 1}.epochs."
+            f"{folder}: train.epochs has no effect with [[phase]]. Set the epochs of a phase, such"
+            f" as phase.{len(recipe.phase) - 1}.epochs."
         )
     if progress is None:
         return

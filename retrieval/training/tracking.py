@@ -204,11 +204,11 @@ def full_name(plugins: Plugins, name: str) -> str:
     offer = (
         f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}"
         if known
-        else "there is none yet"
+        else "none is installed"
     )
     raise PluginError(
-        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} wandb and mlflow are"
-        " there once their packages are: pip install 'embedding-retrieval[wandb]' or"
+        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} For wandb or mlflow,"
+        " install its package: pip install 'embedding-retrieval[wandb]' or"
         " 'embedding-retrieval[mlflow]'."
     )
 

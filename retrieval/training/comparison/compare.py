@@ -108,7 +108,9 @@ def compare(
     """
     _refuse_numbers(seeds, splits, search, folds, repeats, workers)
     if ray is not None and workers != 1:
-        raise DataError("--workers are of this machine, and --ray is a cluster: give one of them.")
+        raise DataError(
+            "--workers is for this machine, --ray for a cluster: give only one of them."
+        )
     if search:
         require_optuna()
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
