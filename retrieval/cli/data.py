@@ -16,7 +16,7 @@ from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
 
 @click.group()
 def data() -> None:
-    """Look at data before training."""
+    """Show or check data before training."""
 
 
 @data.command()

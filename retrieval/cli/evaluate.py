@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="A metric by name; repeatable. By default the recipe's.",
 )
-@click.option("--clusters", is_flag=True, help="Also NMI and F1 of k-means clusters.")
+@click.option("--clusters", is_flag=True, help="Also compute NMI and F1 of k-means clusters.")
 @click.option(
     "--pairs",
     metavar="FILE",

@@ -182,7 +182,7 @@ Examples:
     default=Settings.deadline,
     show_default=True,
     type=Number(0.1, _DAY),
-    help="Seconds to answer a request before it fails with status 503.",
+    help="Seconds to answer a complete request before it fails with status 503.",
 )
 @click.option(
     "--log-format",

@@ -143,9 +143,8 @@ def evaluate(
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched = codes if gallery is None else gallery
     for what, rows in (("codes", codes), ("gallery codes", searched)):
-        if (
-            len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2
-        ):  # the code of one item, most often
+        # often the code of a single item
+        if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:
             raise DataError(
                 f"The {what} have shape {shape}: codes must be a matrix, one row per item."
             )
@@ -363,9 +362,8 @@ class Levels:
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""
         grades = np.zeros((len(rows), self.sizes[1]), np.float32)
-        for place in reversed(
-            range(len(self._levels))
-        ):  # coarse first, because a finer level overwrites it
+        # coarse first, because a finer level overwrites it
+        for place in reversed(range(len(self._levels))):
             ours, theirs = self._levels[place]
             grades[ours[rows, None] == theirs] = len(self._levels) - place
         return grades

@@ -404,9 +404,8 @@ def reranked(
         )
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
     neighbours, _ = Search(every, None).nearest(k1)
-    near = np.concatenate(
-        [np.arange(len(every))[:, None], neighbours], axis=1
-    )  # first each item itself
+    # each item is its own first neighbour
+    near = np.concatenate([np.arange(len(every))[:, None], neighbours], axis=1)
     codes = torch.from_numpy(every)
     largest = np.array([float(_squared(part, codes).max()) for part in codes[:, None]])
     encoded = _encoded(every, near, largest, k1)

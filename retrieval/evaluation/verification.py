@@ -154,9 +154,8 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
     """Return the threshold that judges most pairs correctly, given ascending distances."""
     # number of correct judgements, up to a constant, if the i nearest pairs are accepted
     right = np.concatenate([[0], np.cumsum(np.where(same, 1, -1))])
-    cut = np.concatenate(
-        [[True], distances[1:] > distances[:-1], [True]]
-    )  # never separate equal distances
+    # a threshold never separates equal distances
+    cut = np.concatenate([[True], distances[1:] > distances[:-1], [True]])
     i = int(np.where(cut, right, -len(same) - 1).argmax())
     if i == 0:
         return float(np.nextafter(distances[0], -np.inf))

@@ -271,8 +271,8 @@ def export_backbone(
             features if that is smaller.
         photos: files and folders of photos that verify the bundle and calibrate int8 (half each);
             by default those of `whiten`.
-        most_photos: largest number of photos for whitening; more are sampled.
-        seed: seed of the sampling.
+        most_photos: most photos for whitening; of more, a random sample is used.
+        seed: seed of the random order of photos.
         random_weights: allow a backbone whose weights are random, as a baseline.
         plugins: further plugin files or modules, as for `--plugin`.
         variants: further precisions of the encoder: "fp16", "int8".

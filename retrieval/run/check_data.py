@@ -403,11 +403,8 @@ def _copy(
 
 MOST = 64
 """Most rows and columns of a preview sheet."""
-_LEAST, _GAP, _TEXT = (
-    64,
-    4,
-    14,
-)  # pixels: of a picture's shorter side, between pictures, of the line above each row
+# pixels: least shorter side of an image, gap between images, height of the text above each row
+_LEAST, _GAP, _TEXT = 64, 4, 14
 
 
 def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
@@ -459,8 +456,7 @@ def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
         fits = sheet.width // 6  # a letter of Pillow's default font is about six pixels wide
         draw.text((_GAP, top), name if len(name) <= fits else f"{name[: fits - 1]}…", fill="black")
         for column, image in enumerate(row):
-            left = (
-                _GAP + column * across + (2 * _GAP if column else 0)
-            )  # a gap after the unchanged image
+            # a wider gap after the unchanged image
+            left = _GAP + column * across + (2 * _GAP if column else 0)
             sheet.paste(image, (left, top + _TEXT))
     return sheet

@@ -166,8 +166,8 @@ class Devices:
     """The processes that share each batch, seen from one of them.
 
     Every process computes its own gradients, and `reduce_gradients` replaces them by their mean. A
-    process therefore either computes the whole objective, like all others, or multiplies its part
-    by the number of processes.
+    gradient must therefore be either the same whole one in all processes, or this process's part
+    times the number of processes.
 
     Args:
         accelerator: the `Accelerator` that made the process group.
