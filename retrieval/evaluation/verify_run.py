@@ -305,7 +305,9 @@ def _results(
     alike = labels[pairs.first] == labels[pairs.second]
     notes = []
     if wrong := int((alike != pairs.same).sum()):
-        notes.append(f"The list contradicts the data's labels for {wrong:,} pairs.")
+        notes.append(
+            f"The list contradicts the data's labels for {wrong:,} of {len(pairs):,} pairs."
+        )
     seen = (
         run.splits.train
         if side == "validation"

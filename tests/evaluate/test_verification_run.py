@@ -275,9 +275,9 @@ def test_pairs_with_items_that_trained_are_told(
     path.write_text("\n".join(lines), encoding="utf-8")
     results = verify_run(run, pairs=path)
     assert results.notes == [
-        "The list contradicts the data's labels for 1 pairs.",
+        "The list contradicts the data's labels for 1 of 36 pairs.",
         (
-            "24 of 36 pairs have an item that trained or chose this model, so these are not figures"
+            "24 of 36 pairs have an item that trained or chose this model, so these are not metrics"
             " of held-out items; folds without such pairs: new."
         ),
     ]
