@@ -7,11 +7,11 @@
     index.search("query.jpg")
     retrieval.serve(index)
 
-All that a user imports is here; what a plugin's author imports besides is in `retrieval.plugin`,
-errors are in `retrieval.errors`, and the types of what is returned in `retrieval.results`. Each
-name loads, with torch or FAISS where it needs them, on first use. Paths are text or `pathlib.Path`.
-Where a function takes `progress`, True shows the bars that the command line shows, False nothing,
-and a function is told what is being done, how much of it is done, and how much there is to do.
+Users import everything from here. Authors of plugins also use `retrieval.plugin`. Errors are in
+`retrieval.errors`, and the types of results in `retrieval.results`. Each name is imported on first
+use, along with torch or FAISS if it needs them. Paths are text or `pathlib.Path`. With
+`progress=True`, a function shows the bars of the command line, with `False` nothing; a function
+passed as `progress` is called with the name of the work, how much is done, and the total.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ __all__ = [
     "train",
 ]
 
-# Both count only before the libraries that read them are loaded: the first use of a name below
-# loads them. Without the first, ONNX Runtime looks up its maker's host at the first search and
-# writes to the home folder.
+# Both settings must come before the libraries that read them, which the first use of a name below
+# imports. Without the first, ONNX Runtime looks up Microsoft's host at the first search and writes
+# to the home folder.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 limit_threads()
 
@@ -122,27 +122,27 @@ def load(
     device: Device = "auto",
     **objects: Any,
 ) -> Any:
-    """Load what makes embeddings: a pretrained backbone, a run, or a bundle.
+    """Load an encoder: a pretrained backbone, a run with its best weights, or a bundle.
 
     Args:
-        source: a backbone's name, such as "core.efficientnet_lite0"; or the folder of a run, with
-            its best weights, or of a bundle.
-        parameters: of a backbone, as in a recipe: `{"size": 160}`.
-        plugins: of a backbone: further plugin files or modules.
-        random_weights: whether a backbone may be loaded whose weights are random.
-        variant: of a bundle: run this variant of its encoder, such as "int8".
-        device: of a bundle's encoder: "auto", "cpu" or "cuda".
-        objects: what a run was trained with: `dataset`, `backbone`, `combiner`, `loss`, `miner`,
-            `generator` or `learner`, as `train` took them.
+        source: the name of a backbone, such as "core.efficientnet_lite0", or the folder of a run
+            or bundle.
+        parameters: the backbone's parameters, as in a recipe, such as `{"size": 160}`.
+        plugins: further plugin files or modules, for a backbone.
+        random_weights: allow a backbone whose weights are random.
+        variant: the variant of a bundle's encoder to run, such as "int8".
+        device: where a bundle's encoder runs: "auto", "cpu" or "cuda".
+        objects: the objects that a run was trained with: `dataset`, `backbone`, `combiner`,
+            `loss`, `miner`, `generator` or `learner`, as they were passed to `train`.
 
     Returns:
-        A `Run` for a run's folder; otherwise an `Encoder`.
+        A `Run` for a run's folder, otherwise an `Encoder`.
 
     Raises:
-        DataError: there is nothing of the kind, or a run is damaged.
+        DataError: `source` is none of the three, or a run is damaged.
         RecipeError: a run's recipe no longer fits the installed plugins, or a parameter is wrong.
         BundleError: the bundle is damaged, or the backbone's weights are random.
-        PluginError: there is no such backbone.
+        PluginError: the backbone does not exist.
     """
     from retrieval.errors import DataError, PluginError
     from retrieval.serving.files.places import instead, kind_of
@@ -176,7 +176,7 @@ def load(
     )
 
 
-if not TYPE_CHECKING:  # else a type checker would take a name that there is not for one of any type
+if not TYPE_CHECKING:  # a type checker would accept any name, with any type
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":

@@ -1,6 +1,6 @@
-"""What a plugin builds on: the contract of each kind of part, and what helps to keep it.
+"""The API for plugins: the contract of each kind of part, and helpers.
 
-Each name loads on first use, so that a plugin of serving needs no torch.
+Each name is imported on first use, so that a plugin for serving needs no torch.
 """
 
 from __future__ import annotations

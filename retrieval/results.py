@@ -1,4 +1,4 @@
-"""The types of what the functions and methods of `retrieval` return."""
+"""The types that the functions and methods of `retrieval` return."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The commands, a thin function each; their modules are imported when a command is called.
+"""The command line: one thin function per command, imported when it is called.
 
-What they print goes through here.
+All commands print through the functions below.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from retrieval.errors import printable
 
 
 def say(text: str, err: bool = False) -> None:
-    """Print text that may hold names from outside: file names, labels, keys, what plugins say."""
+    """Print text, with control characters from file names, labels, keys or plugins escaped."""
     click.echo(printable(text), err=err)
 
 
 def say_json(value: Any) -> None:
-    """Print JSON as it is, with characters that a terminal would obey escaped."""
+    """Print JSON with control characters escaped."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo(re.sub(r"[^\n -~]", _escaped, text))
 
@@ -28,4 +28,4 @@ def say_json(value: Any) -> None:
 def _escaped(match: re.Match[str]) -> str:
     if match[0].isprintable():
         return match[0]
-    return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # which JSON lets stand
+    return json.dumps(match[0])[1:-1].replace("\x7f", "\\u007f")  # JSON does not escape DEL

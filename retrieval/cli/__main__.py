@@ -1,4 +1,4 @@
-"""`python -m retrieval.cli`: what launchers of several processes call."""
+"""`python -m retrieval.cli`, for launchers of several processes."""
 
 from retrieval.cli.app import main
 

@@ -1,7 +1,7 @@
-"""The command line: it imports commands when they are called, and turns errors into sentences.
+"""The command `retrieval`: imports commands when they are called, and prints errors as sentences.
 
-Exit codes: 0 done; 1 `data check` found something; 2 the user's mistake (one sentence on stderr, no
-traceback); 130 interrupted.
+Exit codes: 0 success, 1 `data check` found something, 2 a mistake of the user (one sentence on
+stderr, no traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COMMANDS = {
 
 
 class App(click.Group):
-    """A group that imports its commands when they are called, and plugins only for theirs."""
+    """A group that imports a command when it is called, and plugins only for their commands."""
 
     _loaded = False  # whether plugins have added their commands
 
@@ -47,7 +47,7 @@ class App(click.Group):
         """Built-in commands in the order of use, then those of plugins."""
         try:
             self._add_plugin_commands()
-        except RetrievalError as error:  # help is wanted most when something is wrong
+        except RetrievalError as error:  # a broken plugin must not break --help
             click.echo(printable(f"Note: {error}"), err=True)
         return [*COMMANDS, *sorted(self.commands)]
 
@@ -72,7 +72,7 @@ class App(click.Group):
         """Add a plugin's command.
 
         Raises:
-            PluginError: a command of that name is there already.
+            PluginError: a command of that name exists already.
         """
         name = name or cmd.name or ""
         home = getattr(cmd.callback, "__module__", "a plugin")
@@ -123,11 +123,11 @@ def _print_version(ctx: click.Context, param: click.Parameter, asked_for: bool) 
     callback=_print_version,
     help="Show the version and exit.",
 )
-@click.option("--debug", is_flag=True, help="With an error also where it came from: the traceback.")
+@click.option("--debug", is_flag=True, help="Show the traceback of errors.")
 @click.pass_context
 def app(ctx: click.Context, debug: bool) -> None:
-    """Find the same thing in other pictures: train an embedding, export it, index it, serve image
-    search.
+    """Image search from training to serving: train an embedding, export it, index images, and serve
+    the search.
 
     Start with:  retrieval demo
     """
@@ -138,12 +138,12 @@ def app(ctx: click.Context, debug: bool) -> None:
 def main() -> None:
     """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
-        # a terminal that lacks a character shows "?" instead of a traceback
+        # print "?" for characters that the terminal cannot show, instead of failing
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     settings: dict[str, bool] = {}
     try:
-        # Click gives the command's own return value, or an exit code for --help and --version.
+        # The return value is the command's own, or an exit code after --help and --version.
         app(prog_name="retrieval", standalone_mode=False, obj=settings)
         sys.stdout.flush()
     except RetrievalError as error:
@@ -153,12 +153,13 @@ def main() -> None:
     except click.ClickException as error:
         shown = io.StringIO()
         error.show(shown)
-        click.echo(printable(shown.getvalue()), err=True, nl=False)  # it repeats what was typed
+        # the message repeats what the user typed
+        click.echo(printable(shown.getvalue()), err=True, nl=False)
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         _leave("Interrupted.", 130)
     except BrokenPipeError:
-        # the reader (`head`, a pager) has seen enough; what is buffered has nowhere to go
+        # the reader (`head`, a pager) has quit; discard the buffered output
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except ModuleNotFoundError as error:

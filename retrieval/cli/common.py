@@ -1,4 +1,4 @@
-"""What several commands share: types of arguments, and the command to type again."""
+"""Types of arguments, and other helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 class Place(click.Path):
-    """A path, or an address such as `s3://bucket/photos`, which stays text."""
+    """A path, or an address such as `s3://bucket/photos`, which remains text."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a path, or the address."""
+        """Return the path or address."""
         from retrieval.serving.index.locations import is_address
 
         return value if is_address(value) else super().convert(value, param, ctx)
 
 
 class IndexArgument(click.Path):
-    """Where an index is: a folder, or an address such as `milvus://host:19530/photos`."""
+    """An index: a folder, or an address such as `milvus://host:19530/photos`."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a path, or the address, read."""
+        """Return the path or the parsed address."""
         from retrieval.serving.store.address import Address, place_of
 
         place = place_of(value)
@@ -48,7 +48,7 @@ class IndexArgument(click.Path):
 
 
 class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
-    """A whole number, written out or as 20M or 1.5G."""
+    """A whole number, in full or as 20M or 1.5G."""
 
     name = "size"
     unit = ""
@@ -78,10 +78,10 @@ class Bytes(Pixels):
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
-    """One of some words; for another one, the word that was probably meant."""
+    """A choice that suggests the closest word on a typing error."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the word."""
+        """Return the chosen word."""
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter as fault:
@@ -89,7 +89,7 @@ class Choice(click.Choice):  # type: ignore[type-arg]
 
 
 class Number(click.FloatRange):
-    """A finite number within bounds; click takes NaN to be within any."""
+    """A finite number within bounds; click accepts NaN within any bounds."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number."""
@@ -101,12 +101,11 @@ class Number(click.FloatRange):
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Import inside; what is there at the end stays, and no collection looks through it again.
+    """Context manager for imports: pauses garbage collection and exempts the imported objects.
 
-    torch and its like make a million objects that live as long as the process, and Python would
-    look through all of them several times on the way: a sixth of what `retrieval check` costs. For
-    commands only, and only where torch is not there yet: a user's own process has garbage of its
-    own.
+    Importing torch creates a million objects that live as long as the process. Collecting among
+    them takes a sixth of the time of `retrieval check`. It is for commands only, because a user's
+    own process may have garbage to collect, and does nothing if torch is imported already.
     """
     if not gc.isenabled() or "torch" in sys.modules:
         yield
@@ -117,11 +116,11 @@ def loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        # what is still frozen when Python ends, some libraries (nanobind's) report as leaked
+        # libraries that use nanobind report objects that are frozen at exit as leaks
         atexit.register(gc.unfreeze)
 
 
 def this_command(*further: str, without: Container[str] = ()) -> str:
-    """Return this process's command line as a shell takes it."""
+    """Return this process's command line, quoted for a shell, with changes."""
     words = [word for word in sys.argv[1:] if word not in without]
     return shlex.join(["retrieval", *words, *(word for word in further if word not in words)])

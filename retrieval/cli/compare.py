@@ -15,7 +15,7 @@ from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import TRACK_OPTION
 
 MOST_VALUES = 1000
-"""Values of one key that a sweep may name as a range."""
+"""Most values in a range of a sweep."""
 
 OPTIONS = (
     click.option(
@@ -24,7 +24,7 @@ OPTIONS = (
         type=int,
         default=1,
         show_default=True,
-        help="Splits to draw at random, each with all seeds; 1: the recipes' own split.",
+        help="Number of random splits, each with all seeds; 1 uses the recipes' own split.",
     ),
     click.option(
         "--against",
@@ -44,20 +44,20 @@ OPTIONS = (
         metavar="ADDRESS",
         help=(
             "Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
-            " see --output and the data."
+            " must share --output and the data."
         ),
     ),
     click.option(
         "--cpus",
         type=click.IntRange(min=1),
-        help="With --ray: cores of each training. By default 4, or those of the smallest node.",
+        help="With --ray: cores per training. By default 4, or the smallest node's if fewer.",
     ),
     click.option(
         "--pretrained",
         metavar="BACKBONE",
         help=(
             "Backbone of the row of frozen features, or none. By default the recipes' own if it"
-            " has weights, else core.efficientnet_lite0 where its extra is installed."
+            " has weights, else core.efficientnet_lite0 if its extra is installed."
         ),
     ),
     click.option(
@@ -65,15 +65,15 @@ OPTIONS = (
         "overrides",
         multiple=True,
         metavar="KEY=VALUE",
-        help="Change a value of every recipe, as in train.epochs=5; repeatable.",
+        help="Change a value of every recipe, such as train.epochs=5; repeatable.",
     ),
     click.option(
         "--latex",
         "columns",
         metavar="METRICS",
-        help="Columns of comparison.tex, as map_at_r,recall_at_1. By default all.",
+        help="Columns of comparison.tex, such as map_at_r,recall_at_1. By default all.",
     ),
-    click.option("--caption", help="Caption of comparison.tex, as LaTeX."),
+    click.option("--caption", help="Caption of comparison.tex, in LaTeX."),
     click.option(
         "--label", default="tab:comparison", show_default=True, help="Label of comparison.tex."
     ),
@@ -111,41 +111,41 @@ def _output(name: str) -> Callable[..., Any]:
     type=int,
     default=0,
     show_default=True,
-    help="Settings to try for each recipe, of its [search]; 0: recipes are taken as they are.",
+    help="Number of settings of its [search] to try for each recipe; 0 tunes nothing.",
 )
 @click.option(
     "--folds",
     type=int,
     default=4,
     show_default=True,
-    help="Parts of the training side, each of which judges the settings once.",
+    help="Folds of the training side; each is held out once to judge a setting.",
 )
 @click.option(
     "--repeats",
     type=int,
     default=1,
     show_default=True,
-    help="How many times the training side is divided into folds.",
+    help="Number of times that the training side is divided into folds.",
 )
 @click.option(
     "--fold-by",
     type=Choice(["class", "item"]),
     default="class",
     show_default=True,
-    help="Hold out whole classes or, where classes are few, items of every class.",
+    help="Hold out whole classes or, for data with few classes, items of every class.",
 )
 @click.option(
     "--allow-different",
     is_flag=True,
-    help="Compare also what differs in data, backbone or budget; the tables say so.",
+    help="Compare recipes that differ in data, backbone or budget; the tables say so.",
 )
 @_output("comparison")
 @_options
 def compare(recipes: tuple[Path, ...], **options: Any) -> None:
     """Compare recipes fairly: the same data, net, batches, epochs, tuning and seeds.
 
-    Writes tables with intervals, and says in plain words what they show. The same command goes on
-    where one was stopped.
+    Writes tables with intervals, and states the conclusions in words. To resume after an
+    interruption, run the same command again.
 
     Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20
     """
@@ -160,8 +160,8 @@ def compare(recipes: tuple[Path, ...], **options: Any) -> None:
 def sweep(recipe: Path, values: tuple[str, ...], **options: Any) -> None:
     """Compare settings of one recipe: every combination of the values, with several seeds.
 
-    Values are a list, as loss.alpha=1,2,4, or whole numbers from one to another, as seed=0..4.
-    The tables and the folder are those of 'retrieval compare', and the same command goes on.
+    Values are a list, such as loss.alpha=1,2,4, or a range of whole numbers, such as seed=0..4. The
+    tables and the folder are those of 'retrieval compare', and the same command resumes.
 
     Example:  retrieval sweep recipe.toml loss.alpha=1,2,4 seed=0..4
     """
@@ -178,7 +178,7 @@ def sweep(recipe: Path, values: tuple[str, ...], **options: Any) -> None:
 
 
 def _values(text: str, listed: str) -> list[Any]:
-    """Return the values that a text lists: TOML, bare words, or a range of whole numbers."""
+    """Return the values in a text: TOML values, bare words, or a range of whole numbers."""
     first, dots, last = listed.partition("..")
     if dots:
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):

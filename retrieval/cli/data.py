@@ -16,7 +16,7 @@ from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
 
 @click.group()
 def data() -> None:
-    """Look at data before training."""
+    """Show or check data before training."""
 
 
 @data.command()
@@ -25,21 +25,21 @@ def data() -> None:
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="The picture, a PNG; by default NAME.png, with the recipe's name.",
+    help="PNG file to write; by default NAME.png, with the recipe's name.",
 )
 @click.option(
     "--items",
     type=click.IntRange(1, 64),
     default=8,
     show_default=True,
-    help="Rows: items of the first batch.",
+    help="Rows, one per item of the first batch.",
 )
 @click.option(
     "--draws",
     type=click.IntRange(1, 64),
     default=8,
     show_default=True,
-    help="Columns: how often each is changed.",
+    help="Columns: random augmentations of each item.",
 )
 @SET_OPTION
 @PLUGIN_OPTION
@@ -53,8 +53,8 @@ def show(
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
-    """Draw what the net sees in training: each item as it is, then after the random changes of
-    [augmentation].
+    """Draw the images that the net sees in training: each item unchanged, then with the random
+    changes of [augmentation].
 
     Example:  retrieval data show recipe.toml --set augmentation.transforms='["RandAugment"]'
     """
@@ -69,7 +69,9 @@ def show(
     if target.suffix.lower() != ".png":
         raise DataError(f"{target} should end in .png, which is what is written.")
     from retrieval.host.files import write_bytes
-    from retrieval.run.check_data import preview  # slow to import: a wrong path is said at once
+
+    # slow to import, so that a wrong path is reported first
+    from retrieval.run.check_data import preview
 
     with naming(recipe):
         picture = preview(checked, items, draws)
@@ -87,21 +89,21 @@ def show(
     "--model",
     metavar="BUNDLE",
     type=click.Path(path_type=Path),
-    help="Also find what is the same to a model: a bundle of 'retrieval export'.",
+    help="Also find items that are the same to a model, a bundle of 'retrieval export'.",
 )
 @click.option(
     "--within",
     type=Number(min=0),
     help=(
-        "The model's distance at which items are the same; by default that of an item to its copy"
-        " of JPEG quality 70."
+        "Items within this distance of the model are the same; by default measured on copies of"
+        " items as JPEG of quality 70."
     ),
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Also write all of it as JSON to FILE.",
+    help="Also write all findings as JSON to FILE.",
 )
 @click.option(
     "--show",
@@ -109,7 +111,7 @@ def show(
     type=click.IntRange(0),
     default=10,
     show_default=True,
-    help="Lines of each kind that are printed.",
+    help="Most lines to print of each kind.",
 )
 @SET_OPTION
 @PLUGIN_OPTION
@@ -123,11 +125,11 @@ def check(
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
 ) -> None:
-    """Find what is wrong with data: broken files, items that are there twice or on both sides of
-    the split, likely label errors.
+    """Find what is wrong with data: broken files, duplicates, items on both sides of the split,
+    likely label errors.
 
-    FOLDER is a folder, a CSV file, a table, or a recipe, whose [split] says the sides; several are
-    sides of one split. Leaves with exit code 1 if something was found, 0 if nothing was.
+    FOLDER is a folder, a CSV file, a table, or a recipe with its [split]. Several are the sides of
+    one split. The exit code is 1 if something was found, otherwise 0.
 
     Example:  retrieval data check photos --output findings.json
     """
@@ -139,7 +141,9 @@ def check(
     if output is not None and output.suffix.lower() != ".json":
         raise DataError(f"{output} should end in .json, which is what is written.")
     from retrieval.host.files import write_json
-    from retrieval.run.check_data import check_data  # slow to import: a wrong path is said at once
+
+    # slow to import, so that a wrong path is reported first
+    from retrieval.run.check_data import check_data
 
     findings = check_data(sources, model=model, within=within, overrides=overrides, plugins=extra)
     say(findings.text(lines))

@@ -1,4 +1,4 @@
-"""`retrieval demo`: the whole product on scikit-learn's digits, and a picture of what was found."""
+"""`retrieval demo`: the whole product on scikit-learn's digits, and a picture of the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NEIGHBOURS = 10
 
 
 def run_demo(output: Path, say: Callable[[str], None]) -> None:
-    """Make a run, a bundle, an index and a picture in a new folder.
+    """Create a run, a bundle, an index and a picture of search results in a new folder.
 
     Raises:
         DataError: the folder exists.
@@ -94,7 +94,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG: a query of each class, the others in a folder per class."""
+    """Write the test digits as PNG: one query per class, the others in a folder per class."""
     import numpy as np
 
     from retrieval.serving.images import from_array
@@ -124,7 +124,7 @@ def remove(folder: Path) -> None:
     """Remove an earlier demo's folder.
 
     Raises:
-        DataError: the folder is not a demo's.
+        DataError: the folder does not hold a demo.
     """
     if not (folder / "run" / "recipe.toml").is_file():
         raise DataError(f"{folder} is not a demo's folder; it is left alone.")
@@ -137,11 +137,11 @@ def remove(folder: Path) -> None:
     type=click.Path(path_type=Path),
     default=Path("demo"),
     show_default=True,
-    help="Folder to make.",
+    help="Folder to create.",
 )
 @click.option("--replace", is_flag=True, help="Remove an earlier demo in that folder first.")
 def demo(output: Path, replace: bool) -> None:
-    """Try everything on real handwritten digits: train, evaluate, export, index, search.
+    """Try everything on handwritten digits: train, evaluate, export, index, search.
 
     Nothing is downloaded.
 

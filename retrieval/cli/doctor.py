@@ -1,6 +1,6 @@
-"""`retrieval doctor`: what is installed, what each library sees, what will run where, what to mend.
+"""`retrieval doctor`: installed versions, visible devices, where work will run, and what to repair.
 
-Each library is asked in a process of its own: one that crashes on import is a finding, not the end.
+Each library is imported in its own process, so that one that crashes on import becomes a finding.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from retrieval.cli import say
 from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed_packages, nvidia_smi
 
 DISTRIBUTION = "embedding-retrieval"
-_SECONDS = 120  # for one library to be imported and asked; a cold torch on a slow disk takes long
+_SECONDS = 120  # time-out per library; a first import of torch from a slow disk takes long
 _DEVELOPERS = {"docs", "test"}  # extras that no user needs
 
-# A graph of one Identity node: whether a provider really starts is only seen by starting it.
+# A graph of one Identity node, to test whether an execution provider really starts.
 _IDENTITY = (
     "08083a370a100a017812017922084964656e746974791201675a0f0a0178120a0a08080112040a020801620f0a0179120a0a0808"
     "0112040a02080142040a001011"
@@ -62,7 +62,7 @@ out = {"gpu": hasattr(faiss, "StandardGpuResources"), "devices": faiss.get_num_g
 
 @dataclass(frozen=True)
 class Library:
-    """One required distribution: what is installed of it (None: nothing) and what is asked for."""
+    """A required distribution: its installed version, or `None`, and the required versions."""
 
     name: str
     installed: str | None
@@ -72,17 +72,18 @@ class Library:
 
 @dataclass(frozen=True)
 class Examination:
-    """What `examine` found.
+    """The result of `examine`.
 
     Attributes:
         system: Python and platform.
-        libraries: what retrieval asks for, by name.
-        driver: the CUDA devices that the driver names; empty without one.
-        driver_cuda: the newest CUDA that the driver runs, such as "13.0"; None without one.
-        sees: what each imported library answered.
-        runs: what training, the encoder and the index will run on.
-        faults: sentences, each with what to do. Empty when all is well.
-        notes: what is left unused, and how to use it.
+        libraries: the required distributions, by name.
+        driver: the CUDA devices that the driver lists; empty without a driver.
+        driver_cuda: the newest CUDA version that the driver supports, such as "13.0"; `None`
+            without a driver.
+        sees: each library's report, such as its devices.
+        runs: the devices that training, the encoder and the index will use.
+        faults: one sentence per fault, with its remedy.
+        notes: devices that stay unused, and how to use them.
     """
 
     system: str
@@ -95,7 +96,7 @@ class Examination:
     notes: tuple[str, ...] = ()
 
     def as_json(self) -> str:
-        """Return all of it as JSON."""
+        """Return the result as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
@@ -106,7 +107,7 @@ class _Findings:
 
 
 def examine() -> Examination:
-    """Look at this environment: versions, doubled packages, devices, providers, CUDA."""
+    """Examine this environment: versions, conflicting packages, devices, providers, CUDA."""
     findings = _Findings()
     libraries = _libraries()
     for library in libraries:
@@ -152,7 +153,7 @@ def examine() -> Examination:
 
 
 def _libraries() -> tuple[Library, ...]:
-    """Return what the installed distribution asks for, users' extras included."""
+    """Return the requirements of the installed distribution, including extras for users."""
     required: dict[str, tuple[Requirement, list[str]]] = {}
     for line in requires(DISTRIBUTION) or []:
         requirement = Requirement(line)
@@ -199,7 +200,7 @@ def _check_version(library: Library, findings: _Findings) -> None:
 
 
 def _ask(code: str) -> tuple[dict[str, Any], str | None]:
-    """Return a library's answer from a process of its own, and its fault, if any."""
+    """Run code in a new process, and return its JSON output and its fault, if any."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"import json\n{code}\nprint(json.dumps(out))"],
@@ -219,14 +220,14 @@ def _ask(code: str) -> tuple[dict[str, Any], str | None]:
 
 
 def _driver() -> tuple[str, ...]:
-    """Return the devices that NVIDIA's driver names."""
+    """Return the devices that NVIDIA's driver lists."""
     return tuple(
         nvidia_smi("--query-gpu=name,driver_version", "--format=csv,noheader").strip().splitlines()
     )
 
 
 def _driver_cuda() -> str | None:
-    """Return the newest CUDA that NVIDIA's driver runs."""
+    """Return the newest CUDA version that NVIDIA's driver supports."""
     match = re.search(r"CUDA Version:\s*(\d+\.\d+)", nvidia_smi())
     return match[1] if match else None
 
@@ -234,7 +235,7 @@ def _driver_cuda() -> str | None:
 def _placement(
     sees: Mapping[str, Mapping[str, Any]], driver: Iterable[str], findings: _Findings
 ) -> dict[str, str]:
-    """Return what each kind of work will run on, and note devices that stay unused."""
+    """Return the device for each kind of work, and note devices that stay unused."""
     has_device = bool(tuple(driver))
     runs: dict[str, str] = {}
     if "torch" in sees:
@@ -274,7 +275,7 @@ def _placement(
 
 
 def _check_device(driver: Sequence[str], findings: _Findings) -> None:
-    """Refuse what was installed for a GPU where there is none."""
+    """Report libraries for a GPU on a machine without one."""
     installed = [name for name in installed_packages((*FAISS, *ONNXRUNTIME)) if "gpu" in name]
     if installed and not driver:
         findings.faults.append(
@@ -288,7 +289,7 @@ def _check_device(driver: Sequence[str], findings: _Findings) -> None:
 def _check_cuda(
     sees: Mapping[str, Mapping[str, Any]], driver: str | None, findings: _Findings
 ) -> None:
-    """Refuse libraries of different CUDA majors, and those that the driver is too old for."""
+    """Report libraries with different CUDA majors, or that need a newer driver."""
     majors: dict[str, str] = {}
     if "torch" in sees and sees["torch"]["cuda"]:
         majors["torch"] = str(sees["torch"]["cuda"]).partition(".")[0]
@@ -330,9 +331,9 @@ def _cuda_major(name: str) -> str | None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 def doctor(as_json: bool) -> None:
-    """Say what is installed, what each library sees, what will run where, and what to mend.
+    """Show installed versions, visible devices, where work will run, and what to repair.
 
-    Leaves with exit code 2 if something is wrong.
+    The exit code is 2 if something is wrong.
 
     Example:  retrieval doctor --json
     """

@@ -44,13 +44,13 @@ from retrieval.cli.index_common import (
 @click.option(
     "--features",
     is_flag=True,
-    help="Keep the backbone's features too, for bundles of export --split.",
+    help="Also keep the backbone's features, for bundles of export --split.",
 )
 @click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @click.option(
     "--part",
     type=click.IntRange(1),
-    help="Items of a file. By default some thousand files, of 256 to 8192 items.",
+    help="Items per file. By default some thousand files, of 256 to 8192 items.",
 )
 @click.option(
     "--max-bad",
@@ -58,13 +58,13 @@ from retrieval.cli.index_common import (
     default=10_000,
     show_default=True,
     type=click.IntRange(0),
-    help="Stop at more unusable items.",
+    help="Stop if more items than this are unusable.",
 )
-@click.option("--retry-bad", is_flag=True, help="Do the files again that lack unusable items.")
+@click.option("--retry-bad", is_flag=True, help="Redo the files that lack unusable items.")
 @click.option(
     "--cpus",
     type=click.IntRange(1),
-    help="With --ray: cores of each worker. By default 4, or those of the smallest node.",
+    help="With --ray: cores per worker. By default 4, or the smallest node's if fewer.",
 )
 @MAX_PIXELS
 @MAX_BYTES
@@ -81,10 +81,10 @@ def embed_command(
     """Embed SOURCES with BUNDLE into a folder of Parquet files, on this machine or on a Ray
     cluster.
 
-    SOURCES are what 'retrieval index create' takes. Each item is there exactly once: key, label,
-    metadata, vector, code, and features on request. 'retrieval index create' and 'add' take the
-    folder in the place of the images. Items that cannot be used are named in bad.jsonl. Whatever is
-    killed, a finished file stays, and the same command goes on.
+    SOURCES are the same as for 'retrieval index create'. Each item appears exactly once, with key,
+    label, metadata, vector, code, and features on request. 'retrieval index create' and 'add'
+    accept the folder in place of images. bad.jsonl lists unusable items. After an interruption or a
+    kill, run the same command again: finished files are kept.
     """
     if settings["cpus"] is not None and settings["ray"] is None:
         raise click.UsageError("--cpus are of a cluster's workers: name the cluster with --ray.")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     type=Choice(["retrieval", "verification"]),
     default="retrieval",
     show_default=True,
-    help="Search for each item, or judge pairs: the same or not.",
+    help="Search for each item, or judge whether pairs are the same.",
 )
 @click.option(
     "--split",
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     type=Choice(["test", "validation"]),
     default="test",
     show_default=True,
-    help="Which items are searched for, or paired.",
+    help="The items that are queries or form pairs.",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="NAME",
-    help="A figure by name; repeatable. By default the recipe's.",
+    help="A metric by name; repeatable. By default the recipe's.",
 )
-@click.option("--clusters", is_flag=True, help="Also NMI and F1 of k-means clusters.")
+@click.option("--clusters", is_flag=True, help="Also compute NMI and F1 of k-means clusters.")
 @click.option(
     "--pairs",
     metavar="FILE",
     type=click.Path(path_type=Path),
     help=(
-        "Verification: a CSV file with the columns first, second, same (1 or 0) and perhaps fold;"
-        " or LFW's pairs.txt. By default pairs are drawn."
+        "Verification: a CSV file with the columns first, second, same (1 or 0) and optionally"
+        " fold, or LFW's pairs.txt. By default pairs are random."
     ),
 )
 @click.option(
@@ -55,42 +55,41 @@ if TYPE_CHECKING:
     metavar="N",
     type=int,
     help=(
-        "Verification: how many pairs to draw, half of them same. By default up to 600 for each"
-        " fold."
+        "Verification: number of random pairs, half of them same. By default up to 600 per fold."
     ),
 )
 @click.option(
     "--folds",
     metavar="N",
     type=int,
-    help="Verification: folds of pairs that are drawn, or that come without folds. By default 10.",
+    help="Verification: number of folds of pairs without a fold. By default 10.",
 )
 @click.option(
-    "--seed", metavar="N", type=int, help="Verification: of the pairs or folds. By default 0."
+    "--seed", metavar="N", type=int, help="Verification: seed of pairs and folds. By default 0."
 )
 @click.option(
     "--baseline",
     is_flag=True,
     help=(
-        "Also the raw inputs (pixels, or vectors), which need no training; for verification also"
-        " the untrained model."
+        "Also evaluate the raw inputs (pixels, or vectors), which need no training; for"
+        " verification also the untrained model."
     ),
 )
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path),
-    help="Also what this bundle gives, searched as a server does.",
+    help="Also evaluate this bundle, searching as a server does.",
 )
 @click.option(
     "--gallery",
     type=click.Path(path_type=Path),
-    help="Of a folder of embeddings: another one, to search in.",
+    help="For a folder of embeddings: another folder to search in.",
 )
 @click.option(
     "--ray",
     metavar="ADDRESS",
     help=(
-        "Of a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one"
+        "For a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one"
         " of its nodes."
     ),
 )
@@ -114,8 +113,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
-    RUN may also be a folder that 'retrieval embed' wrote of items with labels: the metrics are
-    those of its vectors, by Euclidean distance, and it may be larger than the memory.
+    RUN may also be a folder of 'retrieval embed' with labels. The metrics then use its vectors and
+    Euclidean distance, and the folder may be larger than the memory.
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
 

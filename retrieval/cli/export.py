@@ -22,7 +22,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--model",
     metavar="NAME",
-    help="Instead of a run: a pretrained backbone by its name, nothing trained.",
+    help="Instead of a run: the name of a pretrained backbone.",
 )
 @click.option("--output", "-o", type=_PATH, help="Folder to write; by default RUN/bundle.")
 @click.option(
@@ -30,7 +30,7 @@ _PATH = click.Path(path_type=Path)
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help="With --model: a parameter of the backbone, as in size=160; repeatable.",
+    help="With --model: a parameter of the backbone, such as size=160; repeatable.",
 )
 @click.option(
     "--whiten",
@@ -38,7 +38,7 @@ _PATH = click.Path(path_type=Path)
     type=_PATH,
     metavar="PHOTOS",
     help=(
-        "With --model: PCA whitening fitted on this folder or file of photos, which need no labels;"
+        "With --model: fit PCA whitening on this folder or file of photos, which need no labels;"
         " repeatable."
     ),
 )
@@ -46,9 +46,9 @@ _PATH = click.Path(path_type=Path)
     "--dimensions",
     type=click.IntRange(1),
     help=(
-        "Width of the vectors. Of a run: the first numbers of its embedding, for which"
+        "Dimension of the vectors. For a run: keep the first numbers of its embedding, for which"
         " core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's"
-        " where that is less."
+        " number of features if smaller."
     ),
 )
 @click.option(
@@ -57,28 +57,28 @@ _PATH = click.Path(path_type=Path)
     type=_PATH,
     metavar="PHOTOS",
     help=(
-        "With --model: photos that verify the bundle and calibrate int8, where not those of"
+        "With --model: photos that verify the bundle and calibrate int8, by default those of"
         " --whiten; repeatable."
     ),
 )
 @click.option(
     "--random-weights",
     is_flag=True,
-    help="With --model: also a backbone whose weights are random, as a floor to compare with.",
+    help="With --model: allow a backbone with random weights, as a baseline.",
 )
 @click.option(
     "--variant",
     "variants",
     multiple=True,
     type=Choice(["fp16", "int8"]),
-    help="Also the encoder in this precision, with its measured drift; repeatable.",
+    help="Also write the encoder in this precision, with its measured drift; repeatable.",
 )
 @click.option(
     "--split",
     is_flag=True,
     help=(
-        "The encoder as two graphs, backbone and head, so that an index that keeps features changes"
-        " heads in seconds."
+        "Write the encoder as two graphs, backbone and head, so that an index that keeps features"
+        " can change heads in seconds."
     ),
 )
 @click.option(
@@ -97,16 +97,16 @@ _PATH = click.Path(path_type=Path)
     help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
 )
 @click.option(
-    "--opset", default=18, show_default=True, type=int, help="Version of ONNX's operators."
+    "--opset", default=18, show_default=True, type=int, help="Version of the ONNX operators."
 )
 @click.option(
     "--exporter",
     default="auto",
     show_default=True,
     type=Choice(["auto", "dynamo", "torchscript"]),
-    help="torch's exporter: the present one, the older one, or the first that works.",
+    help="torch's exporter: the current one (dynamo), the older one, or the first that works.",
 )
-@click.option("--replace", is_flag=True, help="Put the new bundle in the place of an older one.")
+@click.option("--replace", is_flag=True, help="Replace an existing bundle.")
 @PLUGIN_OPTION
 @ALLOW_OPTION
 def export_command(
@@ -121,12 +121,12 @@ def export_command(
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Turn a run's best weights, or a pretrained backbone, into a bundle that needs no torch: ONNX
+    """Export a run's best weights, or a pretrained backbone, as a bundle that needs no torch: ONNX
     graphs, compared with torch, and a manifest.
 
     \b
     Example:  retrieval export runs/digits --output digits.bundle --variant int8
-    No labels, no training:
+    Without labels or training:
         retrieval export --model core.efficientnet_lite0 --whiten photos --output photos.bundle
     """
     if (run is None) == (model is None):
@@ -181,7 +181,7 @@ def _run(run: Path, output: Path | None, options: dict[str, Any]) -> Bundle:
 
 
 def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return what `--set` says, read as a recipe's `[backbone]` table."""
+    """Return the values of `--set`, read like a recipe's `[backbone]` table."""
     from retrieval.recipe.read import apply_overrides
 
     table: dict[str, Any] = {"backbone": {}}
@@ -191,7 +191,7 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _report(bundle: Bundle, items: str) -> None:
-    """Print what was written, how far torch and ONNX Runtime differ, and what variants lose."""
+    """Print the bundle's files, the difference of torch and ONNX Runtime, and variants' drift."""
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     seen = manifest.verified

@@ -1,4 +1,4 @@
-"""`retrieval index`: a noun, and verbs after it."""
+"""`retrieval index` and its subcommands."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ COMMANDS: dict[str, click.Command] = {
 
 
 class _Index(click.Group):
-    """A noun with verbs after it, listed in the order of use."""
+    """A group that lists its subcommands in the order of use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """In the order of use."""
+        """Return the subcommands in the order of use."""
         return list(COMMANDS)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb.
+        """Return the subcommand.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: the subcommand does not exist.
         """
         word = args[0] if args else ""
         if word in COMMANDS:
@@ -60,4 +60,4 @@ Examples:
 """,
 )
 def index() -> None:
-    """Create an index, and change, look through, move and repair it while it is searched."""
+    """Create an index, and change, inspect, copy and repair it while it is searched."""

@@ -1,6 +1,4 @@
-"""What the commands `retrieval index …` and `embed` have in common: arguments, options, and opening
-an index.
-"""
+"""Arguments, options and helpers that the commands `retrieval index …` and `embed` share."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 WHERE = click.option(
     "--where",
     metavar="FILTER",
-    help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\".",
+    help="Only items that match, such as \"price < 20 and label in ('shoe', 'boot')\".",
 )
 VARIANT = click.option(
     "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
@@ -46,7 +44,7 @@ DEVICE = click.option(
 
 
 def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator that makes a command, whose help ends with these examples."""
+    """Return a decorator for a command whose help ends with these examples."""
     lines = [
         "\b",
         "Examples:" if len(examples) > 1 else "Example:",
@@ -56,9 +54,7 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
 
 
 def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument INDEX, a folder or an address, and the option that brings the plugin of its
-    store.
-    """
+    """Add the argument INDEX, a folder or an address, and the option for its store's plugin."""
 
     def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
         ctx.meta[_PLUGINS] = items
@@ -68,20 +64,20 @@ def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plugins_given() -> tuple[str, ...]:
-    """Return what the option of `INDEX` named in this call of the command line."""
+    """Return the plugins that the user named with the option that `INDEX` added."""
     plugins: tuple[str, ...] = click.get_current_context().meta.get(_PLUGINS, ())
     return plugins
 
 
 def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of what embeds images into an index."""
+    """Add the options of commands that embed images into an index."""
     for option in (
         click.option(
             "--keep",
             default="reference",
             show_default=True,
             type=Choice(["reference", "copy", "thumbnail", "nothing"]),
-            help="What the index keeps of originals.",
+            help="What the index keeps of each original.",
         ),
         MAX_BYTES,
         MAX_PIXELS,
@@ -95,7 +91,7 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--skip-bad",
             is_flag=True,
-            help="Leave out images that cannot be used; each is reported.",
+            help="Skip images that cannot be used, and report each.",
         ),
     ):
         function = option(function)
@@ -103,9 +99,7 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
-    """Print what a command did to an index: a sentence, or one JSON object, which begins with the
-    index as it was named.
-    """
+    """Print a command's result as a sentence, or as a JSON object that starts with the index."""
     if as_json:
         say_json({"index": str(path), **facts})
     else:
@@ -116,7 +110,7 @@ def opened_index(path: IndexPlace) -> Index:
     """Open an index.
 
     Raises:
-        StoreError: it is none.
+        StoreError: the place does not hold an index.
     """
     quiet_threads()
     from retrieval.serving.index.index import open_index
@@ -125,10 +119,10 @@ def opened_index(path: IndexPlace) -> Index:
 
 
 def opened_store(path: IndexPlace) -> Store:
-    """Open the store of an index alone, without its bundle.
+    """Open the store of an index, without its bundle.
 
     Raises:
-        StoreError: it is none.
+        StoreError: the place does not hold an index.
     """
     quiet_threads()
     from retrieval.serving.index.index import open_store
@@ -137,7 +131,7 @@ def opened_store(path: IndexPlace) -> Store:
 
 
 def quiet_threads() -> None:
-    """Keep FAISS and ONNX Runtime from spinning; before either is imported."""
+    """Keep the threads of FAISS and ONNX Runtime from spinning; call before importing either."""
     from retrieval.serving.runtime import quiet_threads as quiet
 
     quiet()

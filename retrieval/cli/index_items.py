@@ -48,7 +48,7 @@ _PAGE = 1000
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path),
-    help="What embeds the images: a folder that retrieval export wrote.",
+    help="The bundle that embeds the images, a folder of 'retrieval export'.",
 )
 @click.option(
     "--model",
@@ -58,7 +58,7 @@ _PAGE = 1000
 @click.option(
     "--whiten/--no-whiten",
     default=False,
-    help="With --model: whiten its features by the photos themselves.",
+    help="With --model: fit PCA whitening on the images.",
 )
 @click.option(
     "--backend",
@@ -79,11 +79,11 @@ _PAGE = 1000
     "--keep-features",
     is_flag=True,
     help=(
-        "Keep the backbone's features too: another head then takes seconds (index migrate). For"
-        " bundles of export --split."
+        "Also keep the backbone's features, so that 'index migrate' to another head takes seconds."
+        " For bundles of export --split."
     ),
 )
-@click.option("--replace", is_flag=True, help="Put the new index in the place of an older one.")
+@click.option("--replace", is_flag=True, help="Replace an existing index.")
 @DEVICE
 @embedding
 @JSON
@@ -100,15 +100,15 @@ def create(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Create INDEX, a folder or an address, from IMAGES, with the vectors that a bundle or a
-    pretrained model gives.
+    """Create INDEX, a folder or an address, from IMAGES, with the vectors of a bundle or a
+    pretrained model.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
     'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
-    'image' (likewise), or addresses of these
-    (s3://…, hf://…), with fsspec. For a bundle of features they are .npz files or Parquet tables
-    with 'features'. Without any, the index is empty. An interrupted run goes on where it stopped
-    when the command is repeated; at an address 'retrieval index add' goes on.
+    'image' (likewise), or addresses of these (s3://…, hf://…), which need fsspec. For a bundle of
+    features they are .npz files or Parquet tables with 'features'. Without IMAGES, the index is
+    empty. To resume after an interruption, run the same command again; for an index at an address,
+    run 'retrieval index add'.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -145,10 +145,8 @@ def _exported(
     whiten: bool,
     plugins: tuple[str, ...],
 ) -> Path:
-    """Return a bundle of a pretrained model, which is made where an interrupted run has not left
-    it.
-    """
-    # beside the index; of an address in this folder
+    """Export a bundle of a pretrained model, or return the one that an interrupted run left."""
+    # next to the index; for an address, in the working directory
     target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
     target = target.with_name(f".{target.name}.bundle")
     if target.is_dir():
@@ -156,7 +154,7 @@ def _exported(
     from retrieval.export.export_backbone import export_backbone
     from retrieval.serving.index.locations import is_table
 
-    # others are verified, and whitened, on no photos: the backbone's export reads files only
+    # the backbone's export reads only files, so other sources neither verify nor whiten
     photos = [image for image in images if isinstance(image, Path) and not is_table(image.name)]
     if whiten and not photos:
         raise click.UsageError(
@@ -205,7 +203,7 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """Return `--set m=48` as {"m": 48}: values are JSON where they can be, text otherwise."""
+    """Return `--set m=48` as {"m": 48}; values that are not JSON are text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
@@ -226,9 +224,7 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
 )
 @INDEX
 @click.argument("images", nargs=-1, required=True, type=Place())
-@click.option(
-    "--sync", is_flag=True, help="Make the index equal to IMAGES: what they do not name is deleted."
-)
+@click.option("--sync", is_flag=True, help="Also delete the items that are not in IMAGES.")
 @JSON
 @embedding
 def add(
@@ -240,10 +236,10 @@ def add(
     max_bytes: int,
     **settings: Any,
 ) -> None:
-    """Embed IMAGES and add them to INDEX; what is there and has not changed is passed over.
+    """Embed IMAGES and add them to INDEX, skipping those that have not changed.
 
-    Searches go on meanwhile. What was added is on the disk from second to second: after an
-    interruption or a kill the same command goes on where it stopped.
+    INDEX can be searched meanwhile. Items are written to the disk every second or so. To resume
+    after an interruption or a kill, run the same command again.
     """
     from retrieval.serving.images import Limits
 
@@ -286,9 +282,9 @@ def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: b
 )
 @INDEX
 @WHERE
-@click.option("--after", metavar="ID", help="Begin behind this id.")
+@click.option("--after", metavar="ID", help="Start after this id.")
 @click.option(
-    "--limit", default=100, show_default=True, type=click.IntRange(1), help="How many at most."
+    "--limit", default=100, show_default=True, type=click.IntRange(1), help="Most items to list."
 )
 @JSON
 def list_items(
@@ -325,7 +321,7 @@ def list_items(
 @click.argument("id", required=False)
 @JSON
 def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
-    """Show what INDEX holds, or one of its items."""
+    """Show a summary of INDEX, or one of its items."""
     with opened_index(path) as opened:
         if id is not None:
             item = opened.get(id, arrays=True).get(id)
@@ -355,7 +351,7 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
         say_json({"index": str(path), **content})
         return
     for name, value in content.items():
-        if name == "bytes" and value is None:  # only the store's engine knows
+        if name == "bytes" and value is None:  # the store does not know its size
             continue
         if isinstance(value, list) and name != "vector":
             say(f"{name}:")
@@ -368,7 +364,7 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for people: thousands with a comma, an object as JSON."""
+    """Return a value as text: numbers with thousands separators, objects as JSON."""
     if value is None:
         return "none"
     if isinstance(value, dict):

@@ -1,5 +1,6 @@
-"""Commands on an index as a whole: `check`, `compact`, `duplicates`, `migrate`,
-`rollback`, `snapshot`, `restore`.
+"""`retrieval index check`, `compact`, `duplicates`, `migrate`, `rollback`, `snapshot`, `restore`.
+
+These commands work on an index as a whole.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 @INDEX
 @JSON
 def check(path: IndexPlace, as_json: bool) -> None:
-    """Compare every file of INDEX with its checksums, and all parts with each other; at an address:
-    read every item and bundle.
+    """Check every file of INDEX against its checksum, and all parts against each other. At an
+    address, read every item and bundle.
     """
     from retrieval.serving.index.checking import check_index, check_store
 
@@ -66,14 +67,14 @@ def check(path: IndexPlace, as_json: bool) -> None:
 @INDEX
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
-    """Merge the segments of INDEX, drop what was deleted, and give the room back."""
+    """Merge the segments of INDEX, remove deleted items, and free their disk space."""
     from retrieval.serving.progress import Meter
 
     with opened_store(path) as store, Meter("compacting", store.count(), "items") as meter:
         before = store.stats().bytes
         store.compact(lambda done, total: meter.reach(done, total, "compacting"))
         after = store.stats().bytes
-    if before is None or after is None:  # only its engine knows
+    if before is None or after is None:  # the store does not know its size
         sentence = "compacted."
     else:
         sentence = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
@@ -86,12 +87,12 @@ def compact(path: IndexPlace, as_json: bool) -> None:
 )
 @INDEX
 @click.option(
-    "--within", required=True, type=click.FloatRange(0), help="The distance, as searches give it."
+    "--within", required=True, type=click.FloatRange(0), help="Largest distance, as in searches."
 )
 @WHERE
 @JSON
 def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
-    """List groups of items of INDEX that lie near one another, directly or through others."""
+    """List groups of items of INDEX that are near one another, directly or through others."""
     with opened_index(path) as opened:
         groups = opened.duplicates(within, where=where)
     if as_json:
@@ -101,7 +102,7 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
     for group in groups:
         say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
     extra = sum(len(group.ids) - 1 for group in groups)
-    say(f"{len(groups):,} groups; {extra:,} items would go if one of each stayed.", err=True)
+    say(f"{len(groups):,} groups with {extra:,} items more than one each.", err=True)
 
 
 @command(
@@ -112,25 +113,25 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
 @INDEX
 @click.argument("bundle", required=False, type=click.Path(path_type=Path))
 @click.option(
-    "--skip-bad", is_flag=True, help="Leave out items whose original is gone or cannot be used."
+    "--skip-bad", is_flag=True, help="Skip items whose original is missing or cannot be used."
 )
 @click.option(
     "--drop-old",
     is_flag=True,
-    help="Delete generations that are not served; without BUNDLE, only that.",
+    help="Delete generations that are not served. Without BUNDLE, do nothing else.",
 )
 @JSON
 def migrate(
     path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool
 ) -> None:
-    """Embed the items of INDEX with another BUNDLE, then serve that.
+    """Embed the items of INDEX with another BUNDLE, then serve the new vectors.
 
-    An index that was created with --keep-features needs no originals where only the head is
-    another, and takes seconds.
+    If the index was created with --keep-features and only the head differs, this needs no originals
+    and takes seconds.
 
-    Searches go on with the old vectors until all new ones are there; old and new never mix. The old
-    generation is kept for 'retrieval index rollback' until --drop-old. After an interruption or a
-    kill the same command goes on.
+    Searches use the old vectors until all new ones are complete; old and new never mix. The old
+    generation is kept for 'retrieval index rollback' until --drop-old. To resume after an
+    interruption or a kill, run the same command again.
     """
     with opened_index(path) as opened:
         if bundle is None and not drop_old:
@@ -166,8 +167,8 @@ def migrate(
 @INDEX
 @JSON
 def rollback(path: IndexPlace, as_json: bool) -> None:
-    """Serve the generation of INDEX that was served before the last migration; items that came
-    since are embedded for it first.
+    """Serve the generation of INDEX before the last migration again. Items that were added since
+    are first embedded for it.
     """
     with opened_index(path) as opened:
         done = opened.rollback()
@@ -192,8 +193,8 @@ def _plain(done: Migrated) -> dict[str, Any]:
 @click.argument("target", type=click.Path(path_type=Path))
 @JSON
 def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
-    """Copy one moment of INDEX to the new folder TARGET, while it is searched and written to;
-    TARGET opens as an index.
+    """Copy a consistent state of INDEX to the new folder TARGET, which opens as an index. Searches
+    and writes continue meanwhile.
     """
     with opened_index(path) as opened:
         opened.snapshot(target)
@@ -208,7 +209,7 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
 @INDEX
 @JSON
 def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
-    """Check SNAPSHOT and copy it to INDEX: a new folder, or an address without an index."""
+    """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
     from retrieval.serving.index.checking import restore as copy
 
     notes = copy(source, path, plugins=plugins_given())

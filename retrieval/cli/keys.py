@@ -1,7 +1,4 @@
-"""`retrieval keys`: who may use a server.
-
-Nothing heavy is imported before one of the commands runs.
-"""
+"""`retrieval keys`: the API keys of a server. Heavy modules are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ _OUTPUT = click.option(
     required=True,
     metavar="KEYS",
     type=click.Path(path_type=Path),
-    help="File of keys.",
+    help="The file of keys.",
 )
 
 
 @click.group()
 def keys() -> None:
-    """Make, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
+    """Create, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
 
-    The file holds salted hashes: a key itself is shown once, when it is made. A running server
-    takes a changed file up by itself.
+    The file holds salted hashes; a key itself is shown only once, when it is created. A running
+    server reloads a changed file.
 
     Example:  retrieval keys add shop --role read --output keys.jsonl
     """
@@ -52,15 +49,15 @@ Examples:
     show_default=True,
     type=Choice(["read", "write", "admin"]),
     help=(
-        "read: search and look. write: add, change and delete items too. admin: snapshots and"
-        " metrics too."
+        "read: search and read items. write: also add, change and delete items. admin: also"
+        " snapshots and metrics."
     ),
 )
 @click.option(
     "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."
 )
 def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
-    """Make a key called NAME, keep its hash in a file, and print the key: it is shown this once."""
+    """Create a key called NAME, write its hash to a file, and print the key, this once."""
     from retrieval.serving.http.keys import add_key, new_key
 
     sent, kept = new_key(name, role, indexes)
@@ -79,7 +76,7 @@ Example:
 @_FILE
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def list_keys(path: Path, as_json: bool) -> None:
-    """Print the keys of a file: names, roles and indexes, and no hash."""
+    """Print the names, roles and indexes of the keys in a file."""
     from retrieval.serving.http.keys import read_keys
 
     records = [
@@ -105,7 +102,7 @@ Example:
 @click.argument("name")
 @_OUTPUT
 def remove(name: str, path: Path) -> None:
-    """Remove the key called NAME from a file; a running server refuses it within seconds."""
+    """Remove the key called NAME from a file. A running server rejects it within seconds."""
     from retrieval.serving.http.keys import remove_key
 
     remove_key(path, name)

@@ -15,7 +15,7 @@ from retrieval.cli.common import Choice
 
 
 def plugin_option(**settings: Any) -> Callable[..., Any]:
-    """Return the option that names plugins besides the installed ones."""
+    """Return the option for plugins that are not installed."""
     return click.option(
         "--plugin",
         "extra",
@@ -32,14 +32,14 @@ PLUGIN_OPTION = plugin_option()
 def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
     from retrieval.host.allow import answering
 
-    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all be answered
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all ask
     interactive = alone and sys.stdin.isatty() and sys.stderr.isatty()
     ctx.with_resource(answering(_confirm if interactive else None, allowed))
 
 
 def _confirm(brings: str) -> bool:
     say(brings, err=True)
-    return click.confirm("Run what is in there?", default=False, err=True)
+    return click.confirm("Run these files?", default=False, err=True)
 
 
 ALLOW_OPTION = click.option(
@@ -47,13 +47,13 @@ ALLOW_OPTION = click.option(
     is_flag=True,
     expose_value=False,
     callback=_answer,
-    help="Run the plugin files that the recipe or run brings.",
+    help="Run the plugin files of the recipe or run.",
 )
 
 
 @click.group()
 def plugins() -> None:
-    """See what plugins offer, or start a new one.
+    """List and show what plugins offer, or start a new one.
 
     Example:  retrieval plugins show pml.multi_similarity
     """
@@ -77,7 +77,7 @@ def list_command(kind: str | None, extra: tuple[str, ...]) -> None:
 @click.argument("name")
 @PLUGIN_OPTION
 def show(name: str, extra: tuple[str, ...]) -> None:
-    """Show what NAME is: its documentation, its parameters, and lines to paste into a recipe.
+    """Show the documentation and parameters of NAME, and lines to paste into a recipe.
 
     Example:  retrieval plugins show pml.multi_similarity
     """
@@ -107,7 +107,7 @@ def show(name: str, extra: tuple[str, ...]) -> None:
             "store",
         ]
     ),
-    help="What it offers.",
+    help="The kind of part that the plugin offers.",
 )
 @click.option(
     "--output",
@@ -115,8 +115,7 @@ def show(name: str, extra: tuple[str, ...]) -> None:
     help="Folder to write; by default ./retrieval-NAME.",
 )
 def new(name: str, kind: str, output: Path | None) -> None:
-    """Write a working third-party package NAME with a part of a kind, its test and a recipe, ready
-    to install.
+    """Create a package NAME, ready to install, with a plugin of a kind, its test and a recipe.
 
     Example:  retrieval plugins new acme --kind miner
     """

@@ -1,4 +1,4 @@
-"""The command `push`."""
+"""`retrieval push`."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ Examples:
 )
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.argument("url")
-@click.option("--index", metavar="NAME", help="Name of the index, where the server has several.")
+@click.option("--index", metavar="NAME", help="Name of the index, if the server has several.")
 @click.option(
     "--connections",
     default=4,
     show_default=True,
     type=click.IntRange(1, 64),
-    help="Requests at a time.",
+    help="Concurrent requests.",
 )
 @click.option(
     "--batch",
     default=16,
     show_default=True,
     type=click.IntRange(1),
-    help="Most images of a request.",
+    help="Most images per request.",
 )
 def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
-    """Put the images below FOLDER into the index of the search server at URL.
+    """Add the images below FOLDER to the index of the search server at URL.
 
-    An image's id is its path below the folder, its label the first folder of it. What is there with
-    the same content is passed over, so that after an interruption the same command goes on. The API
-    key comes from the environment variable RETRIEVAL_KEY.
+    An image's id is its path below FOLDER, and its label is the first folder of that path. Images
+    that the index already has with the same content are skipped, so that after an interruption the
+    same command can be run again. The API key is read from the environment variable RETRIEVAL_KEY.
     """
     from retrieval.client.clients import Client
     from retrieval.serving.progress import Meter

@@ -17,24 +17,24 @@ from retrieval.cli.common import Choice
     type=click.Path(path_type=Path),
     default=Path("report.html"),
     show_default=True,
-    help="The file; one that is there gives way.",
+    help="The file to write; an existing one is replaced.",
 )
 @click.option(
     "--queries",
     type=int,
     default=2000,
     show_default=True,
-    help="Test items to search for, at most.",
+    help="Most test items to use as queries.",
 )
 @click.option(
     "--sample",
     type=int,
     default=600,
     show_default=True,
-    help="Test items whose pairs are measured and that are on the map, at most.",
+    help="Most test items for the map and for the distances of pairs.",
 )
 @click.option(
-    "--thumbnails", type=int, default=800, show_default=True, help="Pictures of items, at most."
+    "--thumbnails", type=int, default=800, show_default=True, help="Most thumbnails of items."
 )
 @click.option(
     "--map",
@@ -42,14 +42,14 @@ from retrieval.cli.common import Choice
     type=Choice(["tsne", "pca", "none"]),
     default="tsne",
     show_default=True,
-    help="How the map is made.",
+    help="Method of the map.",
 )
 def report(
     runs: tuple[Path, ...], output: Path, queries: int, sample: int, thumbnails: int, method: str
 ) -> None:
-    """Write one HTML file of runs: metrics with intervals, hits and mistakes, a map, thresholds.
+    """Write an HTML report of runs: metrics with intervals, hits and mistakes, a map, thresholds.
 
-    It needs no server and loads nothing; it can be sent, read on a phone, and printed.
+    The file is self-contained: it can be sent, read on a phone, and printed.
 
     Example:  retrieval report runs/digits runs/other --output report.html
     """

@@ -1,4 +1,4 @@
-"""The commands `search` and `serve`. Nothing heavy is imported before one of them runs."""
+"""`retrieval search` and `retrieval serve`. Heavy modules are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Hit
     from retrieval.serving.store.address import IndexPlace
 
-_DAY = 86_400.0  # seconds: no time-out is longer
+_DAY = 86_400.0  # seconds, the longest time-out
 _DEVICE = Choice(["auto", "cpu", "cuda"])
 
 
@@ -34,15 +34,13 @@ Examples:
 @click.argument("index", type=IndexArgument())
 @click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
-    "-k", default=10, show_default=True, type=click.IntRange(1), help="How many answers per query."
+    "-k", default=10, show_default=True, type=click.IntRange(1), help="Results per query."
 )
-@click.option(
-    "--candidates", type=click.IntRange(1), help="How many candidates the rescorer is given."
-)
+@click.option("--candidates", type=click.IntRange(1), help="Number of candidates for the rescorer.")
 @click.option(
     "--where",
     metavar="FILTER",
-    help="Only items that match: \"price < 20 and label in ('shoe', 'boot')\".",
+    help="Only items that match, such as \"price < 20 and label in ('shoe', 'boot')\".",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @PLUGIN_OPTION
@@ -59,8 +57,8 @@ def search_command(
     extra: tuple[str, ...],
     device: Any,
 ) -> None:
-    """Search INDEX, a folder or an address, with images (or .npz features) and print the nearest
-    items, nearest first.
+    """Search INDEX, a folder or an address, with images or .npz features, and print the nearest
+    items.
     """
     _quiet_threads()
     from retrieval.serving.index.index import open_index
@@ -99,7 +97,7 @@ Examples:
     default=8000,
     show_default=True,
     type=click.IntRange(0, 65535),
-    help="0 picks a free one.",
+    help="Port to listen on; 0 picks a free one.",
 )
 @click.option(
     "--health-port",
@@ -111,59 +109,59 @@ Examples:
     "hosts",
     multiple=True,
     metavar="NAME",
-    help="A name that requests may use; repeatable.",
+    help="A host name that requests may use; repeatable.",
 )
 @click.option(
     "--proxy-header-from",
     "proxies",
     multiple=True,
     metavar="ADDRESS",
-    help="Believe X-Forwarded-For of the proxy at this address or network; repeatable.",
+    help="Trust X-Forwarded-For from the proxy at this address or network; repeatable.",
 )
 @click.option(
     "--keys",
     type=click.Path(path_type=Path),
     metavar="KEYS",
     help=(
-        "File of API keys (retrieval keys add); also named by the environment variable"
+        "File of API keys (retrieval keys add); also set by the environment variable"
         " RETRIEVAL_KEYS."
     ),
 )
 @click.option(
     "--open",
     type=Choice(["read", "write", "admin"]),
-    help="What everybody may do without a key. A server that others can reach needs this or keys.",
+    help="Role of clients without a key. A server that others can reach needs this or --keys.",
 )
 @click.option(
     "--audit",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Record each change of an index here, as JSON lines.",
+    help="Log each change of an index to this file, as JSON lines.",
 )
 @click.option(
     "--images",
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Show the originals below this folder to whoever may read the index. Repeatable.",
+    help="Serve the originals below this folder to clients that may read; repeatable.",
 )
 @click.option(
     "--snapshots",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Where snapshots that clients ask for are written.",
+    help="Folder for snapshots that clients request.",
 )
 @click.option(
     "--processes",
     default=1,
     show_default=True,
     type=click.IntRange(1, MAX_PROCESSES),
-    help="Processes that serve.",
+    help="Number of server processes.",
 )
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Searches at a time in each; as many as there are cores by default.",
+    help="Concurrent searches per process; by default the number of cores.",
 )
 @click.option(
     "--max-pixels",
@@ -184,23 +182,20 @@ Examples:
     default=Settings.deadline,
     show_default=True,
     type=Number(0.1, _DAY),
-    help="Seconds from a complete request to its answer; then 503.",
+    help="Seconds to answer a complete request before it fails with status 503.",
 )
 @click.option(
     "--log-format",
     type=Choice(["text", "json"]),
-    help=(
-        "A line for each request in the log, for people or for programs; without it only what goes"
-        " wrong."
-    ),
+    help=("Log one line per request, as text or JSON. By default only errors are logged."),
 )
 def serve_command(
     indexes: tuple[str, ...], host: str, port: int, workers: int | None, **options: Any
 ) -> None:
-    """Serve INDEX, a folder or an address, over HTTP: a page to search with an image, and the same
-    as JSON at POST /v1/search.
+    """Serve INDEX, a folder or an address, over HTTP: a web page to search with an image, and a
+    JSON API at POST /v1/search.
 
-    Several indexes have names: PATH is called what its folder is, NAME=PATH as you like.
+    Each of several indexes has a name: that of its folder, or NAME in NAME=PATH.
     """
     _quiet_threads()
     from retrieval.serving.http.server import named, serve
@@ -216,7 +211,7 @@ def _quiet_threads() -> None:
 
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
-    """Refuse an image where the index should be, when the index stands among the queries."""
+    """Refuse swapped arguments: an image as INDEX, and the index among the queries."""
     from retrieval.errors import StoreError
     from retrieval.serving.files.places import kind_of
 
@@ -239,7 +234,7 @@ def _plain(hit: Hit) -> dict[str, Any]:
 
 
 def _table(name: str, hits: list[Hit]) -> str:
-    """Return one query's answers as aligned columns."""
+    """Return one query's results as aligned columns."""
     head = ("rank", "distance", "label", "id")
     rows = [
         (str(rank), f"{hit.distance:.4f}", hit.label or "", hit.id)

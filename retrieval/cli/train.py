@@ -12,7 +12,7 @@ from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.errors import Interrupted
 
 ONCE = ("--replace", "--replace-plugins")
-"""Options that are not given again when a run goes on."""
+"""Options to leave out when a run is resumed."""
 
 RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
 CHANGES = click.argument("changes", nargs=-1, metavar="[KEY=VALUE]...")
@@ -22,9 +22,9 @@ SET_OPTION = click.option(
     multiple=True,
     metavar="KEY=VALUE",
     help=(
-        "Change a value of the recipe, as in loss.margin=0.2; repeatable. loss.name=… takes the"
-        " other loss's parameters out, loss=none the loss. Further changes may follow the recipe"
-        " without --set."
+        "Change a value of the recipe, such as loss.margin=0.2; repeatable. loss.name=… removes the"
+        " parameters of the old loss, loss=none removes the loss. Changes may also follow the"
+        " recipe without --set."
     ),
 )
 
@@ -38,7 +38,7 @@ SET_OPTION = click.option(
 def check(
     recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], extra: tuple[str, ...]
 ) -> None:
-    """Check a recipe: every problem at once; then build it all and run one batch.
+    """Check a recipe and report all problems at once, then build it and run one batch.
 
     Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
     """
@@ -51,9 +51,8 @@ def check(
 
         keep_compiler_out()
         checked = read_recipe(recipe, (*overrides, *changes), extra)
-        from retrieval.training.check import (
-            run_one_batch,
-        )  # slow to import: a wrong path is said at once
+        # slow to import, so that a wrong path is reported first
+        from retrieval.training.check import run_one_batch
 
     with naming(recipe):
         for line in run_one_batch(checked):
@@ -65,8 +64,8 @@ TRACK_OPTION = click.option(
     multiple=True,
     metavar="TRACKER",
     help=(
-        "Tell a tracker how it goes: wandb, mlflow, or a plugin's; repeatable. Their own"
-        " environment variables say where."
+        "Log the run to a tracker: wandb, mlflow, or a plugin's; repeatable. The tracker's own"
+        " environment variables set the server."
     ),
 )
 
@@ -82,15 +81,13 @@ TRACK_OPTION = click.option(
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on from the run's last checkpoint; with --set train.epochs=N also for longer.",
+    help="Resume from the last checkpoint; --set train.epochs=N can extend the run.",
 )
-@click.option(
-    "--replace", is_flag=True, help="Put a new run in the place of the one that is there."
-)
+@click.option("--replace", is_flag=True, help="Replace an existing run.")
 @click.option(
     "--replace-plugins",
     is_flag=True,
-    help="With --resume: go on with the plugin files as they are now, not with the run's copies.",
+    help="With --resume: use the current plugin files instead of the run's copies.",
 )
 @TRACK_OPTION
 @SET_OPTION
@@ -141,7 +138,7 @@ def train(
         else:
             checked = read_recipe(recipe, overrides, extra)
             folder = output or Path("runs") / checked.name
-        # slow to import: a wrong path is said at once
+        # slow to import, so that a wrong path is reported first
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
@@ -157,7 +154,7 @@ def train(
                 report=say,
             )
     except KeyboardInterrupt:
-        # a run that --replace was to replace, and did not yet, is not what to go on with
+        # do not resume the old run if --replace has not replaced it yet
         begun = resume or _which(folder) != before
         go_on = this_command("--resume", without=ONCE) if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
@@ -169,7 +166,7 @@ def train(
 
 
 def _which(folder: Path) -> int | None:
-    """Return which run a folder is; None where it is none."""
+    """Return the inode of a folder, to detect its replacement; `None` if it does not exist."""
     try:
         return folder.stat().st_ino
     except OSError:

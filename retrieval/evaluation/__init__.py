@@ -1,1 +1,1 @@
-"""Exact metrics of a run, of a bundle, or of codes and labels; verification on pairs."""
+"""Exact metrics of a run, a bundle, or codes with labels, and verification of pairs."""

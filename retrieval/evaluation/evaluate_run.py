@@ -1,4 +1,4 @@
-"""Evaluate a run on its held-out items: the trained model, raw inputs, a bundle as served."""
+"""Evaluate a run on its held-out items: the trained model, raw inputs, and a bundle as served."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ Rows = NDArray[np.int64]
 
 OVERLAP_AT = 10
 OVERLAP_QUERIES = 1000
-"""At most so many queries say what the candidate step of a rescorer costs."""
+"""Most queries for measuring the loss of a rescorer's candidate step."""
 
 
 @dataclass(frozen=True)
 class CandidateStep:
-    """What a rescorer's candidate step costs.
+    """The loss of a rescorer's candidate step.
 
     Attributes:
-        overlap_at_10: by number of candidates, the share of the exhaustive ranking's first ten that
-            they keep.
-        default: how many candidates the bundle takes.
+        overlap_at_10: by number of candidates, the share of the exhaustive ranking's first ten
+            that is among them.
+        default: the bundle's number of candidates.
     """
 
     overlap_at_10: dict[str, float]
@@ -55,22 +55,22 @@ class CandidateStep:
 
 @dataclass(frozen=True, repr=False)
 class RunEvaluation:
-    """What `evaluate_run` found.
+    """The result of `evaluate_run`.
 
     Attributes:
         run: the run's folder.
         split: "test" or "validation".
-        queries: how many queries the means are taken over.
-        gallery: how many items were searched.
-        singletons: how many queries were left out because no other item has their label.
-        metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), each metric's
-            mean.
-        candidates: with a bundle that rescores, what its candidate step costs.
-        spread: by contestant, each figure's standard deviation over random galleries, with
-            `[evaluate] gallery_items`.
-        groups: by contestant and group, each metric's mean and the number of queries, with
-            `[evaluate] by`.
-        milliseconds: by contestant, of a query's search, with `[evaluate] latency`.
+        queries: number of queries in the means.
+        gallery: number of items in the gallery.
+        singletons: number of queries left out because no other item has their label.
+        metrics: the mean of each metric, by contestant ("trained", "raw pixels" or "raw vectors",
+            "bundle").
+        candidates: the loss of the candidate step, for a bundle with a rescorer.
+        spread: with `[evaluate] gallery_items`, the standard deviation of each metric over random
+            galleries, by contestant.
+        groups: with `[evaluate] by`, the mean of each metric and the number of queries, by
+            contestant and group.
+        milliseconds: with `[evaluate] latency`, the time of a query's search, by contestant.
     """
 
     run: str
@@ -88,7 +88,7 @@ class RunEvaluation:
         return self.table()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `evaluation-SIDE.json` holds: what nothing was asked of is left out."""
+        """Return the content of `evaluation-SIDE.json`, without keys that do not apply."""
         table = asdict(self)
         for name in ("candidates", "spread", "groups", "milliseconds"):
             if not table[name]:
@@ -122,13 +122,13 @@ class RunEvaluation:
 def resolve_metrics(
     names: Sequence[str | Mapping[str, Any]], plugins: Plugins, always: Sequence[str] = ()
 ) -> dict[str, Metric]:
-    """Return metrics by the names of their values; the `always` ones are short names.
+    """Return metrics by the names of their values.
 
-    A metric is a built-in's short name, `PLUGIN.NAME`, or a table `{name = …, parameters}`, whose
-    value is called `NAME(parameter=value, …)`.
+    A metric is the short name of a built-in, `PLUGIN.NAME`, or a table `{name = …, parameters}`,
+    whose value is named `NAME(parameter=value, …)`. `always` holds short names to add.
 
     Raises:
-        RetrievalError: there is no such metric, or its parameters do not fit.
+        RetrievalError: a metric does not exist, or its parameters do not fit.
     """
     resolved: dict[str, Metric] = {}
     for item in [*names, *always]:
@@ -146,7 +146,7 @@ def refuse_side(side: str) -> None:
     """Refuse a side that is neither "test" nor "validation".
 
     Raises:
-        DataError: it is neither.
+        DataError: the side is neither.
     """
     if side not in ("test", "validation"):
         raise DataError(f'A run is measured on its side "test" or "validation", not on {side!r}.')
@@ -168,19 +168,18 @@ def evaluate_run(
     Args:
         run: a run, or its folder.
         side: "test" or "validation".
-        metrics: metrics as in `[evaluate] metrics`; by default the recipe's.
-        clusters: also NMI and F1 of k-means clusters.
-        baseline: also the raw inputs, unit length, Euclidean.
-        bundle: also a bundle's answers, searched as a server does: candidates by vector, then the
+        metrics: metrics as in `[evaluate] metrics`, by default the recipe's.
+        clusters: also return NMI and F1 of k-means clusters.
+        baseline: also evaluate the raw inputs, scaled to unit length, by Euclidean distance.
+        bundle: also evaluate a bundle, searched as a server does: candidates by vector, then its
             rescorer if it has one.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
-        The metrics of each contestant; with a rescorer also how much of the exhaustive ranking's
-            first ten its candidates keep.
+        The metrics of each contestant and, with a rescorer, the loss of its candidate step.
 
     Raises:
-        DataError: there is no such side, or the run has no items there.
+        DataError: the side does not exist, or the run has no items there.
     """
     refuse_side(side)
     run = run if isinstance(run, Run) else load_run(run)
@@ -253,7 +252,7 @@ def _served(
     gallery: Rows | None,
     metrics: dict[str, Metric],
 ) -> tuple[dict[str, float], CandidateStep | None]:
-    """Return what a bundle gives, and what its candidate step costs."""
+    """Return a bundle's metrics, and the loss of its candidate step."""
     from retrieval.serving.bundle import Bundle
 
     bundle = Bundle.open(path)
@@ -287,7 +286,7 @@ def _served(
 
 
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
-    """Return a bundle's "vector", "query" and "code" (None without a rescorer) of a run's items."""
+    """Return a bundle's "vector", "query" and "code" (`None` without a rescorer) of items."""
     parts = [
         bundle.encode(chunk.numpy())
         for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
@@ -314,8 +313,7 @@ def _rescored(
 ) -> tuple[Rows, dict[str, float]]:
     """Return rows (Q, k) after rescoring, and the overlap of their first ten with the exact ten.
 
-    The exhaustive ranking costs as many distances as there are items: it is made for
-    `OVERLAP_QUERIES` of the queries.
+    The exhaustive ranking measures all items, so it is limited to `OVERLAP_QUERIES` queries.
     """
     size, count = len(theirs["vector"]), len(ours["query"])
     counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
@@ -354,7 +352,7 @@ def nearest_in_each(
     subspaces: Sequence[SubspaceEntry],
     exclude: Rows | None = None,
 ) -> Rows:
-    """Return each sub-space's exact k nearest rows (S, Q, k), without those that are excluded."""
+    """Return each sub-space's exact k nearest rows (S, Q, k), without the excluded ones."""
     rows = [
         exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
         for span in spans_of(subspaces)
@@ -365,11 +363,10 @@ def nearest_in_each(
 def served_neighbors(
     query: Floats, vector: Floats, k: int, manifest: Manifest, exclude: Rows | None = None
 ) -> Rows:
-    """Return rows (Q, k), nearest first, as a server that is asked for k answers orders them.
+    """Return rows (Q, k), nearest first, in a server's order for a search of k results.
 
-    With merge "score" an answer's place depends on how many are asked for, so that a metric among
-    the first ten is here that of a list of k. The bundle has no rescorer; for the other arguments
-    see `nearest_in_each`.
+    With merge "score" the order depends on k, so that metrics of the first ten are those of a list
+    of k results. The bundle must not have a rescorer. For other arguments see `nearest_in_each`.
     """
     proposed = nearest_in_each(query, vector, k, manifest.subspaces, exclude)
     if len(proposed) == 1 and manifest.merge == "min":

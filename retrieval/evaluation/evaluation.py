@@ -1,12 +1,13 @@
 """Retrieval metrics of embeddings and labels, graded relevance, and metrics of clusters.
 
-A query whose label no (other) gallery item has, such as the only item of its class, cannot be
-answered rightly or wrongly. It is left out of every mean and counted in `Evaluation.singletons`; it
-stays in the gallery as a distractor.
+A query without a relevant gallery item, such as the only item of its class, has no right answer. It
+is left out of every mean and counted in `Evaluation.singletons`, but stays in the gallery as a
+distractor.
 
-Clusters are those of Song et al., "Deep metric learning via lifted structured feature embedding"
-(2016), section 6: k-means on the embeddings, always Euclidean, with as many clusters as there are
-classes. NMI is 2 I(Ω; C) / (H(Ω) + H(C)), the arithmetic mean of the entropies; F1 is of pairs.
+Clustering metrics follow Song et al., "Deep metric learning via lifted structured feature
+embedding" (2016), section 6: Euclidean k-means on the embeddings, with as many clusters as there
+are classes. NMI is 2 I(Ω; C) / (H(Ω) + H(C)), normalised by the arithmetic mean of the entropies.
+F1 counts pairs of items.
 """
 
 from __future__ import annotations
@@ -53,17 +54,16 @@ DEFAULT_METRICS = (
 
 @dataclass(frozen=True, repr=False)
 class Evaluation:
-    """What `evaluate` found.
+    """The result of `evaluate`.
 
     Attributes:
-        values: the mean of each metric over the queries that have a relevant item; then "nmi" and
-            "f1", if asked for.
-        queries: how many queries the means are taken over.
-        gallery: how many items were searched.
-        singletons: how many queries were left out because no (other) gallery item that they may see
-            has their label.
-        groups: where `by` was given, the means of each group's queries, and "queries", how many
-            these are.
+        values: the mean of each metric over the queries with a relevant item; with `clusters`, also
+            "nmi" and "f1".
+        queries: number of queries in the means.
+        gallery: number of items in the gallery.
+        singletons: number of queries left out because no other visible gallery item has their
+            label.
+        groups: with `by`, the means over each group's queries, and their number as "queries".
     """
 
     values: dict[str, float]
@@ -76,7 +76,7 @@ class Evaluation:
         return self.table()
 
     def table(self) -> str:
-        """Return the metrics as text, one a line, with the counts below."""
+        """Return the metrics as text, one per line, followed by the counts."""
         width = max((len(name) for name in self.values), default=0)
         lines = [f"{name:<{width}}  {value:.4f}" for name, value in self.values.items()]
         counts = f"{self.queries:,} queries, gallery of {self.gallery:,}"
@@ -106,36 +106,35 @@ def evaluate(
     """Return the retrieval metrics of codes, by exact search.
 
     Args:
-        codes: (Q, C) the queries' codes. Without `gallery` they are the gallery too, each query
-            left out of its own answer.
-        labels: (Q,) one label per query: whole numbers or text, compared exactly; none may be
+        codes: (Q, C), the queries' codes. Without `gallery` they are the gallery too, and each
+            query is left out of its own results.
+        labels: (Q,), one label per query: whole numbers or text, compared exactly. No label may be
             missing.
-        gallery: (N, C) codes to search in.
-        gallery_labels: (N,) their labels.
-        metrics: names of built-in metrics (see `metric`), or metrics by the name that their value
-            shall have.
-        distance: codes (B, C) and (R, C) to distances (B, R), such as a combiner's `compute_mat`;
-            None is Euclidean.
-        exclude: which gallery items are left out for each query, such as those of its camera; None:
-            the query itself only.
-        relevance: grades of relevance, in the place of equal labels; see
-            `retrieval.evaluation.evaluation`.
-        by: (Q,) a value for each query, such as its vendor: also give the metrics of each value's
-            queries.
-        clusters: also give NMI and F1 of k-means clusters of the queries' codes (see
+        gallery: (N, C), the codes to search in.
+        gallery_labels: (N,), the labels of the gallery.
+        metrics: names of built-in metrics (see `metric`), or metrics by the name of their value.
+        distance: a function from codes (B, C) and (R, C) to distances (B, R), such as a combiner's
+            `compute_mat`; `None` means Euclidean.
+        exclude: gallery items to hide from each query, such as those of its camera. `None` hides
+            only the query itself.
+        relevance: grades of relevance that replace equal labels: `Levels`, `Tags`, or another
+            `Relevance`.
+        by: (Q,), a value for each query, such as its vendor. The metrics of each value's queries
+            are returned too.
+        clusters: also return NMI and F1 of k-means clusters of the queries' codes (see
             `retrieval.evaluation.evaluation`).
-        seed: of k-means.
-        block: queries at a time; it changes memory and speed, never a figure.
+        seed: seed of k-means.
+        block: number of queries per block, which changes memory and speed but no metric.
         device: see `exact_neighbors`.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
-        The means. They are NaN when no query has a relevant item.
+        The means, which are NaN if no query has a relevant item.
 
     Raises:
-        DataError: codes and labels that do not fit together, labels that are missing or of two
-            kinds, or codes that are not finite.
-        RetrievalError: a metric that does not exist.
+        DataError: codes and labels do not fit together, labels are missing or of two kinds, or
+            codes are not finite.
+        RetrievalError: a metric does not exist.
     """
     chosen = (
         dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
@@ -144,9 +143,8 @@ def evaluate(
         raise DataError("gallery and gallery_labels come together: one of them is missing.")
     searched = codes if gallery is None else gallery
     for what, rows in (("codes", codes), ("gallery codes", searched)):
-        if (
-            len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2
-        ):  # the code of one item, most often
+        # often the code of a single item
+        if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:
             raise DataError(
                 f"The {what} have shape {shape}: codes must be a matrix, one row per item."
             )
@@ -185,12 +183,12 @@ def _matched(
     item_class: Ints,
     chosen: Mapping[str, Metric],
 ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-    """Return each metric's values of the queries (Q,), and which queries have one, ascending."""
+    """Return each metric's values (Q,), and the queries with a relevant item, ascending."""
     relevant = relevant_items(search, query_class, item_class)
     answerable = np.flatnonzero(relevant > 0)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
     if len(answerable) and chosen:
-        # Queries of similar R share a block, which is searched no deeper than its largest R.
+        # Queries with a similar R share a block, which is searched to the depth of its largest R.
         ordered = answerable[np.argsort(relevant[answerable], kind="stable")]
         distinct, place = np.unique(relevant[ordered], return_inverse=True)
         size = len(item_class)
@@ -208,15 +206,15 @@ def matching(
 ) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
     """Yield queries (B,) and matches (B, k): whether the item at a rank has the query's label.
 
-    `answerable` (A,) are rows of queries in the order of `depths` (A,), how many ranks each wants;
-    k is at least the depth of each query of the block.
+    `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
+    each needs. k is at least the depth of each query in the block.
     """
     ranked = Ranking.serves(len(item_class), depths) if _only_distance(search) else 0
     left = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()
         if codes.dtype != torch.float64:
-            codes = codes.float()  # exactly, of half precision
+            codes = codes.float()  # exact for half precision
         place = np.empty(len(query_class), np.int64)
         place[answerable] = np.arange(len(answerable))
         for rows, matches, failed in Ranking(
@@ -231,21 +229,21 @@ def matching(
 
 
 def _only_distance(search: Search) -> bool:
-    """Return whether items are searched for one another on a CPU, by Euclidean distance alone."""
+    """Return whether items are searched among themselves on a CPU by plain Euclidean distance."""
     on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
     plain = search.gallery is None and search.distance is None and search.hidden is None
     return on_cpu and plain and search.block is None
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
-    """Return how many items of its class each query may see (Q,)."""
+    """Return the number of visible items of its class for each query (Q,)."""
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)[query_class]
     left_out = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
     return np.asarray(counts - left_out)
 
 
 def means(values: Mapping[str, NDArray[np.float64]], answerable: Ints) -> dict[str, float]:
-    """Return the means over some queries, ascending: a mean's rounding depends on the order."""
+    """Return the means over queries in ascending order, because rounding depends on the order."""
     return {
         name: float(column[answerable].mean()) if len(answerable) else float("nan")
         for name, column in values.items()
@@ -253,7 +251,7 @@ def means(values: Mapping[str, NDArray[np.float64]], answerable: Ints) -> dict[s
 
 
 def metric_title(metric: str) -> str:
-    """Return a metric as a table's head has it: `recall_at_1` is Recall@1."""
+    """Return a metric's title in tables, such as Recall@1 for `recall_at_1`."""
     for prefix, title in (("recall_at_", "Recall@"), ("ndcg_at_", "nDCG@")):
         if metric.startswith(prefix) and metric.removeprefix(prefix).isdigit():
             return title + metric.removeprefix(prefix)
@@ -261,7 +259,7 @@ def metric_title(metric: str) -> str:
 
 
 def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Return the lines of a table: a row a metric, a column a contestant."""
+    """Return the lines of a table with one row per metric and one column per contestant."""
     names = list(dict.fromkeys(name for column in columns_by_title.values() for name in column))
     width = max(map(len, names))
     columns = {title: max(len(title), 8) for title in columns_by_title}
@@ -283,10 +281,11 @@ def class_numbers(
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
 ) -> tuple[Ints, Ints]:
-    """Return class numbers of queries and gallery, equal exactly where the labels are.
+    """Return class numbers of queries and gallery, which are equal exactly if the labels are.
 
     Raises:
-        DataError: no items, not one label for each, or labels that cannot be compared exactly.
+        DataError: there are no items, their number differs from that of the labels, or labels
+            cannot be compared exactly.
     """
     if not queries or not items:
         raise DataError(
@@ -304,7 +303,7 @@ def class_numbers(
             " match."
         )
     both = np.concatenate([ours, theirs])
-    if both.dtype.kind == "f":  # int64 with uint64, which NumPy would merge into float64
+    if both.dtype.kind == "f":  # NumPy converts int64 with uint64 to float64
         both = np.concatenate([ours.astype(object), theirs.astype(object)])
     number = np.unique(both, return_inverse=True)[1].astype(np.int64)
     return number[:queries], number[queries:]
@@ -321,11 +320,16 @@ def _one_each(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: s
 
 Grades = NDArray[np.float32]
 _GRADES = 2**24
-"""At most so many grades at a time: 64 MB."""
+"""Most grades in memory, 64 MB."""
 
 
 class Relevance(Protocol):
-    """Grades of gallery items for queries; the smallest grade that is a match, and both sizes."""
+    """Grades of relevance of gallery items for queries.
+
+    Attributes:
+        match: the smallest grade of a match.
+        sizes: the numbers of queries and gallery items.
+    """
 
     match: float
     sizes: tuple[int, int]
@@ -337,9 +341,9 @@ class Relevance(Protocol):
 class Levels:
     """Classes of several levels, such as species, genus and family, finest first.
 
-    The finest level that two items share is their grade: of L levels the finest gives L, which is
-    the match, and the coarsest 1. `query` and `gallery` (None: the queries) hold a value per item
-    of each.
+    The finest level that two items share decides their grade: of L levels, the finest has grade L,
+    which is a match, and the coarsest grade 1. `query` and `gallery` hold one sequence per level,
+    with one value per item; `gallery=None` means the queries.
     """
 
     def __init__(
@@ -358,19 +362,18 @@ class Levels:
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""
         grades = np.zeros((len(rows), self.sizes[1]), np.float32)
-        for place in reversed(
-            range(len(self._levels))
-        ):  # coarse first: a finer level overwrites it
+        # coarse first, because a finer level overwrites it
+        for place in reversed(range(len(self._levels))):
             ours, theirs = self._levels[place]
             grades[ours[rows, None] == theirs] = len(self._levels) - place
         return grades
 
 
 class Tags:
-    """Items of several labels: the grade is how many of them two items share, and one is a match.
+    """Items with several labels: the grade is the number of shared labels, and 1 is a match.
 
     Raises:
-        DataError: an item's labels are no list of text.
+        DataError: an item's labels are not a list of text.
     """
 
     match = 1.0
@@ -403,10 +406,7 @@ class Tags:
 
 
 def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequence[str]]:
-    """Return each item's labels.
-
-    A text is a sequence too, whose characters would be the labels, and NaN is no text.
-    """
+    """Return the labels of all items; refuse a plain text or NaN in place of a list."""
     for row, tags in enumerate(items):
         if (
             isinstance(tags, str)
@@ -427,10 +427,10 @@ def graded_values(
     progress: Callable[[int], object],
     answerable: Ints | None = None,
 ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-    """Return each metric's values (Q,), NaN where nothing is relevant, and relevant counts (Q,).
+    """Return each metric's values (Q,), NaN if nothing is relevant, and relevant counts (Q,).
 
-    With no metric nothing is searched. Of queries that are not `answerable` (None: all are) the
-    values are NaN and the counts 0. `progress` receives how many queries were done.
+    Without metrics nothing is searched. Queries that are not in `answerable` (`None` means all)
+    have NaN values and a count of 0. `progress` is called with the number of finished queries.
     """
     total = len(search.queries)
     size = total if search.gallery is None else len(search.gallery)
@@ -459,7 +459,7 @@ def graded_values(
 
 
 def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
-    """Return grades (B, N); −1 for what a query may not see."""
+    """Return grades (B, N), with −1 for items that are hidden from a query."""
     grades = relevance(rows)
     if search.gallery is None:
         grades[np.arange(len(rows)), rows] = -1
@@ -477,7 +477,7 @@ def _graded(
     grades: Grades,
     relevant: Ints,
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the metrics' values of some queries (B,), of their grades (B, N)."""
+    """Return the metrics' values (B,) from the grades (B, N) of some queries."""
     depth = min(grades.shape[1], depth_of(metrics, int(relevant.max()), grades.shape[1]))
     items = np.concatenate([near for _, near, _ in search.blocks(rows, np.full(len(rows), depth))])
     gains = np.where(items >= 0, np.take_along_axis(grades, np.maximum(items, 0), 1), -1)
@@ -492,7 +492,7 @@ def _graded(
 
 
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
-    """Return how many neighbours the metrics look at, of `relevant` ones and `size` items."""
+    """Return how many neighbours the metrics need for `relevant` relevant and `size` items."""
     depths = {"relevant": relevant, "all": size}
     deepest = (
         measure.depth if isinstance(measure.depth, int) else depths[measure.depth]
@@ -502,7 +502,7 @@ def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
 
 
 ROUNDS = 100
-"""Of Lloyd's algorithm in k-means."""
+"""Iterations of Lloyd's algorithm in k-means."""
 
 
 def cluster_figures(
@@ -511,7 +511,8 @@ def cluster_figures(
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,).
 
     Raises:
-        DataError: there are no codes, not one label a code, or a label is missing.
+        DataError: there are no codes, their number differs from that of the labels, or a label is
+            missing.
     """
     if len(codes) != len(labels) or not len(codes):
         raise DataError(
@@ -527,13 +528,13 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArra
     """Return the cluster number (N,) of each code (N, C) among `count` k-means clusters."""
     faiss = load_faiss()
     array = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
-    table = array - array.mean(0, dtype=np.float64)  # an offset would cost digits
-    # A power of two changes no digit and keeps squares within float32.
+    table = array - array.mean(0, dtype=np.float64)  # a large offset would lose precision
+    # scaling by a power of two is exact, and keeps squares within float32
     table *= 2.0 ** -np.frexp(np.abs(table).max(initial=0))[1]
     table = np.ascontiguousarray(table, np.float32)
     count = min(count, len(table))
     threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)  # sums by threads would depend on how many there are
+    faiss.omp_set_num_threads(1)  # the order of sums would depend on the number of threads
     try:
         clusters = faiss.Kmeans(
             table.shape[1],
@@ -551,14 +552,14 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArra
 
 
 def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
-    """Return 2 I(Ω; C) / (H(Ω) + H(C)); 1 where both have but one part."""
+    """Return 2 I(Ω; C) / (H(Ω) + H(C)), or 1 if both have a single part."""
     from sklearn.metrics import normalized_mutual_info_score
 
     return float(normalized_mutual_info_score(classes, clusters, average_method="arithmetic"))
 
 
 def pair_f1(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
-    """Return the F1 of pairs; 1 where neither partition puts any two items together."""
+    """Return the F1 of pairs, or 1 if neither partition puts two items together."""
     from sklearn.metrics import pair_confusion_matrix
 
     (_, only_clusters), (only_classes, both) = pair_confusion_matrix(classes, clusters).tolist()

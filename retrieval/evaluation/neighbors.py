@@ -1,16 +1,17 @@
-"""Exact k nearest neighbours, and items that a query may not see.
+"""Exact k nearest neighbours, and items that are hidden from a query.
 
 Memory grows with the gallery, never with queries × gallery.
 
 **Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
-significant bits of float32. Gallery row orders those that are equal after rounding, so duplicates
-come in the order of their rows. Block size, threads and device decide no rank, short of a float64
-sum whose last bit decides how it rounds: about one pair in a hundred million.
+significant bits of float32. Distances that are equal after rounding are ordered by gallery row.
+Block size, threads and device do not change the order, except where the last bit of a float64 sum
+decides the rounding: about one pair in a hundred million.
 
-**Speed.** On a CPU, `serving.store.search.nearest` finds few neighbours of embeddings that float32
-holds. It returns some more than asked for: where the last of them, rounded, is as near as the k-th,
-rows beyond may tie, and that query is searched in full. A full search measures every pair by a
-product in float64: for large k, a GPU, other embeddings, and distances of a combiner.
+**Speed.** On a CPU, `serving.store.search.nearest` searches for a few neighbours if float32 holds
+the codes exactly. It returns some neighbours more than k. If the last of them is as near as the
+k-th after rounding, rows beyond it may tie, and the query is searched in full. A full search
+measures every pair by a product in float64. It also serves large k, GPUs, other codes, and the
+distances of a combiner.
 """
 
 from __future__ import annotations
@@ -36,21 +37,20 @@ Bools = NDArray[np.bool_]
 
 MOST_ITEMS = 2**29
 _COLUMN = MOST_ITEMS - 1
-"""Bits of a float64 beyond the 24 of a float32: they hold the column."""
+"""The bits of a float64 beyond the precision of float32, which hold the column."""
 _MAGNITUDE = 2**63 - MOST_ITEMS
-"""Other bits but the sign: negative numbers compare as integers once these are inverted."""
+"""The other bits except the sign; with these inverted, negative numbers compare as integers."""
 _BLOCK_BYTES = 128 * 2**20
 _PAIRS_PER_CALL = 2**20
 _SELECTED = 2**16
-"""Keys selected from at a time: 512 KB stay in a core's cache."""
+"""Keys per call of the selection; 512 KB stay in a core's cache."""
 _DEEP = 256
-"""From a k of one row in so many on, a full search is the faster one."""
+"""A full search is faster if k is more than one row in this many."""
 _MARGIN = 8
 _DIFFERENCES = 2**21
-"""Numbers of differences that are measured at a time: 16 MB."""
+"""Numbers of differences per step, 16 MB."""
 _CANCELLED = 2.0**-18
-"""Squared distances below this part of |q|² have lost float32's precision in |q|² + |g|² − 2 q·g.
-"""
+"""Below this share of |q|², |q|² + |g|² − 2 q·g in float64 is less precise than float32."""
 
 
 def exact_neighbors(
@@ -63,24 +63,26 @@ def exact_neighbors(
     distance: DistanceBlock | None = None,
     device: str = "auto",
 ) -> tuple[Ints, NDArray[np.float32]]:
-    """Return the exact k nearest gallery items of each query; equal distances by gallery row.
+    """Return the exact k nearest gallery items of each query; ties are ordered by gallery row.
 
     Args:
-        queries: (Q, C) codes of any float or integer type.
-        gallery: (N, C) codes.
-        k: how many neighbours. Where the gallery has fewer, index −1 and distance infinity fill the
+        queries: (Q, C), codes of any float or integer type.
+        gallery: (N, C), codes.
+        k: number of neighbours. If the gallery has fewer, index −1 and distance infinity fill the
             row, as in FAISS.
-        exclude: (Q,) the gallery row to leave out for each query (`arange(Q)` when the queries are
+        exclude: (Q,), the gallery row to leave out for each query (`arange(Q)` if the queries are
             the gallery); −1 leaves out none.
-        block: queries at a time; None fits the working memory to about 130 MB.
-        distance: codes (B, C) and (R, C) to distances (B, R), smaller is closer; None is Euclidean.
-        device: "auto" takes CUDA where there is one; with `distance`, the codes' own device.
+        block: number of queries per block; `None` limits the working memory to about 130 MB.
+        distance: a function from codes (B, C) and (R, C) to distances (B, R), smaller is closer;
+            `None` means Euclidean.
+        device: "auto" uses CUDA if available or, with `distance`, the codes' own device.
 
     Returns:
         Indices (Q, k) int64 and distances (Q, k) float32, nearest first.
 
     Raises:
-        DataError: codes of wrong shape, not finite, or none; `k` below 1; distances that are NaN.
+        DataError: codes have a wrong shape, are not finite or are missing, `k` is below 1, or
+            distances are NaN.
     """
     search = Neighbors(gallery, distance=distance, block=block, device=device)
     queries = as_tensor(queries, "queries")
@@ -96,7 +98,7 @@ def exact_neighbors(
 
 
 class Neighbors:
-    """A gallery ready to be searched, one block of queries a call; see `exact_neighbors`.
+    """A gallery to search with one block of queries per call; see `exact_neighbors`.
 
     Raises:
         DataError: the gallery is empty, not a matrix, or not finite.
@@ -122,7 +124,7 @@ class Neighbors:
             )
         if device != "auto":
             self.device = torch.device(device)
-        elif distance is not None:  # it may have weights of its own, which lie where the codes do
+        elif distance is not None:  # its weights, if any, are on the device of the codes
             self.device = codes.device
         else:
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -130,15 +132,15 @@ class Neighbors:
         self._block = block
         self._codes = codes.to(self.device)
         self._crowded = False
-        # A power of two scales without rounding: no square of a code leaves float32.
+        # scaling by a power of two is exact, and keeps the squares of codes within float32
         largest = float(codes.abs().max().double()) if codes.numel() else 0.0
         self._exponent = max(-1000, min(1000, int(np.frexp(largest)[1])))
 
     def block(self, k: int) -> int:
-        """Return how many queries to search a call when each asks for `k` neighbours."""
+        """Return the number of queries per call for `k` neighbours each."""
         if self._block is not None:
             return self._block
-        # float64 distances of every pair; the answer, and what is made of it
+        # bytes per query: float64 distances of every pair, then the results and their temporaries
         row = (0 if self._shallow(k) else self.size * 8) + max(1, min(k, self.size)) * 40
         return max(1, min(1024, _BLOCK_BYTES // row))
 
@@ -163,10 +165,10 @@ class Neighbors:
                 columns, values = self._selected(table, min(k, self.size), left_out)
             else:
                 columns, values = self._euclidean(codes, min(k, self.size), left_out)
-        with np.errstate(over="ignore", under="ignore"):  # what float32 cannot hold has its order
+        with np.errstate(over="ignore", under="ignore"):  # the order is known already
             distances = values.astype(np.float32)
         if left_out is not None and k >= self.size:
-            # Only now can the row left out be among the answers; it is the last entry of its query.
+            # Only here can the excluded row be among the results; move it to the end.
             hit = columns == left_out[:, None]
             columns[hit] = -1
             distances[hit] = np.inf
@@ -180,7 +182,7 @@ class Neighbors:
         return columns, distances
 
     def _measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
-        """Return the callable's distances (B, N), float64."""
+        """Return the distances (B, N) of `distance`, float64."""
         values = torch.empty((len(queries), self.size), dtype=torch.float64, device=self.device)
         step = max(1, _PAIRS_PER_CALL // len(queries))
         for start in range(0, self.size, step):
@@ -225,7 +227,7 @@ class Neighbors:
             return columns, np.ldexp(np.sqrt(squared), self._exponent)
 
     def _shallow(self, k: int) -> bool:
-        """Return whether `nearest` searches for so many neighbours."""
+        """Return whether `nearest` is used to search for `k` neighbours."""
         shallow = (
             self.distance is None
             and self.device.type == "cpu"
@@ -251,7 +253,7 @@ class Neighbors:
     def _shallow_search(
         self, queries: NDArray[np.float32], k: int, left_out: Ints | None
     ) -> tuple[Ints, NDArray[np.float64], NDArray[np.bool_]]:
-        """Return columns and squared distances (B, k), and whose k-th may tie with more (B,)."""
+        """Return columns and squared distances (B, k), and whether the k-th may tie (B,)."""
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)
         squared, columns = nearest(queries, self._singles, wide, threads=torch.get_num_threads())
@@ -269,12 +271,12 @@ class Neighbors:
         """Measure all pairs; return columns and squared distances (B, k)."""
         codes, factors = self._doubles
         norms = queries.square().sum(1)
-        # |q|² + |g|² − 2 q·g in one product; whole numbers stay exact in it.
+        # |q|² + |g|² − 2 q·g in one product, which is exact for whole numbers
         rows = torch.cat([-2 * queries, torch.ones_like(norms)[:, None], norms[:, None]], dim=1)
         squared = rows @ factors
         floor = norms * _CANCELLED
         crowded = ((squared < floor[:, None]).sum(1) > k).nonzero().ravel()
-        if len(crowded):  # a collapsed embedding: nearly all its pairs are measured again
+        if len(crowded):  # in a collapsed embedding, nearly all pairs are measured again
             apart = torch.cdist(
                 queries[crowded], codes, compute_mode="donot_use_mm_for_euclid_dist"
             )
@@ -317,9 +319,9 @@ class Neighbors:
 
 
 def rounded_keys(values: Any, columns: Any) -> Any:
-    """Return int64 that compare by value rounded to 24 bits (halves up), then by column.
+    """Return int64 keys that compare by value rounded to 24 bits (halves up), then by column.
 
-    The values are float64 without NaN, an array or a tensor; the columns int64 of the same shape.
+    Values are float64 without NaN, an array or a tensor. Columns are int64 of the same shape.
     """
     keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)  # −0 is 0
     keys += MOST_ITEMS // 2
@@ -335,20 +337,20 @@ def key_rows(keys: Ints) -> Ints:
 
 
 def _parts(keys: Ints) -> tuple[Ints, NDArray[np.float64]]:
-    """Return the columns and rounded values that `rounded_keys` put together."""
+    """Return the columns and rounded values of `rounded_keys`."""
     bits = keys & ~_COLUMN
     bits ^= (bits >> 63) & _MAGNITUDE
     return key_rows(keys), bits.view(np.float64)
 
 
 def _single(codes: Tensor) -> NDArray[np.float32] | None:
-    """Return float64 codes in float32; None where that would round one."""
+    """Return float64 codes in float32, or `None` if that would round a code."""
     single = codes.to(torch.float32)
     return single.contiguous().numpy() if bool((single == codes).all()) else None
 
 
 def as_tensor(codes: Codes, what: str) -> Tensor:
-    """Return codes as a finite matrix, in its own floating type or, of whole numbers, float64."""
+    """Return codes as a finite matrix, in their own floating type; integers become float64."""
     if not isinstance(codes, Tensor):
         array = np.asarray(codes)
         if array.dtype.kind not in "fiub":
@@ -376,7 +378,7 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
 
 
 def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
-    """Return some rows of codes, where they lie."""
+    """Return some rows of codes, on the device of the codes."""
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
     return np.asarray(codes)[rows]
@@ -384,16 +386,16 @@ def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Leaves out gallery items that share a value with the query, such as its camera.
+    """Hides gallery items that share a value with the query, such as its camera.
 
-    Items whose value is missing (None, NaN, NA or "") share it with none.
+    A missing value (`None`, NaN, NA or "") equals no other.
 
     Attributes:
-        query: (Q,) the queries' values.
-        gallery: (N,) the gallery's; None where the queries are the gallery.
-        same_label: whether only items that also have the query's label are left out: the protocol
-            of Market-1501 (Zheng et al., "Scalable Person Re-identification: A Benchmark", ICCV
-            2015), where other persons of the camera stay as distractors.
+        query: (Q,), the queries' values.
+        gallery: (N,), the gallery's values; `None` if the queries are the gallery.
+        same_label: hide only items that also have the query's label. This is the protocol of
+            Market-1501 (Zheng et al., "Scalable Person Re-identification: A Benchmark", ICCV
+            2015), in which other persons of the camera stay as distractors.
     """
 
     query: Sequence[Any] | NDArray[Any]
@@ -401,10 +403,10 @@ class Exclusion:
     same_label: bool = False
 
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
-        """Return which items are hidden from whom.
+        """Return the items that are hidden from each query.
 
         Raises:
-            DataError: there is not one value for each query and each item.
+            DataError: the number of values differs from that of queries or items.
         """
         itself = self.gallery is None
         ours, theirs = list(self.query), list(self.query if self.gallery is None else self.gallery)
@@ -421,7 +423,7 @@ class Exclusion:
 
 
 def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
-    """Return numbers that are equal where values are; a missing value and "" equal nothing."""
+    """Return numbers that are equal if the values are; a missing value and "" equal nothing."""
     known: dict[Any, int] = {}
 
     def numbered(values: Sequence[Any], missing: int) -> Ints:
@@ -438,10 +440,10 @@ def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Int
 
 @dataclass(frozen=True)
 class Hidden:
-    """Which items are hidden from which queries: those of one group, −1 and −2 being in none.
+    """The items that are hidden from each query: those of its group; −1 and −2 are in no group.
 
-    With `same_label` only those of the query's class; with `itself` the queries are the gallery,
-    and each is hidden from itself.
+    With `same_label`, only items of the query's class are hidden. With `itself`, the queries are
+    the gallery, and each is hidden from itself.
     """
 
     query: Ints
@@ -452,7 +454,7 @@ class Hidden:
     itself: bool
 
     def matching(self) -> Ints:
-        """Return how many items of its class are hidden from each query (Q,), itself included."""
+        """Return the number of hidden items of the query's class (Q,), itself included."""
         width = int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1))) + 1
         pairs, counts = np.unique(self.gallery * width + self.item_class, return_counts=True)
         own_pairs = self.query * width + self.query_class
@@ -462,10 +464,10 @@ class Hidden:
         return counts_hidden.astype(np.int64)
 
     def every(self) -> Ints:
-        """Return how many items are hidden from each query (Q,), itself included."""
+        """Return the number of hidden items of each query (Q,), itself included."""
         if self.same_label:
             return self.matching()
-        # one count at least: where no query has a value, the first one is looked up and not used
+        # at least one count, because queries without a value look up the first and ignore it
         counts = np.bincount(
             self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1
         )
@@ -474,7 +476,7 @@ class Hidden:
         )
 
     def visible(self, rows: Ints, items: Ints) -> Bools:
-        """Return which of the items (B, k; −1 is none) some queries (B,) may see."""
+        """Return whether items (B, k) are visible to queries (B,); −1 stands for no item."""
         shown = self.gallery[items] != self.query[rows, None]
         if self.same_label:
             shown |= self.item_class[items] != self.query_class[rows, None]
@@ -483,10 +485,10 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Search:
-    """Exact search for the nearest gallery items that a query may see.
+    """Exact search for the nearest gallery items that are visible to a query.
 
-    Without a gallery the queries are it, each left out of its own answer. `hidden` None hides
-    nothing else; for the other arguments see `exact_neighbors`.
+    Without a gallery the queries are searched, and each is left out of its own results. `hidden`
+    adds hidden items. For the other arguments see `exact_neighbors`.
     """
 
     queries: Codes
@@ -506,11 +508,11 @@ class Search:
     ) -> Iterator[tuple[Ints, Ints, NDArray[np.float32]]]:
         """Yield queries (B,), the rows of their nearest items (B, k), and distances (B, k).
 
-        Each of `query_rows` wants as many items as `depths` says; k is the largest of a block.
-        Where a query may see fewer, row −1 and distance infinity fill the answer.
+        `depths` is the number of items that each of `query_rows` needs, and k is their largest in a
+        block. If fewer are visible, row −1 and distance infinity fill the results.
         """
         search, hidden = self._neighbors, self.hidden
-        # Hidden items take ranks of the search: so many more are asked for.
+        # search deeper by the number of hidden items, which take up ranks
         reach = (
             depths
             if hidden is None
@@ -537,7 +539,7 @@ class Search:
         query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
-        # queries with few hidden items first: a block is searched as deep as its deepest query
+        # sort by the number of hidden items, because a block is searched to its largest depth
         hidden = (
             np.zeros(len(query_rows), np.int64)
             if self.hidden is None

@@ -1,9 +1,9 @@
 """Retrieval metrics of vectors that need not fit into memory: `retrieval evaluate FOLDER`.
 
 A task searches one block of the gallery for one block of queries, in one thread. A neighbour is an
-integer that holds its distance, rounded to 24 bits as exact search rounds it, and its row. So the
-smallest integers of all blocks are the nearest items, whoever searched them and in whatever order:
-the metrics are the same to the last bit with a cluster and without.
+integer that holds its distance, rounded to 24 bits as in exact search, and its row. The nearest
+items are therefore the smallest integers of all blocks, in any order of the blocks, and the metrics
+are bit-identical with and without a cluster.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Span = tuple[int, int]
 Block = tuple[Span, Span, int]
-"""Rows of queries, rows of the gallery, and how many neighbours are wanted."""
+"""Rows of queries, rows of the gallery, and the number of neighbours."""
 
 _QUERIES = 8192
 _GALLERY_BYTES = 64 * 2**20
-"""Of a block of the gallery in double precision."""
+"""Bytes of a block of the gallery in float64."""
 _NO_NEIGHBOR = np.iinfo(np.int64).max
 
 
@@ -62,15 +62,15 @@ def evaluate_vectors(
     """Return the retrieval metrics of a folder of labelled items that `retrieval embed` wrote.
 
     Args:
-        folder: the queries, and without `gallery` what is searched, too. Every node of a cluster
-            opens it by the same path.
-        gallery: another such folder, to search in.
+        folder: the queries and, without `gallery`, also the gallery. All nodes of a cluster must
+            have it at the same path.
+        gallery: another such folder to search in.
         metrics: see `evaluate`.
-        ray: the address of a Ray cluster; None searches here.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        ray: the address of a Ray cluster; `None` searches on this machine.
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Raises:
-        DataError: it is no complete folder of embeddings, or an item has no label.
+        DataError: a folder is not a complete folder of embeddings, or an item has no label.
     """
     queries = VectorRows(Path(folder))
     items = None if gallery is None else VectorRows(Path(gallery))
@@ -105,13 +105,14 @@ def pairwise(
     block: int | None = None,
     progress: Progress = False,
 ) -> Evaluation:
-    """Return what `evaluate` does, without holding the gallery or a matrix of all pairs.
+    """Return the metrics of `evaluate` without holding the gallery or a matrix of all pairs.
 
-    `runner` does the blocks (None: this machine's cores), which are of `block` rows of the gallery
-    and of queries (None: 64 MB, and 8,192). For the other arguments see `evaluate`.
+    `runner` searches the blocks; `None` uses this machine's cores. A block has `block` rows of the
+    gallery and of queries; `None` means 64 MB and 8,192 rows. For the other arguments see
+    `evaluate`.
 
     Raises:
-        DataError: codes and labels that do not fit together, or codes that are not finite.
+        DataError: codes and labels do not fit together, or codes are not finite.
     """
     chosen = {name: metric(name) for name in metrics}
     searched, itself = codes if gallery is None else gallery, gallery is None
@@ -159,7 +160,7 @@ def _blocks(
     metrics: Mapping[str, Metric],
     block: int | None,
 ) -> Iterator[Block]:
-    """Yield all blocks, those of the same queries one after another."""
+    """Yield all blocks, grouped by queries."""
     size = block or max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
     step = block or _QUERIES
     for first in range(0, count, step):
@@ -175,14 +176,14 @@ def _blocks(
 def _searcher(
     codes: VectorRows, gallery: VectorRows, itself: bool
 ) -> Callable[[Block], tuple[Block, Ints]]:
-    """Return what searches blocks. Each thread keeps the block of the gallery that it had last."""
-    torch.set_num_threads(1)  # how many there are may decide the last bit of a product
+    """Return a function that searches a block; each thread keeps its last block of the gallery."""
+    torch.set_num_threads(1)  # the last bit of a product may depend on the number of threads
     kept = threading.local()
 
     def search(block: Block) -> tuple[Block, Ints]:
         (first, last), (low, high), k = block
         if getattr(kept, "span", None) != (low, high):
-            kept.span = kept.items = kept.search = None  # two blocks are never held at a time
+            kept.span = kept.items = kept.search = None  # free the old block before reading
             items = gallery.read(low, high)
             kept.search = Neighbors(items, device="cpu")
             kept.items = np.ascontiguousarray(items, np.float64)
@@ -196,7 +197,7 @@ def _searcher(
             columns, _ = kept.search(queries, k, own if itself else None)
             query, place = np.nonzero(columns >= 0)
             column = columns[query, place]
-            # each block scales its distances: measured again, they compare across blocks
+            # `Neighbors` scales each block, so measure again to compare distances across blocks
             squared = measured(np.asarray(queries, np.float64), kept.items, query, column)
             keys[start - first + query, place] = rounded_keys(squared, column + low)
         keys.sort(axis=1)
@@ -207,7 +208,7 @@ def _searcher(
 
 @contextmanager
 def _threads_kept() -> Iterator[None]:
-    """Give torch its threads back at the end."""
+    """Context manager that restores torch's number of threads."""
     before = torch.get_num_threads()
     try:
         yield

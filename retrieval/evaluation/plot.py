@@ -1,9 +1,9 @@
-"""Pictures of what was learned: `neighbours` of queries, `curves` of training, a `map` of codes.
+"""Plots: the `neighbours` of queries, `curves` of training, and a `map` of codes.
 
 `retrieval.plot` is this module.
 
-Each function returns a matplotlib `Figure`: a notebook shows it, `figure.savefig("file.png")` keeps
-it. None needs a display, and none touches pyplot's state.
+Each function returns a matplotlib `Figure`. A notebook shows it, and `figure.savefig("file.png")`
+saves it. No function needs a display or changes pyplot's state.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["curves", "map", "neighbours"]
 
 MOST_QUERIES = 50
 LARGEST = 256  # pixels of a drawn image's longer side
-NAMED = 10  # classes that a legend names, and that colours tell apart
+NAMED = 10  # most classes in a legend, and number of colours
 
 
 class Picture(Figure):
@@ -61,24 +61,24 @@ def neighbours(
 ) -> Figure:
     """Draw queries with their nearest items in an index, with labels and distances.
 
-    Each query is a row. With the queries' labels, right answers have a blue frame and ✓, wrong ones
-    an orange frame and ✗.
+    Each query is a row. If the queries have labels, right results have a blue frame and ✓, wrong
+    ones an orange frame and ✗.
 
     Args:
         index: an opened index of images.
         queries: an image (path, bytes, Pillow image, or array of pixels) or a list of up to 50.
-        k: how many answers; all items when there are fewer.
-        labels: each query's label; None marks no answer right or wrong.
+        k: number of results, or all items if there are fewer.
+        labels: each query's label; `None` marks no result as right or wrong.
 
     Raises:
-        DataError: there is no query, or more than 50; a query is not an image; a query has no
-            label, or one that is no text; the index holds vectors, not images.
+        DataError: there is no query, or more than 50; a query is not an image; a label is missing
+            or not text; the index holds vectors, not images.
     """
     from retrieval.serving.index.index import Index
 
     if not isinstance(index, Index):
         raise DataError(
-            "Neighbours are drawn of an opened index, then the queries:"
+            "Pass an opened index, then the queries:"
             " neighbours(retrieval.Index.open(path), queries)."
         )
     images = (
@@ -120,7 +120,7 @@ def neighbours(
 
 
 def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
-    """Draw one answer; a file that is gone is an empty cell with its name."""
+    """Draw one result; a missing file becomes an empty cell with its name."""
     right = hit.label == label
     mark, colour = (
         ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
@@ -150,7 +150,7 @@ def _cell(
 
 
 def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
-    """Return an image's pixels (H, W) or (H, W, 3), made smaller if it is large."""
+    """Return an image's pixels (H, W) or (H, W, 3), reduced to `LARGEST`."""
     if isinstance(image, np.ndarray):
         opened = from_array(image)
     else:
@@ -161,20 +161,19 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 
 
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
-    """Draw how a run was trained, by epoch: losses above, validation metrics below.
+    """Draw a run's losses (above) and validation metrics (below) by epoch.
 
-    Grey lines part the recipe's phases; a dotted line marks the epoch with the best validation
+    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best validation
     MAP@R, whose weights the run keeps.
 
     Args:
         run: a run, or its folder.
 
     Raises:
-        DataError: the folder has no `metrics.jsonl`, or it is damaged: a learner's run has no
-            epochs to draw.
+        DataError: `metrics.jsonl` is missing or damaged, or the run has a learner and so no epochs.
     """
     records = _records(Path(run if isinstance(run, str | os.PathLike) else run.path))
-    names = dict.fromkeys(key for record in records for key in record)  # in order, each once
+    names = dict.fromkeys(key for record in records for key in record)  # unique, in order
     losses = [key for key in names if key == "loss" or key.endswith("_loss")]
     validated = [key for key in names if key.startswith("validation_")]
     figure = Picture(6.4, 4.8 if validated else 2.8)
@@ -205,7 +204,7 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
 
 
 def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
-    """Part the phases by lines, and name each; nothing for one phase."""
+    """Separate phases by lines and name them, if there are several."""
     phases = [
         (name, len(list(group)))
         for name, group in groupby(str(r.get("phase", "")) for r in records)
@@ -248,16 +247,16 @@ def map(
     """Draw codes as points of a plane, coloured by class.
 
     Args:
-        codes: (N, C): codes, embeddings or features; N and C at least 2.
-        labels: (N,) numbers or text. Up to ten classes are named in a legend.
-        method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`); "tsne"
-            keeps neighbourhoods, and neither distances nor the sizes of clusters (van der Maaten &
-            Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow beyond some ten thousand items).
-        seed: of t-SNE's start: the same seed, codes and versions give the same picture.
+        codes: (N, C), codes, embeddings or features, with N and C at least 2.
+        labels: (N,), numbers or text. A legend names up to ten classes.
+        method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`). "tsne"
+            preserves neighbourhoods, but neither distances nor sizes of clusters (van der Maaten &
+            Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow for more than ten thousand items).
+        seed: seed of t-SNE. The same seed, codes and versions give the same figure.
 
     Raises:
-        DataError: codes of another shape, NaN or infinity; not one label for each item, or labels
-            that are missing or of two kinds; an unknown method.
+        DataError: codes have another shape or are not finite, the number of labels differs from
+            that of items, labels are missing or of two kinds, or the method is unknown.
     """
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
@@ -296,7 +295,7 @@ def map(
 def _plane(
     points: np.ndarray[Any, Any], method: str, seed: int
 ) -> tuple[np.ndarray[Any, Any], str]:
-    """Return the items' places (N, 2), and what the map is."""
+    """Return the items' positions (N, 2), and a description of the map."""
     if method == "pca":
         from sklearn.decomposition import PCA
 

@@ -1,7 +1,7 @@
-"""A recipe's `[evaluate]`: queries and gallery, relevance, open sets, and answers made better.
+"""The protocol in a recipe's `[evaluate]`: gallery, relevance, open sets, expansion, re-ranking.
 
-Expanded queries, an augmented gallery and re-ranked neighbours are distances between *places* of
-queries and gallery items, so that the code of all other metrics measures them.
+Query expansion, database augmentation and re-ranking are written as distances between *positions*
+of queries and gallery items, so that the same code computes their metrics.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ KEYS = (
     "augment",
     "latency",
 )
-"""Keys of `[evaluate]` that need the exhaustive search of one machine."""
+"""Keys of `[evaluate]` that need an exhaustive search on one machine."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of one row, beside those that `evaluate` gives.
+    """The metrics of one row of the result.
 
     Attributes:
-        values: each figure; the mean over random galleries, where there are any.
-        first: what `evaluate` gave, of the first gallery.
-        spread: standard deviation of each figure over random galleries; empty without them.
+        values: each metric; with random galleries, its mean over them.
+        first: the result of `evaluate` on the first gallery.
+        spread: standard deviation of each metric over random galleries; empty without them.
         groups: metrics by group.
-        milliseconds: of a query's search.
+        milliseconds: time of a query's search.
     """
 
     values: dict[str, float]
@@ -69,12 +69,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Who is searched for among whom.
+    """The queries and the gallery of an evaluation.
 
     Attributes:
         run: the run.
-        query: (Q,) items that are searched for.
-        gallery: (N,) items that are searched; None: the queries, or a random part of them.
+        query: (Q,), the items that are queries.
+        gallery: (N,), the items to search; `None` means the queries or a random part of them.
     """
 
     run: Run
@@ -89,10 +89,10 @@ class Protocol:
         ]
 
     def refuse_bundle(self) -> None:
-        """Refuse to measure a bundle where a key is set that its search does not know.
+        """Refuse to measure a bundle if a key is set that its search does not support.
 
         Raises:
-            DataError: a key is set.
+            DataError: such a key is set.
         """
         if self.set_keys:
             raise DataError(
@@ -103,11 +103,11 @@ class Protocol:
     def measure(
         self, query: Any, gallery: Any, distance: Any = None, **arguments: Any
     ) -> Iterator[tuple[str, Measured]]:
-        """Yield the rows: what is added to each one's name ("", " re-ranked", …), and its metrics.
+        """Yield the suffix of each row's name ("", " re-ranked", …), and its metrics.
 
         Raises:
-            DataError: the data lack a column, a combiner is to be re-ranked, or a random gallery
-                cannot be drawn.
+            DataError: the data lack a column, `rerank` is set for a model with a combiner, or a
+                random gallery cannot be drawn.
         """
         table = self.run.recipe.evaluate
         further: dict[str, Callable[[Any, Any, Hidden | None], Reordered]] = {}
@@ -143,8 +143,8 @@ class Protocol:
                 labels[items], len(left), named, len(left if right is None else right)
             )
             if change is not None:
-                # a search knows its query's camera, and not its label: who is hidden by both is
-                # dropped from the answers alone
+                # A search knows the camera of a query, but not its label. Items that are hidden by
+                # both are only removed from the results.
                 known = None if exclude is None or exclude.same_label else exclude.hidden(*numbers)
                 left, right, distance = change(left, right, known)
             evaluations.append(
@@ -173,7 +173,7 @@ class Protocol:
         return Measured(values, first, spread, first.groups, milliseconds / queries)
 
     def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
-        """Yield queries, gallery, and the codes of both: for each random gallery, or once for all.
+        """Yield queries, gallery, and the codes of both, once or for each random gallery.
 
         Raises:
             DataError: a random gallery cannot be drawn.
@@ -204,7 +204,7 @@ class Protocol:
             yield self.query[rest], self.query[chosen], query[rest], query[chosen]
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
-        """Return the arguments of `evaluate` that `[evaluate]` sets, for some items.
+        """Return the arguments of `evaluate` that `[evaluate]` sets for these items.
 
         Raises:
             DataError: the data lack a column.
@@ -237,10 +237,11 @@ class Protocol:
         return table_arguments
 
     def column(self, name: str, key: str) -> Sequence[Any]:
-        """Return a column of the metadata of all of the run's items, None where an item has none.
+        """Return a column of the metadata of all the run's items, with `None` for missing values.
 
         Raises:
-            DataError: no item has it; the sentence names the key of `[evaluate]` that asks for it.
+            DataError: no item has the column; the message names the key of `[evaluate]` that needs
+                it.
         """
         rows = self.run.dataset.metadata or []
         known = sorted({str(name) for row in rows for name in row})
@@ -257,7 +258,7 @@ class Protocol:
 
 
 def _tags(value: Any) -> list[str]:
-    """Return the labels of a value: a list, or text with ";" between them."""
+    """Return the labels in a value, which is a list, or text separated by ";"."""
     parts = (
         value if isinstance(value, list | tuple) else [] if value is None else str(value).split(";")
     )
@@ -280,11 +281,11 @@ def open_set(
     """Return DIR@FAR at rank 1 for each rate.
 
     Source: Phillips, Grother & Micheals, "Evaluation Methods in Face Recognition", Handbook of Face
-    Recognition, 2011. A query that may see no gallery item of its class is unknown. A threshold t
-    accepts a query whose nearest item is at t or nearer. FAR(t) is the share of unknown queries
-    that are accepted; DIR(t) that of known ones that are accepted and whose nearest item has their
-    class. DIR@FAR f is the largest DIR(t) of thresholds with FAR(t) ≤ f. Distances that are equal
-    share a threshold. Hidden items are no answers, and make no query known.
+    Recognition, 2011. A query is unknown if no visible gallery item has its class. A threshold t
+    accepts a query whose nearest item is at distance t or nearer. FAR(t) is the share of unknown
+    queries that are accepted. DIR(t) is the share of known queries that are accepted and whose
+    nearest item has their class. DIR@FAR f is the largest DIR(t) over thresholds with FAR(t) ≤ f.
+    Equal distances share a threshold.
 
     Raises:
         DataError: no query is unknown, or none is known.
@@ -302,7 +303,8 @@ def open_set(
         raise DataError(f"[evaluate] open_set: no query is {what}. It takes queries of both kinds.")
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
     strangers, ours = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
-    thresholds = np.unique(apart[rows[:, 0] >= 0, 0])  # one that may see nothing is never accepted
+    # a query without visible items is never accepted
+    thresholds = np.unique(apart[rows[:, 0] >= 0, 0])
     accepted = np.searchsorted(strangers, thresholds, side="right") / len(strangers)
     identified = np.searchsorted(ours, thresholds, side="right") / int(known.sum())
     return {
@@ -312,12 +314,11 @@ def open_set(
 
 Floats = NDArray[np.float64]
 MOST = 50_000
-"""Queries and gallery items that are re-ranked: what is nearest to each of them is held in memory.
-"""
+"""Most queries and gallery items for re-ranking, which holds the neighbours of each in memory."""
 
 
 class Reordered(NamedTuple):
-    """Places (Q, 1) and (N, 1) instead of codes, and a distance between places."""
+    """Positions (Q, 1) and (N, 1) instead of codes, and a distance between positions."""
 
     query: Floats
     gallery: Floats | None
@@ -333,15 +334,14 @@ def expanded(
     queries: bool = True,
     hidden: Hidden | None = None,
 ) -> Reordered:
-    """Return queries, or the gallery's items, as weighted means of themselves and k neighbours.
+    """Return queries, or gallery items, as weighted means of themselves and k neighbours.
 
-    Weights are 1 for itself and max(cos, 0)^α for a neighbour: α = 0 is average query expansion
-    (Chum et al., "Total Recall", ICCV 2007), larger ones weigh nearer neighbours more (Radenović,
-    Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019). With
-    `queries` false it is database augmentation (Turcot & Lowe 2009; Arandjelović & Zisserman 2012):
-    the gallery's items are every query's, and are augmented with all of it. A query is expanded
-    with none of the items that are hidden from it, nor itself. A mean is scaled to the length of
-    its item.
+    The weight is 1 for the item itself and max(cos, 0)^α for a neighbour. α = 0 is average query
+    expansion (Chum et al., "Total Recall", ICCV 2007); larger values prefer nearer neighbours
+    (Radenović, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI
+    2019). With `queries=False` it is database augmentation (Turcot & Lowe 2009; Arandjelović &
+    Zisserman 2012), which uses the whole gallery. Items that are hidden from a query do not expand
+    it. A mean is scaled to the length of its item.
     """
     ours = _array(query)
     theirs = ours if gallery is None else _array(gallery)
@@ -383,14 +383,14 @@ def _mean(
 def reranked(
     query: Codes, gallery: Codes | None, *, k1: int = 20, k2: int = 6, weight: float = 0.3
 ) -> Reordered:
-    """Return k-reciprocal re-ranking: items are near whose reciprocal neighbours are shared.
+    """Return k-reciprocal re-ranking: items are near if they share reciprocal neighbours.
 
     Zhong, Zheng, Cao & Li, "Re-ranking Person Re-identification with k-reciprocal Encoding", CVPR
-    2017, equations 3 to 12, on squared Euclidean distances over the largest of each row: k1
-    neighbours must be reciprocal, an encoding is averaged over k2, and `weight` is λ, of the
-    original distance against the Jaccard distance. Neighbours are found among all queries and the
-    whole gallery; items that are hidden from a query are dropped from its answers after that, as
-    the authors' code does.
+    2017, equations 3 to 12, on squared Euclidean distances divided by the largest of each row. k1
+    is the number of reciprocal neighbours, k2 the number of neighbours for averaging an encoding,
+    and `weight` is λ, the weight of the original distance against the Jaccard distance. Neighbours
+    come from all queries and the whole gallery. Items that are hidden from a query are only then
+    removed from its results, as in the authors' code.
 
     Raises:
         DataError: there are more than `MOST` items.
@@ -404,9 +404,8 @@ def reranked(
         )
     k1, k2 = min(k1, len(every) - 1), min(k2, len(every))
     neighbours, _ = Search(every, None).nearest(k1)
-    near = np.concatenate(
-        [np.arange(len(every))[:, None], neighbours], axis=1
-    )  # first each item itself
+    # each item is its own first neighbour
+    near = np.concatenate([np.arange(len(every))[:, None], neighbours], axis=1)
     codes = torch.from_numpy(every)
     largest = np.array([float(_squared(part, codes).max()) for part in codes[:, None]])
     encoded = _encoded(every, near, largest, k1)
@@ -434,7 +433,7 @@ def reranked(
 
 
 def _encoded(every: Floats, near: NDArray[np.int64], largest: Floats, k1: int) -> Any:
-    """Return sparse weights (N, N) of items' expanded reciprocal neighbours, which add up to 1."""
+    """Return sparse weights (N, N) of items' expanded reciprocal neighbours; each row sums to 1."""
     from scipy.sparse import csr_array
 
     def reciprocal(item: int, k: int) -> NDArray[np.int64]:

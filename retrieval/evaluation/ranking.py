@@ -1,21 +1,20 @@
-"""Whether an item's nearest have its label, for all items of a set among the others.
+"""Rank all items of a set among each other, as far as metrics need it: does each rank match?
 
-Metrics ask of each rank only whether the item there matches. So half squared distances
-h = |q − g|² / 2 come from a product in float32, and only what that leaves in doubt is measured
-again. By the standard bound on a sum of n products (N. Higham, Accuracy and Stability of Numerical
-Algorithms, 2002, §3.1), whatever order it is added in,
+Metrics only need to know whether the item at each rank matches. Half squared distances
+h = |q − g|² / 2 are therefore computed as a product ĥ in float32, and only pairs in doubt are
+measured again. The standard bound on a sum of n products (N. Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, §3.1) holds for any order of summation:
 
-    |h − ĥ| ≤ n u (|q||g| + |q|²/2 + |g|²/2) + what rounding the codes and the answer loses =: E,
+    |h − ĥ| ≤ n u (|q||g| + |q|²/2 + |g|²/2) + the rounding of codes and result =: E.
 
-so items whose ĥ are more than 2 E apart are in their true order. Items closer than that form a run.
-The order within a run matters only if it holds matches and others, among the ranks that are asked
-for: its items are measured in float64 and ordered as `exact_neighbors` orders them.
+Items whose ĥ differ by more than 2 E are therefore in their true order. Items that are closer form
+a run. The order within a run matters only if it holds both matches and others among the needed
+ranks. Its items are then measured in float64 and ordered as by `exact_neighbors`.
 
-A block of products serves its rows and its columns, so that half of the pairs are computed. FAISS
-and `serving.store.search` compute all of them, which alone takes half of AccuracyCalculator's time.
+A block of products serves its rows and its columns, so that only half of the pairs are computed.
 
-A sample of the set says how far each query must look, its reach. The items within reach are its
-candidates. A query with too few of them, or too many in doubt, is left to full search.
+A sample of the set determines how far each query must look, its reach. The items within reach are
+its candidates. A query with too few candidates, or too many in doubt, is left to full search.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
 _SMALLEST = 2048
-"""Items from which on the sample is a small part of them."""
+"""Smallest set to rank, of which the sample is a small part."""
 _SIGMAS = 2.5
 _PANEL = 1024
-"""Queries of a panel, and items of the sample, at most."""
+"""Most queries of a panel, and most items of the sample."""
 _PAIRS = 2**20
 _GROUP = 8
-"""Items of the sample of which the nearest stands for all."""
+"""Number of items of the sample that their nearest one represents."""
 _RANKS = 2**17
-"""Ranks settled at a time: what is made of them stays in a core's cache."""
+"""Ranks to settle per step, so that the temporary arrays stay in a core's cache."""
 _KEPT_BYTES = 96 * 2**20
-"""Candidates of all panels together, at most."""
+"""Most bytes for the candidates of all panels."""
 _MOST = 2**22
-"""Candidates of a panel, at most."""
+"""Most candidates of a panel."""
 _DOUBT = 16
-"""A query with one pair in doubt of so many items is left to full search, which costs less."""
+"""Full search is cheaper for a query with more than one pair in doubt per this many items."""
 _UNIT = 2.0**-24
 
 
 @dataclass
 class _Panel:
-    """Some queries, how far each of them looks, and the candidates found there.
+    """A group of queries with their reach and candidates.
 
     Attributes:
-        start: place of the first one in the order of all.
+        start: position of the first query in the order of all items.
         factors: (B, C + 2), see `_factored`.
-        depth: how many ranks are asked for.
-        error: (B,) 2 E, see the module.
-        reach: (B,) the largest ĥ of a candidate.
-        queries: pieces (M,): the query of each candidate.
-        keys: pieces (M,): each candidate's key, see `_keys`.
+        depth: number of ranks needed.
+        error: (B,), 2 E, see the module.
+        reach: (B,), the largest ĥ of a candidate.
+        queries: arrays (M,), the query of each candidate.
+        keys: arrays (M,), the key of each candidate, see `_keys`.
     """
 
     start: int
@@ -78,24 +77,24 @@ class _Panel:
 
 
 class Ranking:
-    """Ranks the items of a set for one another.
+    """Ranks the items of a set among each other.
 
     Args:
-        codes: (N, C) finite, float32 or float64.
-        classes: (N,) class numbers.
-        asked: (A,) the items that are queries, in order of depth.
-        depths: (A,) how many ranks each wants, ascending.
+        codes: (N, C), finite, float32 or float64.
+        classes: (N,), class numbers.
+        query_rows: (A,), the items that are queries, in order of depth.
+        depths: (A,), the number of ranks that each query needs, ascending.
     """
 
     def __init__(self, codes: NDArray[Any], classes: Ints, query_rows: Ints, depths: Ints) -> None:
-        if codes.dtype == np.float64:  # by a power of two: no square overflows
+        if codes.dtype == np.float64:  # scale by a power of two, so that no square overflows
             codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
         size, self._codes = len(codes), codes
         self._sampled = _sample_size(size)
         self._mask = np.empty(self._sampled**2, np.bool_)
         self._product = np.empty(self._sampled**2, np.float32)
-        # The sample is the first panel. Items that nothing is asked of come next: they share no
-        # panel with queries that look far.
+        # The sample is the first panel. Items that are not queries come next, so that they share no
+        # panel with queries of large depth.
         sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
         depth_of_item = np.zeros(size, np.int64)
         depth_of_item[query_rows] = depths
@@ -104,11 +103,11 @@ class Ranking:
         rest = np.flatnonzero(first)
         self._order = np.concatenate([sample, rest[np.argsort(depth_of_item[rest], kind="stable")]])
         self._depths = depth_of_item[self._order]
-        kind = np.min_scalar_type(int(classes.max(initial=0)))  # few bytes are sooner looked up
+        kind = np.min_scalar_type(int(classes.max(initial=0)))  # small types are faster to look up
         self._classes = classes[self._order].astype(kind)
         factors, norms = _factored(codes, self._order)
-        # In units of (|q| + |g|)²: half a rounding a term; the codes', the half norms', the
-        # answer's.
+        # in units of (|q| + |g|)²: half a rounding per term, and those of codes, half norms and
+        # result
         roundings = (factors.shape[1] + 1) / 2 + 2
         error = 2.02 * _UNIT * roundings * (norms + norms.max()) ** 2 + 1e-30
         self._panels = []
@@ -121,7 +120,7 @@ class Ranking:
 
     @staticmethod
     def serves(size: int, depths: Ints) -> int:
-        """Return how many of the queries, which ask for so many ranks (A,) ascending, to rank."""
+        """Return how many queries, of ascending `depths` (A,), are worth ranking."""
         if size < _SMALLEST:
             return 0
         count = int(np.searchsorted(depths, size // 4, side="right"))
@@ -133,7 +132,7 @@ class Ranking:
         return count if step * ranks * spread * 2 <= _KEPT_BYTES and deepest <= 2 * _PAIRS else 0
 
     def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
-        """Yield queries (B,), their matches (B, k) and which are left to full search (B,).
+        """Yield queries (B,), their matches (B, k), and whether to search them in full (B,).
 
         k is the panel's largest depth.
         """
@@ -148,12 +147,12 @@ class Ranking:
             panel.keys.clear()
 
     def _share(self, number: int) -> None:
-        """Find candidates among a panel and those after it, for both.
+        """Find candidates between a panel and each later one, for both.
 
-        The first panel is the sample: its blocks say how far the others look.
+        The first panel is the sample, whose blocks determine the reach of the others.
         """
         panel = self._panels[number]
-        turned = np.ascontiguousarray(_turned(panel.factors).T)  # a twentieth faster than a view
+        turned = np.ascontiguousarray(_turned(panel.factors).T)  # 5 % faster than a view
         for other in self._panels[number:]:
             if not (other.depth or panel.depth):
                 continue
@@ -170,10 +169,10 @@ class Ranking:
                 self._keep(panel, halves, other.start, across=True)
 
     def _look(self, panel: _Panel, halves: Floats) -> None:
-        """Decide how far each query of a panel looks, by its ĥ to the sample (B, S)."""
+        """Set the reach of a panel's queries from their ĥ to the sample (B, S)."""
         last = _sample_rank(len(self._order), panel.depth) - 1
         near, width = halves, halves.shape[1] // _GROUP
-        # of few, the nearest of each group tell nearly as well, and are sooner selected from
+        # for small ranks, the nearest of each group are nearly as good and faster to select from
         if last < width // 4:
             near = halves[:, : width * _GROUP].reshape(-1, _GROUP, width).min(axis=1)
         reach = np.partition(near, last, axis=1)[:, last] + panel.error
@@ -181,7 +180,7 @@ class Ranking:
         panel.reach[~crowded] = reach[~crowded]
 
     def _keep(self, panel: _Panel, halves: Floats, start: int, *, across: bool = False) -> None:
-        """Keep what a panel's queries reach: they are a block's rows or, `across`, its columns."""
+        """Keep the candidates within reach of a panel, the block's rows or (`across`) columns."""
         mask = self._mask[: halves.size].reshape(halves.shape)
         np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask)
         place = np.flatnonzero(mask)
@@ -192,7 +191,7 @@ class Ranking:
         panel.keys.append(_keys(halves.ravel()[place], item + start))
 
     def _ranked(self, panel: _Panel) -> tuple[Bools, Bools]:
-        """Return a panel's matches (B, k), and which queries are left to full search (B,)."""
+        """Return a panel's matches (B, k), and whether to search each query in full (B,)."""
         size = len(panel.factors)
         matches, failed = np.zeros((size, panel.depth), np.bool_), np.ones(size, np.bool_)
         queries = np.concatenate(panel.queries)
@@ -201,7 +200,7 @@ class Ranking:
         keys = np.concatenate(panel.keys)[np.argsort(queries, kind="stable")]  # 16 bits: radix sort
         counts = np.bincount(queries, minlength=size)
         ends = np.cumsum(counts)
-        # A few ranks more than asked nearly always show where the run at the last one ends.
+        # a few more ranks nearly always include the end of the run at the last needed rank
         width = panel.depth + panel.depth // 16 + 9
         columns = np.arange(max(width, int(counts.max())))
         step = max(1, _RANKS // len(columns))
@@ -219,13 +218,13 @@ class Ranking:
     def _settled(
         self, panel: _Panel, chosen: Ints, near: Floats, item: Ints
     ) -> tuple[Bools, Bools]:
-        """Return matches (B, k) in the true order, and which queries are left to full search (B,).
+        """Return matches (B, k) in the true order, and whether to search a query in full (B,).
 
         Args:
-            panel: whose queries they are.
-            chosen: (B,) which of them.
-            near: (B, W + 1) ĥ, ascending; the last column is where the ranked ones end.
-            item: (B, W + 1) the items' places.
+            panel: the panel of the queries.
+            chosen: (B,), the queries within the panel.
+            near: (B, W + 1), ĥ in ascending order; the last column bounds the ranked items.
+            item: (B, W + 1), the items' positions.
         """
         own, item = panel.start + chosen, item[:, :-1]
         joined = near[:, 1:] - near[:, :-1] <= panel.error[chosen, None]
@@ -249,13 +248,13 @@ def _sample_size(size: int) -> int:
 
 
 def _sample_rank(size: int, depth: int) -> int:
-    """Return a rank in the sample that lies beyond `depth`, but for 6 queries in a thousand."""
+    """Return a rank in the sample that is beyond `depth` for all but 6 queries in a thousand."""
     expected = depth * _sample_size(size) / size
     return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
 
 
 def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float64]]:
-    """Return (N, C + 2) centred codes x, |x|²/2 and 1, and the lengths |x| (N,)."""
+    """Return centred codes x with |x|²/2 and 1 appended (N, C + 2), and the lengths |x| (N,)."""
     width, largest = codes.shape[1], float(np.abs(codes).max(initial=0))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
     parts = range(0, len(codes), _PANEL)
@@ -271,15 +270,15 @@ def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float
 
 
 def _turned(factors: Floats) -> Floats:
-    """Return (B, C + 2) −x, 1 and |x|²/2: times another's factors, half the squared distances."""
+    """Return −x, 1 and |x|²/2 (B, C + 2); its product with factors is half the squared distance."""
     out = -factors
     out[:, -2], out[:, -1] = 1, factors[:, -2]
     return out
 
 
 def _keys(halves: Floats, item: Ints) -> Ints:
-    """Return ĥ and the item in 32 bits each: keys compare as ĥ does from 0 on, then as the item."""
-    near = np.maximum(halves, 0) + np.float32(0)  # −0, whose bits are a negative number, becomes 0
+    """Return ĥ (at least 0) and the item in 32 bits each, which compare by ĥ, then by item."""
+    near = np.maximum(halves, 0) + np.float32(0)  # −0 becomes 0, because its bits are negative
     return near.view(np.int32).astype(np.int64) << 32 | item
 
 
@@ -287,9 +286,9 @@ def _in_doubt(joined: Bools, match: Bools, depth: int) -> tuple[Ints, Ints, Ints
     """Return query, rank and run (M,) of each item whose run holds matches and others.
 
     Args:
-        joined: (B, W) whether an item and the next one are of one run; no row's last one is.
-        match: (B, W) whether the items match.
-        depth: ranks among which a run must begin.
+        joined: (B, W), whether an item and the next one share a run; false in the last column.
+        match: (B, W), whether the items match.
+        depth: number of ranks in which a run must begin.
     """
     width = joined.shape[1]
     place = np.flatnonzero(joined)

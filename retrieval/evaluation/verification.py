@@ -1,12 +1,11 @@
-"""Pairs that are "the same or not": how they are drawn, and metrics of their distances.
+"""Verification of pairs ("the same or not?"): drawing pairs, and metrics of their distances.
 
-A pair is *accepted* ("the same") when its distance is at or under a threshold. FAR is the share of
-different pairs that are accepted, TAR the share of same pairs that are. Time grows as P log P and
-memory as P, the number of pairs.
+A pair is *accepted* ("the same") if its distance is at most a threshold. FAR is the share of
+different pairs that are accepted, and TAR the share of same pairs. Time grows as P log P and memory
+as P, the number of pairs.
 
-Pairs are drawn as those of Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section 3): a
-pair of one class by class and then by item, a pair of two classes likewise, so that a large class
-does not fill the list.
+Pairs are drawn as in Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section 3): first the
+class or two classes, then the items, so that a large class does not dominate.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ FAR_LEVELS = (1e-2, 1e-3)
 class Roc:
     """The ROC curve: straight lines between T points, from (0, 0) to (1, 1).
 
-    Pairs at equal distances share a point.
+    Pairs with equal distances share a point.
 
     Attributes:
-        threshold: (T,) distances, ascending; the first is −∞, which accepts nothing.
-        far: (T,) false accept rate at each.
-        tar: (T,) true accept rate at each.
+        threshold: (T,), ascending distances; the first is −∞, which accepts nothing.
+        far: (T,), the false accept rate at each threshold.
+        tar: (T,), the true accept rate at each threshold.
     """
 
     threshold: Floats
@@ -45,7 +44,7 @@ class Roc:
     tar: Floats
 
     def corners(self, same: int, different: int) -> Roc:
-        """Return the curve without points in the middle of a line, by its numbers of pairs."""
+        """Return the curve without points inside straight lines, given the numbers of pairs."""
         steps = np.stack(
             [np.rint(np.diff(self.tar) * same), np.rint(np.diff(self.far) * different)]
         )
@@ -56,15 +55,15 @@ class Roc:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verification` found.
+    """The result of `verification`.
 
     Attributes:
         values: "auc", "eer", "accuracy" (the mean over folds), "accuracy_se" (its standard error),
-            and "tar_at_far_0.01", "tar_at_far_0.001" where there are different pairs enough: one
-            over the rate at least.
-        roc: the curve.
-        accuracy: (K,) the share of each fold's pairs that are judged rightly.
-        threshold: (K,) the threshold of each fold, which the other folds' pairs chose.
+            and "tar_at_far_0.01" and "tar_at_far_0.001" if the number of different pairs is at
+            least one over the rate.
+        roc: the ROC curve.
+        accuracy: (K,), the share of each fold's pairs that are judged correctly.
+        threshold: (K,), the threshold of each fold, chosen on the other folds.
     """
 
     values: dict[str, float]
@@ -78,21 +77,21 @@ def verification(
 ) -> Verification:
     """Return the verification metrics of pairs.
 
-    AUC is the probability that a same pair is nearer than a different one, ties counting half. The
-    equal error rate is where the curve meets FAR = 1 − TAR. Accuracy is Labeled Faces in the Wild's
+    AUC is the probability that a same pair is nearer than a different one; ties count half. The
+    equal error rate is the FAR at which FAR = 1 − TAR. Accuracy follows Labeled Faces in the Wild
     (Huang et al., TR 07-49, 2007): each fold is judged by the threshold that is best on all *other*
-    folds; the standard error of the mean is σ / √K, with σ the standard deviation of the K
+    folds. The standard error of the mean is σ / √K, with σ the standard deviation of the K
     accuracies (over K − 1).
 
     Args:
-        distances: (P,) smaller is closer.
-        same: (P,) whether a pair is one of "the same": true or false, or 1 or 0.
-        folds: (P,) the fold of each pair: whole numbers or text.
-        far: false accept rates at which to give the true accept rate.
+        distances: (P,), the distance of each pair; smaller is closer.
+        same: (P,), whether a pair is the same: true or false, or 1 or 0.
+        folds: (P,), the fold of each pair: whole numbers or text.
+        far: false accept rates at which to return the true accept rate.
 
     Raises:
-        DataError: shapes that do not fit, distances that are not finite, pairs of one kind only or
-            that are neither true nor false, or folds on which no threshold can be chosen.
+        DataError: shapes do not fit, distances are not finite, all pairs are of one kind, `same`
+            has other values, or the folds do not allow choosing a threshold.
     """
     d = np.asarray(distances, dtype=np.float64)
     s = _kinds(same)
@@ -117,7 +116,7 @@ def verification(
 
 
 def roc_curve(distances: Floats, same: NDArray[np.bool_]) -> Roc:
-    """Return the ROC curve of pairs, with a point for each distance that occurs."""
+    """Return the ROC curve of pairs, with one point per distinct distance."""
     from sklearn import metrics
 
     far, tar, similarity = metrics.roc_curve(same, -distances, drop_intermediate=False)
@@ -126,7 +125,7 @@ def roc_curve(distances: Floats, same: NDArray[np.bool_]) -> Roc:
 
 def equal_error_rate(roc: Roc) -> float:
     """Return the rate at which FAR = 1 − TAR, on the line between the curve's points."""
-    gap = roc.far + roc.tar - 1  # ascends strictly from −1 to 1
+    gap = roc.far + roc.tar - 1  # strictly ascending from −1 to 1
     i = int(np.searchsorted(gap, 0.0))
     part = gap[i - 1] / (gap[i - 1] - gap[i])
     return float(roc.far[i - 1] + part * (roc.far[i] - roc.far[i - 1]))
@@ -137,8 +136,8 @@ def fold_accuracy(
 ) -> tuple[Floats, Floats]:
     """Return each fold's accuracy (K,) and the threshold (K,) that is best on all other folds.
 
-    The threshold lies half-way between the distances that it parts; of several equally good ones it
-    is the smallest.
+    The threshold is half-way between the two distances that it separates. Of equally good
+    thresholds the smallest is used.
     """
     order = np.argsort(distances, kind="stable")
     d, s, f = distances[order], same[order], fold[order]
@@ -152,12 +151,11 @@ def fold_accuracy(
 
 
 def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
-    """Return the threshold that judges most pairs rightly; the distances ascend."""
-    # judged rightly when the i nearest are accepted
+    """Return the threshold that judges most pairs correctly, given ascending distances."""
+    # number of correct judgements, up to a constant, if the i nearest pairs are accepted
     right = np.concatenate([[0], np.cumsum(np.where(same, 1, -1))])
-    cut = np.concatenate(
-        [[True], distances[1:] > distances[:-1], [True]]
-    )  # equal distances are never parted
+    # a threshold never separates equal distances
+    cut = np.concatenate([[True], distances[1:] > distances[:-1], [True]])
     i = int(np.where(cut, right, -len(same) - 1).argmax())
     if i == 0:
         return float(np.nextafter(distances[0], -np.inf))
@@ -168,10 +166,7 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
 
 
 def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
-    """Return which pairs are the same.
-
-    Truth as Python has it would take NaN, -1 and the text "False" for true.
-    """
+    """Return which pairs are the same; refuse NaN, -1 or "False", which are true in Python."""
     flags = read_values(
         same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same."
     )
@@ -205,7 +200,7 @@ Items = NDArray[np.int64]
 FOLDS = 10
 PER_FOLD = 300
 ENOUGH = 30
-"""The fewest pairs of each kind in each fold for which folds are kept apart."""
+"""Folds are kept disjoint if each then has at least this many pairs of each kind."""
 
 
 def draw_pairs(
@@ -216,18 +211,18 @@ def draw_pairs(
     folds: int | None = None,
     seed: int = 0,
 ) -> LabelledPairs:
-    """Draw pairs of items, as many of one class as of two, the same number of each in every fold.
+    """Draw as many pairs of one class as of two, with the same number of each in every fold.
 
-    No two folds share a class if the classes suffice; else no item; else (few items) no pair.
-    Memory grows with items and pairs.
+    Folds share no class if there are enough classes, otherwise no item, or (with few items) no
+    pair. Memory grows with items and pairs.
 
     Args:
-        items: (n,) the items to draw from.
-        labels: (n,) their class numbers.
-        count: how many pairs; a multiple of 2 × `folds`. By default 300 of each kind in each fold
-            (6,000 in ten), or as many as there are.
-        folds: how many folds; by default ten, or as many as there are pairs for.
-        seed: of the draw: the same seed, items and labels give the same pairs.
+        items: (n,), the items to draw from.
+        labels: (n,), the items' class numbers.
+        count: number of pairs, a multiple of 2 × `folds`. By default 300 of each kind per fold
+            (6,000 in ten folds), or as many as exist.
+        folds: number of folds, by default ten, or as many as the pairs allow.
+        seed: seed of the draw. The same seed, items and labels give the same pairs.
 
     Raises:
         DataError: there are not enough pairs, or `count` and `folds` do not fit.
@@ -285,9 +280,9 @@ def draw_pairs(
 def make_folds(
     same: NDArray[np.bool_], folds: int | None = None, seed: int = 0
 ) -> tuple[Items, tuple[str, ...]]:
-    """Return a fold for each pair (P,), at random and evenly in both kinds, and the folds' names.
+    """Return a random fold for each pair (P,), even in both kinds, and the names of the folds.
 
-    By default there are ten, or as many as there are pairs of the rarer kind.
+    By default there are ten folds, or as many as there are pairs of the rarer kind.
 
     Raises:
         DataError: there are fewer than two folds, or fewer pairs of a kind than folds.
@@ -317,7 +312,7 @@ def _names(folds: int) -> tuple[str, ...]:
 def _undivided(
     items: Items, labels: Items, folds: int, per_fold: int, random: np.random.Generator
 ) -> LabelledPairs:
-    """Draw from all items; the folds share items, but no pair."""
+    """Draw pairs from all items; folds share items, but no pairs."""
     rows = np.concatenate([draw(labels, per_fold * folds, random) for draw in (_same, _different)])
     rows[: per_fold * folds] = random.permutation(rows[: per_fold * folds])
     fold = np.tile(np.arange(folds), 2 * per_fold)
@@ -335,7 +330,7 @@ def _undivided(
 def _groups(
     labels: Items, folds: int, per_fold: int, exact: bool, random: np.random.Generator
 ) -> tuple[list[Items] | None, int]:
-    """Return each fold's rows (None: folds cannot be kept apart), and how many pairs to draw."""
+    """Return each fold's rows, or `None` if folds cannot be disjoint, and the number of pairs."""
     need = per_fold if exact else min(per_fold, ENOUGH)
     for dealt in (_by_class(labels, folds, random), _by_item(labels, folds, random)):
         groups = [np.flatnonzero(dealt == k) for k in range(folds)]
@@ -348,7 +343,7 @@ def _groups(
 
 
 def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
-    """Return a fold for each row, of whole classes; classes that have a pair are dealt first."""
+    """Return a fold for each row; whole classes share one, those with a pair are dealt first."""
     classes, number, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     order = random.permutation(len(classes))
     order = order[np.argsort(-np.minimum(sizes[order], 2), kind="stable")]
@@ -358,7 +353,7 @@ def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
 
 
 def _by_item(labels: Items, folds: int, random: np.random.Generator) -> Items:
-    """Return a fold for each row: every class dealt out evenly, starting at another fold each."""
+    """Return a fold for each row, so that every class is spread evenly over the folds."""
     dealt = np.empty(len(labels), np.int64)
     start = 0
     for label in np.unique(labels):
@@ -378,7 +373,7 @@ def _different_capacity(labels: Items) -> int:
 
 
 def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
-    """Return pairs of rows (count, 2) of one class, as evenly from all classes as they can be."""
+    """Return pairs of rows (count, 2) of one class, as evenly from all classes as possible."""
     order = np.argsort(labels, kind="stable")
     sizes = np.unique(labels, return_counts=True)[1]
     starts = np.cumsum(sizes) - sizes
@@ -395,7 +390,7 @@ def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
         chosen = random.choice(int(room[c]), int(share[c]), replace=False)
         # number t of the pairs (i, j), i < j, counted by j: t = j (j − 1) / 2 + i
         j = ((1 + np.sqrt(8.0 * chosen + 1)) / 2).astype(np.int64)
-        j -= j * (j - 1) // 2 > chosen  # the root's rounding
+        j -= j * (j - 1) // 2 > chosen  # correct the rounding of the root
         j += j * (j + 1) // 2 <= chosen
         i = chosen - j * (j - 1) // 2
         flip = random.random(len(chosen)) < 0.5
@@ -406,7 +401,7 @@ def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
 
 
 def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
-    """Return `count` pairs of rows (count, 2) of two classes, no two of them the same pair."""
+    """Return `count` distinct pairs of rows (count, 2) of two classes."""
     size = len(labels)
     kept = np.empty((0, 2), np.int64)
     for proposed in _proposals(labels, count, random):
@@ -416,14 +411,14 @@ def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
         kept = both[first[:count]]
         if len(kept) == count:
             return kept
-    raise AssertionError  # the proposals do not end
+    raise AssertionError  # the proposals are endless
 
 
 def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterator[Items]:
-    """Yield pairs of rows of two classes: eight times classes are equally likely, then items.
+    """Yield pairs of rows of two classes, drawn by class for eight rounds, then by pair.
 
-    The first alone may never come to an end, where most pairs are of two large classes among many
-    small ones.
+    Drawing by class alone might never find enough pairs if most of them are of two large classes
+    among many small ones.
     """
     order = np.argsort(labels, kind="stable")
     sizes = np.unique(labels, return_counts=True)[1]
@@ -436,7 +431,7 @@ def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterat
     while True:
         a = random.choice(len(sizes), count, p=pairs_by_class / pairs_by_class.sum())
         first_row = starts[a] + random.integers(sizes[a])
-        # any row of the other classes: those before the class, then those after it
+        # any row of another class: one before the class, or one after it
         second_row = random.integers(len(labels) - sizes[a])
         second_row += np.where(second_row >= starts[a], sizes[a], 0)
         yield order[np.stack([first_row, second_row], axis=1)]

@@ -1,4 +1,4 @@
-"""Verify pairs with a run's model, untrained baselines and a bundle: are these two the same?"""
+"""Verify pairs ("are these two the same?") with a run's model, baselines and a bundle."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class RunVerification:
     Attributes:
         run: the run's folder.
         split: "test" or "validation".
-        pairs: how many are "same" and "different", of how many "items" in how many "folds", what
-            two folds share ("folds_share": "nothing", "classes" or "items"), and where they come
-            from: "drawn_from" or "file", "folds_drawn", "seed".
-        metrics: by contestant ("trained", what needs no training, "bundle"), each metric.
-        folds: by contestant, "accuracy" by fold, and "threshold", which the other folds chose.
-        notes: what a reader of the metrics must know.
+        pairs: the numbers of "same" and "different" pairs, "items" and "folds", what two folds
+            share ("folds_share": "nothing", "classes" or "items"), and the origin of the pairs
+            ("drawn_from" or "file", "folds_drawn", "seed").
+        metrics: each metric by contestant ("trained", the untrained baselines, "bundle").
+        folds: by contestant, "accuracy" by fold, and "threshold", chosen on the other folds.
+        notes: caveats for readers of the metrics.
         files: names of the files in the run's folder: "roc.csv", "roc.svg", "pairs.csv".
     """
 
@@ -77,11 +77,11 @@ class RunVerification:
         return self.table()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `verification-SIDE.json` holds."""
+        """Return the content of `verification-SIDE.json`."""
         return {"protocol": "verification"} | asdict(self)
 
     def table(self) -> str:
-        """Return a table: one row per figure, one column per contestant."""
+        """Return a table: one row per metric, one column per contestant."""
         pairs = self.pairs
         origin = (
             f"from {pairs['file']}" if "file" in pairs else f"drawn from the {self.split} items"
@@ -114,29 +114,30 @@ def verify_run(
 ) -> RunVerification:
     """Verify pairs with a run's model, and write metrics, ROC curve and pairs into its folder.
 
-    `verification-SIDE.json` holds what is returned, `verification-SIDE-roc.csv` and `.svg` the
+    `verification-SIDE.json` holds the result, `verification-SIDE-roc.csv` and `.svg` the ROC
     curves, and `verification-SIDE-pairs.csv` the pairs with their folds and the trained model's
-    distances. Each item is encoded once.
+    distances.
 
     Args:
         run: a run, or its folder.
-        side: "test" or "validation": where pairs are drawn from, and what is not counted as seen in
-            training.
-        pairs: a list of pairs (`retrieval.data.pairs.read_pairs`), of any of the data's items;
-            None: pairs are drawn.
-        draw: how many pairs to draw (`retrieval.evaluation.verification.draw_pairs`).
-        folds: how many folds, where pairs are drawn or their list has none.
-        seed: of the pairs drawn, or of their folds.
-        baseline: also the raw inputs (unit length, Euclidean), and the model before its training;
-            with a learner the backbone's features (Euclidean).
-        bundle: also a bundle's distances: its rescorer's if it has one, else those of its vectors.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        side: "test" or "validation", the side to draw pairs from. For a list, it decides which
+            pairs are noted as seen in training.
+        pairs: a file with pairs of any of the data's items (see
+            `retrieval.data.pairs.read_pairs`); `None` draws pairs.
+        draw: number of pairs to draw (see `retrieval.evaluation.verification.draw_pairs`).
+        folds: number of folds, for drawn pairs or a list without folds.
+        seed: seed of the drawn pairs or folds.
+        baseline: also evaluate the raw inputs (unit length, Euclidean) and the untrained model;
+            with a learner, the backbone's features (Euclidean).
+        bundle: also evaluate a bundle's distances: those of its rescorer if it has one, otherwise
+            of its vectors.
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
         Each contestant's metrics, over all pairs and by fold, and the names of the files.
 
     Raises:
-        DataError: the run has no such items, the list is wrong, or pairs cannot be drawn.
+        DataError: the run has no items on that side, the list is wrong, or pairs cannot be drawn.
     """
     refuse_side(side)
     run = run if isinstance(run, Run) else load_run(run)
@@ -179,7 +180,7 @@ def verify_run(
 def pair_distances(model: Model, codes: Tensor, first: Rows, second: Rows) -> Floats:
     """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C).
 
-    The combiner's, the first item as query; without a combiner Euclidean, in double precision.
+    With a combiner, the first item is the query. Without one, the distance is Euclidean in float64.
     """
     combiner = model.combiner
     if combiner is None:
@@ -217,7 +218,7 @@ def _in_parts(
 
 
 def _raw(run: Run, items: Rows, first: Rows, second: Rows, batch: int) -> Floats:
-    # kept as they come, bytes for pixels: as floats they would take four times the memory
+    # pixels remain bytes, because floats would take four times the memory
     raw = torch.cat(
         [c.flatten(1) for c in inputs(run.dataset, items, run.model.preprocessing, batch)]
     )
@@ -225,7 +226,7 @@ def _raw(run: Run, items: Rows, first: Rows, second: Rows, batch: int) -> Floats
 
 
 def _untrained(run: Run) -> Model:
-    """Return the model as it was before the first step: the same seed draws the same weights."""
+    """Return the model before training, whose weights follow from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.recipe.seed)
         model = build_model(run.recipe, run.dataset)
@@ -235,7 +236,7 @@ def _untrained(run: Run) -> Model:
 
 
 def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> Floats:
-    """Return a bundle's distances: of the rescorer, or measured on vectors as its manifest says."""
+    """Return a bundle's distances: those of its rescorer, or the manifest's distance of vectors."""
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.merging import of_products, spans_of
 
@@ -264,7 +265,7 @@ def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> 
 def _pairs(
     run: Run, side: str, file: Path | None, draw: int | None, folds: int | None, seed: int
 ) -> tuple[LabelledPairs, dict[str, Any]]:
-    """Return pairs with folds, and where they come from."""
+    """Return pairs with folds, and their origin."""
     splits = run.splits
     if file is not None and draw is not None:
         raise DataError(
@@ -305,7 +306,7 @@ def _results(
     notes = []
     if wrong := int((alike != pairs.same).sum()):
         notes.append(
-            f"Of {wrong:,} pairs the list says the same, or different, against the data's labels."
+            f"The list contradicts the data's labels for {wrong:,} of {len(pairs):,} pairs."
         )
     seen = (
         run.splits.train
@@ -347,7 +348,7 @@ def _results(
 
 
 def _shared(pairs: LabelledPairs, labels: NDArray[np.int64]) -> str:
-    """Return what folds have in common: "nothing", "classes" or "items" (and classes)."""
+    """Return what folds share: "nothing", "classes" or "items" (and classes)."""
 
     def apart(first: Rows, second: Rows) -> bool:
         both = np.stack([np.concatenate([first, second]), np.tile(pairs.fold, 2)], axis=1)  # type: ignore[arg-type]
@@ -367,7 +368,7 @@ def write(
     trained: NDArray[np.float64],
     results: Mapping[str, Any],
 ) -> None:
-    """Write the curves, the pairs and the metrics of a verification: all files or none."""
+    """Write the curves, pairs and metrics of a verification, all files or none."""
     counts = int(pairs.same.sum()), int((~pairs.same).sum())
     curves = {row: verified.roc.corners(*counts) for row, verified in measured.items()}
     points = _csv(
@@ -382,7 +383,7 @@ def write(
     picture = draw_roc({row: (curves[row], measured[row].values["auc"]) for row in measured})
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
     try:
-        # no file takes its place before all of them are written
+        # no file is renamed into place before all are written
         with contextlib.ExitStack() as stack:
             for name, content in contents.items():
                 path = run.path / results["files"][name]
@@ -415,7 +416,7 @@ def _csv(header: tuple[str, ...], rows: Any) -> str:
 
 
 def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
-    """Return ROC curves and their AUC by contestant as SVG, the same bytes for the same curves."""
+    """Return ROC curves with their AUC by contestant as SVG; equal curves give equal bytes."""
     import matplotlib as mpl
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
@@ -424,12 +425,12 @@ def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
         figure = Figure(figsize=(5.2, 5.0), layout="constrained")
         FigureCanvasSVG(figure)
         axis = figure.subplots()
-        styles = ("-", "--", ":", "-.")  # told apart without colours, too
+        styles = ("-", "--", ":", "-.")  # distinguishable without colours
         for i, (name, (roc, auc)) in enumerate(curves.items()):
             axis.plot(
                 roc.far, roc.tar, linestyle=styles[i % len(styles)], label=f"{name} (AUC {auc:.4f})"
             )
-        # crosses each curve at its equal error rate
+        # this line crosses each curve at its equal error rate
         axis.plot([0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0)
         axis.set(
             xlabel="false accept rate (FAR)",

@@ -1,1 +1,1 @@
-"""From a run to a bundle: torch to ONNX, compared with torch."""
+"""Export a model as a bundle: ONNX graphs that are compared with torch."""

@@ -1,4 +1,4 @@
-"""A backbone by name → a bundle: nothing is trained, and no label is needed."""
+"""Export a pretrained backbone as a bundle, without training and without labels."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ log = logging.getLogger(__name__)
 Pixels = NDArray[np.uint8]
 
 _SHOWN = 5
-"""Photos that a message names."""
+"""Most photos that a message names."""
 _CROPS = 64
 
 
 class Photos:
-    """The user's own photos, found and shuffled, not yet decoded.
+    """The files of the user's photos, in random order.
 
-    Photos that cannot be read are left out when they are met, and named on the log.
+    Photos that cannot be read are skipped and logged.
 
     Raises:
-        DataError: a place does not exist, or a folder holds no image.
+        DataError: a place does not exist, or the places hold no image.
     """
 
     def __init__(self, places: Sequence[StrPath], seed: int) -> None:
@@ -71,10 +71,10 @@ class Photos:
         self.files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
-        """Yield the first photos as uint8 (B, channels, H, W), decoded ahead in threads.
+        """Yield the first `most` photos as uint8 (B, channels, H, W), decoded ahead in threads.
 
         Raises:
-            DataError: none of them can be read.
+            DataError: no photo can be read.
         """
         bad: list[str] = []
         files = self.files[:most]
@@ -113,7 +113,7 @@ class Photos:
 def example_photos(preprocessing: Preprocessing) -> Pixels:
     """Return 64 crops of scikit-learn's two photographs, uint8 (64, channels, H, W).
 
-    What a backbone is verified on where the user names no photos.
+    They verify a bundle if the user names no photos.
     """
     from sklearn.datasets import load_sample_images
 
@@ -131,22 +131,23 @@ def example_photos(preprocessing: Preprocessing) -> Pixels:
 
 
 DIMENSIONS = 128
-"""Width of whitened vectors where nobody names one."""
+"""Default dimension of whitened vectors."""
 
 _FEATURE_BYTES = 1 << 29
-"""Of the features that whitening is fitted on, as float32."""
+"""Most bytes of the float32 features that whitening is fitted on."""
 _RANK = 1e-9
-"""A direction with less than this share of the largest variance is noise of float32."""
+"""A direction with less than this share of the largest variance is float32 noise."""
 _SMALL = 1e-6
-"""What is added to each variance, as a share of the largest: no direction is scaled up by more than
-a thousand times the first's.
+"""Added to each variance, as a share of the largest variance.
+
+No direction is therefore scaled more than 1,000 times as much as the first.
 """
 _EXACT_WIDTH = 4096
-"""Wider features go to scikit-learn's randomised solver: their covariance matrix would not fit."""
+"""Wider features use scikit-learn's randomised solver, because their covariance is too large."""
 
 
 def affordable(features: int, most: int) -> int:
-    """Return how many photos whitening is fitted on: `most`, or what half a gigabyte holds."""
+    """Return the number of photos for whitening: `most`, or as many as half a gigabyte holds."""
     return max(1, min(most, _FEATURE_BYTES // (4 * features)))
 
 
@@ -154,7 +155,7 @@ def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[n
     """Return the backbone's features (N, F) of raw pixels in batches.
 
     Raises:
-        PluginError: the backbone fails, or gives features of another width than it says.
+        PluginError: the backbone fails, or returns features of another width than it declares.
         DataError: features are NaN or infinite.
     """
     what = f"The backbone {type(model.backbone).__name__}"
@@ -173,20 +174,20 @@ def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[n
 def whitening_head(
     features: NDArray[np.floating[Any]], dimensions: int | None = None
 ) -> nn.Sequential:
-    """Return the module that whitens features (B, F) to unit vectors (B, C).
+    """Return a module that whitens features (B, F) to unit vectors (B, C).
 
     x ↦ u / ‖u‖, u = D^(−1/2) Vᵀ (x − mean).
 
-    V holds the C directions of largest variance, D their variances plus a millionth of the largest.
-    Jégou & Chum, "Negative Evidences and Co-occurrences in Image Retrieval: the Benefit of PCA and
-    Whitening" (ECCV 2012).
+    V holds the C directions of largest variance, and D their variances plus a millionth of the
+    largest. Jégou & Chum, "Negative Evidences and Co-occurrences in Image Retrieval: the Benefit of
+    PCA and Whitening" (ECCV 2012).
 
     Args:
-        features: (N, F) that it is fitted on.
-        dimensions: C; by default 128, or F where that is less.
+        features: (N, F), the features to fit.
+        dimensions: C, by default the smaller of 128 and F.
 
     Raises:
-        DataError: there are too few rows for so many dimensions, or they do not vary in so many.
+        DataError: the features have too few rows for C dimensions, or vary in fewer directions.
     """
     from sklearn.decomposition import PCA
 
@@ -194,8 +195,8 @@ def whitening_head(
     outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
     if not 1 <= outputs <= width:
         raise DataError(
-            f"{outputs:,} dimensions cannot be had: the backbone has {width:,} features. Ask for 1"
-            f" to {width:,} (--dimensions)."
+            f"{outputs:,} dimensions are not available: the backbone has {width:,} features. Ask"
+            f" for 1 to {width:,} (--dimensions)."
         )
     if photos <= outputs:
         raise DataError(
@@ -203,7 +204,7 @@ def whitening_head(
             " dimensions are needed. Name more photos, or ask for fewer dimensions (--dimensions"
             f" {max(1, photos // 4)})."
         )
-    # what rounding alone makes of equal features of this size
+    # the variation that rounding alone causes in equal features of this size
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
     if float(np.ptp(features, axis=0).max()) <= noise:
         raise DataError(
@@ -228,9 +229,9 @@ def whitening_head(
 Places = StrPath | Sequence[StrPath]
 
 MOST_PHOTOS = 20_000
-"""Whitening is fitted on so many photos at most."""
+"""Most photos that whitening is fitted on."""
 _ASKING = ("pretrained", "weights")
-"""What backbones call the parameter that asks for their pretrained weights."""
+"""Names of the parameter with which backbones load pretrained weights."""
 
 
 @shown
@@ -255,46 +256,44 @@ def export_backbone(
     replace: bool = False,
     progress: Progress = True,
 ) -> Bundle:
-    """Write the bundle of a pretrained backbone, whitened by photos if they are named; open it.
+    """Write and open the bundle of a pretrained backbone, with optional whitening.
 
-    torch and ONNX Runtime are compared on up to 512 of the photos; where none are named, on crops
-    of the two photographs that come with scikit-learn. Photos that cannot be read are left out, and
-    the log names them.
+    torch and ONNX Runtime are compared on up to 512 photos or, without photos, on crops of the two
+    photographs in scikit-learn. Photos that cannot be read are skipped and logged.
 
     Args:
-        model: the backbone's name, as `PLUGIN.name`: "core.efficientnet_lite0".
-        output: folder to make.
-        parameters: the backbone's own, as in a recipe: `{"size": 160}`.
-        whiten: files and folders of photos that PCA whitening is fitted on; without any, vectors
-            are the features.
-        dimensions: width of whitened vectors; by default 128, or the backbone's own where that is
-            less.
-        photos: files and folders of photos that verify the bundle and calibrate int8 (one half
-            each); by default those of `whiten`.
-        most_photos: of more photos than these, so many are drawn.
-        seed: of that draw.
-        random_weights: whether a backbone may be exported whose weights are random: a floor to
-            compare with.
-        plugins: further plugin files or modules, as from `--plugin`.
+        model: the backbone's name as `PLUGIN.name`, such as "core.efficientnet_lite0".
+        output: the folder to create.
+        parameters: the backbone's parameters, as in a recipe, such as `{"size": 160}`.
+        whiten: files and folders of photos to fit PCA whitening on. Without them the vectors are
+            the features.
+        dimensions: dimension of whitened vectors, by default 128 or the backbone's number of
+            features if that is smaller.
+        photos: files and folders of photos that verify the bundle and calibrate int8 (half each);
+            by default those of `whiten`.
+        most_photos: most photos for whitening; of more, a random sample is used.
+        seed: seed of the random order of photos.
+        random_weights: allow a backbone whose weights are random, as a baseline.
+        plugins: further plugin files or modules, as for `--plugin`.
         variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, backbone and head, so that features can be kept and
-            other heads applied to them.
-        allow_drift: see `export_run`, as the next ones.
-        tolerance: likewise.
-        opset: likewise.
-        exporter: likewise.
+        split: write the encoder as two graphs, backbone and head, so that an index can keep
+            features and apply other heads to them.
+        allow_drift: see `export_run`.
+        tolerance: see `export_run`.
+        opset: see `export_run`.
+        exporter: see `export_run`.
         replace: whether a bundle at `output` may be replaced.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
         The bundle, on the CPU.
 
     Raises:
-        PluginError: there is no such backbone.
-        RecipeError: its parameters do not fit.
+        PluginError: the backbone does not exist.
+        RecipeError: the parameters do not fit the backbone.
         DataError: photos are missing, cannot be read, are too few for the dimensions, or all alike.
-        BundleError: the backbone's weights are random, or it takes vectors; something is in the
-            way, torch cannot export the model, or the graph disagrees with it; see `export_model`.
+        BundleError: the backbone has random weights or takes vectors, `output` exists, torch cannot
+            export the model, or the graph disagrees with it; see `export_model`.
     """
     variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     refuse_existing(Path(output), replace)
@@ -335,7 +334,7 @@ def export_backbone(
 
 
 def _photos(places: Places, seed: int) -> Photos | None:
-    """Return the photos in places; None where no place is named."""
+    """Return the photos in `places`; `None` without places."""
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
     return Photos(listed, seed) if listed else None
 
@@ -350,11 +349,11 @@ def _whitening(model: Model, photos: Photos, most: int, dimensions: int | None) 
 def _items(
     model: Model, photos: Photos | None, calibrated: bool
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """Return what verifies the bundle and what calibrates int8; no photo does both.
+    """Return the photos that verify the bundle, and the other photos that calibrate int8.
 
     Raises:
-        DataError: the photos cannot be read.
-        BundleError: there is one photo, and two are needed.
+        DataError: no photo can be read.
+        BundleError: int8 needs two photos, and only one can be read.
     """
     assert model.preprocessing is not None
     if photos is None:
@@ -372,15 +371,15 @@ def _items(
 def named_backbone(
     plugins: Plugins, name: str, parameters: Mapping[str, Any], random_weights: bool
 ) -> Backbone:
-    """Return a backbone of images, built by its name.
+    """Return an image backbone by name, and refuse random weights.
 
-    It is built from two seeds: a weight that differs was drawn at random, and is not pretrained. A
-    factory that seeds torch itself cannot be seen through.
+    The backbone is built with two seeds: weights that differ are random. This does not detect a
+    factory that seeds torch itself.
 
     Raises:
-        PluginError: there is no such backbone, or it breaks its contract.
-        RecipeError: the parameters do not fit.
-        BundleError: it takes vectors, or its weights are random.
+        PluginError: the backbone does not exist, or breaks its contract.
+        RecipeError: the parameters do not fit the backbone.
+        BundleError: the backbone takes vectors, or its weights are random.
     """
     factory = plugins.find("backbones", name)
     if factory.takes("features"):

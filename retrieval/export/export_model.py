@@ -1,4 +1,4 @@
-"""Model → bundle: ONNX graphs and a manifest, compared with torch before the folder appears."""
+"""Export a model as a bundle: ONNX graphs, compared with torch, and a manifest."""
 
 from __future__ import annotations
 
@@ -52,28 +52,27 @@ from retrieval.serving.probe import WIDEST, probe_of
 
 @contextlib.contextmanager
 def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a hidden folder to fill; it becomes `output` at the end, or disappears on a fault.
+    """Context manager that yields a hidden folder and renames it to `output` at the end.
 
-    A process that is killed leaves the hidden folder `.NAME.XXXXXXXX.part`, never a half-written
-    `output`; it may be deleted.
+    On an error the hidden folder is removed. A process that is killed leaves it behind as
+    `.NAME.XXXXXXXX.part`, which can be deleted.
 
     Raises:
-        BundleError: something is there that may not be replaced, another process is exporting to
-            it, or the disk is full or refuses.
+        BundleError: `output` exists and may not be replaced, another process is exporting to it, or
+            the disk is full or refuses.
     """
     output = Path(os.path.realpath(output))
     refuse_existing(output, replace)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with hold(output, "exporting this bundle", BundleError):
-            refuse_existing(output, replace)  # again: who held it until now may have made it
+            refuse_existing(output, replace)  # again: the last holder of the lock may have made it
             with files.whole_folder(
                 output, replace=replace, exists_error=_exists_already(output)
             ) as temporary:
                 yield temporary
-                refuse_existing(
-                    output, replace
-                )  # again: a program without our lock may have made it
+                # again: a program without our lock may have made it
+                refuse_existing(output, replace)
     except OSError as fault:
         raise BundleError(
             f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left"
@@ -82,10 +81,10 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to write over anything but a bundle that may be replaced, or an empty folder.
+    """Refuse an existing `output`, unless it is an empty folder or a bundle to replace.
 
     Raises:
-        BundleError: `output` exists and stays.
+        BundleError: `output` exists.
     """
     if not output.exists():
         return
@@ -130,31 +129,31 @@ def export_model(
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
-    The graph is run in ONNX Runtime on the items, one alone, an odd number and all in batches, and
-    so is the rescorer. The largest absolute difference from torch, divided by the mean length of
-    the vectors (so 1e-4 means 1e-4 on unit vectors), must be within `tolerance`; distances are
-    divided by the mean distance. A combiner that says `exact` is held to it. The model is exported
-    in evaluation mode on the CPU, and is left as it was.
+    The graphs of encoder and rescorer run in ONNX Runtime on one item, an odd number of items, and
+    batches of all items. The largest absolute difference from torch must not exceed `tolerance`. It
+    is divided by the mean length of the vectors, so that 1e-4 means 1e-4 for unit vectors, or by
+    the mean distance. If a combiner declares itself `exact`, the order of its distances is checked.
+    The model is exported in evaluation mode on the CPU; the object itself does not change.
 
     Args:
         model: backbone, head and combiner.
-        items: real raw inputs, not used in training: uint8 (N, C, H, W) from the backbone's
+        items: raw inputs that were not used in training: uint8 (N, C, H, W) from the backbone's
             preprocessing, or float (N, F).
-        output: folder to make; it appears once it is complete.
-        name: what the manifest calls the model.
-        labels: one label per item (N,), for Recall@1 of the variants.
-        calibration: raw inputs from the training side, needed by "int8".
-        codes: (N, C) of more real items, by which the number of candidates is chosen; by default
-            those of `items`.
+        output: the folder to create; it appears once it is complete.
+        name: the model's name in the manifest.
+        labels: (N,), one label per item, for Recall@1 of the variants.
+        calibration: raw inputs from the training side, required for "int8".
+        codes: (N, C), codes of more real items, which decide the number of candidates; by default
+            the codes of `items`.
         evaluation: metrics for the manifest.
-        progress: is told each step, its number from 0, and how many there are.
+        progress: called with each step's name, its number from 0, and the number of steps.
         variants, split, allow_drift, tolerance, opset, exporter, replace: see `export_run`.
 
     Raises:
-        BundleError: something is in the way, the items don't fit, torch cannot export the model,
-            the graph disagrees with torch (with the largest difference, where, and the likely
-            cause), a variant cannot be made, or the disk refuses. Nothing is left behind.
-        MissingDependency: no ONNX Runtime.
+        BundleError: `output` exists, the items do not fit the model, torch cannot export it, the
+            graph disagrees with torch (the message has the largest difference, its place and the
+            likely cause), a variant cannot be made, or the disk refuses. Nothing is left behind.
+        MissingDependency: ONNX Runtime is not installed.
     """
     items, calibration = _checked(model, items, calibration, labels, variants, split)
     exact = model.combiner is None or model.combiner.exact
@@ -211,11 +210,11 @@ def _checked(
     variants: Sequence[VariantName],
     split: bool,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return items and calibration items as the model takes them.
+    """Return items and calibration items in the form that the model takes.
 
     Raises:
-        BundleError: they do not fit the model, the labels or the variants; or there is nothing to
-            split.
+        BundleError: the items do not fit the model, the labels or the variants, or the model cannot
+            be split.
     """
     for variant in variants:
         if variant not in _VARIANTS:
@@ -246,7 +245,7 @@ def _measured(
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
 ) -> Variant:
-    """Return what the manifest says of a variant."""
+    """Return the manifest's entry for a variant."""
     names = list(export.outputs)
     before, *afters = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
     combiner = export.combiner
@@ -256,7 +255,7 @@ def _measured(
 
 
 def _counted(progress: Callable[[str, int, int], None] | None, total: int) -> Callable[[str], None]:
-    """Return a function that tells `progress` of each step, with its number."""
+    """Return a function that calls `progress` with each step and its number."""
     number = itertools.count()
 
     def step(what: str) -> None:
@@ -267,7 +266,7 @@ def _counted(progress: Callable[[str, int, int], None] | None, total: int) -> Ca
 
 
 def _write_split(folder: Path, export: Graphs) -> SplitEntry:
-    """Write backbone and head; return what the manifest says of them."""
+    """Write the graphs of backbone and head, and return their manifest entry."""
     backbone, head, features = export.split()
     entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=features)
     (folder / entry.backbone).write_bytes(backbone)
@@ -278,7 +277,7 @@ def _write_split(folder: Path, export: Graphs) -> SplitEntry:
 def _write_rescorer(
     folder: Path, export: Graphs, combiner: Combiner, codes: Tensor | None
 ) -> tuple[Callable[[Floats, Floats], Floats], RescorerEntry]:
-    """Write the rescorer's graph; return a function that runs it, and its manifest entry."""
+    """Write the rescorer's graph, and return a function that runs it and its manifest entry."""
     graph, rescore = export.rescorer(combiner)
     (folder / "rescorer.onnx").write_bytes(graph)
     known = torch.from_numpy(export.outputs["code"]) if codes is None else codes
@@ -294,7 +293,7 @@ def _write_rescorer(
 def _description(
     model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]
 ) -> dict[str, Any]:
-    """Return what a manifest says of a model's input, outputs and distance."""
+    """Return the manifest's entries for a model's input, outputs and distance."""
     combiner, code = model.combiner, outputs.get("code")
     distance = DistanceEntry(name="Euclidean", exact=True, measure="euclidean")
     if combiner is not None:
@@ -317,10 +316,10 @@ def _description(
 
 
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write a filled folder's manifest, and open the bundle as the serving side will.
+    """Write the manifest of a bundle, and check it by opening the bundle.
 
     Raises:
-        BundleError: what the manifest would say, or the bundle, is not valid.
+        BundleError: the manifest or the bundle is not valid.
     """
     try:
         manifest = Manifest(
@@ -346,7 +345,7 @@ def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Mani
 
 
 def bundle_versions() -> dict[str, str]:
-    """Return versions of what makes a bundle."""
+    """Return the versions of Python and of the libraries that make a bundle."""
     packages = (
         "embedding-retrieval",
         "torch",

@@ -1,4 +1,4 @@
-"""A run's best weights → a bundle: which items verify it, and which calibrate int8."""
+"""Export a run's best weights as a bundle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
 
 MANY = 10_000
-"""At most so many items say what a candidate step costs."""
+"""Most items for choosing the number of candidates."""
 
 
 @shown
@@ -46,32 +46,33 @@ def export_run(
 ) -> Bundle:
     """Write the bundle of a run, and open it.
 
-    The run's held-out items verify it, its training items calibrate int8.
+    Held-out items of the run verify the bundle; training items calibrate int8.
 
     Args:
-        run: a run, or its folder; with the few inputs that it keeps, where its data are gone.
-        output: folder to make; by default `bundle` in the run's folder.
-        dimensions: width of the vectors, if not the whole embedding's: its first numbers, at unit
-            length again where the embedding is. The loss core.matryoshka trains them for that; the
-            head of any other run loses more.
+        run: a run or its folder. If the folder's data are gone, the inputs that the run keeps
+            verify the bundle.
+        output: the folder to create, by default `bundle` in the run's folder.
+        dimensions: keep only the first `dimensions` numbers of the embedding, scaled to unit length
+            if the embedding is. The loss core.matryoshka trains for that; with other losses quality
+            drops more.
         variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, backbone and head, so that features can be kept and
-            other heads applied to them.
+        split: write the encoder as two graphs, backbone and head, so that an index can keep
+            features and apply other heads to them.
         allow_drift: write a variant even if its vectors are further from the encoder's than
             `variants.DRIFT`.
         tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
-        opset: version of ONNX's operators.
-        exporter: "auto" takes torch's present exporter ("dynamo"), and the older one
-            ("torchscript") where that fails.
+        opset: version of the ONNX operators.
+        exporter: "auto" uses torch's current exporter ("dynamo"), or the older one ("torchscript")
+            if that fails.
         replace: whether a bundle at `output` may be replaced.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
         The bundle, on the CPU.
 
     Raises:
-        BundleError: the embedding has no such width; something is in the way, torch cannot export
-            the model, or the graph disagrees with it; see `export_model`.
+        BundleError: the embedding has fewer dimensions, `output` exists, torch cannot export the
+            model, or the graph disagrees with it; see `export_model`.
         DataError: an item cannot be read, or the folder is not a run.
     """
     variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
@@ -114,10 +115,10 @@ def export_run(
 
 
 def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
-    """Return a model whose vectors are the first numbers of another's.
+    """Return a model whose vectors are the first `dimensions` numbers of `model`'s.
 
     Raises:
-        BundleError: there is a combiner, or there are not so many numbers.
+        BundleError: the model has a combiner, or fewer dimensions.
     """
     if model.combiner is not None:
         raise BundleError(
@@ -129,8 +130,8 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     width = codes.shape[1]
     if not 1 <= dimensions <= width:
         raise BundleError(
-            f"{dimensions:,} dimensions cannot be had: the run's embedding has {width:,} numbers."
-            f" Ask for 1 to {width:,} (--dimensions)."
+            f"{dimensions:,} dimensions are not available: the run's embedding has {width:,}. Ask"
+            f" for 1 to {width:,} (--dimensions)."
         )
     if dimensions == width:
         return model
@@ -150,7 +151,7 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _evaluation(path: Path) -> dict[str, float] | None:
-    """Return the metrics of `retrieval evaluate`, where it was run."""
+    """Return the metrics that `retrieval evaluate` wrote, if it was run."""
     try:
         metrics = json.loads((path / "evaluation-test.json").read_text(encoding="utf-8"))[
             "metrics"

@@ -1,4 +1,4 @@
-"""The encoder in float16 or int8, and how far each drifts on real items."""
+"""Variants of the encoder in float16 or int8, and their drift on real items."""
 
 from __future__ import annotations
 
@@ -21,25 +21,21 @@ from retrieval.serving.merging import best_score
 VariantName = Literal["fp16", "int8"]
 
 _HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""What int8 makes faster; everything before the first and after the last of them stays float32."""
+"""Operators that int8 speeds up; nodes before the first and after the last stay float32."""
 
 _CALIBRATION_BATCH = 8
 
 DRIFT = Cosine(mean=0.99, min=0.9)
-"""The cosine between a variant's vectors and the encoder's that `check_drift` asks for: on average,
-and of each item.
-"""
+"""Smallest mean and smallest single cosine of a variant's vectors to the encoder's."""
 
 SCORED = 10
-"""How many answers are asked for where an answer's place depends on it: what a search gives by
-default.
-"""
+"""Number of results for a merge by score, whose order depends on it; the default of a search."""
 
 
 def make_variant(
     name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
 ) -> tuple[bytes, list[bytes]]:
-    """Return a variant of a graph, and graphs that show what its precision alone does.
+    """Return a variant of a graph, and graphs that emulate its precision on other devices.
 
     Raises:
         BundleError: the variant cannot be made.
@@ -54,8 +50,8 @@ def make_variant(
 def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with float16 weights and arithmetic, and the same inputs and (float32) outputs.
 
-    For devices with float16 units, and for half the size; a CPU converts back and forth and gains
-    no time. Nodes that scale to unit length, and those that turn pixels into numbers, stay float32.
+    It has half the size and is faster on devices with float16 units, but not on a CPU, which
+    converts back and forth. Nodes that normalise to unit length or preprocess pixels stay float32.
 
     Raises:
         BundleError: the graph cannot be converted.
@@ -82,11 +78,11 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a converted graph without doubled casts and detours through float16, in order.
+    """Return a converted graph in topological order, without superfluous casts.
 
-    The converter makes one cast for each reader of a value, all of one name; sends values between
-    two float32 nodes through float16, where a length beyond 65,504 becomes infinity; and appends
-    its casts at the end.
+    The converter adds one cast per reader of a value, all with the same name, and appends the casts
+    at the end. It also passes values between two float32 nodes through float16, where a length
+    above 65,504 becomes infinity.
     """
     graph = proto.graph
     del graph.value_info[:]
@@ -131,11 +127,10 @@ def _casts_to(node: onnx.NodeProto, kind: int) -> bool:
 
 
 def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return the float32 graph with all that `make_fp16` narrows rounded to float16 and back.
+    """Return a float32 graph that rounds to float16 wherever `make_fp16` uses float16.
 
-    ONNX Runtime's CPU leaves float32 between layers that have no float16 code, so the variant
-    itself shows neither the rounding nor the overflow that a device with float16 units has. This
-    one does.
+    On a CPU, ONNX Runtime keeps float32 between layers without float16 kernels, so the variant
+    itself does not show the rounding and overflow of a device with float16 units. This graph does.
     """
     copy = onnx.shape_inference.infer_shapes(proto)
     early, late = light_ends(copy)
@@ -172,21 +167,21 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
 def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
     """Return the graph statically quantised to int8.
 
-    Weights are quantised per channel, activations by the ranges seen in calibration.
+    Weights are quantised per channel, activations by their ranges on the calibration items.
 
-    Activations are unsigned, weights signed: with signed activations ONNX Runtime leaves a third of
-    EfficientNet-Lite0's layers unfused and gains nothing (13.1 ms of CPU time against float32's
-    13.8; unsigned 8.2). x86 processors without VNNI saturate such sums, so the drift there may be
-    larger than what is measured here.
+    Activations are unsigned, weights signed. With signed activations ONNX Runtime leaves a third of
+    EfficientNet-Lite0's layers unfused and is hardly faster (13.1 ms of CPU time; float32 takes
+    13.8 ms, unsigned 8.2 ms). x86 processors without VNNI saturate such sums, so the drift there
+    may be larger than measured here.
 
     Args:
         proto: the encoder.
-        calibration: real raw items (N, …) of the training side; held-out ones would make the
-            measured drift too kind.
+        calibration: (N, …), raw items of the training side. Held-out items would make the measured
+            drift too small.
         scratch: a folder for temporary files.
 
     Raises:
-        BundleError: no layer can be quantised, or ONNX Runtime fails to.
+        BundleError: no layer can be quantised, or ONNX Runtime fails.
     """
     if not any(node.op_type in _HEAVY for node in proto.graph.node):
         raise BundleError(
@@ -201,7 +196,7 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
             from onnxruntime.quantization.shape_inference import quant_pre_process
 
             class Reader(CalibrationDataReader):
-                """Calibration items in batches, once."""
+                """Yields the calibration items in batches."""
 
                 def __init__(self) -> None:
                     self._parts = iter(range(0, len(calibration), _CALIBRATION_BATCH))
@@ -225,23 +220,24 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
                 per_channel=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
-                # Without VNNI a processor adds two products of 8 bits in 16, which saturate: with
-                # weights of 7 bits they fit, and every processor gives the same.
+                # Processors without VNNI add two 8-bit products in 16 bits, which can saturate.
+                # With 7-bit weights the sum fits, so that all processors agree.
                 reduce_range=True,
                 nodes_to_exclude=sorted(kept_float32(onnx.load(prepared))),
             )
             return onnx.load(target)
         except OSError:
             raise
-        except Exception as fault:  # ONNX Runtime's tools raise anything from KeyError to their own
+        except Exception as fault:  # ONNX Runtime's tools raise many types of errors
             raise BundleError(f"The int8 variant cannot be made: {first_line(fault)}") from fault
 
 
 def kept_float32(proto: onnx.ModelProto) -> set[str]:
-    """Return names of the nodes that int8 leaves alone: the light ends, and a late head.
+    """Return the names of nodes that int8 keeps in float32: the light ends, and a linear head.
 
-    A head is little work, and what it rounds nothing evens out: on a small convolutional net
-    (digits, unseen classes) leaving it out took the mean cosine from 0.9991 to 0.9997.
+    A head costs little time, and no later layer averages out its rounding. On a small convolutional
+    net (digits, unseen classes), keeping it in float32 raised the mean cosine from 0.9991 to
+    0.9997.
     """
     early, late = light_ends(proto)
     heavy = [node for node in proto.graph.node if node.op_type in _HEAVY]
@@ -250,7 +246,7 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
 
 
 def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
-    """Return names of the nodes before any heavy layer, and after all of them.
+    """Return the names of the nodes before the first heavy layer and after the last.
 
     Nodes without a name get one.
     """
@@ -286,16 +282,17 @@ def measure(
     """Return a variant's drift: cosine to the encoder's vectors, and Recall@1 of both.
 
     Args:
-        file: of the variant.
+        file: the variant's file.
         before: the encoder's outputs.
-        afters: the variant's; with several ways to compute it, the worst one counts.
-        labels: (N,); None leaves Recall@1 out.
-        rescore: codes (Q, C), (N, C) → distances (Q, N), where the bundle has a rescorer.
-        subspaces: of the combiner.
-        merge: of the combiner.
+        afters: the outputs of the variant and of the graphs that emulate it; the worst counts.
+        labels: (N,), or `None` to leave out Recall@1.
+        rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if the bundle has
+            one.
+        subspaces: the combiner's sub-spaces.
+        merge: how the combiner merges the sub-spaces.
 
     Raises:
-        BundleError: the variant gives NaN or infinity.
+        BundleError: the variant returns NaN or infinity.
     """
     for name, values in ((name, values) for after in afters for name, values in after.items()):
         if not np.isfinite(values).all():
@@ -339,7 +336,7 @@ def check_drift(name: str, variant: Variant) -> None:
 
 
 def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
-    """Return the cosine (N,) of each row with the other matrix's row; 1 if both are zero."""
+    """Return the cosines (N,) of the rows of `a` with those of `b`; 1 if both rows are zero."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     both_zero = ~x.any(axis=1) & ~y.any(axis=1)
@@ -353,10 +350,9 @@ def distances_of(
     subspaces: Sequence[Subspace],
     merge: Literal["min", "score"] = "min",
 ) -> NDArray[np.floating[Any]]:
-    """Return the distances (N, N) that a bundle orders its answers by, each item as the query once.
+    """Return the distances (N, N) by which a bundle sorts results, with each item as a query.
 
-    With merge "score" they are those of a list of `SCORED` answers, from which the item itself is
-    left out.
+    With merge "score" they are those of a list of `SCORED` results without the item itself.
     """
     if rescore is None and merge == "score":
         query, vector = outputs.get("query", outputs["vector"]), outputs["vector"]
@@ -378,11 +374,11 @@ def recall_at_1(distances: NDArray[np.floating[Any]], labels: NDArray[Any]) -> f
     """Return the share of items whose nearest other item has their label.
 
     Args:
-        distances: (N, N); the diagonal is left out.
-        labels: (N,); items whose label no other has are not queries.
+        distances: (N, N); the diagonal is ignored.
+        labels: (N,); items with a unique label are not queries.
 
     Returns:
-        None when every label occurs once.
+        The share, or `None` if every label is unique.
     """
     distances = distances.copy()
     np.fill_diagonal(distances, np.inf)

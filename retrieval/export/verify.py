@@ -1,4 +1,4 @@
-"""Whether ONNX Runtime gives what torch gives: each graph, compared with torch on real items."""
+"""Compare each ONNX graph with torch on real items."""
 
 from __future__ import annotations
 
@@ -30,39 +30,32 @@ from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]
 Run = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
-"""Runs a graph, as the method of an ONNX Runtime session does: the names of its outputs, its inputs
-by name.
-"""
+"""Runs a graph on (names of its outputs, inputs by name), like an ONNX Runtime session."""
 
 BATCH = 64
-"""Items at a time, where not another number is what is being tested: bounds the memory that
-verifying takes.
-"""
+"""Default number of items per batch, which bounds the memory."""
 
 ODD = 7
 QUERIES = 16
 NEAR = 0.01
-"""Pairs nearer than this share of the mean distance count as the same point when distances are
-compared.
-"""
+"""Pairs nearer than this share of the mean distance are not compared."""
 
 _OVERLAP = (10, 20, 50, 100, 200, 500)
-"""Numbers of candidates that the manifest gives the overlap for."""
+"""Numbers of candidates for which the manifest records the overlap."""
 
 _QUERIES = 512
-"""At most so many items are searched for to measure it."""
+"""Most queries for measuring the overlap."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference seen, and where.
+    """The largest difference, and where it occurred.
 
     Attributes:
-        value: absolute, divided by the mean length of torch's rows: for unit vectors the plain
-            difference.
-        output: of the graph.
-        item: its row among the items.
-        batch: how many items went through at once.
+        value: absolute difference, divided by the mean length of torch's rows (1 for unit vectors).
+        output: the output of the graph.
+        item: the row of the item.
+        batch: number of items in the batch.
     """
 
     value: float
@@ -75,7 +68,7 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
     """Return each output of the torch model for all items.
 
     Raises:
-        BundleError: it fails on them, or gives NaN or infinity.
+        BundleError: the model fails, or returns NaN or infinity.
     """
     parts: list[tuple[torch.Tensor, ...]] = []
     for start in range(0, len(items), batch):
@@ -110,7 +103,7 @@ def onnx_outputs(
     """Return each output of the graph that `run` runs for all items.
 
     Raises:
-        BundleError: ONNX Runtime fails, or gives another number of rows than it was given.
+        BundleError: ONNX Runtime fails, or the number of rows changes.
     """
     parts = []
     for start in range(0, len(items), batch):
@@ -135,15 +128,15 @@ def onnx_outputs(
 
 
 def length_scale(values: Floats) -> float:
-    """Return the mean length of rows (1 for unit vectors); 1 when all are zero."""
+    """Return the mean length of rows (1 for unit vectors), or 1 if all are zero."""
     return float(np.linalg.norm(values.astype(np.float64), axis=1).mean()) or 1.0
 
 
 def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[Any]) -> Difference:
     """Return the largest difference between torch's outputs and the graph's, at three batch sizes.
 
-    One item alone, an odd number, and all items in batches of up to `BATCH`: a batch size that the
-    exporter folded into the graph shows as a difference or as a failure.
+    They are one item, an odd number, and all items in batches of up to `BATCH`. A batch size that
+    the exporter fixed in the graph shows as a difference or a failure.
 
     Raises:
         BundleError: the graph fails.
@@ -167,11 +160,11 @@ def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[An
 def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
     """Return the largest difference between torch's distances and the graph's, over their mean.
 
-    Pairs that both put nearer than `NEAR` of the mean are left out: there a square root turns
-    rounding at 1e-7 into 3e-4.
+    Pairs that are nearer than `NEAR` of the mean in both are left out, because the square root
+    turns rounding of 1e-7 into 3e-4 there.
 
     Raises:
-        BundleError: the graph fails, or gives another shape.
+        BundleError: the graph fails, or its output has another shape.
     """
     worst = Difference(-1.0, "distance", 0, 0)
     for queries, items in ((codes[:1], codes), (codes[:3], codes[-ODD:]), (codes[:QUERIES], codes)):
@@ -207,11 +200,10 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
 def check_repeatable(
     encoder: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float
 ) -> None:
-    """Refuse a model that disagrees with itself: no graph could agree with it.
+    """Refuse a model that is not repeatable, because no graph could agree with it.
 
     Raises:
-        BundleError: the same items give other numbers on a second run, or an item gives other
-            numbers alone than among others.
+        BundleError: the outputs differ between two runs, or between an item alone and in a batch.
     """
     sample = items[:ODD]
     for batch, cause in (
@@ -230,7 +222,7 @@ def check_repeatable(
             ),
         ),
     ):
-        # the same rows beside the same others, as far as the batch size allows
+        # for the second run, the same batch as in the first
         part = items[:BATCH] if batch == BATCH else sample
         for name, values in torch_outputs(encoder, part, batch).items():
             gap = np.abs(values - outputs[name][: len(part)]).max(axis=1) / length_scale(
@@ -244,7 +236,7 @@ def check_repeatable(
 
 
 def likely_cause(encoder: Encoder) -> str:
-    """Return why the graph may disagree with a model that agrees with itself."""
+    """Return why the graph may disagree with a repeatable model."""
     types = {str(p.dtype).removeprefix("torch.") for p in encoder.parameters()} - {"float32"}
     if types:
         return (
@@ -260,7 +252,7 @@ def likely_cause(encoder: Encoder) -> str:
 def merged_distances(
     query: Floats, vector: Floats, subspaces: Sequence[Subspace]
 ) -> NDArray[np.float64]:
-    """Return Euclidean distances (Q, N), the smallest over sub-spaces where there are some."""
+    """Return Euclidean distances (Q, N); with sub-spaces, the smallest over them."""
     from scipy.spatial.distance import cdist
 
     apart = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
@@ -268,10 +260,10 @@ def merged_distances(
 
 
 def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats) -> None:
-    """Refuse a combiner that says `exact` and whose vectors are not in its distances' order.
+    """Refuse an `exact` combiner if its vectors do not give the order of its distances.
 
     Raises:
-        BundleError: on these items it is not.
+        BundleError: the order differs on these items.
     """
     distances = (
         combiner.compute_mat(torch.from_numpy(codes[:QUERIES]), torch.from_numpy(codes))
@@ -292,10 +284,10 @@ def check_order(combiner: Combiner, codes: Floats, query: Floats, vector: Floats
 
 
 def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
-    """Return real inputs as the encoder takes them.
+    """Return raw inputs in the encoder's type.
 
     Raises:
-        BundleError: none, of another shape or type, or not finite.
+        BundleError: there are no items, their shape or type is wrong, or they are not finite.
     """
     preprocessing = model.preprocessing
     if len(items) == 0:
@@ -320,10 +312,10 @@ def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
 
 
 def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
-    """Refuse vectors that FAISS could not search together, and sub-spaces beyond them.
+    """Refuse query and index vectors of different widths, and sub-spaces outside of them.
 
     Raises:
-        BundleError: query and index vectors differ in width, or a sub-space leaves them.
+        BundleError: the widths differ, or a sub-space exceeds the vectors.
     """
     width = outputs["vector"].shape[1]
     if "query" in outputs and outputs["query"].shape[1] != width:
@@ -343,15 +335,15 @@ def check_widths(combiner: Combiner, outputs: Mapping[str, Floats]) -> None:
 def candidate_overlap(
     combiner: Combiner, codes: Tensor, depth: int = 10
 ) -> dict[str, float] | None:
-    """Return which share of the exact nearest ten is among so many first candidates.
+    """Return the share of the exact nearest ten among the first candidates, by their number.
 
     Args:
-        combiner: not exact.
-        codes: (N, C) of real items; up to 512 of them, evenly spaced, are searched for among all.
-        depth: how many nearest.
+        combiner: a combiner that is not exact.
+        codes: (N, C), codes of real items; up to 512 evenly spaced ones are the queries.
+        depth: number of exact nearest items.
 
     Returns:
-        None with too few items to tell.
+        The shares by number of candidates, or `None` if there are too few items.
     """
     depths = [number for number in _OVERLAP if number < len(codes) - 1]
     if not depths:
@@ -379,7 +371,7 @@ def candidate_overlap(
 
 
 def input_of(model: Model, items: NDArray[Any]) -> Input:
-    """Return the manifest's entry for what the encoder takes."""
+    """Return the manifest's entry for the encoder's input."""
     if model.preprocessing is None:
         return Input(kind="features", dtype="float32", shape=(items.shape[1],))
     return Input(
@@ -396,13 +388,13 @@ def is_normalized(vectors: Floats) -> bool:
 
 
 class Graphs:
-    """One model's graphs, each compared with torch.
+    """Makes the graphs of a model, and compares each with torch.
 
     Attributes:
-        combiner: the model's.
+        combiner: the model's combiner.
         items: raw inputs.
-        outputs: torch's, for all items.
-        worst: the largest difference of the graph that was made last.
+        outputs: the outputs of torch for all items.
+        worst: the largest difference of the latest graph.
     """
 
     def __init__(
@@ -427,10 +419,10 @@ class Graphs:
         self.worst = Difference(0.0, "", 0, 0)
 
     def check(self) -> None:
-        """Refuse a model that disagrees with itself or with what its combiner says.
+        """Refuse a model that is not repeatable or breaks its combiner's contract.
 
         Raises:
-            BundleError: the model disagrees with itself, or with its combiner.
+            BundleError: see `check_repeatable`, `check_widths` and `check_order`.
         """
         check_repeatable(self._module, self.items, self.outputs, self._tolerance)
         vector = self.outputs["vector"]
@@ -446,10 +438,10 @@ class Graphs:
         return self._encoder(self._module, self.items, self.outputs, "encoder")
 
     def split(self) -> tuple[bytes, bytes, int]:
-        """Return the encoder as two graphs, backbone and head, and the width between them.
+        """Return the graphs of backbone and head, and the number of features between them.
 
-        The backbone's depends on nothing else of the model: whatever the head, it is the same to
-        the byte.
+        The backbone's graph does not depend on the head, so that it is the same to the byte with
+        another head.
         """
         model = self._module.model
         backbone, head = FeatureEncoder(model).eval(), head_encoder(model).eval()

@@ -1,1 +1,1 @@
-"""A run: what a recipe builds, its folder and its checkpoints, and opening it again."""
+"""Runs: build a recipe's parts, write the run's folder and checkpoints, open a run again."""

@@ -1,4 +1,4 @@
-"""A checked recipe → the things it names."""
+"""Build the parts that a checked recipe names."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
     """Return the recipe's dataset.
 
     Raises:
-        DataError: its files are missing or wrong, or items cannot be used: see
-            `retrieval.data.gate`.
+        DataError: files are missing or wrong, or items are unusable (see `retrieval.data.gate`).
     """
     with python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
@@ -40,7 +39,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
-    """Return the recipe's backbone, refused when it does not fit the dataset's kind of item."""
+    """Return the recipe's backbone, or refuse one that does not take the dataset's items."""
     width = None
     if dataset.kind == "features":
         first = dataset.arrays if dataset.arrays is not None else dataset[0]
@@ -90,7 +89,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
 
 
 def code_size(model: Model) -> int:
-    """Return the width of the model's codes."""
+    """Return the number of columns of the model's codes."""
     weight = next(iter(model.head.parameters()), torch.empty(0))
     training = model.head.training
     with torch.no_grad():
@@ -104,10 +103,10 @@ def code_size(model: Model) -> int:
 
 
 class Objective(nn.Module):
-    """What trains a model: the loss, and the miner and generator if any.
+    """The loss that trains a model, with its optional miner and generator.
 
     Args:
-        loss: called with codes, labels and what the miner picked.
+        loss: called with codes, labels and the miner's indices.
         miner: called with codes and labels.
         generator: makes synthetic features.
     """
@@ -143,14 +142,14 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
 
 
 class Called(nn.Module):
-    """A loss or miner that is no module, such as a function: it has no weights."""
+    """Module without weights around a loss or miner that is a plain callable."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
         self.call = call
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
-        """Return what the call gives."""
+        """Call the wrapped function."""
         return self.call(*arguments, **named)
 
 

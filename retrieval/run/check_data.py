@@ -1,4 +1,4 @@
-"""Look at data before training: what is wrong with them, and what the net will see of them."""
+"""Check data before training, and preview the images that the model will see."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
-"""The largest distance of two pictures that are taken for the same."""
+"""Two images count as the same if the distance of their small pictures is at most this."""
 _BATCH = 32
 _COPIES = 256
-"""Items whose copies say how far a model tells them apart."""
+"""Number of items that are compared with copies of themselves to choose `within`."""
 _QUALITY = 70
 
 
@@ -56,32 +56,32 @@ def check_data(
 ) -> Findings:
     """Find what is wrong with data: broken files, duplicates, leaks, labels likely wrong.
 
-    Each item is decoded once, by the decoder that training and serving share. The same bytes and
-    the same pixels are found by their hashes; images that look the same (saved again, or in another
-    size) by small pictures of them; and with a model by its distance. Of each item some numbers are
-    kept in memory, and never all pairs: the time of the comparison grows with the square of the
-    number of items.
+    Each item is decoded once, by the decoder that training and serving share. Hashes find identical
+    bytes and identical pixels. Small pictures of the images find those that look the same (saved
+    again, or resized). With a model, its distance finds more. Memory grows with the number of
+    items, and the time of the comparison with its square.
 
     Args:
-        data: a recipe, or its `.toml` file, whose `[split]` says the sides; or what an index is
-            built of: folders, CSV files, Parquet tables, `.npz` features. Several are
-            sides of one split. One folder of `train`, `test` and so on has sides too, as has a
-            table with a column `split`.
+        data: a recipe or its `.toml` file, whose `[split]` defines the sides; or the sources of an
+            index: folders, CSV files, Parquet tables, `.npz` features. Several sources are the
+            sides of one split. The subfolders `train`, `test`, … of one folder are sides too, and
+            so are the values of a table's `split` column.
         model: a bundle, or its folder.
-        within: the largest distance of the model at which items are taken for the same; by default
-            that within which 95 % of 256 items find their own copies, saved as JPEG of quality 70.
-            A bundle of vectors needs it.
-        overrides: changes to the recipe, as `"data.folder=photos"`.
+        within: the largest model distance at which two items count as the same. By default the
+            distance within which 95 % of 256 items find copies of themselves that were saved as
+            JPEG of quality 70. Required for a bundle that takes vectors.
+        overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Raises:
-        DataError: there are no such data, the model takes other items, or none can be read.
+        DataError: the data do not exist, the model takes another kind of item, or no item can be
+            read.
         RecipeError: the recipe is wrong.
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("--within is a distance of --model, a number from 0 on.")
+        raise DataError("--within is a distance of --model, so it must be at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     checked, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
@@ -133,7 +133,7 @@ def _subjects(
     overrides: Sequence[str],
     plugins: Sequence[str],
 ) -> tuple[str, Subjects]:
-    """Return what the data are called, and their items."""
+    """Return the name of the data, and their items."""
     if isinstance(data, Recipe):
         return f"the recipe '{data.name}'", _of_recipe(data)
     named = [str(source) for source in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -151,12 +151,12 @@ def _subjects(
         )
     collected = [_collected(name, bundle) for name in named]
     if len({part.features is None for part in collected}) > 1:
-        raise DataError("Images and vectors are checked by themselves: name one kind at a time.")
+        raise DataError("Images and vectors are checked separately: name one kind at a time.")
     return ", ".join(named), OfSources(collected, named)
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
-    """Return a source's items; vectors where it holds only these or the bundle takes them."""
+    """Return a source's items: vectors if it holds nothing else or the bundle takes vectors."""
     if is_embedding(name):
         items, vectors = in_memory(Path(name))
         return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
@@ -171,7 +171,8 @@ def _collected(name: str, bundle: Bundle | None) -> Sources:
 
 
 def _of_recipe(recipe: Recipe) -> OfDataset:
-    from retrieval.run.build import build_dataset  # torch: folders and tables do without
+    # imports torch, which folders and tables do not need
+    from retrieval.run.build import build_dataset
 
     dataset = build_dataset(recipe)
     return OfDataset(dataset, make_splits(dataset, recipe.split))
@@ -179,16 +180,16 @@ def _of_recipe(recipe: Recipe) -> OfDataset:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What was seen of all items.
+    """Hashes, small pictures and embeddings of all N items.
 
     Attributes:
-        faults: why an item cannot be read, by its number.
-        flat: why few levels of a 16-bit image are left in 8 bits, by its number.
-        contents: (N,) numbers of the bytes; −1 of what has no file of its own.
-        numbers: (N,) numbers of the pixels, or of a vector's numbers; −1 of what cannot be read.
-        pictures: (N, WIDTH); of images.
-        pictured: (N,) which have one.
-        encoded: what the model gives, of N items.
+        faults: why an item cannot be read, by row.
+        flat: why a 16-bit image keeps only a few levels in 8 bits, by row.
+        contents: (N,) first row whose file has the same bytes; −1 without a file of its own.
+        numbers: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
+        pictures: (N, WIDTH) small pictures; no rows for vectors.
+        pictured: (N,) true for the rows that have a picture.
+        encoded: the model's output for N items.
     """
 
     faults: dict[int, str]
@@ -204,7 +205,7 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
     """Open each item once.
 
     Raises:
-        DataError: none can be read.
+        DataError: no item can be read.
     """
     size, image = len(subjects.items), subjects.kind == "image"
     seen = _Seen(
@@ -249,10 +250,10 @@ def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
 def _opened(
     subjects: Subjects, bundle: Bundle | None, numbered: tuple[int, bytes | DataError | None]
 ) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None, str | None] | DataError]:
-    """Return an item's number with what is seen of it, or why it cannot be read.
+    """Return an item's row with its measurements, or with the error that kept it from being read.
 
-    Seen are the hash of its file, its fingerprint, what the model takes of it, and why it has few
-    levels.
+    The measurements are the hash of its file, its fingerprint, its input to the model, and why it
+    has few levels.
     """
     row, content = numbered
     name = subjects.items[row].name
@@ -280,7 +281,7 @@ def _input(bundle: Bundle, item: Image.Image | NDArray[Any]) -> NDArray[Any]:
 
 
 def _empty(bundle: Bundle, size: int) -> Encoded:
-    """Return room for what a model gives of so many items."""
+    """Return zeros for the embeddings of `size` items."""
     manifest = bundle.manifest
     vector = np.zeros((size, manifest.vector), np.float32)
     query = np.zeros_like(vector) if manifest.query_vectors else vector
@@ -290,7 +291,7 @@ def _empty(bundle: Bundle, size: int) -> Encoded:
 
 
 def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArray[Any]]]) -> None:
-    """Encode what waits, each into its row, and let go of it."""
+    """Encode the waiting items into their rows of `into`, and clear the list."""
     if not waiting or into is None:
         return
     rows = [row for row, _ in waiting]
@@ -302,9 +303,9 @@ def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArr
 
 
 def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
-    """Return groups of the same items, and the items to compare further.
+    """Return groups of identical items, and the items to compare further.
 
-    Of each group one item a side and label is compared further.
+    Each group keeps one item per side and label for further comparison.
     """
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for row, number in enumerate(seen.numbers.tolist()):
@@ -331,7 +332,7 @@ def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
 
 
 def _model_pairs(seen: _Seen, bundle: Bundle, rows: Rows, within: float) -> Near:
-    """Return the pairs of items that a model has within a distance, as it measures."""
+    """Return the pairs of items whose model distance is at most `within`."""
     assert seen.encoded is not None
     vector, manifest = np.ascontiguousarray(seen.encoded.vector[rows]), bundle.manifest
     spans = [(space.start, space.stop) for space in manifest.subspaces if manifest.merge == "min"]
@@ -361,7 +362,7 @@ def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
 def _distances(
     bundle: Bundle, queries: Encoded, number: int, encoded: Encoded, rows: Rows
 ) -> NDArray[np.float64]:
-    """Return an item's distances to others by the model's measure; Euclidean where it scores."""
+    """Return an item's distances to others: the model's own, or Euclidean if it only scores."""
     query, vectors = queries.query[number], encoded.vector[rows]
     code, codes = (
         (None, None)
@@ -374,7 +375,7 @@ def _distances(
 
 
 def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> float:
-    """Return the distance within which 95 % of some items find their own copies."""
+    """Return the distance within which 95 % of the sampled items find their own copies."""
     assert seen.encoded is not None
     chosen = rows[
         np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))
@@ -401,20 +402,17 @@ def _copy(
 
 
 MOST = 64
-"""Rows and columns of a sheet."""
-_LEAST, _GAP, _TEXT = (
-    64,
-    4,
-    14,
-)  # pixels: of a picture's shorter side, between pictures, of the line above each row
+"""Most rows and columns of a preview sheet."""
+# pixels: least shorter side of an image, gap between images, height of the text above each row
+_LEAST, _GAP, _TEXT = 64, 4, 14
 
 
 def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
-    """Return a picture of some training items, a row each: unchanged, then as epochs change it.
+    """Return a sheet of training items, one per row: unchanged, then with random augmentations.
 
     Raises:
-        RecipeError: its items are no images.
-        DataError: they cannot be read or changed.
+        RecipeError: the items are not images.
+        DataError: an item cannot be read or augmented.
     """
     dataset = build_dataset(recipe)
     preprocessing = build_backbone(recipe, dataset).preprocessing
@@ -440,7 +438,7 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
 
 
 def _picture(pixels: np.ndarray) -> Image.Image:
-    """Return pixels (channels, H, W) as an image, enlarged by a whole number where it is small."""
+    """Return pixels (channels, H, W) as an image; small ones are enlarged by a whole number."""
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).convert(
         "RGB"
     )
@@ -455,11 +453,10 @@ def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
     draw = ImageDraw.Draw(sheet)
     for number, (row, name) in enumerate(zip(rows, names, strict=True)):
         top = _GAP + number * down
-        fits = sheet.width // 6  # of Pillow's own font, some six pixels a letter
+        fits = sheet.width // 6  # a letter of Pillow's default font is about six pixels wide
         draw.text((_GAP, top), name if len(name) <= fits else f"{name[: fits - 1]}…", fill="black")
         for column, image in enumerate(row):
-            left = (
-                _GAP + column * across + (2 * _GAP if column else 0)
-            )  # what is unchanged stands apart
+            # a wider gap after the unchanged image
+            left = _GAP + column * across + (2 * _GAP if column else 0)
             sheet.paste(image, (left, top + _TEXT))
     return sheet

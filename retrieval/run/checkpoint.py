@@ -1,8 +1,8 @@
-"""Checkpoints: one safetensors file, written whole, with a checksum, and nothing pickled.
+"""Checkpoints: one safetensors file with a checksum, written atomically, without pickle.
 
-Any nesting of dicts and lists with tensors and plain values becomes named tensors, and a JSON
-skeleton in the file's header that says where each belongs. The header also holds the SHA-256 of the
-file, taken with zeros in its place: so one rename puts tensors and checksum there together.
+Nested dicts and lists become named tensors and a JSON skeleton in the file's header that records
+where each tensor belongs. The header also holds the SHA-256 of the file, computed with zeros in its
+place, so that one rename publishes tensors and checksum together.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FORMAT = "retrieval checkpoint 2"
 WITHOUT_CHECKSUM = "retrieval checkpoint 1"
 
 _BLANK = "0" * 64
-# within the header's texts a quotation mark is escaped, and a tensor's entry is not text: it stands
-# there once
+# This matches once: quotation marks inside the header's strings are escaped, and a tensor's entry
+# is not a string.
 _SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
     Args:
         path: the file.
         state: dicts (with text or integer keys), lists, tuples, tensors, numbers, text, None.
-        previous: where to keep the file that was there before; None: it is gone.
+        previous: where to keep the replaced file. `None` discards it.
 
     Raises:
-        DataError: the disk is full or the folder cannot be written; the old file is untouched.
+        DataError: the disk is full or the folder is not writable; the old file is untouched.
     """
     tensors: dict[str, Tensor] = {}
     skeleton = _flatten(state, "", tensors)
@@ -111,10 +111,10 @@ def _seal(path: Path) -> None:
 
 
 def _verified(content: bytes) -> dict[str, Any]:
-    """Return what a file's header says of it besides its tensors.
+    """Return the metadata of a file whose checksum is right.
 
     Raises:
-        ValueError: the file is not as it was written, or is not a safetensors file.
+        ValueError: the content has changed since it was written, or is not a safetensors file.
     """
     end = 8 + int.from_bytes(content[:8], "little")
     match = _SUM.search(content, 8, min(end, len(content)))
@@ -128,14 +128,14 @@ def _verified(content: bytes) -> dict[str, Any]:
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
         return {}
-    # only what was written before there were checksums may lack one
+    # only files of the format without checksums may lack one
     if (match is None) != (metadata.get("format") == WITHOUT_CHECKSUM) and "state" in metadata:
         raise ValueError("its checksum is missing or illegible")
     return metadata
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Give a file a second name, replacing what had it; without links, move it there."""
+    """Hard-link a file to `previous`, replacing it; without hard links, move the file there."""
     link = previous.with_name(previous.name + ".tmp")
     try:
         link.unlink(missing_ok=True)
@@ -211,10 +211,10 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def python_random_kept() -> Iterator[None]:
-    """Keep Python's random generator as it is inside, where imports draw from it.
+    """Context manager that restores Python's random generator after imports.
 
-    Some modules draw as they load, as rich does under scikit-learn: once a process, not once a
-    run.
+    Some modules draw random numbers on import (rich, under scikit-learn), which happens once a
+    process, not once a run.
     """
     state = random.getstate()
     try:

@@ -1,12 +1,12 @@
-"""A run's folder: how it comes to be, in which state it is, and who may write to it.
+"""A run's folder: creating it, its state, and the lock of the process that writes to it.
 
-recipe.toml             the recipe as it was run, overrides included, its paths absolute
+recipe.toml             the recipe as it was run, overrides included, with absolute paths
 run.json                versions, machine, split sizes, objects made in Python
 plugins/                copies of the recipe's plugin files and folders
-inputs.safetensors      a few held-out inputs: what an export is verified on once the data are gone
+inputs.safetensors      a few held-out inputs that verify an export once the data are gone
 metrics.jsonl           one line per epoch
 checkpoints/last.safetensors, previous.safetensors, best.safetensors
-summary.json            written last: the run is complete
+summary.json            written last; marks the run as complete
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ INPUTS = "inputs.safetensors"
 
 
 def checkpoint_file(path: Path, name: str) -> Path:
-    """Return where a run keeps one of its `CHECKPOINTS`."""
+    """Return the file of one of a run's `CHECKPOINTS`."""
     return path / "checkpoints" / f"{name}.safetensors"
 
 
 def is_run(path: Path) -> bool:
-    """Whether training was ever begun in a folder."""
+    """Return whether training was ever started in a folder."""
     return (path / "recipe.toml").is_file()
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a run has ended."""
+    """Return whether a run is complete."""
     return (path / "summary.json").is_file()
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether there is something to go on from."""
+    """Return whether a run has a checkpoint to resume from."""
     return any(checkpoint_file(path, name).is_file() for name in ("last", "previous"))
 
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Hold a run's folder against every other process that would train into it.
+    """Context manager that locks a run's folder against other processes.
 
     Raises:
-        DataError: another process writes there (the sentence says which), or the disk refuses.
+        DataError: another process writes there (the message names it), or the disk refuses.
     """
     place = Path(os.path.realpath(path))
     try:
@@ -76,15 +76,15 @@ def claimed(path: Path) -> Iterator[None]:
         raise _refused(path, error) from error
     with hold(place, "training this run", DataError):
         for left in place.parent.glob(f".{glob.escape(place.name)}.*.run"):
-            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)  # left by a process that was killed
         yield
 
 
 def refuse_taken(path: Path, replace: bool) -> None:
-    """Refuse to begin a run where something is; a run may be replaced.
+    """Refuse to start a run in a folder that is not empty, unless `replace` allows it.
 
     Raises:
-        DataError: the folder is taken; the sentence says by what, and what to do.
+        DataError: the folder is taken; the message says by what, and what to do.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -122,13 +122,13 @@ def create_folder(
     *,
     replace: bool = False,
 ) -> Recipe:
-    """Make a run's folder, with its recipe and plugin files, whole or not at all.
+    """Create a run's folder with its recipe and plugin files, atomically.
 
     Returns:
-        The recipe as it is recorded: it names the copies.
+        The recipe as recorded, which names the copies of the plugin files.
 
     Raises:
-        DataError: the folder holds something already, or cannot be written.
+        DataError: the folder is not empty, or cannot be written.
     """
     refuse_taken(path, replace)
     place = Path(os.path.realpath(path))
@@ -151,7 +151,7 @@ def create_folder(
 
 
 def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
-    """Copy a recipe's plugin files into a run's folder; return the recipe that names the copies."""
+    """Copy a recipe's plugin files into a run's folder and return a recipe that names them."""
     named = []
     for item in recipe.plugins:
         if is_file_plugin(item):
@@ -166,17 +166,16 @@ def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
 def record_changes(
     path: Path, recipe: Recipe, changed: Sequence[str], step: int, *, replace_plugins: bool = False
 ) -> None:
-    """Put what has changed into a run that goes on: `run.json` says what and when.
+    """Record in `run.json` what a resumed run changes, and at which step.
 
-    It is complete no more, and what was evaluated is removed, for its weights are about to be
-    others.
+    The run is no longer complete, and its evaluations are removed because its weights will change.
 
     Args:
         path: the run's folder.
         recipe: the recipe from now on.
-        changed: what has changed, a line each.
-        step: the step that it goes on from.
-        replace_plugins: whether the recipe's plugin files take the places of the run's copies.
+        changed: one line per change.
+        step: the step that training resumes from.
+        replace_plugins: whether the recipe's plugin files replace the run's copies.
 
     Raises:
         DataError: the folder cannot be written.
@@ -203,7 +202,7 @@ def record_changes(
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
-    """Return a recipe whose paths are absolute; they start where the command runs."""
+    """Return a recipe whose paths are absolute; relative ones start at the working directory."""
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)
@@ -232,7 +231,7 @@ def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
 
 
 def _takes_path(annotation: Any) -> bool:
-    """Whether a type is a path, or a union with one and no text."""
+    """Return whether a type is a path, or a union that has a path and no text."""
     inner = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _takes_path(inner[0])
@@ -242,7 +241,7 @@ def _takes_path(annotation: Any) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON, whole or not at all.
+    """Write JSON atomically.
 
     Raises:
         DataError: the disk is full or the folder cannot be written.
@@ -255,13 +254,13 @@ def _refused(path: Path, error: OSError) -> DataError:
 
 
 def objects_of(**objects: Any) -> dict[str, Any]:
-    """Return the objects that were given, by the recipe's table; None stands for none."""
+    """Return the objects that are not `None`, by the recipe's table."""
     tables = {word: table for table, word in WORDS.items()}
     return {tables[word]: value for word, value in objects.items() if value is not None}
 
 
 def record(recipe: Recipe) -> dict[str, Any]:
-    """Return what `run.json` says of a recipe's objects, by table."""
+    """Return the description of a recipe's objects for `run.json`, by table."""
     return {table: _recorded(value) for table, value in recipe.objects.items()}
 
 
@@ -278,10 +277,10 @@ def _recorded(value: Any) -> dict[str, Any]:
 
 
 def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
-    """Refuse an object for a part of a run that a plugin makes.
+    """Refuse objects for parts of a run that were not trained with an object.
 
     Raises:
-        DataError: there is such a part; the sentence names it.
+        DataError: an object has no place in the run; the message names it.
     """
     table, _ = read_table(path / "recipe.toml") if objects else ({}, [])
     for part in objects:
@@ -295,10 +294,10 @@ def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
 
 
 def refuse_others(path: Path, recipe: Recipe) -> None:
-    """Refuse other objects than a run was trained with.
+    """Refuse objects that differ from those that a run was trained with.
 
     Raises:
-        DataError: a class, a setting or the dataset's content is another; the sentence says which.
+        DataError: a class, a setting or the dataset's content differs; the message says which.
     """
     try:
         before = json.loads((path / "run.json").read_text(encoding="utf-8")).get("objects", {})
@@ -318,7 +317,7 @@ def refuse_others(path: Path, recipe: Recipe) -> None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the first thing in which two descriptions differ, in words."""
+    """Return the first difference of two descriptions, in words."""
     if before.get("class") != now["class"]:
         return f"{before.get('class')} then, {now['class']} now"
     old, new = before.get("settings") or {}, now["settings"]

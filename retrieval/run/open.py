@@ -1,4 +1,4 @@
-"""A run: everything built from its recipe, its folder, and the codes of its items."""
+"""Build a run from its recipe, open it again, and encode its items."""
 
 from __future__ import annotations
 
@@ -45,17 +45,16 @@ from retrieval.serving.files.places import StrPath, instead
 
 @dataclass(repr=False)
 class Run:
-    """A run: its folder, and everything built from its recipe. Hooks are given it.
+    """A run: its folder, and everything built from its recipe. Hooks receive it.
 
     Attributes:
-        path: the folder.
+        path: the run's folder.
         recipe: the checked recipe.
         dataset: all items.
-        splits: which of them train, validate and test.
-        model: the model; of a learner's recipe only once it is fitted.
-        objective: loss, miner and generator; None for a learner, and for a run that was loaded to
-            be used.
-        device: where it runs.
+        splits: the items that train, validate and test.
+        model: the model; a learner's recipe has one only after fitting.
+        objective: loss, miner and generator; `None` for a learner, and for a run loaded for use.
+        device: where the model runs.
     """
 
     path: Path
@@ -91,12 +90,12 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The weights with the best validation MAP@R; the final ones without validation."""
+        """The weights with the best validation MAP@R; without validation, the final weights."""
         return checkpoint_file(self.path, "best")
 
     @cached_property
     def metrics_file(self) -> Path:
-        """One JSON object an epoch."""
+        """The log, one JSON object per epoch."""
         return self.path / "metrics.jsonl"
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -112,7 +111,7 @@ class Run:
 
 
 def run_versions() -> dict[str, str]:
-    """Return the versions of what results depend on."""
+    """Return the versions of Python and of the libraries that results depend on."""
     versions = {"python": platform.python_version()}
     for name in (
         "embedding-retrieval",
@@ -132,7 +131,7 @@ def run_versions() -> dict[str, str]:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """Return what `run.json` holds."""
+    """Return the content of `run.json`."""
     splits = run.splits
     return {
         "name": run.recipe.name,
@@ -155,10 +154,10 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = False) -> None:
-    """Make a run's folder, with what is known before training.
+    """Create a run's folder and write the files that exist before training.
 
     Raises:
-        DataError: the folder holds something already, or cannot be written.
+        DataError: the folder is not empty, or cannot be written.
     """
     files: dict[str, Any] = {"run.json": describe(run)}
     try:
@@ -172,7 +171,7 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
 
 
 def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> Run:
-    """Build everything a recipe with a loss names; the random generators must be seeded before."""
+    """Build everything that a recipe with a loss names; seed the random generators first."""
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = build_model(recipe, dataset)
@@ -185,7 +184,7 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
 
 
 def _classes(recipe: Recipe, splits: Splits) -> int:
-    """Return the number of classes; with `positives = "item"` each training item is one."""
+    """Return the number of classes; with `positives = "item"`, each training item is a class."""
     return len(splits.train if recipe.augmentation.positives == "item" else splits.train_classes)
 
 
@@ -203,15 +202,13 @@ def load_run(
 ) -> Run:
     """Open a finished or interrupted run with its best weights, ready to evaluate or export.
 
-    A run that was trained with objects in the places of named parts is opened with the same
-    objects.
+    If the run was trained with objects in place of named parts, pass the same objects.
 
     Args:
         path: the run's folder.
-        or_kept: whether the held-out inputs that the run keeps stand in where its data cannot be
-            opened; its dataset is then a `KeptInputs`, and a note of its splits says why.
-        dataset: the object that the run was trained with, as are the others; None where a plugin
-            made it.
+        or_kept: if the data cannot be opened, use the held-out inputs that the run keeps. The
+            dataset is then a `KeptInputs`, and a note of the splits says why.
+        dataset: the object that the run was trained with; `None` if a plugin made this part.
         backbone: see `dataset`.
         combiner: see `dataset`.
         loss: see `dataset`.
@@ -220,11 +217,11 @@ def load_run(
         learner: see `dataset`.
 
     Returns:
-        The run; its model is in evaluation mode on the CPU.
+        The run, with its model in evaluation mode on the CPU.
 
     Raises:
         DataError: the folder is not a run, has no checkpoint yet, or a file in it is damaged.
-        RecipeError: its recipe no longer fits the installed plugins.
+        RecipeError: the recipe no longer fits the installed plugins.
     """
     path = Path(path)
     if not is_run(path):
@@ -257,7 +254,7 @@ def load_run(
 
 
 def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
-    """Return a run's dataset and splits, or those of the inputs that it keeps."""
+    """Return a run's dataset and splits, or those of its kept inputs."""
     try:
         dataset = build_dataset(recipe)
         return dataset, make_splits(dataset, recipe.split)
@@ -269,7 +266,7 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint that evaluation and export read, and what to do if it is damaged."""
+    """Return the checkpoint for evaluation and export, and the advice if it is damaged."""
     names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
     if not names:
         raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
@@ -283,20 +280,19 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
 
 
 class ItemCodes:
-    """Encodes items of a run by their numbers.
+    """Encodes items of a run by index.
 
-    With a frozen backbone or a learner it starts from the features, which are on disk since
-    training.
+    With a frozen backbone or a learner it starts from the features that training cached on disk.
 
     Attributes:
-        source: where the items are: the backbone's features, or the run's dataset.
-        from_features: which of the two.
+        source: the backbone's features, or the run's dataset.
+        from_features: whether `source` holds features.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
         computed_once = run.recipe.backbone.frozen or run.recipe.learner is not None
-        # the few inputs that a run keeps are not the items whose features are on disk
+        # the features on disk belong to the dataset's items, not to the kept inputs
         self.from_features = computed_once and not isinstance(run.dataset, KeptInputs)
         self.source: Dataset = run.dataset
         if self.from_features:
@@ -306,12 +302,12 @@ class ItemCodes:
         """Return codes (N, C), float32, on the CPU.
 
         Args:
-            indices: which items (N,).
-            model: by default the run's own; another one must have the same backbone where features
-                are kept.
+            indices: (N,) the items to encode.
+            model: the model to use, by default the run's own. With features on disk, it must have
+                the same backbone.
         """
         model = (model or self.run.model).to(self.device)
-        if isinstance(self.source, KeptInputs):  # few, and already as the encoder takes them
+        if isinstance(self.source, KeptInputs):  # few, and already preprocessed
             with evaluating(model):
                 kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
                 codes: Tensor = model(kept)[1].float().cpu()

@@ -1,4 +1,4 @@
-"""Going on with a run, with its own recipe and its own copies of plugin files."""
+"""Resume a run with its own recipe and its own copies of plugin files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from retrieval.serving.files.places import StrPath
 
 @dataclass
 class Position:
-    """Where training is; part of the checkpoint."""
+    """How far training has come; part of the checkpoint."""
 
     phase: int = 0
     phase_epoch: int = 0
@@ -39,11 +39,11 @@ class Position:
     best: float | None = None
     best_metrics: dict[str, float] = field(default_factory=dict)
     stale: int = 0
-    """Validations since the best."""
+    """Validations since the best one."""
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of this epoch's metrics so far."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Steps that had each of them: a batch without triplets has no generator's objective."""
+    """Number of steps in each sum; a batch without triplets has no generator loss, for example."""
 
 
 MAY_CHANGE = re.compile(
@@ -53,7 +53,7 @@ THEY = (
     "train.epochs (or phase.N.epochs), patience, validate_every, checkpoint_every, workers and"
     " device, and what [evaluate] says"
 )
-"""The same in words."""
+"""`MAY_CHANGE` in words."""
 
 Report = Callable[[str], None]
 
@@ -68,22 +68,22 @@ def read_given(
     report: Report = lambda line: None,
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[Path, Recipe]:
-    """Read the recipe to go on with, and check it with the run's own copies of plugin files.
+    """Read the recipe of a run to resume, and check it with the run's copies of plugin files.
 
     Args:
-        output: the run; by default `runs/NAME`.
-        recipe: the recipe, as `read_recipe` takes it.
+        output: the run's folder, by default `runs/NAME`.
+        recipe: the recipe; see `read_recipe`.
         overrides: see `read_recipe`.
         plugins: see `read_recipe`.
         replace_plugins: use the user's plugin files instead.
-        report: is told which plugin files are other ones now than the run's.
-        objects: what takes the places of named parts, by table.
+        report: called with one line for each plugin file that differs from the run's copy.
+        objects: objects in place of named parts, by table.
 
     Returns:
         The run's folder and the checked recipe.
 
     Raises:
-        DataError: there is no run.
+        DataError: the folder is not a run.
         RecipeError: the recipe cannot be read, or does not fit the plugins.
     """
     table, brought = read_table(recipe, overrides, plugins)
@@ -106,10 +106,10 @@ def read_given(
 
 
 def refuse_no_run(folder: Path) -> None:
-    """Refuse to go on with what is not a run.
+    """Refuse to resume a folder that is not a run.
 
     Raises:
-        DataError: there is none.
+        DataError: the folder is not a run.
     """
     if not is_run(folder):
         raise DataError(
@@ -119,7 +119,7 @@ def refuse_no_run(folder: Path) -> None:
 
 
 def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return which plugin files differ from a run's copies, a sentence each, without a stop."""
+    """Return one sentence, without a full stop, per plugin file that differs from its copy."""
     copies = {
         plugin.name: plugin
         for item in own
@@ -155,11 +155,11 @@ def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands.
+    """A checkpoint to resume from.
 
     Attributes:
-        file: the checkpoint to go on from.
-        state: what it holds.
+        file: the checkpoint.
+        state: its content.
         progress: how far the run has come.
     """
 
@@ -169,12 +169,10 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return where a run stands by its last checkpoint; None where it has none.
-
-    Without a last checkpoint it is the one before.
+    """Return a run's last checkpoint, or the previous one; `None` if the run has neither.
 
     Raises:
-        DataError: there is no run, or the checkpoint is damaged.
+        DataError: the folder is not a run, or the checkpoint is damaged.
     """
     refuse_no_run(folder)
     if not has_checkpoint(folder):
@@ -195,10 +193,10 @@ def standing(folder: Path) -> Standing | None:
 
 
 def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str]:
-    """Return what a recipe changes of the one that a run was started with, a line each.
+    """Return one line for each change that a recipe makes to the recipe of a run.
 
     Raises:
-        DataError: something differs that may not, or that would undo what is done.
+        DataError: a key that may not change differs, or a change would undo finished epochs.
     """
     refuse_others(folder, recipe)
     kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
@@ -235,13 +233,13 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
 def _refuse_lengths(
     folder: Path, kept: Tables, recipe: Recipe, progress: Position | None, keys: Sequence[str]
 ) -> None:
-    """Refuse numbers of epochs that say nothing, or that would undo epochs."""
+    """Refuse numbers of epochs that have no effect, or that would undo finished epochs."""
     if recipe.learner is not None:
-        raise DataError(f"{folder}: {keys[0]} says nothing here, for a [learner] is fitted once.")
+        raise DataError(f"{folder}: {keys[0]} has no effect, because a [learner] is fitted once.")
     if recipe.phase and "train.epochs" in keys:
         raise DataError(
-            f"{folder}: train.epochs says nothing beside [[phase]]s. Set the epochs of one, as in"
-            f" phase.{len(recipe.phase) - 1}.epochs."
+            f"{folder}: train.epochs has no effect with [[phase]]. Set the epochs of a phase, such"
+            f" as phase.{len(recipe.phase) - 1}.epochs."
         )
     if progress is None:
         return
@@ -286,7 +284,7 @@ def _named(table: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(recipe: Tables) -> dict[str, Any]:
-    """Return every value by its key as `--set` names it; plugins are compared by content."""
+    """Return every value by the key that `--set` uses; plugins are left out."""
     flat: dict[str, Any] = {}
 
     def walk(value: Any, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Weights of checkpoints: put into a model, taken from another run, and a fitted learner's."""
+"""Load a checkpoint's weights into a model, start from another run, restore a fitted learner."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from retrieval.run.folder import checkpoint_file
 
 
 def load_weights(model: Model, state: Mapping[str, Any], path: Path) -> None:
-    """Put a checkpoint's weights into a model.
+    """Load a checkpoint's weights into a model.
 
     Raises:
-        DataError: the weights are of another model.
+        DataError: the weights do not match the model.
     """
     try:
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError) as error:
-        first = (str(error).splitlines() or ["?"])[-1].strip()
+        detail = (str(error).splitlines() or ["?"])[-1].strip().rstrip(".")
         raise DataError(
-            f"{path} holds the weights of another model: {first} The recipe beside it was changed,"
-            " or a plugin was."
+            f"{path}: the checkpoint does not match the model: {detail}. The recipe or a plugin has"
+            " changed since training."
         ) from error
 
 
-SHOWN = 8
+MAX_PROBLEMS_SHOWN = 8
 
 
 def take_weights(model: Model, recipe: Recipe) -> None:
-    """Put the weights of the run that `[train] start_from` names into a model.
+    """Load the weights of the run that `[train] start_from` names into a model.
 
-    With a learner only the backbone's: it makes the other parts itself.
+    For a recipe with a learner, only the backbone's weights are loaded.
 
     Raises:
-        RecipeError: there is no such run, or its weights have other names or shapes; the sentences
-            say which.
-        DataError: its checkpoint is damaged.
+        RecipeError: the run does not exist, or the names or shapes of its weights differ; the
+            message lists them.
+        DataError: the run's checkpoint is damaged.
     """
     if recipe.train.start_from is None:
         return
@@ -66,13 +66,14 @@ def take_weights(model: Model, recipe: Recipe) -> None:
     problems = [problem for sentences in faults.values() for problem in sentences]
     if problems:
         fitting = [part for part, sentences in faults.items() if not sentences]
-        more = f" (and {len(problems) - SHOWN} more)" if len(problems) > SHOWN else ""
+        hidden = len(problems) - MAX_PROBLEMS_SHOWN
+        more = f" (and {hidden} more)" if hidden > 0 else ""
         advice = (
             f"Take what fits: [train] start_parts = {fitting}.".replace("'", '"')
             if fitting
             else "No part fits."
         )
-        shown = [f"[train] start_from: {problem}" for problem in problems[:SHOWN]]
+        shown = [f"[train] start_from: {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
         raise RecipeError([*shown[:-1], f"{shown[-1].rstrip('.')}{more}. {advice}"])
     model.load_state_dict(
         {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
@@ -81,28 +82,32 @@ def take_weights(model: Model, recipe: Recipe) -> None:
 
 
 def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Return what keeps a part's weights from fitting, one sentence each."""
-    own = {name: tuple(value.shape) for name, value in ours.items() if name.startswith(f"{part}.")}
-    other = {
+    """Return one sentence for each weight of a part that is missing or has another shape."""
+    our_shapes = {
+        name: tuple(value.shape) for name, value in ours.items() if name.startswith(f"{part}.")
+    }
+    their_shapes = {
         name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")
     }
     problems = [
-        f"that run has no {name} {shape}." for name, shape in own.items() if name not in other
+        f"that run has no {name} {shape}."
+        for name, shape in our_shapes.items()
+        if name not in their_shapes
     ]
     problems += [
-        f"that run has {name} {shape}, and this model has not."
-        for name, shape in other.items()
-        if name not in own
+        f"that run has {name} {shape}, and this model does not."
+        for name, shape in their_shapes.items()
+        if name not in our_shapes
     ]
     return problems + [
-        f"{name} is {other[name]} in that run, and {shape} here."
-        for name, shape in own.items()
-        if name in other and other[name] != shape
+        f"{name} is {their_shapes[name]} in that run, and {shape} here."
+        for name, shape in our_shapes.items()
+        if name in their_shapes and their_shapes[name] != shape
     ]
 
 
 def build_learner(recipe: Recipe, features: int) -> Learner:
-    """Return the recipe's learner, not fitted."""
+    """Return the recipe's learner, unfitted."""
     assert recipe.learner is not None
     learner = recipe.build("learner", features=features)
     check_learner(learner, recipe.learner.name)
@@ -125,10 +130,10 @@ def fitted_state(learner: Learner) -> dict[str, Any]:
 
 
 def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
-    """Return the model of a fitted learner from its checkpoint, without fitting again.
+    """Return a fitted learner's model from its checkpoint, without fitting again.
 
     Raises:
-        DataError: the checkpoint is missing, damaged, or of another recipe.
+        DataError: the checkpoint is missing, damaged, or belongs to another recipe.
     """
     state = checkpoint.load(path, "Train again, with --replace.")
     backbone = build_backbone(recipe, dataset)

@@ -1,1 +1,1 @@
-"""A look ahead, phases and their batches, validation, and the driver of learners."""
+"""Training: checks before the start, batches and phases, validation, and fitting learners."""

@@ -1,4 +1,4 @@
-"""A batch that went through the model: its losses, what must be finite, and an epoch's sums."""
+"""The result of one batch: its losses, the check for NaN, and the sums of an epoch."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from retrieval.training.synthetic import Metrics
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch that went through the model.
+    """A batch after its forward pass.
 
     Attributes:
-        features: (B, F), of the whole batch where there is a generator.
+        features: (B, F), only this process's rows unless the recipe has a generator.
         codes: (B, C).
         labels: (B,).
-        indices: what the miner picked; None without a miner.
+        indices: the miner's picks; `None` without a miner.
         own: the combiner's own objective, if it has one.
-        metrics: for the log.
+        metrics: metrics for the log.
     """
 
     features: Tensor
@@ -42,8 +42,8 @@ class Watched:
     """A number that must be finite.
 
     Attributes:
-        value: a scalar, without its gradient.
-        sentence: what is said of one that is not, with `{}` for the number.
+        value: a detached scalar.
+        sentence: the error message if it is not finite, with `{}` for the number.
     """
 
     value: Tensor
@@ -52,7 +52,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Losses:
-    """What one batch gives: each side's loss, metrics for the log, numbers that must be finite."""
+    """One batch's loss of each side, metrics for the log, and numbers that must be finite."""
 
     metric: Tensor | None
     generator: Tensor | None
@@ -60,12 +60,12 @@ class Losses:
     watched: tuple[Watched, ...] = ()
 
     def all_metrics(self) -> dict[str, Tensor | int]:
-        """Return the metrics, and the losses as "loss" and "generator_loss"; no number is read."""
+        """Return the metrics with "loss" and "generator_loss", without waiting for the device."""
         losses = {"loss": self.metric, "generator_loss": self.generator}
         return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
     def refuse(self) -> None:
-        """Refuse NaN and infinity; this waits for the device.
+        """Refuse NaN and infinity; waits for the device.
 
         Raises:
             DataError: a loss or a synthetic feature is not finite.
@@ -80,7 +80,7 @@ def refuse(numbers: Sequence[float], sentences: Sequence[str]) -> None:
     """Refuse the first number that is not finite.
 
     Raises:
-        DataError: its sentence.
+        DataError: with the sentence of that number.
     """
     for number, sentence in zip(numbers, sentences, strict=True):
         if not math.isfinite(number):
@@ -88,23 +88,23 @@ def refuse(numbers: Sequence[float], sentences: Sequence[str]) -> None:
 
 
 class Watch:
-    """Looks for NaN and infinity: at once on a CPU; on a device it keeps what to look at later."""
+    """Checks numbers for NaN and infinity: at once on a CPU, later on a GPU."""
 
     def __init__(self) -> None:
         self._kept: list[Watched] = []
 
     def loss(self, name: str, value: Tensor, who: str) -> Tensor:
-        """Watch a loss and return it; `who` is its part, such as "loss pml.triplet_margin".
+        """Watch a loss and return it; `who` names its part, such as "loss pml.triplet_margin".
 
         Raises:
-            DataError: it is not finite, on a CPU.
+            DataError: the loss is on a CPU and not finite.
         """
         self._keep(Watched(value.detach(), f"{name} is {{}} ({who})"))
         return value
 
     def rows(self, rows: Tensor, who: str) -> None:
-        """Watch the rows (T, F) that a generator made; see `loss`."""
-        wrong = (rows.detach() * 0).sum()  # of a finite number 0, of any other NaN
+        """Watch the rows (T, F) of a generator; see `loss`."""
+        wrong = (rows.detach() * 0).sum()  # 0 if all numbers are finite, else NaN
         self._keep(Watched(wrong, f"the generator's output became NaN or infinite ({who})"))
 
     def _keep(self, watched: Watched) -> None:
@@ -113,40 +113,37 @@ class Watch:
         self._kept.append(watched)
 
     def take(self) -> tuple[Watched, ...]:
-        """Return what was kept, and forget it."""
+        """Return the watched numbers and forget them."""
         kept, self._kept = tuple(self._kept), []
         return kept
 
 
 def reads_at_once(device: torch.device) -> bool:
-    """Whether a number can be read without waiting for a device: on a CPU it is there."""
+    """Return whether reading a number does not wait: only on a CPU."""
     return device.type == "cpu"
 
 
 def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
-    """Return a batch on a device.
-
-    To a GPU it goes from pinned memory, so that nothing waits until it is there.
-    """
+    """Return a batch on a device; transfers to a GPU start in pinned memory and do not block."""
     if device.type == "cuda":
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
     return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no number of them is NaN or infinite; the device is waited for once."""
+    """Return whether all numbers are finite; waits for the device once."""
     return not tensors or bool(
         torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
     )
 
 
 EVERY = 50
-"""Steps between two readings on a device."""
+"""On a GPU, the number of steps between two readings of the metrics."""
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a step left: number, metrics by name, watched numbers and their sentences."""
+    """One step: its number, metrics by name, watched numbers and their sentences."""
 
     step: int
     metrics: dict[str, Tensor | int | float]
@@ -155,11 +152,10 @@ class _Kept:
 
 
 class Tally:
-    """Adds each step's metrics to a `Position`'s sums and looks for NaN, some steps later.
+    """Adds metrics to a `Position`'s sums and checks for NaN, once every `every` steps.
 
-    No step waits for the device in between.
-
-    The sums are those of Python floats in the steps' order, whenever they are read.
+    Steps in between do not wait for the device. The sums add Python floats in the order of the
+    steps, so they do not depend on `every`.
     """
 
     def __init__(
@@ -169,7 +165,7 @@ class Tally:
         self._kept: list[_Kept] = []
 
     def add(self, losses: Losses) -> None:
-        """Keep a step's metrics, as they are now.
+        """Keep a copy of a step's metrics.
 
         Raises:
             DataError: see `read`.
@@ -185,11 +181,11 @@ class Tally:
             self.read()
 
     def read(self) -> None:
-        """Wait for the device, and add what was kept to the sums.
+        """Wait for the device, and add the kept metrics to the sums.
 
         Raises:
-            DataError: a loss or a synthetic feature was not finite; it names the first step that
-                had one.
+            DataError: a loss or a synthetic feature was not finite; the message names the first
+                such step.
         """
         kept, self._kept = self._kept, []
         tensors = [
@@ -215,5 +211,5 @@ class Tally:
 
 
 def _copied(value: Tensor) -> Tensor:
-    """Return a scalar as it is now: what it was read from may change before it is read."""
+    """Return a copy of a scalar, because its tensor may change before `Tally.read`."""
     return value.detach().reshape(()).to(torch.float64, copy=True)

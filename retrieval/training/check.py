@@ -1,7 +1,6 @@
-"""Before training: `retrieval check`, and the look ahead at files and batches.
+"""Checks before training: `retrieval check`, and trying some files and batches.
 
-The look ahead works on copies and puts the random generators back, so that training goes on as if
-it had not been.
+They work on copies and restore the random generators, so that training is not affected.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from retrieval.training.step import Step
 def run_one_batch(recipe: Recipe) -> list[str]:
     """Build a checked recipe, open some files, and try a batch in each phase.
 
-    `[search]` is checked as a comparison does.
+    Also checks `[search]`, as `retrieval compare` does.
 
     Returns:
-        What was found, one line each.
+        The findings, one line each.
 
     Raises:
-        RetrievalError: something does not work; the same sentences as in training.
+        RetrievalError: something does not work; the messages are those of training.
     """
     if recipe.search and (wrong := space.faults(recipe)):
         raise RecipeError(wrong)
@@ -93,13 +92,13 @@ def _check_learner(recipe: Recipe) -> list[str]:
 def _fit_some(
     learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe
 ) -> int:
-    """Fit a learner on some training items, on more where it refuses few; return how many."""
+    """Fit a learner on a few training items, on more if it refuses; return how many it took."""
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
     classes = len(np.unique(labels))
-    # a few classes and a few items of each are enough for most; as many principal components as
-    # that take more
+    # A few items of a few classes are enough for most learners. Those with many components, such as
+    # PCA, need more.
     for number, of in ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes))):
         rows = np.concatenate(
             [np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]]
@@ -138,20 +137,20 @@ def _model(recipe: Recipe, model: Model) -> str:
 
 
 WHOLE = 256
-"""Batches up to this size are tried as they are; of larger ones some that are smaller."""
+"""Batches up to this size are tried whole; for larger ones a smaller batch is tried."""
 AGAIN = 4
-"""So many batches more are tried where the first would change nothing."""
+"""Number of further batches to try if the first changes no weight."""
 FILES = 64
-"""So many files are opened."""
+"""Number of files to open."""
 
 
 @dataclass
 class Seen:
-    """What a look ahead found, a sentence each.
+    """The findings of `look_ahead`.
 
     Attributes:
-        lines: what happened.
-        warnings: what is probably not meant.
+        lines: one line per phase, with the losses and metrics of the batch.
+        warnings: one sentence for each setting that is probably a mistake.
     """
 
     lines: list[str] = field(default_factory=list)
@@ -162,9 +161,8 @@ def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
     """Try a recipe's batches in each phase, on copies of the model and the objective.
 
     Raises:
-        DataError: a file cannot be read, a loss is not finite, or a batch is too large for the
-            memory.
-        PluginError: a part breaks its contract, as a loss without a gradient does.
+        DataError: a file cannot be read, a loss is not finite, or a batch does not fit into memory.
+        PluginError: a part breaks its contract, such as a loss without a gradient.
         RecipeError: a phase trains nothing.
     """
     assert run.objective is not None
@@ -193,10 +191,10 @@ def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
 
 
 def open_some(run: Run) -> None:
-    """Open some of the files of every side, evenly spaced.
+    """Open a sample of files, evenly spaced over all sides.
 
     Raises:
-        DataError: some cannot be read; all of those are named.
+        DataError: files of the sample cannot be read; the message names them.
     """
     files = run.dataset.files
     if files is None or run.dataset.arrays is not None:
@@ -222,7 +220,7 @@ def open_some(run: Run) -> None:
 
 
 def _warn_of_sampler(run: Run, seen: Seen) -> None:
-    """Warn of batches larger than the data, and of batches without a pair of one class."""
+    """Warn of batches larger than the training data, and of batches without positive pairs."""
     recipe, loss = run.recipe, run.recipe.loss
     assert loss is not None
     items, drawn = len(run.splits.train), recipe.batch_size // recipe.augmentation.views
@@ -241,7 +239,7 @@ def _warn_of_sampler(run: Run, seen: Seen) -> None:
 
 
 def _batches(run: Run) -> TrainBatches:
-    """Return the batches that are tried: the recipe's, or smaller ones."""
+    """Return the batches to try: the recipe's, or smaller ones."""
     recipe = run.recipe
     sampler = recipe.sampler
     if recipe.batch_size > WHOLE:
@@ -288,7 +286,7 @@ def _try(step: Step, phase: Phase, batches: TrainBatches, seen: Seen) -> None:
 
 
 def smaller(sampler: Sampler, size: int) -> Sampler:
-    """Return a sampler of some `size` items: fewer items of a class, then fewer classes."""
+    """Return a sampler of about `size` items, with fewer items per class, then fewer classes."""
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
     return sampler.model_copy(
         update={"items": items, "classes": max(2, min(sampler.classes, size // items))}
@@ -296,7 +294,7 @@ def smaller(sampler: Sampler, size: int) -> Sampler:
 
 
 def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
-    """Return a batch's losses, with the gradients of what trains."""
+    """Return a batch's losses, and compute the gradients of the parts that train."""
     step.zero_grad()
     try:
         losses = step.losses(batch, labels)

@@ -1,6 +1,6 @@
-"""Several processes that train one model: shares of the batch, gradients, batch norm, the loss.
+"""Training one model in several processes: batch norm, gradients and the loss.
 
-Each process has some rows of the batch. With one process nothing is exchanged.
+Each process has a share of the batch's rows. A single process exchanges nothing.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NOT_SYNCHRONISED = (
     " of {processes} processes is not what one process would train. [train] sync_batch_norm = true"
     " takes them from the whole batch."
 )
-"""Said of a run of several processes that trains batch norm by shares."""
+"""Warning for a run of several processes that trains batch norm without synchronisation."""
 
 
 def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
-    """Return whether a phase of the recipe trains a part that has batch norm."""
+    """Return whether a phase of the recipe trains a backbone or head with batch norm."""
     parts = {part for phase in recipe.phases for part in phase.train}
     trained: Iterable[nn.Module | None] = (
         model.backbone if "backbone" in parts and not recipe.backbone.frozen else None,
@@ -42,22 +42,22 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
 
 
 def whole_batch(synchronised: bool) -> AbstractContextManager[Any]:
-    """Return a context in which batch norm sees all processes' shares, if that is asked for."""
+    """Return a context in which batch norm uses all processes' rows, if `synchronised`."""
     return WholeBatch() if synchronised and distributed.is_initialized() else nullcontext()
 
 
 class WholeBatch(TorchFunctionMode):
-    """Mode in which batch norm in training takes mean and variance from all processes' shares.
+    """Mode in which batch norm in training uses the mean and variance of all processes' rows.
 
-    No module is exchanged, so the model that is saved and exported is the plain one. Any layer that
-    calls that function is reached, timm's too. Every process must call the same layers in the same
-    order, on the device of its process group.
+    It replaces the function `torch.nn.functional.batch_norm`, not modules: it also reaches the
+    layers of timm, and the saved model stays as it is. Every process must call the same layers in
+    the same order, on the device of its process group.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run a function of torch, or batch norm over the whole batch in its place."""
+        """Call a function of torch; batch norm runs over the whole batch."""
         kwargs = kwargs or {}
         if func is functional.batch_norm:
             return _batch_norm(*args, **kwargs)
@@ -74,7 +74,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Do what `torch.nn.functional.batch_norm` does, in training over all processes' rows."""
+    """`torch.nn.functional.batch_norm`, in training over all processes' rows."""
     if not training:
         return functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
@@ -91,10 +91,10 @@ def _batch_norm(
 
 
 class _Normalised(torch.autograd.Function):
-    """(x − mean) / √(variance + eps) · weight + bias; mean and variance of all processes' rows.
+    """(x − mean) / √(variance + eps) · weight + bias, with the statistics of all processes' rows.
 
-    The gradient of x is that of the sum of all processes' objectives; those of weight and bias are
-    this process's part.
+    The gradient of x is that of the sum of all processes' objectives. The gradients of weight and
+    bias are this process's part.
     """
 
     @staticmethod
@@ -103,8 +103,8 @@ class _Normalised(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the normalised x (B, C, …), and each channel's mean, biased variance and count.
 
-        The shares' means and squared deviations are added up as Chan, Golub & LeVeque (1983) do, so
-        nothing cancels.
+        The statistics of the processes are merged without cancellation (Chan, Golub & LeVeque,
+        1983).
         """
         full = _full(x)
         rows = [0, *range(2, x.ndim)]
@@ -159,23 +159,23 @@ def _wide(x: Tensor) -> list[int]:
 
 
 BUCKET = 2**22
-"""So many numbers of gradients travel at once: 16 MB, which is what a step takes besides."""
+"""Number of gradient values per all-reduce; its 16 MB are the extra memory of a step."""
 
 
 class Devices:
-    """The processes that share each batch, as one of them sees them.
+    """The processes that share each batch, seen from one of them.
 
-    Each process's gradient of a parameter is that of an objective of its own, and all take the
-    mean. So what counts in the mean is one process's part times their number, or the same whole on
-    every one.
+    Every process computes its own gradients, and `reduce_gradients` replaces them by their mean. A
+    gradient must therefore be either the same whole one in all processes, or this process's part
+    times the number of processes.
 
     Args:
-        accelerator: Hugging Face Accelerate's, which has made the process group.
-        sync_batch_norm: whether batch norm is of the whole batch.
+        accelerator: the `Accelerator` that made the process group.
+        sync_batch_norm: whether batch norm uses the rows of the whole batch.
 
     Attributes:
-        world: how many processes there are.
-        rank: which of them this is.
+        world: number of processes.
+        rank: number of this process, from 0.
     """
 
     def __init__(self, accelerator: Any, sync_batch_norm: bool = False) -> None:
@@ -183,14 +183,14 @@ class Devices:
         self._synchronised = sync_batch_norm and self.world > 1
 
     def statistics(self) -> AbstractContextManager[Any]:
-        """Return the context in which the model sees this process's rows."""
+        """Return the context for the model's forward pass over this process's rows."""
         return whole_batch(self._synchronised)
 
     def share(self, x: Tensor) -> Tensor:
         """Return all processes' rows in order; gradients reach this process's own rows.
 
-        For an objective of the whole batch that every process computes: the own rows' gradient
-        counts once for each process.
+        Use it for an objective of the whole batch that every process computes. The gradient of this
+        process's rows is multiplied by the number of processes.
         """
         if self.world == 1:
             return x
@@ -200,9 +200,9 @@ class Devices:
         return torch.cat(rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all processes' rows in order; gradients reach all rows, from every objective.
+        """Return all processes' rows in order; gradients of every objective reach all rows.
 
-        For objectives that are parts of one: each process's rows get what every part owes to them.
+        Use it if each process computes a part of the objective.
         """
         if self.world == 1:
             return x
@@ -210,22 +210,22 @@ class Devices:
         return gathered
 
     def total(self, x: Tensor) -> Tensor:
-        """Return the sum of what all processes give; without a gradient."""
+        """Return the sum of all processes' `x`, detached."""
         total = x.detach().clone()
         if self.world > 1:
             distributed.all_reduce(total)
         return total
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
-        """Return a scalar with this value and the gradient of this process's part of it."""
+        """Return `value` with the gradient of `part`, this process's share of it."""
         return value + self.world * (part - part.detach())
 
     def reduce_gradients(
         self, parameters: Sequence[Parameter], divided: Collection[int] = ()
     ) -> None:
-        """Give each parameter the mean of all processes' gradients.
+        """Replace each parameter's gradient by the mean over all processes.
 
-        A parameter without one counts as zero if another process has one.
+        A missing gradient counts as zero if another process has one.
         """
         if self.world == 1 or not parameters:
             return
@@ -262,32 +262,32 @@ class Devices:
 
 
 class _Gather(torch.autograd.Function):
-    """All processes' rows; a row's gradient is the sum of its gradients on every process."""
+    """Concatenates all processes' rows; a row's gradient is summed over the processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: int, rank: int) -> Tensor:
-        """Return (world × R, …) of each process's (R, …)."""
+        """Return (world × R, …) from each process's (R, …)."""
         ctx.own = slice(rank * len(x), (rank + 1) * len(x))
         return torch.cat(_gathered(x, world))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return the own rows' gradient."""
+        """Return the gradient of this process's rows."""
         gradient = gradient.contiguous()
         distributed.all_reduce(gradient)
         return gradient[ctx.own], None, None
 
 
 def _gathered(x: Tensor, world: int) -> list[Tensor]:
-    """Return each process's tensor, all of one shape."""
+    """Return each process's tensor; all have the same shape."""
     rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world)]
     distributed.all_gather(rows, x.contiguous())
     return rows
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors in order, of one type and together of some `BUCKET` numbers."""
+    """Yield tensors in order, grouped by type into at most `BUCKET` numbers."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         full = sum(gradient.numel() for gradient in bucket) + tensor.numel() > BUCKET
@@ -300,10 +300,10 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 PLAIN = 2**20
-"""Numbers of a process's rows with the batch, up to which nothing is computed twice: a loss keeps
-up to some ten such matrices, 40 MB.
+"""Largest matrix of a process's rows × the batch that is computed at once, in numbers.
 
-In blocks, each computed twice, the same takes more than one and a half times the processor time.
+A loss keeps about ten such matrices, 40 MB. Larger ones are computed in blocks, each twice, which
+takes more than 1.5 times the processor time.
 """
 
 
@@ -317,17 +317,16 @@ def divided_loss(
 ) -> Tensor:
     """Return the loss of the whole batch, with the gradient of this process's part.
 
-    Of anchors, a process compares its rows with the batch all at once where that takes `PLAIN`
-    numbers or fewer. Above, it compares them in blocks and computes each once more when its
-    gradient is due: so the matrices in memory have `PLAIN` numbers at most, or as many as one
-    process's with its share alone, however many processes there are.
+    A loss that divides by anchors compares a process's rows with the batch at once if that takes at
+    most `PLAIN` numbers. Otherwise it works in blocks and recomputes each in the backward pass. The
+    matrices in memory then have at most `PLAIN` numbers, or R² if that is more.
 
     Args:
         loss: the loss.
-        kind: how it can be divided.
-        codes: this process's rows (R, C).
-        labels: theirs (R,).
-        indices: what the miner picked in the whole batch, if there is one.
+        kind: how the loss can be divided.
+        codes: this process's codes (R, C).
+        labels: this process's labels (R,).
+        indices: the miner's picks in the whole batch, if there is a miner.
         devices: the processes.
     """
     if kind == "classes":
@@ -367,7 +366,7 @@ def _by_blocks(
             labels[start : start + size],
             first + start,
             use_reentrant=False,
-            preserve_rng_state=False,  # nothing here is drawn
+            preserve_rng_state=False,  # the block draws no random numbers
         )
         for start in range(0, rows, size)
     ]
@@ -376,6 +375,6 @@ def _by_blocks(
 
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return how many numbers a row is compared with: the batch's items, or its mean triplets."""
+    """Return how many numbers a row is compared with: the batch's items, or its triplets."""
     picked = 0 if indices is None else len(indices[0]) // len(every)
     return max(len(every), picked)

@@ -1,4 +1,4 @@
-"""Runs without a step: a learner, fitted by scikit-learn, and a model that has nothing to train."""
+"""Runs without training steps: a fitted scikit-learn learner, or a model with nothing to train."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def fit(
     """Fit a learner on features (N, F) and labels (N,).
 
     Raises:
-        ValueError: an estimator's way to say that data do not serve.
-        PluginError: the learner failed in any other way.
+        ValueError: the estimator rejects the data.
+        PluginError: the learner fails in any other way.
     """
     try:
         with calling(f"The learner {name}"):
@@ -114,7 +114,7 @@ def fit(
 
 
 def _verify(run: Run, features: NDArray[np.float32]) -> None:
-    """What was saved must give the same codes as what was fitted."""
+    """Refuse a checkpoint whose codes differ from those of the fitted learner."""
     again = load_learned(run.recipe, run.dataset, run.best).to(run.device)
     x = torch.from_numpy(features).to(run.device)
     with torch.inference_mode():
@@ -130,14 +130,14 @@ NOTHING = "The model has nothing to train: its features are taken as they are."
 
 
 def nothing_to_train(run: Run) -> bool:
-    """Return whether neither backbone, nor head, nor combiner has a parameter that may change."""
+    """Return whether neither backbone, nor head, nor combiner has a trainable parameter."""
     assert run.objective is not None
     parts = parts_of(run.model, run.objective, run.recipe.backbone.frozen)
     return not any(parts[name] for name in ("backbone", "head", "combiner"))
 
 
 def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, resume: bool) -> Run:
-    """Write a run that is complete without a step, to be evaluated and exported.
+    """Write a run without training; it can be evaluated and exported.
 
     Raises:
         DataError: see `begin_folder`.

@@ -1,4 +1,4 @@
-"""What trains: parts, the parameters of each, and their optimisers and schedules."""
+"""The trainable parts, their parameters, and their optimisers and schedules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from retrieval.run.build import Objective
 
 
 def names_of(recipe: Recipe) -> dict[str, str]:
-    """Return what each part is called in messages, by part: "loss pml.triplet_margin"."""
+    """Return each part's name in messages, such as "loss pml.triplet_margin", by part."""
     return {
         part: f"{part} {table.name if (table := getattr(recipe, part)) else ''}"
         for part in ("backbone", "loss", "miner", "generator", "combiner")
@@ -29,7 +29,7 @@ def names_of(recipe: Recipe) -> dict[str, str]:
 
 
 def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:
-    """Return each part's parameters, each parameter once; a frozen backbone has none."""
+    """Return the parameters of each part, without repetition; a frozen backbone has none."""
     modules: dict[Trainable, Sequence[nn.Module | None]] = {
         "backbone": [] if frozen else [model.backbone],
         "head": [model.head],
@@ -39,7 +39,7 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
     }
     seen: set[int] = set()
     parameters_of: dict[Trainable, list[Parameter]] = {name: [] for name in modules}
-    # what a head shares with its combiner is the combiner's: the first to name a parameter has it
+    # The first part with a parameter owns it; the combiner owns what the head shares with it.
     for name in sorted(modules, key=lambda name: name != "combiner"):
         for parameter in (p for m in modules[name] if m is not None for p in m.parameters()):
             if id(parameter) not in seen:
@@ -49,12 +49,12 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
 
 
 def set_modes(model: Model, objective: Objective, trains: Collection[Trainable]) -> None:
-    """Put all in training mode but the parts that do not train; these keep their statistics."""
+    """Put the parts that train into training mode, the others into evaluation mode."""
     model.train()
     model.backbone.train("backbone" in trains)
     model.head.train("head" in trains)
     objective.train()
-    # after the head, loss and miner, all of which may hold the combiner or a layer of it
+    # last, because head, loss and miner may contain the combiner or one of its layers
     if model.combiner is not None:
         model.combiner.train("combiner" in trains)
     if objective.generator is not None:
@@ -64,10 +64,10 @@ def set_modes(model: Model, objective: Objective, trains: Collection[Trainable])
 def build_optimizer(
     section: Optimizer, parts: Mapping[Trainable, Sequence[Parameter]], lr: float | None = None
 ) -> TorchOptimizer:
-    """Return the optimiser with one group per part, each at `lr` times its factor.
+    """Return the optimiser with one group per part, each with rate `lr` times its factor.
 
     Raises:
-        RecipeError: nothing trains.
+        RecipeError: no part has parameters.
     """
     groups = [
         {
@@ -92,10 +92,10 @@ def build_optimizer(
 def build_optimizers(
     recipe: Recipe, phase: Phase, parts: Mapping[Trainable, Sequence[Parameter]]
 ) -> dict[str, TorchOptimizer]:
-    """Return a phase's optimisers, "metric" and "generator", where they have something to train.
+    """Return a phase's optimisers, "metric" and "generator", without those that train nothing.
 
     Raises:
-        RecipeError: nothing that the phase names has parameters.
+        RecipeError: none of the phase's parts has parameters.
     """
     optimizers: dict[str, TorchOptimizer] = {}
     metric: dict[Trainable, Sequence[Parameter]] = {
@@ -105,8 +105,8 @@ def build_optimizers(
         optimizers["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
     if "generator" in phase.train and parts["generator"]:
         own = recipe.generator_optimizer
-        # a phase's `lr` stands for that of [optimizer], which is the generator's where it has none
-        # of its own
+        # a phase's `lr` replaces that of [optimizer], which the generator uses unless it has its
+        # own section
         rate = phase.generator_lr or (phase.lr if own is None else None)
         generator: dict[Trainable, Sequence[Parameter]] = {"generator": parts["generator"]}
         optimizers["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
@@ -119,7 +119,7 @@ def build_optimizers(
 
 @optimizing()
 def prepared(optimizers: Mapping[str, TorchOptimizer], accelerator: Any) -> dict[str, Any]:
-    """Return the optimisers, that of the metric side as Accelerate steps it."""
+    """Return the optimisers, that of the metric side prepared by Accelerate."""
     return {
         name: accelerator.prepare_optimizer(optimizer) if name == "metric" else optimizer
         for name, optimizer in optimizers.items()
@@ -134,7 +134,7 @@ def schedules_of(
 
 
 class StepSchedule:
-    """A learning-rate schedule that is told of every step and of every epoch's end."""
+    """A learning-rate schedule per step or per epoch; call both `step` and `epoch_end`."""
 
     def __init__(self, section: Schedule, optimizer: TorchOptimizer, steps: int) -> None:
         self.per_epoch = section.name not in SHAPES
@@ -162,7 +162,7 @@ class StepSchedule:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs: numbers and lists of numbers."""
+        """Return the state that resuming needs, numbers and lists of numbers."""
         return {
             k: v
             for k, v in self.scheduler.state_dict().items()
@@ -170,7 +170,7 @@ class StepSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`; with another number of steps, on the new curve."""
+        """Resume from `state_dict()`; with another number of steps, on the new curve."""
         self.scheduler.__dict__.update(state)
         if self.per_epoch:
             return

@@ -1,4 +1,4 @@
-"""What surrounds the training loop: devices, processes, signals, validation, the log."""
+"""Helpers of the training loop: devices, processes, signals, validation, the log."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 def place(run: Run, objective: Objective, device: torch.device) -> None:
-    """Put model and objective on a device, as `[train]` says.
+    """Move model and objective to a device and apply `[train]` `channels_last` and `compile`.
 
-    On a CPU the process keeps its large blocks of memory from then on; see `keep_large_blocks`.
+    On a CPU the process keeps large blocks of memory from then on; see `keep_large_blocks`.
     """
     train = run.recipe.train
     if device.type == "cpu":
@@ -57,15 +57,15 @@ def place(run: Run, objective: Objective, device: torch.device) -> None:
 
 
 def plain(run: Run) -> None:
-    """Run the backbone's own code again; its weights are the same ones."""
+    """Remove the compiled code of the backbone and keep its weights."""
     run.model.backbone._compiled_call_impl = None
 
 
 def refuse_uncompiled(train: Train, on_cpu: bool) -> None:
-    """Refuse `[train] compile` where torch could not compile.
+    """Refuse `[train] compile` on a CPU without a C++ compiler.
 
     Raises:
-        RecipeError: it needs a C++ compiler (`CXX`, or the platform's own), and there is none.
+        RecipeError: neither `CXX` nor the platform's default compiler is installed.
     """
     if not train.compile or not on_cpu:
         return
@@ -82,14 +82,14 @@ def refuse_uncompiled(train: Train, on_cpu: bool) -> None:
 
 
 def make_repeatable(train: Train) -> None:
-    """Tell cuBLAS, before it is first used, to give the same bits each time."""
+    """Make cuBLAS deterministic if `[train] deterministic` is set; call before its first use."""
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @contextlib.contextmanager
 def repeating(train: Train) -> Iterator[None]:
-    """Let torch take repeatable algorithms inside, where `[train] deterministic` asks for them."""
+    """Context manager that applies `[train] deterministic` to the algorithms of torch."""
     if not train.deterministic:
         yield
         return
@@ -100,7 +100,7 @@ def repeating(train: Train) -> Iterator[None]:
     )
     benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # memory that nobody has written is not read either: to fill it would only take time
+    # nobody reads uninitialized memory, so filling it would only take time
     torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
     try:
         yield
@@ -113,10 +113,10 @@ Found = TypeVar("Found")
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
-    """Return Accelerate's view of this process: device, precision, number of processes.
+    """Return the `Accelerator` with the recipe's device and precision.
 
     Raises:
-        RecipeError: the device, the precision or a compiler is not to be had here.
+        RecipeError: the device, the precision or a compiler is not available.
     """
     train = recipe.train
     if train.device == "cuda" and not torch.cuda.is_available():
@@ -129,7 +129,7 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
             ['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.']
         )
     if AcceleratorState._shared_state:
-        # another run of this process may have had another precision
+        # an earlier run in this process may have used another precision
         AcceleratorState._reset_state()
     refuse_uncompiled(train, on_cpu)
     make_repeatable(train)
@@ -137,13 +137,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
-    """Do something on every process; go on once all have done it, or refuse on all.
-
-    So no process sees what another changes afterwards, and none waits for one that was refused and
-    left.
+    """Call `do` on every process and wait for all; if one raises, all raise.
 
     Raises:
-        RetrievalError: what this process raised, or, as a DataError, what the first other one did.
+        RetrievalError: the error of this process, or a DataError with the message of the first
+            process that failed.
     """
     if accelerator.num_processes == 1:
         return do()
@@ -164,10 +162,10 @@ def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
 def going_on(
     path: Path, recipe: Recipe, report: Callable[[str], None]
 ) -> tuple[Standing | None, list[str]]:
-    """Return where a run stands and what the recipe changes of it, and say both.
+    """Return a run's checkpoint and the changes of its recipe, and report them.
 
     Raises:
-        DataError: there is no run, or the recipe is not of it.
+        DataError: the folder is not a run, or the recipe differs too much.
     """
     stands = standing(path)
     changed = changes(path, recipe, None if stands is None else stands.progress)
@@ -180,7 +178,7 @@ def going_on(
 
 @contextlib.contextmanager
 def stopping(stop: threading.Event) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM set `stop`; a second one interrupts at once."""
+    """Context manager in which SIGINT and SIGTERM set `stop`; a second signal interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -200,7 +198,7 @@ def stopping(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM interrupt inside as Ctrl-C does, so that what runs others can end them."""
+    """Context manager in which SIGTERM raises KeyboardInterrupt, so that workers can be ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -217,7 +215,10 @@ def ending_as_interrupted() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tensorboard(folder: Path | None, step: int) -> Iterator[Callable[[str, float, int], None]]:
-    """Give a function (name, value, step) that writes to TensorBoard, where it is installed."""
+    """Context manager that yields a function (name, value, step) writing to TensorBoard.
+
+    Without TensorBoard or without a folder the function does nothing.
+    """
     writer: Any = None
     if folder is not None:
         with contextlib.suppress(ImportError):
@@ -237,7 +238,7 @@ def tensorboard(folder: Path | None, step: int) -> Iterator[Callable[[str, float
 
 
 def forget_after(log: Path, step: int) -> None:
-    """Drop what a log says of steps after the checkpoint: they are done again."""
+    """Drop a log's records of steps after `step`, because they will be repeated."""
     if not log.is_file():
         return
     kept = []
@@ -246,7 +247,7 @@ def forget_after(log: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
-            break  # a line that the crash cut off
+            break  # the crash cut this line off
     write_text(log, "".join(kept))
 
 
@@ -254,9 +255,9 @@ def forget_after(log: Path, step: int) -> None:
 def validate(
     run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
 ) -> dict[str, float]:
-    """Return the recipe's metrics on the validation part, MAP@R always.
+    """Return the recipe's metrics and MAP@R on the validation part.
 
-    Each item is a query among the others.
+    Each item is a query against all others.
     """
     indices = run.splits.validation
     codes = encode(

@@ -1,4 +1,4 @@
-"""A checkpoint to resume from: all that the next step depends on, beside recipe and data."""
+"""The checkpoint to resume from: everything that the next step needs besides recipe and data."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from retrieval.run.weights import load_weights
 from retrieval.training.step import Step
 
 PATTERN = "shard-*.safetensors"
-"""What the files of shares are called, beside the checkpoint."""
+"""Names of the files of divided parameters, next to the checkpoint."""
 
 
 class Shares:
-    """What a run's checkpoint keeps in files of each process."""
+    """The rows of divided parameters, which each process keeps in a file of its own."""
 
     def __init__(self, folder: Path, step: Step) -> None:
         self.folder, self.step = folder, step
         self.shards = shards_of(step.objective)
 
     def __bool__(self) -> bool:
-        """Whether any parameter is divided."""
+        """Return whether any parameter is divided."""
         return bool(self.shards)
 
     def write(self, state: dict[str, Any], progress: Position) -> list[str]:
-        """Move this process's rows from a state to a file of their own; return all such files.
+        """Move this process's rows from a state to a file; return the files of all processes.
 
-        The state says which files there are.
+        The state records the names of the files.
         """
         devices = self.step.devices
         names = [
@@ -53,10 +53,10 @@ class Shares:
         return names
 
     def read(self, state: dict[str, Any]) -> None:
-        """Put this process's rows back into a state, from whichever files hold them.
+        """Put this process's rows back into a state, from the files that hold them.
 
         Raises:
-            DataError: a file is missing or damaged, or the parameters had another number of rows.
+            DataError: a file is missing or damaged, or a parameter had another number of rows.
         """
         kept = state.get("shards", {"files": [], "rows": {}})
         whole = {name: shard.whole for name, shard in self.shards.items()}
@@ -88,13 +88,13 @@ class Shares:
                 )
 
     def forget(self, kept: list[str]) -> None:
-        """Remove the files of checkpoints that are gone."""
+        """Remove all files of rows but `kept`."""
         for file in self.folder.glob(PATTERN):
             if file.name not in kept:
                 file.unlink(missing_ok=True)
 
     def _places(self, state: dict[str, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
-        """Return where the divided rows are in a state: place, dictionary and key."""
+        """Return the place, dictionary and key of each tensor of divided rows in a state."""
         places: list[tuple[str, dict[Any, Any], Any]] = []
         for name in self.shards:
             module, _, own = name.partition(".")
@@ -107,9 +107,8 @@ class Shares:
                 )
                 if number not in entries:
                     continue
-                entries[number] = entry = dict(
-                    entries[number]
-                )  # the optimiser goes on with its own
+                # a copy, because the optimiser keeps using its own dictionary
+                entries[number] = entry = dict(entries[number])
                 for key, value in entry.items():
                     if isinstance(value, Tensor) and value.ndim:
                         if value.shape != shape:
@@ -122,7 +121,7 @@ class Shares:
         return places
 
     def _number(self, optimizer: str, name: str) -> int:
-        """Return a parameter's number in an optimiser's state; −1 where it is not stepped."""
+        """Return a parameter's number in an optimiser's state, or −1 if it has none."""
         parameter = self.step.objective.get_parameter(name)
         groups = self.step.optimizers[optimizer].param_groups
         stepped: Iterator[Tensor] = (p for group in groups for p in group["params"])
@@ -130,13 +129,13 @@ class Shares:
 
 
 def _cut(own: Shard, file: Shard) -> slice | None:
-    """Return which rows of a file's share are this process's; None: none."""
+    """Return the rows of a file that belong to this process, or `None`."""
     start, stop = max(own.start, file.start), min(own.stop, file.stop)
     return slice(start - file.start, stop - file.start) if start < stop else None
 
 
 def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dict[str, Any]:
-    """Return all that the next step depends on: weights, optimisers, schedules, generators."""
+    """Return weights, optimisers, schedules, random generators and progress."""
     return {
         "model": run.model.state_dict(),
         "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
@@ -151,13 +150,13 @@ def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -
     """Write the checkpoint to resume from; every process calls it and writes its own rows.
 
     Args:
-        run: whose it is.
-        step: what trains.
-        progress: where training is.
-        before: the files of rows that the checkpoint before this one names.
+        run: the run.
+        step: the current phase's optimisers and schedules.
+        progress: how far training has come.
+        before: the files of rows of the previous checkpoint, which are kept.
 
     Returns:
-        The files of rows that this one names.
+        The files of rows of this checkpoint.
     """
     accelerator, shares = step.accelerator, Shares(run.last.parent, step)
     if not (accelerator.is_main_process or shares):
@@ -175,10 +174,10 @@ def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -
 
 
 def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
-    """Put everything back that `training_state` took, but the random generators and the progress.
+    """Restore a `training_state`, except for the random generators and the progress.
 
     Raises:
-        Exception: of several kinds, where the state is of something else: see `fitting`.
+        Exception: of several kinds if the state belongs to another recipe; see `fitting`.
     """
     state = standing.state
     if shares := Shares(run.last.parent, step):
@@ -193,10 +192,10 @@ def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
 
 @contextmanager
 def fitting(file: Path) -> Iterator[None]:
-    """Turn what restoring raises where a checkpoint is of something else into a sentence.
+    """Context manager that turns the errors of a checkpoint that does not fit into DataError.
 
     Raises:
-        DataError: the checkpoint `file` is of another recipe or plugin.
+        DataError: the checkpoint `file` belongs to another recipe or plugin.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""One batch: the losses of real and synthetic samples, their gradients, and the step.
+"""One training step: the losses of real and synthetic samples, their gradients, the update.
 
-The metric (backbone, head, combiner, loss) and the generator are two sides with an optimiser each.
-With `coupling = "separate"` each side's objective reaches its own parameters only, wherever else
-its gradient passes: the loss trains the backbone through the synthetic samples too, with the
-generator's weights held, and the generator's objective passes through the metric as it is.
+The metric (backbone, head, combiner, loss) and the generator are two sides, each with an optimiser.
+With `coupling = "separate"`, each objective changes only the parameters of its own side. The loss
+trains the backbone through the synthetic samples too, but not the generator. The gradient of the
+generator's objective passes through the metric without changing it.
 """
 
 from __future__ import annotations
@@ -47,34 +47,33 @@ from retrieval.training.synthetic import Made, Metrics, choose_triplets, extend,
 
 
 class Step:
-    """Trains what a phase trains, a batch at a time, with fresh optimisers.
+    """Trains the parts of a phase, one batch at a time, with fresh optimisers.
 
-    Making one says which parameters want a gradient.
+    The constructor sets `requires_grad` of all parameters.
 
     Args:
-        model: the model being trained.
+        model: the model to train.
         objective: its loss, miner and generator.
-        recipe: weights, coupling, optimisers and schedule.
-        phase: what trains.
-        steps: steps in an epoch.
-        accelerator: Hugging Face Accelerate's, for autocast and for batches shared by several
-            processes.
-        from_features: whether inputs are a frozen backbone's features.
-        tried: whether batches are only tried, and never stepped on: the accelerator is then not
-            told of the optimisers.
+        recipe: source of weights, coupling, optimisers and schedule.
+        phase: names the parts that train.
+        steps: number of steps in an epoch.
+        accelerator: Accelerate's `Accelerator`, for autocast and for several processes.
+        from_features: whether inputs are features of a frozen backbone.
+        tried: whether batches are only tried and weights never updated; the accelerator then does
+            not prepare the optimisers.
 
     Attributes:
-        parts: each part's parameters, each parameter once.
+        parts: the parameters of each part, without repetition.
         trains: the parts that train.
-        optimizers: "metric" and "generator", those that train.
-        schedules: theirs.
-        who: what the parts are called in messages.
-        rows: how several processes divide the loss, if they do.
-        divided: the ids of parameters of which each process has some rows.
+        optimizers: the optimisers of the sides that train, "metric" and "generator".
+        schedules: the schedule of each optimiser.
+        who: each part's name in messages.
+        rows: how several processes divide the loss; `None` if each computes all of it.
+        divided: the ids of parameters whose rows are divided over the processes.
 
     Raises:
-        RecipeError: nothing that the phase names has parameters, or images are mixed and the loss
-            compares them with one another.
+        RecipeError: none of the phase's parts has parameters, or images are mixed and the loss
+            compares items with one another.
     """
 
     def __init__(
@@ -123,11 +122,11 @@ class Step:
         )
 
     def _the(self, part: str) -> str:
-        """Return what a part is called at the beginning of a sentence."""
+        """Return a part's name for the beginning of a sentence."""
         return f"The {self.who[part]}"
 
     def _rows(self) -> Rows | None:
-        """Return how several processes divide the loss; None where each computes all of it."""
+        """Return how several processes divide the loss; `None` if each computes all of it."""
         if (
             self.devices.world == 1
             or self.objective.generator is not None
@@ -161,7 +160,7 @@ class Step:
         try:
             self.backward(losses)
         except RetrievalError:
-            losses.refuse()  # NaN is then why
+            losses.refuse()  # NaN may be the cause
             raise
         self.update()
         return losses
@@ -171,17 +170,16 @@ class Step:
 
         Args:
             inputs: this process's share of the batch.
-            labels: likewise, int64; of both parts of each image where images are mixed.
+            labels: their labels, int64; two per image and a weight if images are mixed.
 
         Raises:
-            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite. A device would
-                have to be waited for: see `Losses.refuse`.
+            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite; on a GPU call
+                `Losses.refuse`.
             PluginError: a part breaks its contract.
         """
         self._watch = Watch()
         features, codes = self._codes(inputs)
-        # losses take differences of near-equal numbers: always in float32 (a no-op without mixed
-        # precision)
+        # losses subtract numbers that are nearly equal, so they always run in float32
         if isinstance(labels, MixedLabels):
             return self._mixed(codes.float(), labels)
         if self.rows is not None:
@@ -196,12 +194,12 @@ class Step:
 
     @optimizing()
     def zero_grad(self) -> None:
-        """Forget the gradients of what trains."""
+        """Clear the gradients of the parts that train."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
     def backward(self, losses: Losses) -> None:
-        """Give every parameter its gradient, of its own side's objective; `joint` adds both up."""
+        """Compute each parameter's gradient of its side's objective, or of their sum if `joint`."""
         metric, generator = losses.metric, losses.generator
         metric_side, generator_side = self._sides()
         rest = metric_side
@@ -217,14 +215,14 @@ class Step:
             for parameter, gradient in zip(generator_side, gradients, strict=True):
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
-            # a backbone that computes its layers again in here computes batch norm again, too
+            # gradient checkpointing recomputes layers here, batch norm included
             with calling(f"The gradient of {self.who['loss']}"), self.devices.statistics():
                 self.accelerator.backward(metric, inputs=rest)
         self.devices.reduce_gradients(metric_side + generator_side, self.divided)
 
     @optimizing()
     def update(self) -> None:
-        """Clip each side's gradient, step its optimiser by it, and then its rate."""
+        """Clip the gradients, then step the optimisers and their schedules."""
         if clip_norm := self.train_table.clip_norm:
             metric_side, generator_side = (
                 [p for p in side if p.grad is not None] for side in self._sides()
@@ -238,13 +236,13 @@ class Step:
             optimizer.step()
             self.schedules[name].step()
 
-    # --- what a batch gives
+    # --- the losses of a batch
     # ------------------------------------------------------------------------------
 
     def _shared(self, features: Tensor, codes: Tensor, labels: Tensor) -> Batch:
-        """Return the batch, with all processes' rows, and what miner and combiner say of it.
+        """Return all processes' rows, with the miner's picks and the combiner's objective.
 
-        Features are of this process alone where there is no generator, which alone asks for them.
+        Without a generator, `features` holds only this process's rows, because nothing uses them.
         """
         if self.objective.generator is not None:
             features = self.devices.share(features)
@@ -262,7 +260,7 @@ class Step:
         return Batch(features, codes, labels, indices, own, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
-        """Return the losses of a batch that several processes divide, without a generator."""
+        """Return the losses of a batch whose loss several processes divide, without a generator."""
         indices, metrics, own = None, {}, None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
@@ -278,7 +276,7 @@ class Step:
         )
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
-        """Return the weighted mean of both labels' losses, of images that are mixed."""
+        """Return the losses of mixed images: the weighted mean of the losses of both labels."""
 
         def of(own_labels: Tensor) -> Tensor | None:
             if self.rows is not None:
@@ -294,7 +292,7 @@ class Step:
         )
 
     def _synthesize(self, batch: Batch) -> Made | None:
-        """Return what the generator makes of a batch; None where the phase has no use for it."""
+        """Return the generator's samples for a batch; `None` if the phase does not use them."""
         generator, who = self.objective.generator, self._the("generator")
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
             return None
@@ -321,16 +319,15 @@ class Step:
         return Made(synthetic, triplets, extended, chosen, metrics)
 
     def _metric_loss(self, batch: Batch, synthetic: Made | None) -> Tensor | None:
-        """Return the loss of real and synthetic samples; None where no metric part trains."""
+        """Return the loss of real and synthetic samples; `None` if no metric part trains."""
         if not self._trains_metric:
             return None
         real_weight = self.train_table.real_weight
         if synthetic is None or not self.phase.synthetic:
             value = self._loss(batch.codes, batch.labels, batch.indices)
         else:
-            if (
-                synthetic.extended is None
-            ):  # no triplet, so nothing synthetic to train on, but every graph must exist
+            if synthetic.extended is None:
+                # without triplets there are no synthetic samples, but backward needs a graph
                 value = batch.codes.sum() * 0.0
             else:
                 reference = {
@@ -346,7 +343,7 @@ class Step:
         return self._watch.loss("loss", value, self.who["loss"])
 
     def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
-        """Return the generator's objective; None where it does not train or made nothing."""
+        """Return the generator's objective; `None` if it does not train or made no samples."""
         generator, who = self.objective.generator, self._the("generator")
         if synthetic is None or generator is None or not len(synthetic.features):
             return None
@@ -366,7 +363,7 @@ class Step:
             metrics["combiner_loss"] = batch.own.detach()
         return metrics
 
-    # --- the parts, called
+    # --- calls to the parts
     # -------------------------------------------------------------------------------
 
     @property
@@ -378,14 +375,14 @@ class Step:
         return self.train_table.mine == "after"
 
     def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
-        """Return the parameters that want a gradient, the metric's and the generator's."""
+        """Return the parameters with `requires_grad`, those of the metric and of the generator."""
         metric = [p for name, part in self.parts.items() if name != "generator" for p in part]
         return [p for p in metric if p.requires_grad], [
             p for p in self.parts["generator"] if p.requires_grad
         ]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features (B, F), as wide as the backbone says, and codes (B, C)."""
+        """Return features (B, F), checked against the backbone's width, and codes (B, C)."""
         model, size, who = self.model, len(inputs), self._the("backbone")
         with self.accelerator.autocast(), self.devices.statistics():
             with calling(who):
@@ -397,7 +394,7 @@ class Step:
         return features, checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
 
     def _mined(self, codes: Tensor, labels: Tensor) -> TripletIndices | None:
-        """Return what the miner picks in the batch; None without a miner."""
+        """Return the miner's picks in the batch; `None` without a miner."""
         return None if self.objective.miner is None else self._mine(codes, labels)
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
@@ -413,23 +410,23 @@ class Step:
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
-        """Return the loss; one without a miner's indices is called without them."""
+        """Return the loss, passing indices only if there are any."""
         with calling(self._the("loss")):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
         return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
 
     def set_modes(self) -> None:
-        """Put all in training mode but the parts that do not train."""
+        """Put the parts that train into training mode, the others into evaluation mode."""
         set_modes(self.model, self.objective, self.trains)
 
     def end_epoch(self) -> None:
-        """Advance the rates that change once an epoch."""
+        """Advance the schedules that change once per epoch."""
         for schedule in self.schedules.values():
             schedule.epoch_end()
 
     def rates(self) -> dict[str, float]:
-        """Return each side's learning rate, that of its first part."""
+        """Return each side's learning rate (the rate of its first part)."""
         return {
             name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()
         }
@@ -446,10 +443,10 @@ class Step:
 
     @optimizing()
     def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
-        """Go on from `state_dict()` of the same phase.
+        """Resume from `state_dict()` of the same phase.
 
         Raises:
-            KeyError, ValueError: it is of another phase or recipe.
+            KeyError, ValueError: the state belongs to another phase or recipe.
         """
         for name, values in state["optimizers"].items():
             self.optimizers[name].load_state_dict(values)

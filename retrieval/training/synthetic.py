@@ -1,4 +1,4 @@
-"""Synthetic samples among real ones: their triplets, and what a miner picks among both."""
+"""Adding synthetic samples to a batch: their triplets, and mining among real and synthetic ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from retrieval.model.contracts import TripletIndices
 Triplets = tuple[Tensor, Tensor, Tensor]
 Replaces = Literal["positive", "negative"]
 Metrics = Mapping[str, Tensor | int]
-"""What a batch gives for the log, by name."""
+"""A batch's metrics for the log, by name."""
 
 
 @dataclass(frozen=True)
 class Extended:
-    """A batch and what was made from it.
+    """A batch followed by its synthetic samples.
 
     Attributes:
         codes: (B + T, C), the batch first.
-        labels: (B + T,), a synthetic sample's that of the sample it replaces.
-        triplets: the triplets with the synthetic samples in their places: anchors are rows of the
-            batch, the others rows of `codes`.
-        replaces: whose place they take.
+        labels: (B + T,); a synthetic sample has the label of the sample that it replaces.
+        triplets: the triplets with synthetic positives or negatives, as rows of `codes`; anchors
+            are rows of the batch.
+        replaces: which member of a triplet a synthetic sample replaces.
     """
 
     codes: Tensor
@@ -38,15 +38,14 @@ class Extended:
 
 @dataclass(frozen=True)
 class Made:
-    """What the generator made of a batch.
+    """The generator's synthetic samples for a batch.
 
     Attributes:
-        features: (T, F), a synthetic feature a triplet.
-        triplets: the features of the triplets that they were made of, each (T, F).
-        extended: the batch with their codes behind it; None in a phase whose loss does not see
-            them.
-        indices: what the loss is given of the extended batch.
-        metrics: for the log.
+        features: (T, F), one synthetic feature per triplet.
+        triplets: the features of their anchors, positives and negatives, each (T, F).
+        extended: the batch followed by the synthetic codes; `None` if the loss does not use them.
+        indices: the triplets or pairs of the extended batch that the loss compares.
+        metrics: metrics for the log.
     """
 
     features: Tensor
@@ -62,11 +61,11 @@ def extend(
     """Return the batch followed by the synthetic samples.
 
     Args:
-        codes: (B, C) of the batch.
-        labels: (B,).
-        synthetic: (T, C), the codes of one synthetic sample a triplet.
+        codes: (B, C), the codes of the batch.
+        labels: (B,), the labels of the batch.
+        synthetic: (T, C), the code of one synthetic sample per triplet.
         triplets: rows of the batch, each (T,).
-        replaces: whose place a synthetic sample takes.
+        replaces: which member of a triplet a synthetic sample replaces.
     """
     a, p, n = triplets
     rows = torch.arange(len(codes), len(codes) + len(synthetic), device=codes.device)
@@ -82,16 +81,16 @@ def extend(
 def mine(
     miner: Callable[..., TripletIndices], codes: Tensor, labels: Tensor, extended: Extended
 ) -> TripletIndices:
-    """Return what a miner picks among real and synthetic samples.
+    """Return a miner's picks among real and synthetic samples.
 
-    It is asked class by class, so that a synthetic negative is nobody's positive, nor a synthetic
-    positive a negative: its label says what it was made of, not what it is. No item is its own
-    positive.
+    The label of a synthetic sample is that of the sample it replaces, not its own class. The miner
+    is therefore called once per class, so that a synthetic negative is never a positive, nor a
+    synthetic positive a negative. No item is its own positive.
 
     Args:
-        miner: one that takes a reference set.
-        codes: (B, C) of the batch.
-        labels: (B,).
+        miner: a miner that takes a reference set.
+        codes: (B, C), the codes of the batch.
+        labels: (B,), the labels of the batch.
         extended: the batch and its synthetic samples.
     """
     codes, reference = codes.detach(), extended.codes.detach()
@@ -111,16 +110,15 @@ def mine(
             columns[x] if i in (1, len(picked) - 1) else rows[x] for i, x in enumerate(picked)
         ]
         other = mapped[0] != mapped[1]
-        whole = (
-            3 if len(mapped) == 3 else 2
-        )  # of a triplet all goes, of two lists of pairs only the pair
+        # a triplet is dropped whole; for lists of pairs only the positive pair is dropped
+        whole = 3 if len(mapped) == 3 else 2
         picks.append([x[other] for x in mapped[:whole]] + mapped[whole:])
     merged = tuple(torch.cat(part) for part in zip(*picks, strict=True))
     return merged  # type: ignore[return-value]
 
 
 def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
-    """Return the miner's triplets; without a miner, each positive pair and a random negative."""
+    """Return the miner's triplets; without a miner, each positive pair with a random negative."""
     if indices is None:
         return _one_negative(labels)
     a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")

@@ -1,8 +1,8 @@
-"""Trackers of a run, such as Weights & Biases: told how it goes, and never in its way.
+"""Trackers of a run, such as Weights & Biases, which never stop training.
 
-Each is told in a thread of its own, since a network may hang; what it raises becomes a sentence,
-and the run goes on without it. The keys that they give are kept in the run's folder, so that a run
-that goes on is the same one there.
+Each tracker runs in its own thread, because a network may hang. If a tracker fails, the run reports
+it and continues without it. The trackers' run ids are kept in the run's folder, so that a resumed
+run continues the same tracked run.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from retrieval.recipe.read import Recipe
 from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"
-"""In a run's or comparison's folder: by tracker its key, and the sentence of one that failed."""
+"""File in the folder of a run or comparison: each tracker's run id, or its failure."""
 PATIENCE = 30.0
-"""Seconds that the end of a run waits for a tracker."""
+"""Seconds to wait for a tracker at the end of a run."""
 FIRST_PATIENCE = 10.0
-"""Seconds that its beginning waits, so that a person sees first where to look, and what a tracker
-imports is imported: two threads that import at once can each find the other's modules half made.
+"""Seconds to wait for a tracker at the start of a run.
+
+The address of the tracked run is then printed first. The wait also lets a tracker finish its
+imports: two threads that import at once can see each other's modules half initialised.
 """
 
 Tell = Callable[[str], None]
 
 
 class Tracking:
-    """The trackers of one run, as a plugin that is told by the hooks of training.
+    """The trackers of one run, as a plugin with the hooks of training.
 
     Raises:
-        PluginError: there is no such tracker.
+        PluginError: a tracker does not exist.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Tracking:
 
     @hookimpl
     def retrieval_run_start(self, run: Run) -> None:
-        """Begin with a run; of several processes, in the first alone."""
+        """Start tracking a run, in the main process only."""
         from accelerate import PartialState
 
         if PartialState().is_main_process:
@@ -72,16 +74,16 @@ class Tracking:
 
     @hookimpl
     def retrieval_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Tell an epoch's metrics."""
+        """Log an epoch's metrics."""
         self.log(metrics, epoch)
 
     @hookimpl
     def retrieval_run_end(self, metrics: Mapping[str, float]) -> None:
-        """Tell the best metrics of the validation part."""
+        """Log the best validation metrics."""
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
 
     def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
-        """Begin, or go on with what the folder remembers; where that was done already, nothing."""
+        """Start tracking, or continue the run that the folder records; later calls do nothing."""
         if self._begun:
             return
         self._begun = True
@@ -93,13 +95,13 @@ class Tracking:
             follower.wait(FIRST_PATIENCE)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """Tell metrics: an epoch's, or final ones."""
+        """Log the metrics of an epoch, or final ones."""
         now = {str(name): float(value) for name, value in metrics.items()}
         if now:
             self._tell(lambda tracker: tracker.log(now, epoch))
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Tell a table, its head first."""
+        """Log a table; the first row is its header."""
         self._tell(lambda tracker: tracker.table(title, rows))
 
     def _tell(self, call: Callable[[Tracker], Any]) -> None:
@@ -107,19 +109,18 @@ class Tracking:
             follower.call(call)
 
     def close(self, how: Literal["finished", "stopped", "failed"]) -> None:
-        """End every tracker's run, and wait for that a while."""
+        """End every tracked run, waiting up to `PATIENCE` seconds for each tracker."""
         self._tell(lambda tracker: tracker.end(how))
         for follower in self._followers if self._begun else ():
             follower.close(PATIENCE)
 
 
 class _Follower(threading.Thread):
-    """A tracker, and the thread that tells it."""
+    """A thread that calls one tracker."""
 
     def __init__(self, name: str, tracker: Tracker, tell: Tell) -> None:
-        super().__init__(
-            name=f"tracker {name}", daemon=True
-        )  # one that hangs does not keep the process alive
+        # daemon, so that a tracker that hangs does not keep the process alive
+        super().__init__(name=f"tracker {name}", daemon=True)
         self.tracker_name, self._tracker, self._say = name, tracker, tell
         self._calls: queue.SimpleQueue[Callable[[Tracker], Any] | None] = queue.SimpleQueue()
         self._sentences: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -153,7 +154,7 @@ class _Follower(threading.Thread):
     def _fail(self, sentence: str) -> None:
         self._sentences.put(f"warning: {sentence}")
         if self._folder is not None:
-            with suppress(OSError):  # the disk is full, perhaps: why it failed is said all the same
+            with suppress(OSError):  # the failure is reported even if the disk is full
                 _keep(self._folder, self.tracker_name, {"failed": sentence})
 
     def call(self, call: Callable[[Tracker], Any]) -> None:
@@ -184,10 +185,10 @@ class _Follower(threading.Thread):
 
 
 def full_name(plugins: Plugins, name: str) -> str:
-    """Return a tracker's full name: that of a plugin stands for the one tracker that it offers.
+    """Return a tracker's full name; a plugin's name alone means its only tracker.
 
     Raises:
-        PluginError: there is none.
+        PluginError: no such tracker exists, or the plugin offers several.
     """
     known = plugins.factories("trackers")
     offered = [full for full in known if name in (full, full.partition(".")[0])]
@@ -203,11 +204,11 @@ def full_name(plugins: Plugins, name: str) -> str:
     offer = (
         f"there {'is' if len(known) == 1 else 'are'} {', '.join(known)}"
         if known
-        else "there is none yet"
+        else "none is installed"
     )
     raise PluginError(
-        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} wandb and mlflow are"
-        " there once their packages are: pip install 'embedding-retrieval[wandb]' or"
+        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} For wandb or mlflow,"
+        " install its package: pip install 'embedding-retrieval[wandb]' or"
         " 'embedding-retrieval[mlflow]'."
     )
 
@@ -221,10 +222,10 @@ def tracking(
     name: str | None = None,
     group: str | None = None,
 ) -> Iterator[Tracking]:
-    """Inside, the training of a recipe is told to trackers; at the end they are told how it ended.
+    """Context manager in which trackers follow the training of a recipe.
 
     Raises:
-        PluginError: there is no such tracker.
+        PluginError: a tracker does not exist.
     """
     trackers = Tracking(names, recipe.loaded, tell, name=name, group=group)
     manager = recipe.loaded.manager
@@ -240,7 +241,7 @@ def tracking(
 
 @contextmanager
 def ending(tracking: Tracking) -> Iterator[None]:
-    """At the end, tell trackers how it ended."""
+    """Context manager that closes trackers as finished, stopped or failed."""
     try:
         yield
     except (Interrupted, KeyboardInterrupt):
@@ -253,7 +254,7 @@ def ending(tracking: Tracking) -> Iterator[None]:
 
 
 def failures(folders: Sequence[Path]) -> list[str]:
-    """Return what trackers failed in, each sentence once, with how many of the folders it is of."""
+    """Return each distinct failure of a tracker, with the number of folders that had it."""
     counts: dict[str, int] = {}
     for folder in folders:
         for entry in _kept(folder).values():
@@ -266,7 +267,7 @@ _writing = threading.Lock()
 
 
 def _kept(folder: Path) -> dict[str, dict[str, str]]:
-    """Return what a folder remembers of trackers; nothing where its file is damaged."""
+    """Return the trackers' entries in a folder; none if the file is missing or damaged."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return {str(name): dict(entry) for name, entry in content.items()}

@@ -1,4 +1,4 @@
-"""`train`, and what it and `load` return: a `Run`, and the encoder of a backbone."""
+"""`train`, and the encoders that `train` and `load` return: `Run` and `BackboneEncoder`."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ _SIDES = ("train", "validation", "test", "gallery")
 
 
 class BackboneEncoder(Encoder):
-    """A pretrained backbone: its features are the embeddings.
+    """A pretrained backbone whose features are the embeddings.
 
     Args:
         name: the backbone's name, as `PLUGIN.name`.
-        parameters: the backbone's own.
+        parameters: the backbone's parameters.
         plugins: further plugin files or modules.
-        random_weights: whether the backbone's weights may be random.
+        random_weights: allow a backbone whose weights are random.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class BackboneEncoder(Encoder):
         """Write the bundle of the backbone, and open it.
 
         Args:
-            output: folder to make.
+            output: the folder to create.
             options: `whiten`, `dimensions`, `photos`, `variants`, `split` and the others of
                 `retrieval.export.export_backbone.export_backbone`.
 
         Raises:
-            BundleError: something is in the way, or torch and ONNX Runtime disagree.
+            BundleError: the folder exists already, or torch and ONNX Runtime disagree.
             DataError: photos are missing or cannot be read.
         """
         return BundleEncoder(export_backbone(self.name, output, **self._settings, **options))
@@ -109,7 +109,7 @@ class Run(OpenedRun, Encoder):
         path: the folder.
         recipe: the checked recipe.
         dataset: all items.
-        splits: which of them train, validate and test.
+        splits: the items that train, validate and test.
         model: the model, with its best weights.
     """
 
@@ -120,13 +120,14 @@ class Run(OpenedRun, Encoder):
         """Return the embeddings (N, D) of N images, or of the run's own items.
 
         Args:
-            images: as `Encoder.encode` takes them; or "train", "validation", "test" or "gallery",
-                which stands for the items of that side, in the order of `labels`.
-            batch: how many items go through the model at once.
-            progress: True shows a bar, False nothing; a function is told (what, done, total).
+            images: the same as for `Encoder.encode`; or "train", "validation", "test" or "gallery"
+                for the items of that side, in the order of `labels`.
+            batch: number of items that go through the model at once.
+            progress: True shows a bar, False nothing; a function is called with (what, done,
+                total).
 
         Raises:
-            DataError: an image cannot be used, which the message names.
+            DataError: an image cannot be used; the message names it.
         """
         if isinstance(images, str) and images in _SIDES:
             with showing(progress):
@@ -138,12 +139,12 @@ class Run(OpenedRun, Encoder):
         """Return the labels (N,) of a side's items: "train", "validation", "test" or "gallery".
 
         Raises:
-            DataError: there is no such side.
+            DataError: the side does not exist.
         """
         return np.asarray(self.splits.classes)[self.splits.labels[self._items(side)]]
 
     def _items(self, side: str) -> NDArray[np.int64]:
-        """Return which items a side has."""
+        """Return the indices of a side's items."""
         splits = self.splits
         sides = {
             "train": splits.train,
@@ -157,7 +158,7 @@ class Run(OpenedRun, Encoder):
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of each epoch, oldest first: losses, rates and validation metrics."""
+        """One record per epoch, oldest first: losses, learning rates and validation metrics."""
         if not self.metrics_file.is_file():
             return []
         lines = self.metrics_file.read_text(encoding="utf-8").splitlines()
@@ -167,12 +168,12 @@ class Run(OpenedRun, Encoder):
         """Write the run's bundle, and open it.
 
         Args:
-            output: folder to make; by default `bundle` in the run's folder.
+            output: the folder to create, by default `bundle` in the run's folder.
             options: `dimensions`, `variants`, `split`, `replace` and the others of
                 `retrieval.export.export_run.export_run`.
 
         Raises:
-            BundleError: something is in the way, or torch and ONNX Runtime disagree.
+            BundleError: the folder exists already, or torch and ONNX Runtime disagree.
         """
         return BundleEncoder(export_run(self, output, **options))
 
@@ -219,42 +220,42 @@ def train(
 ) -> Run:
     """Train a recipe into a run's folder, and return the run with its best weights.
 
-    An object may take the place of a part that the recipe names, or does not name at all. Training
-    works on a copy; yours stays as it is. Such a run is resumed and loaded only with the same
-    objects, and exported like any other.
+    Objects can replace parts that the recipe names, or add parts that it does not name. Training
+    works on a copy of each object. To resume or load such a run, pass the same objects again. It is
+    exported like any other run.
 
     Args:
         recipe: a TOML file, a dictionary of its tables, or a `Recipe`.
-        output: the run's folder; by default `runs/NAME`, with the recipe's name.
-        overrides: changes to the recipe, as `"loss.margin=0.2"`.
+        output: the run's folder, by default `runs/NAME` with the recipe's name.
+        overrides: changes to the recipe, such as `"loss.margin=0.2"`.
         plugins: further plugin files or modules.
-        resume: go on from the run's last checkpoint; with `overrides=["train.epochs=N"]` also for
-            longer.
-        replace: put a new run in the place of the one that is there.
-        replace_plugins: with `resume`, go on with the plugin files as they are now, not with the
-            run's copies.
-        dataset: instead of `[data]`.
-        backbone: instead of `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
-            (B, channels, H, W) or vectors (B, F') to features (B, F). The width of its features is
-            measured. What its attribute `preprocessing`, a `retrieval.plugin.Preprocessing`, says
-            is done to images before; without one they become RGB, 224 × 224, normalised as for
-            ImageNet.
-        combiner: instead of `[combiner]`. A loss or miner that has it as `distance` keeps it.
-        loss: instead of `[loss]`, called as pytorch-metric-learning's.
-        miner: instead of `[miner]`.
-        generator: instead of `[generator]`.
-        learner: instead of `[learner]`: an estimator, not fitted.
-        track: trackers that are told how it goes: "wandb", "mlflow", or a plugin's. One that fails
-            is told in a sentence, and stops nothing.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
-        report: is told a line for each epoch; by default it is printed where bars are shown.
+        resume: continue from the run's last checkpoint. With `overrides=["train.epochs=N"]` the run
+            can be extended.
+        replace: replace an existing run.
+        replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
+        dataset: replaces `[data]`.
+        backbone: replaces `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
+            (B, channels, H, W) or vectors (B, F') to features (B, F). The number of features is
+            measured. Images are preprocessed according to the module's attribute `preprocessing`, a
+            `retrieval.plugin.Preprocessing`; without it they become RGB, 224 × 224, normalised as
+            for ImageNet.
+        combiner: replaces `[combiner]`. A loss or miner with this object as `distance` keeps it.
+        loss: replaces `[loss]`; called like a loss of pytorch-metric-learning.
+        miner: replaces `[miner]`.
+        generator: replaces `[generator]`.
+        learner: replaces `[learner]` by an unfitted estimator.
+        track: trackers that log the run: "wandb", "mlflow", or a plugin's. If a tracker fails, the
+            run reports it and continues.
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
+        report: called with one line per epoch. By default the lines are printed if `progress` is
+            True.
 
     Raises:
-        RecipeError: with every problem of the recipe.
+        RecipeError: the recipe is wrong; the message lists every problem.
         PluginError: a part breaks its contract.
-        DataError: the folder is taken or in use, what is there does not fit, or the loss became
-            NaN.
-        Interrupted: training was asked to stop (Ctrl-C); the checkpoint is written.
+        DataError: the folder is taken or in use, its run does not fit the recipe, or the loss
+            became NaN.
+        Interrupted: Ctrl-C or SIGTERM stopped training; the checkpoint is written.
     """
     objects = objects_of(
         dataset=dataset,
@@ -297,12 +298,12 @@ def train(
 
 
 def whole(run: OpenedRun) -> Run:
-    """Return an opened run with its verbs."""
+    """Return an opened run as a `Run`, with its methods."""
     return Run(**{field.name: getattr(run, field.name) for field in fields(run)})
 
 
 class _Images(Dataset):
-    """Images from memory, as items."""
+    """A dataset of images in memory."""
 
     def __init__(self, images: Sequence[Any]) -> None:
         self.images = images
@@ -321,7 +322,7 @@ class _Images(Dataset):
 
 
 def _encoded(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
-    """Return the vectors (N, D) that a bundle of the model would give of images, or of rows."""
+    """Return the vectors (N, D) of images or rows, as a bundle of the model would return them."""
     dataset: Dataset
     if model.preprocessing is None:
         rows = as_rows(images)
@@ -354,7 +355,7 @@ def _encoded(model: Model, images: Any, batch: int, progress: Progress) -> Embed
 
 
 def _vectors(model: Model, codes: Tensor) -> Embeddings:
-    """Return what an index stores of codes."""
+    """Return the vectors that an index stores for codes."""
     with torch.inference_mode():
         vectors = codes if model.combiner is None else model.combiner.index_vectors(codes)
     return cast(Embeddings, vectors.float().numpy())

@@ -1,7 +1,7 @@
-"""The trainer: phases, epochs, steps; validation and early stopping; checkpoints and exact resume.
+"""The trainer: phases, epochs and steps, validation, early stopping, checkpoints, exact resume.
 
-Everything random follows from the seed, the epoch and the state in the last checkpoint, so that a
-run that is killed at any step and resumed ends with the same weights, bit for bit.
+All random numbers follow from the seed, the epoch and the state in the last checkpoint. A run that
+is killed at any step and resumed ends with bit-identical weights.
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ NO_TRIPLETS = (
     "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more,"
     " and a [miner] that finds some."
 )
-"""Said at the end of such an epoch."""
+"""Warning at the end of an epoch without triplets."""
 
 
 class Trainer:
     """Trains a run.
 
     Args:
-        run: what to train, built and seeded.
-        accelerator: Hugging Face Accelerate's; it decides device, precision and number of
+        run: the run, built and seeded.
+        accelerator: Accelerate's `Accelerator`, which sets device, precision and number of
             processes.
-        report: is told a line for each epoch.
+        report: called with one line per epoch.
     """
 
     def __init__(
@@ -91,9 +91,8 @@ class Trainer:
                 run.model, run.dataset, run.device, self.recipe.evaluate.batch
             )
         preprocessing = None if self.recipe.backbone.frozen else run.model.preprocessing
-        self.raw = RawInputs(
-            self.dataset, preprocessing
-        )  # shared, so that validation decodes nothing again
+        # shared, so that validation does not decode images again
+        self.raw = RawInputs(self.dataset, preprocessing)
         self.batches = TrainBatches(
             self.dataset,
             run.splits.train,
@@ -127,7 +126,7 @@ class Trainer:
         return self.recipe.phases[self.progress.phase]
 
     def _enter_phase(self) -> None:
-        """Set up what trains; a phase starts with fresh optimisers."""
+        """Start a phase with fresh optimisers."""
         self.step = Step(
             self.run.model,
             self.objective,
@@ -145,10 +144,10 @@ class Trainer:
         """Train to the end.
 
         Returns:
-            The best validation metrics, or the last epoch's where there is no validation part.
+            The best validation metrics; empty without a validation part.
 
         Raises:
-            Interrupted: SIGINT or SIGTERM came; the checkpoint is written.
+            Interrupted: SIGINT or SIGTERM arrived; the checkpoint is written.
             DataError: the loss became NaN or infinite, or the disk is full; the last good
                 checkpoint is kept.
         """
@@ -208,11 +207,11 @@ class Trainer:
         return metrics
 
     def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
-        """Train on one batch, keep its metrics, and return them as they are: none is read."""
+        """Train on one batch, and return its metrics without waiting for the device."""
         try:
             losses = self.step(inputs, labels)
         except RetrievalError as error:
-            self.tally.read()  # NaN of an earlier step is then why
+            self.tally.read()  # NaN in an earlier step may be the cause
             if isinstance(error, DataError):
                 raise self._stopped(self.progress.total + 1, str(error)) from error
             raise
@@ -227,14 +226,14 @@ class Trainer:
         )
 
     def _average_buffers(self) -> None:
-        """Give all processes the mean of their batch statistics, as they see different images."""
+        """Average the batch statistics over all processes, which see different images."""
         if self.accelerator.num_processes > 1:
             for buffer in self.run.model.buffers():
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
     def _exhausted(self) -> bool:
-        """Whether the phase ends early; one that leaves the metric alone never does."""
+        """Return whether the phase ends early; one that trains only the generator never does."""
         patience, trains_metric = (
             self.recipe.train.patience,
             any(part != "generator" for part in self.phase.train),
@@ -244,7 +243,7 @@ class Trainer:
     def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
-        self._refuse_nan()  # before they are judged, and perhaps kept as the best
+        self._refuse_nan()  # before validation, which may save the weights as the best
         self.step.end_epoch()
         improved = False
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
@@ -326,7 +325,7 @@ class Trainer:
     # -------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint to resume from; weights with NaN are refused."""
+        """Write the checkpoint to resume from; refuses weights with NaN."""
         self.tally.read()
         self._refuse_nan()
         self._files = save(self.run, self.step, self.progress, self._files)
@@ -334,7 +333,7 @@ class Trainer:
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
             wrong = not all_finite(parameters)
-            if self.step.divided:  # another process's rows may be, and then all stop
+            if self.step.divided:  # another process's rows may have NaN; then all processes stop
                 wrong = bool(
                     self.step.devices.total(torch.tensor(int(wrong), device=self.run.device))
                 )
@@ -350,10 +349,10 @@ class Trainer:
         )
 
     def resume(self, standing: Standing) -> None:
-        """Go on from where a run stands.
+        """Resume from a run's checkpoint.
 
         Raises:
-            DataError: its checkpoint is of another recipe or plugin.
+            DataError: the checkpoint belongs to another recipe or plugin.
         """
         with fitting(standing.file):
             self.progress = standing.progress
@@ -375,24 +374,22 @@ def train(
     replace_plugins: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Run:
-    """Train a recipe into a folder, which no other process can do meanwhile.
+    """Train a recipe into a folder, which stays locked against other processes.
 
     Args:
-        path: the run's folder; must not hold anything yet unless `resume` or `replace`.
+        path: the run's folder, which must be empty unless `resume` or `replace` is set.
         recipe: a checked recipe.
-        resume: go on from the folder's last checkpoint, or from the beginning where there is none
-            yet. Only what `resume.MAY_CHANGE` names may differ from the recipe that started the
-            run.
-        replace: put a new run in the place of the one that is there.
-        replace_plugins: with `resume`, let the recipe's plugin files take the places of the run's
-            copies.
-        report: is told a line for each epoch.
+        resume: continue from the folder's last checkpoint, or start over if it has none. Only the
+            keys in `resume.MAY_CHANGE` may differ from the recipe that started the run.
+        replace: replace an existing run.
+        replace_plugins: with `resume`, replace the run's copies by the recipe's plugin files.
+        report: called with one line per epoch.
 
     Returns:
-        The run, with the best weights, in evaluation mode.
+        The run with the best weights, in evaluation mode.
 
     Raises:
-        DataError: the folder is taken or in use, or what is there does not fit.
+        DataError: the folder is taken or in use, or its run does not fit the recipe.
     """
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)

@@ -315,10 +315,10 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
             {"levels": ["part", "parity"]},
             "nDCG grades an item by the finest it shares with the query: label, part, parity",
         ),
-        ({"tags": "tags"}, "Right is what shares one of the query’s tags"),
+        ({"tags": "tags"}, "An item is right if it shares one of the query’s tags"),
         (
             {"tags": "tags", "exclude": "parity", "by": "part", "latency": True},
-            "leaves out by, latency",
+            "leaves out [evaluate] by, latency",
         ),
     ],
 )

@@ -275,7 +275,7 @@ def test_pairs_with_items_that_trained_are_told(
     path.write_text("\n".join(lines), encoding="utf-8")
     results = verify_run(run, pairs=path)
     assert results.notes == [
-        "Of 1 pairs the list says the same, or different, against the data's labels.",
+        "The list contradicts the data's labels for 1 of 36 pairs.",
         (
             "24 of 36 pairs have an item that trained or chose this model, so these are not metrics"
             " of held-out items; folds without such pairs: new."

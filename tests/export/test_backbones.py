@@ -285,7 +285,7 @@ def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
         (DataError, "does not exist", ("core.pixels",), {"whiten": tmp_path / "nowhere"}),
         (
             DataError,
-            "785 dimensions cannot be had.*784",
+            "785 dimensions are not available.*784",
             ("core.pixels",),
             {"whiten": folder, "dimensions": 785},
         ),

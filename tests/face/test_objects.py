@@ -138,7 +138,7 @@ def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrie
     ("other", "sentence"),
     [
         ({"margin": 0.3}, r"another loss: margin was 0.2, and is 0.3"),
-        ({"width": 16}, r"weights of another model"),
+        ({"width": 16}, r"checkpoint does not match the model"),
         ({"count": 900}, r"another dataset: count was|another dataset: 1,797 items then, 900 now"),
     ],
 )

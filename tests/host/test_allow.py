@@ -142,7 +142,7 @@ def test_on_a_terminal_it_asks(stranger: Path, answer: bytes, code: int) -> None
     ) as running:
         os.close(slave)
         seen = b""
-        while b"Run what is in there?" not in seen:
+        while b"Run these files?" not in seen:
             seen += os.read(master, 1000)
         assert not (stranger / "ran").exists()
         os.write(master, answer)

@@ -1,1 +1,1 @@
-"""Runs in one HTML file: metrics, hits and mistakes, and where the threshold lies."""
+"""The HTML report of runs: metrics, hits and mistakes, and thresholds."""

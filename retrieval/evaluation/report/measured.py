@@ -1,4 +1,4 @@
-"""What a report shows of a run, as numbers: neighbours, metrics, distances of pairs, mistakes."""
+"""The numbers of a report: neighbours, metrics, distances of pairs, mistakes."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ Items = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 SHOWN = 8
-"""Neighbours in a sheet, and of those that judge a label."""
+"""Number of neighbours in a sheet, and for judging a label."""
 DEPTH = 1000
-"""MAP@R and R-precision are estimated where no query has more items to be found than this."""
+"""MAP@R and R-precision are computed if no query has more relevant items than this."""
 RECALLS = (1, 2, 4, 8)
 BLOCK = 256
-"""Queries whose grades are looked up at a time."""
+"""Number of queries per lookup of grades."""
 
 
 @dataclass(frozen=True)
 class Searched:
-    """Queries and what was found for them.
+    """Queries and their results.
 
     Attributes:
-        query: (Q,) the items that were searched for, with one to be found; a sample where there are
-            many.
-        query_count: how many such queries there are in all.
-        gallery: how many items were searched.
-        neighbours: (Q, SHOWN) the items that were found, nearest first; −1 where there are no more.
-        distances: (Q, SHOWN) how far each is.
-        grades: (Q, SHOWN) how relevant each is.
-        match: the grade from which an item is right.
-        metrics: each figure of each query, (Q,).
+        query: (Q,), the queries that have a relevant item, or a sample of them.
+        query_count: number of such queries before sampling.
+        gallery: number of items in the gallery.
+        neighbours: (Q, SHOWN), the results, nearest first; −1 if there are fewer.
+        distances: (Q, SHOWN), the distances of the results.
+        grades: (Q, SHOWN), the grades of relevance of the results.
+        match: the smallest grade of a right result.
+        metrics: the value (Q,) of each metric for each query.
     """
 
     query: Items
@@ -57,13 +56,13 @@ class Searched:
 
 @dataclass(frozen=True)
 class Measured(Searched):
-    """A run's test items, looked at; of several random galleries, what was found in the first.
+    """The results on a run's test items; with random galleries, those of the first gallery.
 
     Attributes:
         run: the run.
-        rounds: how many random galleries there are; 1 without any.
-        intervals: each figure's mean and 95 % interval, over classes, of all galleries.
-        pairs: a sample of pairs, whose distances the histograms and the threshold are made of.
+        rounds: number of random galleries; 1 without any.
+        intervals: each metric's mean and 95 % interval over classes, for all galleries.
+        pairs: a sample of pairs for the histograms and thresholds.
     """
 
     run: Run
@@ -86,13 +85,13 @@ class Pairs:
     """A sample of the test items, and every pair of them.
 
     Attributes:
-        items: (S,) the items.
-        codes: (S, C) their codes.
-        matrix: (S, S) their distances.
-        first: (P,) places in `items`: one item of each pair.
-        second: (P,) the other.
-        distance: (P,) how far they are apart.
-        same: (P,) whether both have one label, or one of `[evaluate] tags`.
+        items: (S,), the items.
+        codes: (S, C), the items' codes.
+        matrix: (S, S), the items' distances.
+        first: (P,), the position in `items` of the first item of each pair.
+        second: (P,), the position of the second item.
+        distance: (P,), the distance of the pair.
+        same: (P,), whether both have the same label or share one of `[evaluate] tags`.
     """
 
     items: Items
@@ -105,14 +104,14 @@ class Pairs:
 
 
 def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
-    """Search for a run's test items, or for a sample of them, as its `[evaluate]` says.
+    """Search for a run's test items, or a sample of them, according to its `[evaluate]`.
 
-    At most `queries` are searched for in each random gallery, among all items; every pair of
-    `sample` items at most is measured.
+    At most `queries` queries are searched in each random gallery, or among all items. All pairs of
+    at most `sample` items are measured.
 
     Raises:
-        DataError: the run has no test items, none has anything to be found, or the data lack a
-        column.
+        DataError: the run has no test items, no query has a relevant item, or the data lack a
+            column.
     """
     splits, random = run.splits, np.random.default_rng(seed)
     query, gallery = splits.query, splits.gallery
@@ -153,10 +152,10 @@ def _searched(
     queries: int,
     random: np.random.Generator,
 ) -> Searched:
-    """Search for some items among others (None: among themselves), or for a sample of them.
+    """Search for items, or a sample of them, in a gallery; `None` searches among themselves.
 
     Raises:
-        DataError: none has anything to be found, or the data lack a column.
+        DataError: no query has a relevant item, or the data lack a column.
     """
     run, searched = protocol.run, items if gallery_items is None else gallery_items
     query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
@@ -212,7 +211,7 @@ def _searched(
 
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
-    """Return the grades of what was found (Q, k); 0 where nothing was."""
+    """Return the grades of results (Q, k), with 0 for missing results."""
     graded = np.zeros(rows.shape)
     for start in range(0, len(chosen), BLOCK):
         part = slice(start, start + BLOCK)
@@ -226,8 +225,8 @@ def interval(
 ) -> tuple[float, float, float]:
     """Return a mean and its 95 % interval by a bootstrap over classes.
 
-    Items of one class go together: Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007.
-    With one class the interval is the mean itself.
+    Source: Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With a single class the
+    interval is the mean itself.
     """
     _, place = np.unique(classes, return_inverse=True)
     sums, counts = np.bincount(place, values), np.bincount(place)
@@ -242,7 +241,7 @@ def _pairs(
 ) -> Pairs:
     """Measure every pair of a sample of whole classes (up to 50 items of each).
 
-    Pairs of which neither may see the other, by `[evaluate] exclude`, are left out.
+    Pairs that `[evaluate] exclude` hides from each other are left out.
     """
     labels = run.splits.labels[items]
     chosen: list[int] = []
@@ -272,7 +271,7 @@ def _pairs(
 
 
 def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return the query's class, its nearest item's, how often, and how many queries it has."""
+    """Return (query's class, nearest item's class, count, queries), the most frequent first."""
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
@@ -285,7 +284,7 @@ def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, 
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:
-    """Return rows of queries whose nearest items all have one other label; the closest come first.
+    """Return rows of queries whose nearest items all share another label, the closest first.
 
     Source: Wilson, "Asymptotic properties of nearest neighbor rules using edited data", IEEE Trans.
     SMC 2, 1972.
@@ -300,7 +299,7 @@ def suspects(measured: Measured, most: int = 12) -> Items:
 def hardest(
     measured: Measured, most: int = 8
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
-    """Return the closest pairs of two classes and the farthest of one: items and distance."""
+    """Return the closest pairs of two classes and the farthest pairs of one, with distances."""
     pairs = measured.pairs
 
     def listed(which: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
@@ -319,7 +318,7 @@ def hardest(
 
 
 def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
-    """Return operating points of "the same thing?": a name, the distance, FAR and FRR."""
+    """Return operating points of "the same thing?" as (name, distance, FAR, FRR)."""
     if pairs.same.all() or not pairs.same.any():
         return []
     roc = roc_curve(pairs.distance, pairs.same)

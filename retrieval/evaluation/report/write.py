@@ -1,4 +1,4 @@
-"""`retrieval report`: runs → one HTML file."""
+"""`retrieval report`: write an HTML report of runs."""
 
 from __future__ import annotations
 
@@ -49,27 +49,27 @@ def report(
     map: str = "tsne",
     progress: Progress = True,
 ) -> Path:
-    """Write what runs can and cannot do into one HTML file, which needs no server.
+    """Write a self-contained HTML report of the strengths and mistakes of runs.
 
-    Samples are bounded, so that a large test set takes little more memory than its embeddings and
-    the file stays small.
+    Samples are bounded, so that the file stays small and a large test set needs little more memory
+    than its embeddings.
 
     Args:
         runs: folders of finished runs, at most `MOST_RUNS`.
-        output: the file; one that is there gives way.
-        queries: test items that are searched for, at most; all are searched.
-        sample: test items whose pairs are measured and that are on the map, at most.
-        thumbnails: pictures of items, at most, over all runs.
-        map: "tsne", "pca" or "none".
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
+        output: the file to write; an existing one is replaced.
+        queries: most test items to use as queries. The gallery is always complete.
+        sample: most test items for the map and for the distances of pairs.
+        thumbnails: most thumbnails of items, over all runs.
+        map: method of the map: "tsne", "pca" or "none".
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
-        The file.
+        The path of the file.
 
     Raises:
-        DataError: with every folder that is no run; a run has no test items; the file cannot be
-            written.
-        PluginError: a plugin's panels are not what they must be.
+        DataError: folders are not runs (the message lists them), a run has no test items, or the
+            file cannot be written.
+        PluginError: a plugin's panels are not valid.
     """
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report is of 1 to {MOST_RUNS} runs, not of {len(runs)}.")
@@ -104,10 +104,10 @@ def report(
 
 
 def _opened(runs: Sequence[StrPath]) -> list[Run]:
-    """Return the runs, opened.
+    """Open the runs.
 
     Raises:
-        DataError: with every one that cannot be.
+        DataError: runs cannot be opened; the message lists them.
     """
     opened, problems = [], []
     for path in runs:
@@ -121,7 +121,7 @@ def _opened(runs: Sequence[StrPath]) -> list[Run]:
 
 
 def _names(runs: Sequence[StrPath]) -> list[str]:
-    """Return each folder's name, or the whole path where two have one name."""
+    """Return each folder's name, or its whole path if two have the same name."""
     short = [Path(run).resolve().name for run in runs]
     return [
         str(run) if short.count(name) > 1 else name for run, name in zip(runs, short, strict=True)
@@ -129,10 +129,10 @@ def _names(runs: Sequence[StrPath]) -> list[str]:
 
 
 def panels(run: Run) -> dict[str, bytes]:
-    """Return the drawings of how a run was trained, and those of plugins, by title.
+    """Return the training curves of a run and the drawings of plugins, by title.
 
     Raises:
-        PluginError: a plugin failed, or gave something else than drawings.
+        PluginError: a plugin failed, or did not return drawings.
     """
     drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
@@ -165,20 +165,20 @@ def panels(run: Run) -> dict[str, bytes]:
 
 
 LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
-"""Keys of `[evaluate]` that a report does not read."""
+"""Keys of `[evaluate]` that a report ignores."""
 SHEET = 6
-"""Queries in each sheet."""
+"""Number of queries in each sheet."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A run's part of the page.
+    """A run's section of the page.
 
     Attributes:
-        name: what the run is called.
-        measured: the run, measured.
-        thumbnails: pictures of its items.
-        map: how the map is made: "tsne" or "pca"; None for no map.
+        name: the run's title.
+        measured: the run's results.
+        thumbnails: thumbnails of the run's items.
+        map: method of the map, "tsne" or "pca"; `None` for no map.
         panels: further drawings by title.
     """
 
@@ -190,7 +190,7 @@ class Section:
 
     @property
     def left_out(self) -> list[str]:
-        """The keys of `[evaluate]` that are set and that the page does not show."""
+        """The keys of `[evaluate]` that are set but ignored by the page."""
         settings = self.measured.run.recipe.evaluate
         return [key for key in LEFT_OUT if getattr(settings, key) not in (None, [], False)]
 
@@ -201,7 +201,7 @@ class Section:
         return settings.levels == [] and settings.tags is not None
 
     def sheets(self) -> list[tuple[str, Any]]:
-        """Return titles and places of queries to show."""
+        """Return titles and positions of the queries to show."""
         metrics, distances = self.measured.metrics, self.measured.distances
         order = np.lexsort((distances[:, 0], -metrics.get("map_at_r", metrics["recall_at_8"])))
         random = np.random.default_rng(0).permutation(len(order))[:SHEET]
@@ -209,7 +209,7 @@ class Section:
         return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
 
     def hits(self, place: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield a query's nearest items: the item, "right" or "wrong", and its texts."""
+        """Yield a query's nearest items as (item, "right" or "wrong", captions)."""
         measured = self.measured
         for item, distance, grade in zip(
             measured.neighbours[place],
@@ -228,14 +228,14 @@ class Section:
                 )
 
     def curve(self) -> dict[str, list[float]]:
-        """Return 200 points of the rates by threshold, for the page's slider."""
+        """Return 200 points of FAR and FRR by threshold, for the page's slider."""
         roc = roc_curve(self.measured.pairs.distance, self.measured.pairs.same)
         some = np.unique(np.linspace(1, len(roc.far) - 1, 200).round().astype(int))
         curve = {"threshold": roc.threshold, "far": roc.far, "frr": 1 - roc.tar}
         return {name: values[some].round(6).tolist() for name, values in curve.items()}
 
     def points(self) -> dict[str, Any]:
-        """Return the map: its name, dots, number of classes, and data for the page's script."""
+        """Return the map's description, dots, number of classes, and data for the script."""
         assert self.map is not None
         plane, what = places(self.measured, self.map)
         items = self.measured.pairs.items.tolist()
@@ -300,14 +300,14 @@ SIDE = 64
 
 
 class Thumbnails:
-    """Thumbnails of a dataset's items, `most` at most; each is made once."""
+    """Up to `most` thumbnails of a dataset's items; each is made once."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
         self._thumbnails: dict[int, str] = {}
 
     def __call__(self, item: int) -> str:
-        """Return an item as a data URI; empty for a vector, a damaged image, or one too many."""
+        """Return an item as a data URI; empty for vectors, damaged images, or beyond `most`."""
         if item in self._thumbnails:
             return self._thumbnails[item]
         if self.dataset.kind != "image" or self.left <= 0:
@@ -330,7 +330,7 @@ class Thumbnails:
 
 
 def svg(figure: Any) -> bytes:
-    """Return a matplotlib figure as SVG, the same bytes for the same figure."""
+    """Return a matplotlib figure as SVG; equal figures give equal bytes."""
     import matplotlib as mpl
 
     out = io.BytesIO()
@@ -362,7 +362,7 @@ def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> byt
 
 
 def distances(measured: Measured) -> bytes:
-    """Draw how far apart pairs of one class and of two classes are: histograms, each of area 1."""
+    """Draw histograms, each of area 1, of the distances of pairs of one class and of two."""
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
     pairs = measured.pairs
@@ -393,7 +393,7 @@ def rates(measured: Measured) -> bytes:
 
 
 def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
-    """Return where the sample's items lie on a map (S, 2), from 0 to 1, and what the map is."""
+    """Return positions (S, 2) of the sample on a map, from 0 to 1, and a description of the map."""
     pairs = measured.pairs
     if method == "tsne" and len(pairs.items) >= 5:
         from sklearn.manifold import TSNE

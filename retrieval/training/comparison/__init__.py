@@ -1,1 +1,1 @@
-"""Recipes compared fairly: one budget, one tuning, the same seeds, tests and sentences."""
+"""Compare recipes fairly: the same budget, tuning, seeds and statistical tests."""

@@ -26,7 +26,7 @@ from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
-"""Backbone whose weights come as a package, for images where the recipes' own has none."""
+"""Backbone with packaged weights, for recipes of images whose own backbone has none."""
 
 
 @shown
@@ -57,60 +57,64 @@ def compare(
 ) -> Comparison:
     """Compare recipes under one budget, and write the tables into a folder.
 
-    The same call goes on where one was stopped.
+    The same call resumes a comparison that was stopped.
 
-    Settings are searched for on the training side alone, its classes divided into folds (Musgrave,
-    Belongie & Lim, "A Metric Learning Reality Check", ECCV 2020, §4): no item of the test side is
-    within reach. With the best of them each recipe is then trained once for each seed as it says
-    itself, and measured on the test side.
+    With `search`, settings are tuned by cross-validation over the classes of the training side, so
+    no item of the test side influences them (Musgrave, Belongie & Lim, "A Metric Learning Reality
+    Check", ECCV 2020, §4). Then each recipe is trained with its best settings, once per seed, and
+    measured on the test side.
 
     Args:
-        recipes: TOML files; of one, its seeds or the settings of a grid make the table.
+        recipes: TOML files. A single recipe is compared over its seeds, or over the settings of
+            `grid`.
         output: the comparison's folder.
-        seeds: runs of each recipe on each split; with one split 2 at least.
-        splits: how many splits to draw at random; 1: the recipes' own split.
-        grid: values by key of the recipe, as `{"loss.margin": [0.1, 0.2]}`: each combination is a
-            contestant.
-        against: the name of a recipe or baseline: compare each recipe with it alone.
+        seeds: runs of each recipe on each split, at least 2 if there is one split.
+        splits: number of random splits; 1 uses the recipes' own split.
+        grid: values by key of the recipe, such as `{"loss.margin": [0.1, 0.2]}`. Each combination
+            is a contestant.
+        against: the name of a recipe or baseline; each recipe is compared with it alone.
         test_baselines: also test recipes against the baselines.
-        search: settings to try for each recipe, of its `[search]`; 0: it is taken as it is.
-        folds: into how many parts the training side is divided to judge a setting; each is held
-            out once.
-        repeats: how many times it is divided so.
-        fold_by: "class": a fold holds out whole classes; "item": items of every class, for data of
-            few classes.
-        workers: processes that train at the same time.
-        ray: a Ray cluster that trains, HOST:PORT of its head, or "auto" on one of its nodes;
-            `output` and the data lie where all of its nodes see them.
-        cpus: with `ray`, cores of each training; None for 4, or as many as the smallest node has.
-        pretrained: the backbone of the row of frozen features; "none" for none; None: the recipes'
-            own if it has weights, else one that is installed.
-        allow_different: compare also what differs in data, backbone or budget, and say so.
-        overrides: changes to each recipe, as `"train.epochs=5"`.
+        search: number of settings of its `[search]` to try for each recipe; 0 tunes nothing.
+        folds: number of folds of the training side; each is held out once to judge a setting.
+        repeats: number of times that the training side is divided into folds.
+        fold_by: "class" holds out whole classes; "item" holds out items of every class, for data
+            with few classes.
+        workers: number of processes that train at the same time.
+        ray: train on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. `output`
+            and the data must be in folders that all nodes share.
+        cpus: with `ray`, cores per training. `None` means 4, or all cores of the smallest node if
+            it has fewer.
+        pretrained: the backbone of the row of frozen features; "none" leaves the row out. `None`
+            uses the recipes' own backbone if it has weights, else an installed one.
+        allow_different: compare recipes that differ in data, backbone or budget; the table says so.
+        overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
         track: trackers of the comparison and of each training with a seed: "wandb", "mlflow", or a
             plugin's.
         latex: columns, caption and label of the LaTeX table.
-        progress: True shows a bar, False nothing; a function is told (what, done, total).
-        report: is told what trackers say; by default it is printed where bars are shown.
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
+        report: called with the messages of trackers. By default they are printed if `progress` is
+            True.
 
     Returns:
-        The metrics and what can be said of them.
+        The metrics, the tests of their differences, and the conclusions.
 
     Raises:
-        DataError: with every problem of the recipes; they differ; the folder holds another
-            comparison; a training failed.
-        PluginError: there is no such tracker.
-        MissingDependency: the search needs Optuna, or a cluster Ray.
-        Interrupted: Ctrl-C or SIGTERM; the same call goes on.
+        DataError: recipes are wrong or differ (the message lists every problem), the folder holds
+            another comparison, or a training failed.
+        PluginError: a tracker does not exist.
+        MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
+        Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
     _refuse_numbers(seeds, splits, search, folds, repeats, workers)
     if ray is not None and workers != 1:
-        raise DataError("--workers are of this machine, and --ray is a cluster: give one of them.")
+        raise DataError(
+            "--workers is for this machine, --ray for a cluster: give only one of them."
+        )
     if search:
         require_optuna()
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
-    # settings of a grid may differ in what recipes must share: that is what they try
+    # only recipes must share data, backbone and budget; the settings of a grid may change them
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
     read = [recipe for settings in by_file for recipe in settings]
     base = next((recipe for recipe in read if recipe.learner is None), read[0])
@@ -161,7 +165,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Jobs:
-    """A comparison's tasks, each of which asks for jobs."""
+    """The tasks of a comparison; each passes its jobs to a function `do`."""
 
     base: Recipe
     titles: Mapping[str, str]
@@ -170,7 +174,7 @@ class Jobs:
     track: tuple[str, ...]
 
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
-        """Return each split's prefix of file names, and its `[split]`."""
+        """Return the prefix of file names and the `[split]` table of each split."""
         count = self.plan.splits
         drawn = drawn_splits(recipe, space.table_of(recipe), count)
         return [
@@ -178,7 +182,7 @@ class Jobs:
         ]
 
     def baselines(self, do: Do) -> list[Contestant]:
-        """Measure the baselines; what no seed changes is the same for all of them."""
+        """Measure the baselines; those without randomness are measured once for all seeds."""
         seeds, backbone, place = self.plan.seeds, self.plan.pretrained, self.folder / "baselines"
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
         for prefix, split in self.splits(self.base):
@@ -198,7 +202,7 @@ class Jobs:
         return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
-        """Search for a recipe's settings on each split, then train it with each seed."""
+        """On each split, search for a recipe's settings and then train it with each seed."""
         searches: list[Search] = []
         metrics: list[Figures] = []
         for prefix, split in self.splits(recipe):
@@ -263,10 +267,7 @@ def _refuse_numbers(
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return a recipe's table with a seed.
-
-    A learner that draws random numbers has a seed of its own, which is 0 unless it is set.
-    """
+    """Return a recipe's table with a seed, also for a learner that has its own `seed` parameter."""
     seeded = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)
@@ -276,12 +277,12 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return the backbone of the row of frozen features, or why there is none.
+    """Return the backbone of the row of frozen features, or the reason for leaving the row out.
 
-    It is the named one, none for "none", and for None the recipe's own or one that is installed.
+    "none" leaves it out; `None` means the recipe's own backbone or an installed one.
 
     Raises:
-        RecipeError: there is no such backbone.
+        RecipeError: the named backbone does not exist.
     """
     if name == "none":
         return None, "left out by --pretrained none"
@@ -305,7 +306,7 @@ def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any
 
 
 def baseline_names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) -> dict[str, str]:
-    """Return what each baseline is called, by kind; only nets have an untrained one."""
+    """Return each baseline's name by kind; learners have no untrained baseline."""
     features = base.loaded.find("backbones", base.backbone.name).takes("features")
     table = {"raw": "raw vectors" if features else "raw pixels"}
     if nets:
@@ -316,7 +317,7 @@ def baseline_names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) ->
 
 
 def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int) -> Job:
-    """Return the measuring of a recipe's net as it begins; with seed 0 also of the raw items."""
+    """Return the job that measures a recipe's untrained net; with seed 0 also the raw items."""
     table = {**space.table_of(recipe), "split": split, "seed": seed}
     if _takes_pretrained(recipe):
         table["backbone"] = {**table["backbone"], "pretrained": False}
@@ -326,7 +327,7 @@ def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int
 def frozen_job(
     recipe: Recipe, split: dict[str, Any], folder: Path, backbone: dict[str, Any]
 ) -> Job:
-    """Return the measuring of pretrained features."""
+    """Return the job that measures pretrained features."""
     table = {**_frozen_table(recipe, backbone), "split": split}
     return Job("frozen", table, folder, folder.with_suffix(".json"))
 

@@ -1,4 +1,4 @@
-"""Jobs of a comparison: a training and its metrics, which are kept in a file."""
+"""Jobs of a comparison: train or measure, and write the metrics to a file."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from retrieval.training.trainer import train
 
 @dataclass(frozen=True)
 class Job:
-    """A piece of work.
+    """One training or measurement of a comparison.
 
     Attributes:
-        kind: "fold": train on a part of the training side, measure on the rest; "seed": train,
-            measure on the test side; "untrained": measure the net as it begins; "frozen": measure
-            the backbone's features.
-        table: the recipe's.
-        folder: where it runs; a fold leaves nothing there.
-        result: the file for its metrics.
-        fold: the fold's number, and how many folds a division has; numbers go on over repeated
-            divisions.
-        fold_by: "class": a fold holds out whole classes; "item": items of every class.
-        track: trackers that follow a training with a seed.
-        group: what the comparison is called there.
+        kind: "fold" trains on a part of the training side and measures the rest; "seed" trains and
+            measures the test side; "untrained" measures the untrained net; "frozen" measures the
+            backbone's features.
+        table: the recipe's table.
+        folder: the folder of the run; only a training with a seed keeps it.
+        result: the file for the metrics.
+        fold: the fold's number, and the number of folds of a division. Numbers continue over
+            repeated divisions.
+        fold_by: "class" holds out whole classes, "item" items of every class.
+        track: trackers of a training with a seed.
+        group: the comparison's name in the trackers.
     """
 
     kind: Literal["fold", "seed", "untrained", "frozen"]
@@ -63,14 +63,14 @@ class Job:
 
 
 Figures = dict[str, dict[str, float]]
-"""Each contestant's value of each metric; empty for a training that diverged."""
+"""Metrics by contestant; empty for a training that diverged."""
 
 
 def known(job: Job) -> Figures | None:
-    """Return the metrics of a job that was done before; None where it was not.
+    """Return the metrics of a finished job, or `None`.
 
     Raises:
-        DataError: its file is damaged.
+        DataError: the file of the metrics is damaged.
     """
     try:
         table = json.loads(job.result.read_text(encoding="utf-8"))
@@ -87,11 +87,11 @@ def known(job: Job) -> Figures | None:
 
 
 def perform(job: Job) -> Figures:
-    """Do a job, or go on with it, and keep its metrics.
+    """Run or resume a job, and write its metrics.
 
     Raises:
-        RetrievalError: what refused it.
-        Interrupted: it was asked to stop; a training has written its checkpoint.
+        RetrievalError: the job failed.
+        Interrupted: the job was stopped; a training has written its checkpoint.
     """
     before = known(job)
     if before is not None:
@@ -111,15 +111,15 @@ def perform(job: Job) -> Figures:
 
 
 def training_side(splits: Splits) -> NDArray[np.int64]:
-    """Return the training and validation items, which are all that a search may see."""
+    """Return the training and validation items, the only ones that a search may use."""
     return np.sort(np.concatenate([splits.train, splits.validation]))
 
 
 def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the `[split]` tables of a comparison: the recipe's own for one, else drawn at random.
+    """Return `count` `[split]` tables: the recipe's own if `count` is 1, else random ones.
 
     Raises:
-        DataError: the data bring their own split.
+        DataError: the data define their own split.
     """
     own = dict(table.get("split", {}))
     if count == 1:
@@ -144,7 +144,7 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
     """Return the classes of the training side in `folds` parts of about the same size.
 
     Raises:
-        DataError: there are too few for two in each part.
+        DataError: a part would have fewer than two classes.
     """
     classes = np.unique(splits.labels[training_side(splits)])
     if len(classes) < max(2 * folds, 4):
@@ -159,11 +159,10 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
 
 
 def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
-    """Return the recipe of a fold and its dataset, the training side alone.
+    """Return a fold's recipe, and its dataset of the training side alone.
 
-    One part of its classes, or of each class's items, is the test side. Where fewer classes are
-    left than a batch takes, it takes those, and so many more items of each that it is about as
-    large.
+    One part of the classes, or of each class's items, is the test side. If fewer classes remain
+    than a batch needs, the batch takes more items of each and keeps about its size.
     """
     inner, splits, split = _training_items(job.table)
     number, folds = job.fold
@@ -186,7 +185,7 @@ def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
 
 
 def _fitting(sampler: Sampler, classes: int) -> Sampler:
-    """Return a sampler of no more classes than there are, whose batch is about as large."""
+    """Return a sampler of at most `classes` classes, with about the same batch size."""
     if sampler.classes <= classes:
         return sampler
     items = round(sampler.classes * sampler.items / classes)
@@ -194,11 +193,11 @@ def _fitting(sampler: Sampler, classes: int) -> Sampler:
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The training side that this process opened last: all folds of a search share it."""
+"""The training side that this process opened last, which all folds of a search share."""
 
 
 def _training_items(table: Mapping[str, Any]) -> tuple[Subset, Splits, Split]:
-    """Return the items of the training side, and the split that they come from."""
+    """Return the items of the training side, all splits, and the `[split]` table."""
     key = json.dumps([table.get(name) for name in ("plugins", "data", "split")], default=str)
     if key not in _items:
         recipe = check_recipe(table)
@@ -237,17 +236,17 @@ def _fold(job: Job) -> Figures:
 def _seed(job: Job) -> Figures:
     recipe = check_recipe(job.table)
     called = f"{recipe.name} seed {recipe.seed}"
-    # what failed is kept in the run's folder, since a worker has nobody to tell
+    # a worker cannot report a tracker's failure; the run's folder records it
     with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
-        tracker.retrieval_run_start(run)  # one that was trained before goes on with its metrics
+        tracker.retrieval_run_start(run)  # for a run that was already trained
         metrics = evaluate_run(run, metrics=_metrics(recipe)).metrics["trained"]
         tracker.log({f"test_{name}": value for name, value in metrics.items()})
     return {"trained": metrics}
 
 
 def _measured(job: Job) -> Figures:
-    """Measure a net as it begins, with seed 0 also the raw items; or a backbone's features."""
+    """Measure an untrained net (with seed 0 also the raw items), or a backbone's features."""
     recipe = check_recipe(job.table)
     untrained = job.kind == "untrained"
     checkpoint.seed_everything(recipe.seed)
@@ -270,10 +269,10 @@ _KINDS = {"fold": _fold, "seed": _seed, "untrained": _measured, "frozen": _measu
 
 
 def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
-    """Do a job in a worker process.
+    """Run a job in a worker process.
 
     Returns:
-        Its metrics, or a sentence that refuses and the exit code: not every error can be sent.
+        The metrics, or an error message and exit code, because not every error can be pickled.
     """
     if _asked_to_stop:
         return {}, _asked_to_stop[0], Interrupted.exit_code
@@ -286,11 +285,11 @@ def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
 
 
 _asked_to_stop: list[str] = []
-"""Sentence of a worker that was asked to stop: it begins no further job."""
+"""Message of a worker that was stopped; it starts no further job."""
 
 
 def begin_worker(threads: int) -> None:
-    """Prepare a worker process: its share of the cores, and an end with its parent."""
+    """Set up a worker process with `threads` threads; it exits when its parent exits."""
     import multiprocessing
     import threading
 
@@ -299,7 +298,7 @@ def begin_worker(threads: int) -> None:
 
     keep_compiler_out()
     if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # Ctrl-C goes to the first process, which asks each worker to stop
+        os.setpgid(0, 0)  # Ctrl-C reaches only the main process, which stops each worker
     quiet_threads()
     torch.set_num_threads(threads)
     parent = multiprocessing.parent_process()
@@ -307,13 +306,13 @@ def begin_worker(threads: int) -> None:
     def follow() -> None:
         if parent is not None:
             parent.join()
-            os._exit(1)  # whatever is written is written whole
+            os._exit(1)  # safe, because all files are written atomically
 
     threading.Thread(target=follow, daemon=True).start()
 
 
 def outcome(answer: tuple[Figures, str, int]) -> Figures:
-    """Return the metrics of a job done by a worker, or raise what refused it."""
+    """Return the metrics of a worker's job, or raise its error."""
     metrics, sentence, code = answer
     if code == Interrupted.exit_code:
         raise Interrupted(sentence)

@@ -1,4 +1,4 @@
-"""What is compared: recipes that share data, net and budget, and the plan of a comparison."""
+"""The plan of a comparison, and the check that its recipes share data, net and budget."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
 
 PRIMARY = "map_at_r"
-"""Metric that is tuned for and that sentences are about: MAP@R (Musgrave et al., ECCV 2020)."""
+"""The metric for tuning and conclusions, MAP@R (Musgrave et al., ECCV 2020)."""
 FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
-"""Keys of `[train]` that belong to a method, not to its budget."""
+"""Keys of `[train]` that belong to the method and may differ between recipes."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A comparison, as `plan.json` holds it.
+    """The content of `plan.json`.
 
     Attributes:
-        recipes: each recipe's table, by its name.
-        trials: how many settings are tried for each recipe; 0: the recipes are taken as they are.
-        folds: into how many parts the training classes are divided to judge a setting.
-        pretrained: the backbone of the row of frozen features; None where there is none.
-        seeds: how many runs of each, on each split.
-        splits: how many splits are drawn; 1: the recipes' own.
-        repeats: how many times the training side is divided into folds.
-        fold_by: "class": a fold holds out whole classes; "item": items of every class.
+        recipes: each recipe's table, by name.
+        trials: number of settings to try for each recipe; 0 tunes nothing.
+        folds: number of folds of the training side.
+        pretrained: the backbone of the row of frozen features, or `None` without that row.
+        seeds: number of runs of each recipe on each split.
+        splits: number of random splits; 1 means the recipes' own split.
+        repeats: number of times that the training side is divided into folds.
+        fold_by: "class" holds out whole classes, "item" items of every class.
     """
 
     recipes: dict[str, dict[str, Any]]
@@ -49,7 +49,7 @@ class Plan:
 
     @property
     def blocks(self) -> str:
-        """What a test counts, as a sentence says it."""
+        """The number and kind of blocks for a sentence, such as "5 seeds"."""
         return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
 
 
@@ -60,17 +60,17 @@ def read_recipes(
     search: bool,
     grid: Mapping[str, Sequence[Any]],
 ) -> list[list[Recipe]]:
-    """Read recipes: for each file one list, with a recipe for each setting of the grid.
+    """Return one list per file, with one recipe for each setting of the grid.
 
     Args:
         paths: TOML files.
-        overrides: changes to each of them.
-        plugins: further plugins of each.
-        search: whether each must say what may be tried.
-        grid: values by key, all of whose combinations are settings; empty: each recipe as it is.
+        overrides: changes to each recipe.
+        plugins: further plugins of each recipe.
+        search: whether each recipe must have a `[search]`.
+        grid: values by key; each combination is a setting. Empty leaves the recipes as they are.
 
     Raises:
-        DataError: with every problem of every file.
+        DataError: recipes are wrong; the message lists every problem of every file.
     """
     if missing := [str(path) for path in paths if not Path(path).is_file()]:
         raise _refused([f"There is no recipe {path}." for path in missing])
@@ -103,7 +103,7 @@ def read_recipes(
 
 
 def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
-    """Return the overrides of each setting of a grid, with a name made of its values."""
+    """Return the overrides of each setting of a grid, including a name made of its values."""
     if not grid:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
@@ -111,7 +111,7 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
     overrides = []
     for values in itertools.product(*grid.values()):
         name = ", ".join(f"{key}={value}" for key, value in zip(short, values, strict=True))
-        # a recipe's name is a folder's, too
+        # the name of a recipe is also the name of a folder
         name = prefix + "".join("_" if c in '/\\<>:"|?*' else c for c in name)
         changes = [f"{key}={toml_value(value)}" for key, value in zip(grid, values, strict=True)]
         overrides.append([*changes, f"name={toml_value(name)}"])
@@ -144,14 +144,14 @@ def same(recipe: Recipe) -> dict[str, Any]:
 
 
 def differences(recipes: Sequence[Recipe]) -> list[str]:
-    """Return a sentence for each shared setting in which a recipe differs from the first one."""
+    """Return one sentence per required setting in which a recipe differs from the first."""
     first, *rest = recipes
     ours, sentences = same(first), []
     for recipe in rest:
         theirs = same(recipe)
         for name in dict.fromkeys([*ours, *theirs]):
             if name not in ours or name not in theirs:
-                continue  # a learner has no head: that it has no epochs is said
+                continue  # a learner has no head, and its missing epochs are reported
             sentences += [
                 f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
                 for place, a, b in _apart(name, ours[name], theirs[name])
@@ -171,7 +171,7 @@ def _apart(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value of a recipe as a sentence writes it."""
+    """Return a recipe's value as text for a sentence."""
     return (
         "nothing" if value is None else str(value) if isinstance(value, str) else toml_value(value)
     )
@@ -198,13 +198,12 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
 
 
 def settle(folder: Path, plan: Plan) -> None:
-    """Write `plan.json`, or go on with the one that is there.
+    """Write `plan.json`, or update an existing one.
 
-    Recipes may be added; seeds and splits may be more or fewer.
+    Recipes may be added, and the numbers of seeds and splits may change.
 
     Raises:
-        DataError: the folder holds something else, or a comparison that this one does not go on
-            with.
+        DataError: the folder holds something else, or a comparison with another plan.
     """
     file = folder / "plan.json"
     if not file.exists():

@@ -1,4 +1,4 @@
-"""The result of a comparison: its table, its tests, and the sentences that they allow."""
+"""The result of a comparison: its table, its tests, and conclusions in words."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Search:
     trials: Sequence[Trial]
 
     def notes(self, name: str) -> list[str]:
-        """Return whether the folds agree and, if they do, which best values are at an edge.
+        """Return sentences: whether the folds agree and, if so, which best values are at an edge.
 
-        Of two trials one is always the smallest: an edge says something from three on.
+        An edge needs three different values, because of two values each is at an edge.
         """
         folds = agreement(self.trials)
         if folds is not None and not folds[1]:
@@ -52,11 +52,11 @@ class Contestant:
     """A row of the table.
 
     Attributes:
-        name: the recipe's name, or what the baseline is called.
-        kind: "net" or "learner" of a recipe; "raw", "untrained" or "frozen" of a baseline.
-        metrics: each metric's value on the test side, of each seed of the first split, then of
-            the next one's.
-        searches: one for each split, with a search.
+        name: the name of the recipe or baseline.
+        kind: "net" or "learner" for a recipe; "raw", "untrained" or "frozen" for a baseline.
+        metrics: metrics on the test side, one dictionary per seed of the first split, then of the
+            next split.
+        searches: the search on each split, if there was one.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Contestant:
 
     @property
     def recipe(self) -> bool:
-        """Whether it is a recipe."""
+        """Whether the contestant is a recipe, not a baseline."""
         return self.kind in ("net", "learner")
 
 
@@ -77,10 +77,10 @@ class Comparison:
     Attributes:
         contestants: baselines, then recipes.
         plan: seeds, splits, trials and folds.
-        different: sentences on what the recipes do not share, and was allowed.
-        missing: which baseline there is none of, and why.
-        base: the recipe whose data and net the baselines have.
-        against: the one contestant that all others are compared with; None: all pairs of recipes.
+        different: one sentence for each allowed difference between the recipes.
+        missing: the baseline that is missing, and why; `None` if none is.
+        base: the name of the recipe whose data and net the baselines use.
+        against: the contestant that all recipes are compared with; `None` compares all pairs.
         test_baselines: whether recipes are also compared with baselines.
     """
 
@@ -116,7 +116,7 @@ class Comparison:
         return [row.name for row in self.contestants if row.recipe]
 
     def values(self, contestant: Contestant, metric: str) -> list[float]:
-        """Return a metric's value of each seed or, with several splits, each split's mean."""
+        """Return a metric's value for each seed or, with several splits, each split's mean."""
         table = np.array([row[metric] for row in contestant.metrics]).reshape(self.plan.splits, -1)
         return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
 
@@ -126,16 +126,16 @@ class Comparison:
 
     @cached_property
     def primary(self) -> dict[str, list[float]]:
-        """MAP@R of each contestant in each block."""
+        """MAP@R of each contestant, one value per block."""
         return {row.name: self.values(row, PRIMARY) for row in self.contestants}
 
     @cached_property
     def differences(self) -> list[Difference]:
-        """The differences of MAP@R that are tested."""
+        """The tested differences of MAP@R."""
         return statistics.compare(self.primary, self.recipes, self._pairs())
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of names that are tested."""
+        """Return the pairs of names to test."""
         names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
         pairs = list(combinations(names, 2))
         if self.against is not None:
@@ -148,7 +148,7 @@ class Comparison:
         return list(dict.fromkeys(pairs))
 
     def _fair(self, name: str, baseline: str) -> tuple[str, str]:
-        """Return like and like: a learner trains no net, so raw items are its baseline."""
+        """Return the pair, with raw items as the baseline of a learner, which trains no net."""
         kinds = {row.name: row.kind for row in self.contestants}
         if kinds[name] == "learner" and kinds[baseline] == "untrained":
             baseline = next(row.name for row in self.contestants if row.kind == "raw")
@@ -156,19 +156,19 @@ class Comparison:
 
     @property
     def conclusion(self) -> str:
-        """What can be said of all recipes together."""
+        """The conclusion about all recipes."""
         if self.against is not None:
             return statistics.conclusion_against(self.differences, self.against, self.plan.blocks)
         return statistics.conclusion(self.differences, self.recipes, self.plan.blocks)
 
     @property
     def sentences(self) -> list[str]:
-        """What can be said of the differences."""
+        """The conclusions about pairs."""
         return statistics.sentences(self.differences, self.plan.blocks)
 
     @property
     def notes(self) -> list[str]:
-        """How the metrics came about, and what they do not say."""
+        """How the metrics were computed, and their limits."""
         plan = self.plan
         interval = (
             f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each the"
@@ -211,7 +211,7 @@ class Comparison:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what `comparison.json` holds."""
+        """Return the content of `comparison.json`."""
         rows = []
         for row in self.contestants:
             rows.append(asdict(row) | {"recipe": row.recipe})

@@ -1,11 +1,8 @@
-"""The search for a recipe's settings: Optuna proposes, folds of the training side judge.
+"""The search for a recipe's settings: Optuna proposes them, folds of the training side judge them.
 
-Each trial is kept in a file.
-
-One sampler serves all trials of a recipe, and its state goes on from one to the next: with a new
-sampler for each trial, every search would draw the same points. A search that was killed asks its
-sampler for the known trials again, tells it their scores, and so goes on as if it had not been
-killed; any number of workers gets the same trials.
+Each trial is kept in a file. All trials of a recipe share one sampler and its random state. A
+resumed search replays the known trials and their scores, so that it continues exactly as if it had
+not been interrupted. The trials do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -28,17 +25,17 @@ from retrieval.training.comparison.jobs import Figures, Job
 from retrieval.training.comparison.plan import PRIMARY, Plan
 
 Do = Callable[[Sequence[Job]], list[Figures]]
-"""Does jobs, in this process or in workers, and returns their metrics in order."""
+"""Runs jobs, in this process or in workers, and returns their metrics in order."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Settings that were tried.
+    """One tried setting.
 
     Attributes:
-        values: by key of the recipe.
-        score: the mean MAP@R over the folds; None where a training diverged.
-        folds: MAP@R on each fold; None where its training diverged.
+        values: the values by key of the recipe.
+        score: mean MAP@R over the folds; `None` if a training diverged.
+        folds: MAP@R on each fold; `None` for a training that diverged.
     """
 
     values: dict[str, Any]
@@ -50,7 +47,7 @@ def require_optuna() -> None:
     """Refuse to search without Optuna.
 
     Raises:
-        MissingDependency: it is not installed.
+        MissingDependency: Optuna is not installed.
     """
     try:
         import optuna  # noqa: F401
@@ -62,11 +59,11 @@ def require_optuna() -> None:
 
 
 class Proposals:
-    """What to try next, by the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
+    """Proposes settings by the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
 
     Args:
-        name: of the recipe; recipes with the same ranges draw other points.
-        ranges: what may be tried.
+        name: the recipe's name, which seeds the sampler.
+        ranges: the ranges to search.
         own: the recipe's own values, tried first.
     """
 
@@ -84,21 +81,20 @@ class Proposals:
         self._values: dict[str, Any] = {}
 
     def next(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the values of the next trial: `known`, if it was begun in an earlier run."""
+        """Return the values of the next trial, which are `known` if an earlier run started it."""
         self._trial = self._study.ask(self._spaces)
         self._values = dict(self._trial.params) if known is None else known
         return self._values
 
     def tell(self, score: float | None) -> None:
-        """Say how the trial ended; None: it diverged."""
+        """Report the trial's score; `None` means that it diverged."""
         from optuna.trial import TrialState, create_trial
 
         state = TrialState.FAIL if score is None else TrialState.COMPLETE
         if self._values == self._trial.params:
             self._study.tell(self._trial, score, state)
             return
-        # Another version of Optuna proposed what is known: its values count, not what this one
-        # would have tried.
+        # Another version of Optuna proposed the known values; record them, not this version's.
         self._study.tell(self._trial, state=TrialState.FAIL)
         self._study.add_trial(
             create_trial(state=state, params=self._values, distributions=self._spaces, value=score)
@@ -117,14 +113,14 @@ def _distribution(values: Range) -> Any:
 
 
 def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> list[Trial]:
-    """Try settings of a recipe, or go on with trying.
+    """Try settings of a recipe, or resume an earlier search.
 
     Args:
-        recipe: with a `[search]`.
-        own: its table, with the split that is measured on.
-        plan: how many settings and folds, and what a fold holds out.
-        folder: where the trials are kept.
-        do: does a trial's trainings.
+        recipe: a recipe with a `[search]`.
+        own: the recipe's table, with the current split.
+        plan: the numbers of trials, folds and repeats, and what a fold holds out.
+        folder: the folder for the trials.
+        do: runs a trial's jobs.
 
     Raises:
         DataError: every training diverged, or a file of a trial is damaged.
@@ -164,17 +160,18 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
 
 
 def best(trials: Sequence[Trial]) -> Trial:
-    """Return the trial with the highest score; of equal ones the first."""
+    """Return the trial with the highest score, the first among equals."""
     return max((t for t in trials if t.score is not None), key=lambda trial: trial.score or 0.0)
 
 
 def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
-    """Return how far folds agree on the order of trials.
+    """Return how well the folds agree on the order of trials.
 
     Returns:
-        The mean rank correlation of trials' scores between two folds (Spearman's ρ), and whether
-            the mean score tells trials apart: its reliability Kρ / (1 + (K − 1) ρ) (Spearman &
-            Brown, 1910) is one half at least. None for fewer than three trials, or two folds.
+        The mean rank correlation ρ (Spearman) of the trials' scores over pairs of folds, and
+            whether the mean score of K folds can rank trials: whether its reliability
+            Kρ / (1 + (K − 1) ρ) (Spearman & Brown, 1910) is at least one half. `None` for fewer
+            than three trials or two folds.
     """
     from scipy import stats
 
@@ -182,7 +179,7 @@ def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
     if len(table) < 3 or table.shape[1] < 2:
         return None
     ranks = stats.rankdata(table, axis=0)
-    # a fold that gives all trials one score has no order
+    # a fold with equal scores for all trials has no order
     ranks = ranks[:, np.ptp(ranks, axis=0) > 0]
     count = ranks.shape[1]
     if count < 2:

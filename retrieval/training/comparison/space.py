@@ -1,4 +1,4 @@
-"""`[search]`: what a comparison may try for a recipe, checked by the recipe's own checks."""
+"""The table `[search]`: which values a comparison may try, and their check."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ SEARCHED = (
 )
 """Tables of a recipe that a search may change."""
 WEIGHTS = ("train.clip_norm", "train.real_weight", "train.loss_weight")
-"""Further keys that it may change."""
+"""Further keys that a search may change."""
 
 
 def table_of(recipe: Tables) -> dict[str, Any]:
-    """Return what a recipe sets, without what a search may try and without a name for the run."""
+    """Return the keys that a recipe sets, without `[search]`."""
     return {k: v for k, v in recipe.model_dump(exclude_unset=True).items() if k != "search"}
 
 
 def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's table with some values in their places, as `--set` puts them there."""
+    """Return a copy of a recipe's table with `values` set by key, as `--set` does."""
     copied = copy.deepcopy(dict(table))
     apply_overrides(copied, [f"{key}={toml_value(value)}" for key, value in values.items()])
     return copied
 
 
 def tried(values: Range) -> list[Any]:
-    """Return every choice, or both ends of a range."""
+    """Return all choices, or both ends of a range."""
     return list(values.choices) or [values.low, values.high]
 
 
 def faults(recipe: Tables) -> list[str]:
-    """Return the problems of a recipe's `[search]`, a sentence each.
+    """Return the problems of a recipe's `[search]`, one sentence each.
 
-    Each end of a range and each choice is put in its place, and the recipe checked as any other.
+    Checks the recipe once with each choice and with each end of a range.
     """
     if not recipe.search:
         return [
@@ -73,7 +73,7 @@ def faults(recipe: Tables) -> list[str]:
 
 
 def own_values(recipe: Tables) -> dict[str, Any]:
-    """Return the recipe's own values of the searched keys, as far as they lie within."""
+    """Return the recipe's own values of the searched keys that lie within their ranges."""
     table, values_by_key = table_of(recipe), {}
     for key, values in recipe.search.items():
         value: Any = table

@@ -1,16 +1,17 @@
-"""What the metrics of several seeds allow to be said: intervals, paired tests, sentences.
+"""Statistics over several seeds: intervals, paired tests, and conclusions in words.
 
-A *block* is what all contestants share and what a test counts: a seed or, where several splits were
-drawn, a split, whose value is the mean over its seeds.
+A *block* is the unit of a test, shared by all contestants: a seed or, with several splits, a split,
+whose value is the mean over its seeds.
 
-- **Pooled test**: where Bartlett's test finds the recipes' variances comparable, the residual
-  variance of the two-way ANOVA (recipe, block) serves all pairs, with (R − 1)(B − 1) degrees of
-  freedom (Montgomery, Design and Analysis of Experiments, §4.1). Else each pair has its own paired
-  t test.
-- **Deterministic recipes** have one value for all blocks. Against another recipe that is a
-  one-sample t test; two of them differ or do not, on that split, and there is nothing to test.
+- **Pooled test**: if Bartlett's test finds the recipes' variances comparable, all pairs use the
+  residual variance of the two-way ANOVA (recipe, block), with (R − 1)(B − 1) degrees of freedom
+  (Montgomery, Design and Analysis of Experiments, §4.1). Otherwise each pair has its own paired t
+  test.
+- **Deterministic recipes** have the same value in all blocks. Another recipe is compared with one
+  by a one-sample t test. The difference of two deterministic recipes is exact on that split, so
+  there is nothing to test.
 - **Correction**: Holm's step-down method. The interval of a difference has the level at which
-  Holm's method tests it, so it leaves out 0 exactly where the corrected p value is below .05.
+  Holm's method tests it, so it excludes 0 exactly if the corrected p value is below .05.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from itertools import combinations
 import numpy as np
 
 LEVEL = 0.05
-"""A difference is decided when its corrected p value is below."""
+"""A difference is decided if its corrected p value is below this level."""
 COMPARABLE = 0.25
-"""Bartlett's p value from which on variances are pooled.
+"""Variances are pooled if the p value of Bartlett's test is at least this.
 
-In simulations of 3 to 5 seeds with standard deviations of 1 : 3, false alarms stay within a point
-of 5 % (7 % with a level of .05); with one recipe of eight that scatters four times as much, they
-are 10 % for 3 seeds and 6 % for 5.
+In simulations of 3 to 5 seeds with standard deviations of 1 : 3, the rate of false alarms stays
+within one percentage point of 5 % (7 % with a threshold of .05). If one recipe of eight has four
+times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for 5.
 """
 LEAST_POOLED = 3
-"""Blocks from which on Bartlett's test can tell variances apart; with fewer none are pooled."""
+"""Smallest number of blocks for Bartlett's test; with fewer, variances are not pooled."""
 POWER = 0.8
-"""Probability with which the number of seeds that is named would decide a difference."""
+"""Probability that the suggested number of seeds decides a difference."""
 MOST_BLOCKS = 1000
-"""A larger number of seeds is not named."""
+"""Largest number of seeds that a sentence suggests."""
 SAME = 1e-12
-"""Values that differ by less are the same."""
+"""Values that differ by less than this are equal."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Mean:
 
     Attributes:
         value: the mean.
-        half: how far its 95 % interval reaches to either side; 0 where all values are the same.
+        half: half the width of the 95 % interval; 0 if all values are equal.
     """
 
     value: float
@@ -56,21 +57,21 @@ class Mean:
 
 @dataclass(frozen=True)
 class Difference:
-    """One contestant less another, in the same blocks.
+    """The difference of two contestants over the same blocks.
 
     Attributes:
-        contestant: whose value it is.
-        reference: whose value is subtracted.
+        contestant: the contestant.
+        reference: the contestant that is subtracted.
         mean: the mean difference and its interval, at the level of Holm's step.
-        test: "pooled", "paired" or "one-sample"; "none" where every block gives the same
-            difference, so that there is no chance to test.
+        test: "pooled", "paired" or "one-sample"; "none" if every block has the same difference, so
+            that there is nothing to test.
         error: standard error of the mean; 0 without a test.
-        pooled: how many recipes share the variance; 2 for a pair.
-        p: two-sided; None without a test.
-        corrected: the same after Holm's correction.
-        needed: of the undecided difference with the smallest p, how many blocks would decide it
-            with a probability of .8 if its mean and variance are what was observed; one more than
-            `MOST_BLOCKS` where it takes more than those.
+        pooled: number of recipes that share the variance; 2 for a pair.
+        p: two-sided p value; `None` without a test.
+        corrected: p value after Holm's correction.
+        needed: number of blocks that would decide the difference with probability .8, given the
+            observed mean and variance; `MOST_BLOCKS` + 1 means more. Only set for the undecided
+            difference with the smallest p value.
     """
 
     contestant: str
@@ -85,20 +86,20 @@ class Difference:
 
     @property
     def decided(self) -> bool:
-        """Whether the contestants are said to differ."""
+        """Whether the corrected p value is below `LEVEL`."""
         if self.corrected is None:
             return self.mean.value != 0
         return self.corrected < LEVEL
 
     @property
     def ranked(self) -> tuple[str, str]:
-        """The name of the better contestant, then of the other."""
+        """The name of the better contestant, then of the worse one."""
         names = self.contestant, self.reference
         return names if self.mean.value >= 0 else names[::-1]
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Return a mean with Student's 95 % interval, s·t/√n; of one value, or equal ones, without."""
+    """Return a mean with its 95 % interval s·t/√n (Student), or 0 for equal values."""
     from scipy import stats
 
     if np.ptp(values) < SAME:
@@ -108,10 +109,10 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return p values after Holm's step-down correction, and the level of each one's step.
+    """Return p values after Holm's step-down correction, and the level of each step.
 
-    Source: Scandinavian Journal of Statistics 6, 1979. The steps after the first one that rejects
-    nothing have its level.
+    Source: Scandinavian Journal of Statistics 6, 1979. All steps after the first one that rejects
+    nothing have the level of that step.
     """
     corrected, levels = [0.0] * len(values), [LEVEL] * len(values)
     highest, level = 0.0, LEVEL
@@ -129,7 +130,7 @@ def method(
     differences: Sequence[Difference],
     blocks: str,
 ) -> str:
-    """Return which tests the p values are of, and why, as the end of a sentence."""
+    """Return which tests were used and why, as the end of a sentence."""
     from scipy import stats
 
     tests = {difference.test for difference in differences}
@@ -156,10 +157,10 @@ def method(
 
 
 def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
-    """Return the standard error of a difference by the blocked ANOVA's residual variance.
+    """Return the standard error of a difference from the blocked ANOVA's residual variance.
 
-    It is None for fewer than three recipes or blocks, and variances that are not comparable. No
-    recipe's values are constant.
+    `None` for fewer than three recipes or blocks, or if the variances are not comparable. The
+    values of a recipe must not be constant.
     """
     from scipy import stats
 
@@ -178,12 +179,12 @@ def compare(
     recipes: Sequence[str],
     pairs: Sequence[tuple[str, str]] | None = None,
 ) -> list[Difference]:
-    """Test pairs of contestants, and correct the tests together.
+    """Test pairs of contestants, and correct all p values together.
 
     Args:
-        values: each contestant's value of each block, two blocks at least.
+        values: each contestant's value in each block, at least two blocks.
         recipes: contestants whose variances may be pooled.
-        pairs: names of what is compared; None: each recipe with the recipes after it.
+        pairs: pairs of names to compare; `None` compares all pairs of recipes.
     """
     from scipy import stats
 
@@ -218,7 +219,7 @@ def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
 
     tested = [place for place, test in enumerate(differences) if test.p is not None]
     corrected, levels = holm([differences[place].p or 0.0 for place in tested])
-    # the undecided ones share a level, so the smallest p is the closest to a decision
+    # undecided differences share a level, so the smallest p value is the closest to a decision
     undecided = [place for place, p in zip(tested, corrected, strict=True) if p >= LEVEL]
     closest = min(undecided, key=lambda place: differences[place].p or 0.0, default=None)
     for place, p, level in zip(tested, corrected, levels, strict=True):
@@ -234,7 +235,7 @@ def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
 
 
 def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
-    """Return the blocks that decide a difference with a probability of `POWER`."""
+    """Return the number of blocks that decides a difference with probability `POWER`."""
     from scipy import stats
 
     effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
@@ -250,7 +251,7 @@ def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
 def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
     """Return a sentence for each decided or untested difference, and one for all undecided ones.
 
-    `blocks` says how many and of what kind, as "5 seeds".
+    `blocks` is their number and kind, such as "5 seeds".
     """
     count = sum(test.p is not None for test in tests)
     after = f" after Holm's correction for {count} tests" if count > 1 else ""
@@ -289,7 +290,7 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
 
 
 def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
-    """Return what can be said of all recipes together, as a sentence."""
+    """Return the conclusion about all recipes, as a sentence."""
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: one recipe, and nothing to compare it with."
     tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
@@ -310,7 +311,7 @@ def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str)
 
 
 def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -> str:
-    """Return which contestants are better and worse than one of them, as a sentence."""
+    """Return which contestants are better and worse than `against`, as a sentence."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
     for test in tests:
         name = test.reference if test.contestant == against else test.contestant
@@ -321,15 +322,15 @@ def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -
 
 
 def number(value: float) -> str:
-    """Return a metric as the tables write it; one too small for that is not written as nothing."""
+    """Return a metric as text for tables; a tiny value is not rounded to 0."""
     return "<0.001" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
 
 
 def probability(value: float) -> str:
-    """Return a p value as the tables write it."""
+    """Return a p value as text for tables."""
     return "< .001" if value < 0.001 else f"{value:.3f}".removeprefix("0")
 
 
 def equation(value: float) -> str:
-    """Return a p value as sentences write it."""
+    """Return a p value as text for sentences, such as "p = .012"."""
     return f"p {probability(value)}" if value < 0.001 else f"p = {probability(value)}"

@@ -1,4 +1,4 @@
-"""Who does the jobs of a comparison: this process, several worker processes, or a Ray cluster."""
+"""Run the jobs of a comparison in this process, in worker processes, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from retrieval.training.comparison.jobs import (
 from retrieval.training.comparison.search import Do
 
 PATIENCE = 30.0
-"""Seconds that trainings on a cluster have to write their checkpoints when they are stopped."""
+"""Seconds that stopped trainings on a cluster have to write their checkpoints."""
 TRIES = 3
-"""Times that a job is begun anew after its node or process was lost."""
+"""Number of times that a job is restarted after its node or process was lost."""
 
 
 class Worker:
-    """Does jobs in this process, one after another, and counts them."""
+    """Runs jobs in this process, one after another, and counts them."""
 
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
@@ -50,29 +50,29 @@ class Worker:
         return [self.counted(perform(job)) for job in jobs]
 
     def counted(self, metrics: Figures) -> Figures:
-        """Count a job, and return its metrics."""
+        """Count a finished job and return its metrics."""
         with self.counting:
             self.meter.update()
         return metrics
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
-        """Do tasks, each of which asks for jobs as it goes.
+        """Run tasks, passing them this worker for their jobs.
 
         Raises:
-            RetrievalError: what refused the first job that was refused.
-            KeyboardInterrupt: Ctrl-C; workers were asked to stop, and have.
+            RetrievalError: the error of the first job that failed.
+            KeyboardInterrupt: Ctrl-C; all workers have stopped.
         """
         return [task(self) for task in tasks]
 
 
 class Parallel(Worker):
-    """Does tasks side by side, and their jobs elsewhere."""
+    """Runs tasks in parallel threads, and their jobs in other processes."""
 
     def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
         raise NotImplementedError
 
     def _stop(self) -> None:
-        """Ask the workers to stop: one that trains writes its checkpoint first."""
+        """Stop the workers; trainings first write their checkpoints."""
         raise NotImplementedError
 
     def _error(self, error: Exception) -> Exception:
@@ -109,7 +109,7 @@ class Parallel(Worker):
 
 
 class Processes(Parallel):
-    """Does jobs in processes of this machine, each with its share of the cores."""
+    """Runs jobs in processes of this machine, each with its share of the cores."""
 
     def __init__(self, count: int, meter: Meter) -> None:
         super().__init__(meter)
@@ -141,7 +141,7 @@ class Processes(Parallel):
 
 
 class OnRay(Parallel):
-    """Does jobs as tasks of a Ray cluster, whose nodes all see the comparison's folder."""
+    """Runs jobs as tasks of a Ray cluster whose nodes share the comparison's folder."""
 
     def __init__(self, cluster: Cluster, folder: Path, meter: Meter) -> None:
         super().__init__(meter)
@@ -166,7 +166,7 @@ class OnRay(Parallel):
             return future
 
     def _stop(self) -> None:
-        """Ask the trainings to stop, and end those that do not."""
+        """Stop the trainings, and kill those that do not stop in time."""
         with self.counting:
             self._stopped = True
             refs = [ref for future, ref in self._running.items() if not future.done()]
@@ -194,19 +194,20 @@ class OnRay(Parallel):
 def workers(
     count: int, ray: str | None, cpus: int | None, recipe: Recipe, folder: Path, meter: Meter
 ) -> Iterator[Worker]:
-    """Prepare what does the jobs.
+    """Context manager that yields the worker for the jobs.
 
     Args:
-        count: how many processes; 1 is this one.
-        ray: the address of a Ray cluster instead; see `Cluster.joined`.
-        cpus: cores of each training there; None for 4, or as many as the smallest node has.
-        recipe: one of the compared; it says whether a GPU is wanted.
-        folder: the comparison's, with its `plan.json`.
-        meter: shows how many jobs are done.
+        count: number of processes; 1 means this process.
+        ray: the address of a Ray cluster to use instead; see `Cluster.joined`.
+        cpus: cores per training on the cluster; `None` means 4, or all cores of the smallest node
+            if it has fewer.
+        recipe: one of the compared recipes; its `[train] device` decides whether a job needs a GPU.
+        folder: the comparison's folder, with its `plan.json`.
+        meter: the progress bar of the jobs.
 
     Raises:
         MissingDependency: Ray is not installed.
-        DataError: there is no cluster.
+        DataError: no cluster can be reached.
     """
     if ray is not None:
         with Cluster.joined(ray, recipe.train.device, cpus) as cluster:
@@ -228,7 +229,7 @@ def _checksum(file: Path) -> str:
 def _perform_on_node(
     job: Job, version: str, plan: Path, checksum: str, cpus: int
 ) -> tuple[Figures, str, int]:
-    """Do a job on a node; see `perform_elsewhere`."""
+    """Run a job on a node; see `perform_elsewhere`."""
     import torch
 
     from retrieval.serving.runtime import quiet_threads
@@ -250,7 +251,7 @@ def _perform_on_node(
     torch.set_num_threads(cpus)
     try:
         return perform(job), "", 0
-    except KeyboardInterrupt:  # between two trainings: nothing is half written
+    except KeyboardInterrupt:  # raised only between two trainings, so no file is half written
         return {}, "The comparison was asked to stop.", Interrupted.exit_code
     except RetrievalError as error:
         return {}, str(error), error.exit_code

@@ -1,4 +1,4 @@
-"""A comparison as Markdown, CSV, LaTeX, HTML and JSON."""
+"""Write a comparison as Markdown, CSV, LaTeX, HTML and JSON."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Cells = list[list[str]]
 
 @dataclass(frozen=True)
 class Latex:
-    """How the LaTeX table looks.
+    """Options of the LaTeX table.
 
     Attributes:
-        columns: its metrics; empty: all.
-        caption: its caption; None: how the metrics came about.
+        columns: its metrics; empty means all.
+        caption: its caption; `None` describes how the metrics were computed.
         label: its label.
     """
 
@@ -37,10 +37,10 @@ class Latex:
 
 
 def write(folder: Path, result: Comparison, style: Latex) -> None:
-    """Write the tables into a folder, each file whole or not at all.
+    """Write the tables into a folder, each file atomically.
 
     Raises:
-        DataError: the folder cannot be written, or there is no such column.
+        DataError: the folder cannot be written, or a column does not exist.
     """
     write_json(folder / "comparison.json", result.as_dict(), DataError)
     for name, text in (
@@ -53,7 +53,7 @@ def write(folder: Path, result: Comparison, style: Latex) -> None:
 
 
 def metric_table(result: Comparison) -> Cells:
-    """Return the table of metrics, its head first."""
+    """Return the table of metrics; the first row is its header."""
     blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
     rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
     for row in result.contestants:
@@ -62,12 +62,12 @@ def metric_table(result: Comparison) -> Cells:
 
 
 def interval(mean: Mean) -> str:
-    """Return a mean as a cell: without an interval where no seed changes it."""
+    """Return a mean as a cell of a table, without an interval if all values are equal."""
     return f"{mean.value:.3f}" + (f" ± {number(mean.half)}" if mean.half else "")
 
 
 def differences(result: Comparison) -> Cells:
-    """Return the table of differences, its head first."""
+    """Return the table of differences; the first row is its header."""
     rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
     for difference in result.differences:
         p, corrected = (
@@ -83,7 +83,7 @@ def differences(result: Comparison) -> Cells:
 
 
 def settings(result: Comparison) -> list[str]:
-    """Return the settings of each recipe's best trial, a line each."""
+    """Return one line per recipe and split with the settings of the best trial."""
     lines = []
     for row in result.contestants:
         for split, search in enumerate(row.searches):
@@ -116,7 +116,7 @@ def markdown(result: Comparison) -> str:
 
 
 def as_csv(result: Comparison) -> str:
-    """Return every metric of every seed and split, a row each."""
+    """Return the metrics as CSV, one row per contestant, split, seed and metric."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
@@ -151,10 +151,10 @@ LATEX = str.maketrans(
 
 
 def latex(result: Comparison, style: Latex) -> str:
-    """Return the table of metrics for `\\usepackage{booktabs}`, per cent, the best in bold.
+    """Return the table of metrics in LaTeX (booktabs), in per cent, with the best in bold.
 
     Raises:
-        DataError: there is no such column.
+        DataError: a column does not exist.
     """
     columns = list(style.columns) or result.metrics
     for name in columns:
@@ -203,7 +203,7 @@ def latex(result: Comparison, style: Latex) -> str:
 
 
 def page(result: Comparison) -> str:
-    """Return the comparison as one HTML page without outside assets."""
+    """Return the comparison as one self-contained HTML page."""
     template = files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     return environment.from_string(template).render(
