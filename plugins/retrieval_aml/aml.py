@@ -288,7 +288,7 @@ class AML(PairLearner):
             that in, so features are given as they come. The result depends on the features' scales,
             so use it where their units differ.
         tol: slope, relative to the objective, at which the search has converged.
-        max_iter: most iterations of L-BFGS.
+        max_iter: largest number of L-BFGS iterations.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 

@@ -110,7 +110,7 @@ class GeometricMeanLoss(CheckedLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Squares:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         pairs = (
             indices_utils.get_all_pairs_indices(
                 labels, None if ref_emb is embeddings else ref_labels

@@ -100,7 +100,7 @@ class SimilarityLoss(CheckedLoss):
 
     Args:
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the losses become one number; the mean by default.
+        reducer: reduces the losses to one number; the mean by default.
     """
 
     def get_default_distance(self) -> nn.Module:
@@ -170,7 +170,7 @@ class DANMLoss(SimilarityLoss):
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class DANMLoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
         return by_element(outer_loss(gap + self.margin, self.outer) * defined)
@@ -225,7 +225,7 @@ class MinedDANMLoss(DANMLoss):
         epsilon: the miner's margin: a positive counts where the anchor's most similar negative
             comes within it, a negative where the least similar positive does.
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class MinedDANMLoss(DANMLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             raise ValueError(
                 "anml.danml_mined mines its own pairs and takes no indices: remove the miner, or"
@@ -293,7 +293,7 @@ class ImprovedLiftedLoss(SimilarityLoss):
             threshold.
         margin: m.
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -324,7 +324,7 @@ class ImprovedLiftedLoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
         return by_element((gap + self.margin).relu() * defined)
@@ -345,7 +345,7 @@ class LiftedLoss(ImprovedLiftedLoss):
         margin: m; the two sums count pairs, so with cosines the loss is 0 only for m below −log(|S|
             |D|).
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class ImprovedNPairLoss(SimilarityLoss):
         offset: λ, taken from each negative's similarity; to ask for a margin make it *negative*.
         distance: how two embeddings are compared; the inner product, without normalising, by
             default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class ImprovedNPairLoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             anchor, positive, losses = self._listed(embeddings, ref_emb, indices_tuple)
         else:
@@ -458,7 +458,7 @@ class NPairLoss(ImprovedNPairLoss):
     Args:
         distance: how two embeddings are compared; the inner product, without normalising, by
             default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
@@ -507,7 +507,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
         distance: how embeddings are compared with proxies; the cosine by default.
-        reducer: how the items' losses become one number; the mean by default.
+        reducer: reduces the items' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -542,7 +542,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the items' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the items' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             raise ValueError(
                 "anml.improved_proxy_nca compares items with proxies and takes no indices: remove"

@@ -102,7 +102,7 @@ class NCA(LinearMap):
     Args:
         n_components: width C of the codes; none: the number of features.
         init: where it starts: "auto" takes "lda", "pca" or "identity" by the sizes.
-        max_iter: most iterations of L-BFGS.
+        max_iter: largest number of L-BFGS iterations.
         tol: smallest relative gain of an iteration that is worth another.
         seed: seed of a random start and of PCA's randomised solver; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.

@@ -98,7 +98,7 @@ class PaperLoss(CheckedLoss):
 
     Args:
         distance: how two embeddings are compared.
-        reducer: how the losses become one number; the mean by default.
+        reducer: reduces the losses to one number; the mean by default.
     """
 
     def get_default_distance(self) -> nn.Module:
@@ -156,7 +156,7 @@ class ContrastiveLoss(PaperLoss):
         margin: α, a squared distance.
         distance: how two embeddings are compared; the Euclidean distance, without normalising, by
             default.
-        reducer: how the losses of either kind of pair become one number; the mean by default.
+        reducer: reduces the losses of either kind of pair to one number; the mean by default.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class ContrastiveLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         measure = Measure(self.distance, embeddings, ref_emb)
         parts = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
@@ -200,7 +200,7 @@ class TripletLoss(PaperLoss):
         margin: α, a difference of squared distances.
         distance: how two embeddings are compared; the Euclidean distance, without normalising, by
             default.
-        reducer: how the triplets' losses become one number; the mean by default.
+        reducer: reduces the triplets' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class TripletLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the triplets' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the triplets' losses in the format of pytorch-metric-learning's reducers."""
         a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
         if len(a) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
@@ -245,7 +245,7 @@ class LiftedLoss(PaperLoss):
         form: "printed", or "original" for the square and the log-exp sum.
         distance: how two embeddings are compared; the Euclidean distance, without normalising, by
             default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class LiftedLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
@@ -321,7 +321,7 @@ class NPairLoss(PaperLoss):
         scale: of the similarities: unit vectors need 8 to 16, embeddings of free length 1.
         distance: how two embeddings are compared; the inner product, without normalising, by
             default. A distance D becomes s = 1 − D²/2.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class NPairLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:
             assert labels is not None
             a, p, b, n = pairs_by_round(labels, None if ref_emb is embeddings else ref_labels)

@@ -157,7 +157,7 @@ class LMNN(MetricLearnLearner):
         learn_rate: first step of the gradient descent, which adapts it.
         convergence_tol: change of the objective below which it stops.
         min_iter: fewest iterations.
-        max_iter: most iterations.
+        max_iter: largest number of iterations.
         seed: seed of a random start and of PCA's randomised solver; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -205,7 +205,7 @@ class ITML(MetricLearnLearner):
 
     Args:
         gamma: weight of the bounds against the prior.
-        max_iter: most iterations.
+        max_iter: largest number of iterations.
         tol: change of the multipliers below which it stops.
         n_constraints: pairs of each kind; none: 20 times the classes squared.
         prior: the metric that it starts from and stays near: "covariance" is the inverse
@@ -312,7 +312,7 @@ class MMC(MetricLearnLearner):
     NeurIPS 2002. Pairs are drawn from the labels.
 
     Args:
-        max_iter: most iterations.
+        max_iter: largest number of iterations.
         max_proj: most projections in each.
         tol: change below which it stops.
         n_constraints: pairs of each kind; none: 20 times the classes squared.
@@ -356,7 +356,7 @@ class LSML(MetricLearnLearner):
 
     Args:
         tol: change below which it stops.
-        max_iter: most iterations.
+        max_iter: largest number of iterations.
         prior: the metric that it stays near.
         n_constraints: comparisons; none: 20 times the classes squared.
         seed: seed of the random choice of pairs; 0 by default.
