@@ -223,9 +223,9 @@ class Hedge(Combiner):
 class HedgeScore(Hedge):
     """Hedge-weighted metric spaces, searched as in the paper: one index per space, merged (Eq 27).
 
-    Each of the depth + 1 spaces proposes its k nearest items. An item's score depends on its rank
-    among these by distance and on the space's weight; an item that several spaces propose keeps its
-    best score. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3.
+    Each of the depth + 1 spaces proposes its k nearest items. An item's score combines its relative
+    distance among these with the space's weight; an item that several spaces propose keeps its best
+    score. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3.
     Training and `retrieval evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights
     adapt during training.
 
