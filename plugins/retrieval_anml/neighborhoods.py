@@ -38,8 +38,7 @@ BLOCK = 1 << 21
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer loss ℓ(x); x > 0 means that a query's similar items are farther than the
-    dissimilar.
+    """The outer loss ℓ(x); x > 0 if a query's similar items are farther than its dissimilar ones.
 
     Args:
         name: "hinge" [m + x]₊, "smooth_hinge" (the kink replaced by a parabola of `width`),
@@ -111,8 +110,7 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
 
 
 def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return minus the mean of each row's k largest, ones at their places (B, K), and their
-    number."""
+    """Return −(mean of each row's k largest), ones at their places (B, K), and their number."""
     count = min(k, t.shape[1])
     places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
     ends = np.arange(0, places.size + 1, count)
@@ -251,8 +249,7 @@ class Neighborhoods:
             start += count
 
     def _spread(self) -> Floats:
-        """Return A (F, F) of Ω(M) = tr(A M), the mean (x_i − x_j)(x_i − x_j)ᵀ of queries and
-        S_i."""
+        """Return A of Ω(M) = tr(A M), the mean (x_i − x_j)(x_i − x_j)ᵀ over queries and S_i."""
         total = np.zeros((self.x.shape[1],) * 2)
         for c in self.classes:
             x = self.x[c.start : c.stop]
@@ -347,8 +344,7 @@ class Neighborhoods:
     def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
-        """Add contributions of small classes to the gradient and to `pushed`; return the sum of
-        ℓ."""
+        """Add small classes' contributions to the gradient and to `pushed`; return the sum of ℓ."""
         dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
         offset, total = self.offset(similar, dissimilar), 0.0
         sharpness = self.gamma2 if self.k2 is None else 1.0

@@ -49,8 +49,7 @@ class Columns:
     count: Tensor
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return the padded lists of these anchors (last − first, M), and a mask without
-        padding."""
+        """Return these anchors' padded lists (last − first, M), and a mask without padding."""
         start, count = self.start[first:last, None], self.count[first:last, None]
         step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
         member = step < count
@@ -344,8 +343,7 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
-    """Turn the gradient by unit vectors into the gradient by the vectors, in place and in
-    blocks."""
+    """Turn the gradient by unit vectors into that by the vectors, in place and in blocks."""
     for i, j in _blocks((len(unit), unit.shape[1])):
         along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
         # rows shorter than `SHORTEST` were divided by a constant

@@ -223,8 +223,7 @@ def _squared(x: Tensor, y: Tensor) -> Tensor:
 
 
 class DisturbedNegative(Generator):
-    """Perturbs a negative several times and keeps the copy nearest to the anchor (not in the
-    paper).
+    """Perturbs a negative several times, keeps the copy nearest to the anchor (not in the paper).
 
     For a triplet (a, p, n), each of `tries` copies is
 

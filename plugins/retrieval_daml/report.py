@@ -59,8 +59,7 @@ def draw_losses(figure: Any, epochs: Epochs) -> None:
 
 
 def draw_weights(figure: Any, epochs: Epochs) -> None:
-    """Draw γ of each local metric by epoch, as its mean and the range of four fifths of the
-    pairs."""
+    """Draw each local metric's γ by epoch, its mean and the range of four fifths of the pairs."""
     logged = [epoch for epoch in epochs if "load_1" in epoch]
     x = [epoch["epoch"] + 1 for epoch in logged]
     count = sum(name.startswith("load_") for name in logged[0])

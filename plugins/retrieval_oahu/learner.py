@@ -128,8 +128,7 @@ class OAHU(OnlineLearner):
     def classify(
         self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5
     ) -> NDArray[Any]:
-        """Classify items by their k nearest references in each space (Eq 23–25); return labels
-        (N,).
+        """Return labels (N,) by the k nearest references in each space (Eq 23–25).
 
         Args:
             X: (N, F) features.

@@ -409,8 +409,7 @@ class OASIS(OnlineLearner):
         return np.asarray(np.einsum("pf,pf->p", self.queries(query), self.transform(item)))
 
     def to_model_parts(self) -> tuple[nn.Module, Bilinear]:
-        """Return a head that scales to unit length, and a combiner that multiplies queries by
-        Wᵀ."""
+        """Return a head that scales to unit length and a combiner that applies Wᵀ to queries."""
         from retrieval_oahu.combiners import Bilinear, UnitLength
 
         check_is_fitted(self, "n_triplets_")

@@ -23,8 +23,7 @@ TINY = 1e-12
 
 
 def similar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_sim (Eq 11), between 0 and τ; it increases with the distance and is never above
-    it."""
+    """Return d_sim (Eq 11), between 0 and τ; increases with the distance, never above it."""
     return tau / _SIM * np.expm1(distance)
 
 
@@ -97,8 +96,7 @@ class Network:
     def random(
         cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any
     ) -> Network:
-        """Return a network with normal weights of variance 2 / fan-in (W, He et al.) or 1 /
-        fan-in."""
+        """Return a network with normal weights of variance 2 / fan-in (He et al.) or 1 / fan-in."""
         rng = np.random.default_rng(seed)
         first = rng.standard_normal((features, hidden + embedding))
         deeper = rng.standard_normal((depth, hidden, hidden + embedding))

@@ -240,8 +240,7 @@ class OnlineLearner(MetricLearner):
         return self.n_used_ / usable if usable else float("nan")
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and fitted state as safetensors, so that `load` can continue
-        learning."""
+        """Write parameters and fitted state as safetensors; learning can continue after `load`."""
         check_is_fitted(self, "n_triplets_")
         write_learner(self, Path(path))
 

@@ -1,5 +1,4 @@
-"""`Warm`: Euclidean distance until the stream proves that a learned metric has better
-neighbours."""
+"""`Warm`, Euclidean distance until the stream proves that a learned metric is better."""
 
 from __future__ import annotations
 
@@ -181,8 +180,7 @@ class Warm(LinearMap, OnlineLearner):
             self._settle(sample.mean(axis=0), centred.T @ centred)
 
     def _settle(self, mean: Floats, covariance: Floats) -> None:
-        """Set the mean, which is the centre of all angles, and the directions along which A is
-        learned."""
+        """Set the mean (the centre of all angles) and the directions along which A is learned."""
         features = len(mean)
         self.mean_ = mean
         width = features if self.components is None else min(self.components, features)
@@ -216,8 +214,7 @@ class Warm(LinearMap, OnlineLearner):
         return len(triplets)  # every triplet changes the memory
 
     def _block(self, triplets: Floats) -> None:
-        """Judge the experts on a block of centred triplets, learn it, and choose the served
-        metric."""
+        """Judge experts on a block of centred triplets, learn it, and choose the metric."""
         places, due = self._remember(triplets)
         folds, codes = self.keys_[places, 0] % FOLDS, triplets @ self.basis_.T
         self._judge_triplets(triplets, codes, folds[:, 0])
@@ -256,8 +253,7 @@ class Warm(LinearMap, OnlineLearner):
     def _distances(
         self, items: Floats, codes: Floats, anchors: NDArray[np.int64], fold: int
     ) -> Iterator[Floats]:
-        """Yield (A, M) scores that order items by distance to each anchor: Euclid, then each
-        expert.
+        """Yield scores (A, M) that order items by distance to anchors: Euclid's, then each expert's.
 
         The experts are those trained without the pairs of `fold`.
 
@@ -397,8 +393,7 @@ class Warm(LinearMap, OnlineLearner):
         return head, None
 
     def _gather(self, triplet: Floats) -> None:
-        """Add a triplet's vectors to mean and covariance; call `_settle` after `SETTLE`
-        triplets."""
+        """Add a triplet to mean and covariance; call `_settle` after `SETTLE` triplets."""
         self.sum_ = self.sum_ + triplet.sum(axis=0)
         self.products_ += triplet.T @ triplet
         self.gathered_ += 1
