@@ -77,7 +77,7 @@ class Matryoshka(nn.Module):
         return as_given(total, embeddings)
 
     def _prefix(self, x: Tensor, width: int) -> Tensor:
-        """Return the first `width` columns, scaled if required, or the whole embedding unchanged."""
+        """Return the first `width` columns, scaled if required; the whole embedding unscaled."""
         if width == self.widths[-1]:
             return x
         prefix: Tensor = self.unit(full_precision(x[:, :width]))

@@ -68,8 +68,7 @@ class MlflowRun:
         return str(experiment.experiment_id)
 
     def _parameters(self, configuration: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        """Log new parameters only, because MLflow does not allow to change those of a resumed
-        run."""
+        """Log only new parameters; MLflow does not allow a resumed run to change them."""
         from mlflow.entities import Param
 
         flat = {

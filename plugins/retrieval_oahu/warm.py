@@ -253,7 +253,7 @@ class Warm(LinearMap, OnlineLearner):
     def _distances(
         self, items: Floats, codes: Floats, anchors: NDArray[np.int64], fold: int
     ) -> Iterator[Floats]:
-        """Yield scores (A, M) that order items by distance to anchors: Euclid's, then each expert's.
+        """Yield scores (A, M) that order items by distance to anchors, Euclid's first.
 
         The experts are those trained without the pairs of `fold`.
 
