@@ -418,9 +418,10 @@ class GMML(PairLearner):
 
         M = (A + λ M₀⁻¹)⁻¹ #_t (B + λ M₀).
 
-    Directions in which no pair differs, such as a constant feature, are left out of the fit; there M gets the geometric mean of its other eigenvalues. If only the pairs of one kind never
-    differ in a direction (fewer items than features), the eigenvalues of their moment are raised to
-    1e-10 of their mean. M is therefore always positive definite.
+    Directions in which no pair differs, such as a constant feature, are left out of the fit; there
+    M gets the geometric mean of its other eigenvalues. If only the pairs of one kind never differ
+    in a direction (fewer items than features), the eigenvalues of their moment are raised to 1e-10
+    of their mean. M is therefore always positive definite.
 
     Args:
         t: position on the geodesic, from 0 (A⁻¹, whitening within classes) over .5 (the geometric

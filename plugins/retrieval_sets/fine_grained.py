@@ -50,8 +50,7 @@ _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of the structure array `annotations` in a MATLAB file, as text and
-    numbers."""
+    """Return the rows of a MATLAB file's structure array `annotations`, as text and numbers."""
     from scipy.io import loadmat
 
     try:

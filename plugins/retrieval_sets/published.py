@@ -28,10 +28,9 @@ F = TypeVar("F", bound=Callable[..., Dataset])
 _MOST_BYTES = 2 << 30
 _MOST_LINE = 1 << 20
 MEANINGS = {
-    "counts": '"published" requires the published numbers of images and classes; "any" accepts
-    any.',
-    "skip_bad": "whether to skip and report unreadable images; otherwise the first one is an
-    error.",
+    "counts": '"published" requires the published numbers of images and classes; "any" accepts'
+    " any.",
+    "skip_bad": "whether to skip and report unreadable images; otherwise the first is an error.",
 }
 """Descriptions of the parameters that every data set has."""
 
