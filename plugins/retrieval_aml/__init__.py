@@ -1,7 +1,7 @@
-"""Adversarial metric learning: `GMML` and `AML`, in closed form and by L-BFGS on pairs' moments.
+"""Adversarial metric learning: `GMML` in closed form, `AML` by L-BFGS, both on moments of pairs.
 
 Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric
-Learning" (ICML 2016). The learners need no torch to fit.
+Learning" (ICML 2016). The learners need no torch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_generators() -> Factories:
-    """The negatives that mislead the current metric most, in closed form."""
+    """Negatives that mislead the current metric most, in closed form."""
     from retrieval_aml import Confusion
 
     return {"confusion": Confusion}

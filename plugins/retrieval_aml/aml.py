@@ -1,4 +1,4 @@
-"""AML, adversarial metric learning: GMML that is trained on misleading pairs too."""
+"""AML (adversarial metric learning), which trains GMML's metric on misleading pairs too."""
 
 from __future__ import annotations
 
@@ -25,19 +25,13 @@ from retrieval_aml.gmml import (
 
 Floats = NDArray[np.floating[Any]]
 FARTHEST = 20.0
-"""Largest exponent that a trial step of the line search may reach: the optimum lies within that of
-GMML.
-"""
+"""Bound of S's eigenvalues in trial steps of the line search; the optimum lies within it."""
 ROUND = 25
-"""Iterations after which the search begins again around the metric reached, with the second
-derivatives of that place.
-"""
+"""Iterations after which the search restarts at the current metric, with new second derivatives."""
 RESOLVED = 1e-7
-"""Slope below which steps follow the gradient alone: what they gain is lost in the value's
-rounding.
-"""
+"""Slope below which steps follow the gradient alone, as their gain is lost in D's rounding."""
 FLATTEST = 1e-8
-"""Least curvature, relative to the largest, that the search scales a direction by."""
+"""Lower bound of the curvature that scales a direction, relative to the largest curvature."""
 
 
 def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta: float) -> Floats:
@@ -47,15 +41,15 @@ def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta
 
         (π − π′)ᵀ M^(−y) (π − π′) + β [(π − x)ᵀ M (π − x) + (π′ − x′)ᵀ M (π′ − x′)].
 
-    The midpoint stays; the difference becomes β (2M^(−y) + βM)⁻¹ M (x − x′), which along an
-    eigenvector of M is shorter by βλ² / (2 + βλ²) for a similar pair and by β / (2 + β) for a
-    dissimilar one. So both kinds move together, never apart.
+    The midpoint stays, and the difference becomes β (2M^(−y) + βM)⁻¹ M (x − x′). Along an
+    eigenvector of M with eigenvalue λ it shrinks by the factor βλ² / (2 + βλ²) for a similar pair
+    and β / (2 + β) for a dissimilar one, so the points of both kinds move together.
 
     Args:
         m: (F, F) the metric, symmetric positive definite.
-        pairs: (N, 2, F).
-        similar: (N,).
-        beta: β > 0; the larger, the nearer they stay.
+        pairs: (N, 2, F) the two points of each pair.
+        similar: (N,) whether each pair is similar.
+        beta: β > 0; the larger, the nearer the points stay to the pair.
     """
     values, vectors = np.linalg.eigh(m)
     middle = pairs.mean(axis=1)
@@ -69,19 +63,19 @@ def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta
 
 @dataclass(frozen=True)
 class Objective:
-    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹): Eq 11 with Eq 12, corrected, put in.
+    """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹), which is Eq 11 with the corrected Eq 12.
 
-    The adversarial pair of a similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ,
-    that of a dissimilar pair β/(2 + β) δ. So, A and B the mean of δδᵀ over similar and dissimilar
-    pairs,
+    A and B are the means of δδᵀ over similar and dissimilar pairs. The adversarial pair of a
+    similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ, that of a dissimilar pair
+    β/(2 + β) δ. This gives
 
         h(λ) = β² λ⁵ / (2 + βλ²)²,    c = 1 + α (β / (2 + β))².
 
     Attributes:
-        similar: A, (F, F).
-        dissimilar: B, (F, F).
+        similar: A (F, F).
+        dissimilar: B (F, F).
         alpha: α > 0, weight of the adversarial pairs.
-        beta: β > 0, weight of their staying near the pairs that they come from.
+        beta: β > 0; the larger, the nearer adversarial pairs stay to the original pairs.
     """
 
     similar: Floats
@@ -95,16 +89,15 @@ class Objective:
         return 1 + self.alpha * (self.beta / (2 + self.beta)) ** 2
 
     def __call__(self, m: Floats) -> tuple[float, Floats]:
-        """Return D(M) and its gradient, both exact at repeated eigenvalues too.
+        """Return D(M) and its gradient for a symmetric positive definite M (F, F).
 
-        The gradient is A_eff − c M⁻¹ B M⁻¹ (the Daleckii–Krein form, where Eq 14 is not symmetric).
-
-        M (F, F) is symmetric positive definite.
+        The gradient is A_eff − c M⁻¹ B M⁻¹ in Daleckii–Krein form, also exact at repeated
+        eigenvalues; Eq 14 is not symmetric.
         """
         return self.at_eigen(*np.linalg.eigh(m))
 
     def at_eigen(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
-        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
+        """Return D(M) and its gradient from M's eigenvalues (F,) and eigenvectors (F, F)."""
         turned = vectors.T @ self.similar @ vectors
         inverse = (vectors / values) @ vectors.T
         back = inverse @ self.dissimilar @ inverse
@@ -119,7 +112,7 @@ class Objective:
         return self.effective_similar_at(*np.linalg.eigh(m))
 
     def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
-        """Return the same, given M's eigenvalues (F,) and eigenvectors (F, F), one per column."""
+        """Return A_eff(M) from M's eigenvalues (F,) and eigenvectors (F, F)."""
         turned = vectors.T @ self.similar @ vectors
         return symmetric(vectors @ (self._slopes(values) * turned) @ vectors.T)
 
@@ -128,13 +121,13 @@ class Objective:
 
 
 def spectrum(values: Floats, beta: float) -> Floats:
-    """Return h(λ) = β² λ⁵ / (2 + βλ²)², the adversarial distance along an eigenvector."""
+    """Return h(λ) = β² λ⁵ / (2 + βλ²)², an adversarial pair's distance along an eigenvector."""
     values_of_h: Floats = values / (1 + 2 / (beta * values**2)) ** 2
     return values_of_h
 
 
 def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
-    """Return (h(a) − h(b)) / (a − b), written so that nothing cancels; h′(a) where a = b."""
+    """Return (h(a) − h(b)) / (a − b) without cancellation, and h′(a) where a = b."""
     aa, bb = a * a, b * b
     ab = a * b
     top = 4 * (aa * aa + aa * ab + aa * bb + ab * bb + bb * bb)
@@ -147,11 +140,11 @@ class Found:
     """The result of the search.
 
     Attributes:
-        half: (F, F) the metric's factor: M = HHᵀ.
+        half: (F, F) factor H of the metric M = HHᵀ.
         value: D(M).
-        slope: largest entry of the scaled gradient of D(M) / D(start): half its square is about
-            what is left to gain.
-        iterations: of L-BFGS.
+        slope: largest entry of the scaled gradient of D(M) / D(start); half its square is about the
+            remaining gain.
+        iterations: number of L-BFGS iterations.
     """
 
     half: Floats
@@ -163,10 +156,9 @@ class Found:
 def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
     """Minimise D(M) over M = W exp(S) W from S = 0, where W² = √c A⁻¹ # B is GMML's metric.
 
-    It begins again around the metric reached every `ROUND` iterations, and where a line search
-    fails (moments of low rank with a large α).
-
-    `tol` bounds the largest entry of the scaled gradient, relative to D.
+    The search restarts at the current metric every `ROUND` iterations, and after a failed line
+    search (which happens for moments of low rank with a large α). `tol` bounds the largest entry of
+    the scaled gradient, relative to D.
     """
     half = objective.pull**0.25 * geodesic_factor(objective.similar, objective.dissimilar, 0.5)
     iterations = 0
@@ -183,11 +175,11 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
 
 
 def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Found:
-    """Search around W² = HHᵀ, H the factor `start`.
+    """Search from S = 0 around W² = HHᵀ, where H is `start`.
 
-    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2, each entry divided by the
-    root of kᵢ + kⱼ, about the second derivative along it: ill-conditioned moments take as few
-    iterations as others.
+    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2. Each entry is divided by
+    the root of kᵢ + kⱼ, which is about the second derivative along it, so that ill-conditioned
+    moments take no more iterations than others.
     """
     values, vectors = eigen_of_factor(start)
     unit = objective.at_eigen(values, vectors)[0]
@@ -200,7 +192,7 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
     curved = (curvature[:, None] + curvature[None, :]) / unit
     scale = 1 / np.sqrt(np.maximum(curved, FLATTEST * curved.max()))
     upper = np.triu_indices(size)
-    # off-diagonal entries stand for two: with √2 the vector has the matrix's norm
+    # each off-diagonal entry occurs twice; the factor √2 gives the vector the matrix's norm
     weight = np.where(upper[0] == upper[1], 1.0, np.sqrt(2.0))
 
     def factor(flat: Floats) -> tuple[Floats, Floats, Floats]:
@@ -234,9 +226,9 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
     flat, iterations = result.x, int(result.nit)
     value, gradient = loss(flat)
     slope = float(np.abs(gradient).max())
-    # Below about 1e-8 a step changes the value by less than its rounding, and the line search
-    # fails; the gradient still tells. All second derivatives are about 1 here, so the gradient is
-    # the step.
+    # below about 1e-8 a step changes the value by less than its rounding, and the line search
+    # fails, but the gradient is still precise. All second derivatives are about 1 here, so the
+    # gradient is the step.
     while tol < slope < RESOLVED and iterations < max_iter:
         next_value, next_gradient = loss(flat - gradient)
         next_slope = float(np.abs(next_gradient).max())
@@ -257,43 +249,44 @@ def _exponential_slopes(s: Floats) -> Floats:
 
 
 class AML(PairLearner):
-    """GMML that is trained on the most misleading pair near each pair too.
+    """A metric trained as GMML, on pairs and on the most misleading pair near each of them.
 
-    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11: it minimises
+    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11. It minimises
 
         L(M; pairs) + α L(M; adversarial pairs(M)),
-        L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ,
+        L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ.
 
-    in which the adversarial pairs are a closed form of M (Eq 9), so that one function of M is left:
-    exact, from two F × F matrices, however many pairs there are. L-BFGS on symmetric S, M = W
-    exp(S) W, keeps M positive definite; the paper's projected gradient does not. As α → 0, β → 0 or
-    β → ∞ it is GMML. Stationary points only: the paper's "global convergence" is that.
+    Adversarial pairs have a closed form in M (Eq 9), so the objective is an exact function of M and
+    two F × F matrices, for any number of pairs. L-BFGS on a symmetric S with M = W exp(S) W keeps M
+    positive definite, which the paper's projected gradient does not. The search finds stationary
+    points; the paper's "global convergence" means no more. As α → 0, β → 0 or β → ∞, AML becomes
+    GMML.
 
-    `t` other than .5 is our AML_t: the optimum is M = A_eff⁻¹ # cB, the middle of a geodesic as in
-    GMML, and `t` moves along it.
+    The optimum M = A_eff⁻¹ # cB is the middle of a geodesic, as in GMML. A `t` other than .5 moves
+    along it, which is our addition AML_t.
 
     Args:
-        alpha: α > 0: weight of the adversarial pairs.
-        beta: β > 0: weight of their staying near the pairs that they come from.
-        t: where on the geodesic from A_eff⁻¹ (0) to cB (1); .5 is the paper's AML.
-        regularization: λ, as in `aml.gmml`: A + λ M₀⁻¹ and B + λ M₀ take the places of A and B.
-        prior: M₀: "identity" (also none), "covariance" (the inverse covariance of the features), or
-            a symmetric positive definite matrix. Without `regularization` it is not used.
-        n_pairs: none: all pairs of the training items, with no pair formed. Otherwise so many are
-            drawn with `seed`; "paper" draws 1,000 C (C − 1) of C classes.
-        balance: whether similar and dissimilar pairs weigh the same in total. False weighs each
-            pair the same, as the paper's sums do, which makes M larger by about the root of
-            dissimilar per similar pairs.
-        standardize: whether each feature is first divided by its standard deviation; the map takes
-            that in, so features are given as they come. The result depends on the features' scales,
-            so use it where their units differ.
+        alpha: α > 0, weight of the adversarial pairs.
+        beta: β > 0; the larger, the nearer adversarial pairs stay to the original pairs.
+        t: position on the geodesic from A_eff⁻¹ (0) to cB (1); .5 is the paper's AML.
+        regularization: λ; A + λ M₀⁻¹ and B + λ M₀ replace A and B, as in `aml.gmml`.
+        prior: M₀, one of "identity" (as `None`), "covariance" (the inverse covariance of the
+            features) and a symmetric positive definite matrix. Only used with `regularization`.
+        n_pairs: number of pairs to draw with `seed`. "paper" draws 1,000 C (C − 1) for C classes.
+            `None` uses all pairs of the training items, without forming them.
+        balance: whether similar and dissimilar pairs have the same total weight. If false, each
+            pair has the same weight, as in the paper's sums, and M grows by about the root of the
+            number of dissimilar per similar pairs.
+        standardize: whether to divide each feature by its standard deviation before learning. The
+            learned map includes the scaling, so `transform` takes unscaled features. The result
+            depends on the features' scales, so use it if their units differ.
         tol: slope, relative to the objective, at which the search has converged.
-        max_iter: most iterations of L-BFGS.
+        max_iter: largest number of L-BFGS iterations.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
-        objective_: D(M) reached, before `t`.
+        objective_: D(M) at the end of the search, before `t` moves M.
 
     Example:
         >>> from sklearn.datasets import load_wine
@@ -336,17 +329,17 @@ class AML(PairLearner):
         self.random_state = random_state
 
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
-        """Return each pair's most misleading neighbour under the learned metric, π and π′ of Eq 9.
+        """Return the adversarial pairs π, π′ (Eq 9) under the learned metric.
 
-        With `standardize` they are found among standardised features, as in the fit, and given in
-        the features' own units.
+        With `standardize` they are computed on standardised features, as in the fit, and returned
+        in the units of the original features.
 
         Args:
-            pairs: (N, 2, F) the two points of each pair; none need to have been fitted on.
-            similar: (N,) whether they are similar, as in `fit_pairs`.
+            pairs: (N, 2, F) the two points of each pair; pairs outside the training data work too.
+            similar: (N,) whether each pair is similar, as in `fit_pairs`.
 
         Returns:
-            (N, 2, F).
+            The points (N, 2, F) of the adversarial pairs.
 
         Raises:
             ValueError: shapes do not fit or numbers are not finite.
@@ -389,9 +382,9 @@ class AML(PairLearner):
 
 
 def _slid(half: Floats, end: Floats, t: float) -> Floats:
-    """Return the factor of the point at t on the geodesic to `end` (t = 1) whose middle is M = HHᵀ.
+    """Return a factor of the point at t on the geodesic with middle M = HHᵀ and end E (t = 1).
 
-    It is M^½ Zˢ M^½ with Z = M^−½ E M^−½ and s = 2t − 1.
+    The point is M^½ Zˢ M^½ with Z = M^−½ E M^−½ and s = 2t − 1.
     """
     values, vectors = eigen_of_factor(half)
     root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))

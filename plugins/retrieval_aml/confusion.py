@@ -11,36 +11,37 @@ from pydantic import Field
 from retrieval.plugin import Generator, Normalize, full_precision
 from torch import Tensor, nn
 
-# Where the two halves of a point on the sphere cancel to less than this part of their length, no
-# direction is left.
+# If the two terms of a point on the sphere cancel to less than this share of their length, the
+# point has no direction.
 CANCELLED = 1e-3
 
 
 class Confusion(Generator):
-    """The negative near the real one that misleads the current metric most, in closed form.
+    """Replaces a negative by the point near it that misleads the metric most, in closed form.
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 9 for a dissimilar pair, anchor a
-    and negative n. Its two points move together to the pair π, π′ with the difference β/(2 + β) ·
-    (n − a), under any metric M = WᵀW + εI: M cancels. Moved so that π lies on the anchor, which
-    changes no distance, the adversarial negative is
+    and negative n. The adversarial pair π, π′ has the difference π′ − π = β/(2 + β) · (n − a) under
+    every metric M = WᵀW + εI, because M cancels. Shifting the pair so that π lies on the anchor
+    changes no distance and gives the adversarial negative
 
         z = (2a + βn) / (2 + β),    the minimiser of D(a, z)² + β/2 · D(n, z)².
 
-    It depends on the head as soon as that scales codes to unit length (the default). The metric is
-    then no longer the same everywhere, and the minimiser on the sphere is the code (2u + βv)/‖·‖, u
-    and v the codes of a and n. With the lengths |a|, |n| of their codes before scaling, a feature
-    with that code is
+    A head that scales embeddings to unit length (the default) has no single metric M. The minimiser
+    on the sphere is then the embedding (2u + βv)/‖·‖, where u and v are the unit embeddings of a
+    and n. If |a| and |n| are the lengths of their embeddings before scaling, a feature with that
+    embedding is
 
         z = (2|n| a + β|a| n) / (2|n| + β|a|),
 
-    exactly for a linear head, to first order for others (hidden layers). It has no parameters. The
-    loss at z's code reaches the head, and through z the features of a and n, with their shares in
-    it as constants. Set `[train] real_weight` to train on the real negatives too: 1 is the paper's
-    α = 1 (Eq 4), for real_weight = 1/α.
+    exactly for a linear head, and to first order for a head with hidden layers.
+
+    The generator has no parameters. Gradients of the loss pass through z to the features of a and
+    n, with their shares in z as constants. Set `[train] real_weight` to train on the real negatives
+    too; real_weight = 1/α corresponds to the paper's α (Eq 4).
 
     Args:
-        beta: β > 0, the weight of staying near the real negative: towards 0 it ends on the anchor,
-            towards infinity it stays.
+        beta: β > 0, weight of staying near the real negative: z approaches the anchor as β → 0 and
+            the real negative as β → ∞.
     """
 
     def __init__(self, beta: Annotated[float, Field(gt=0)] = 1.0) -> None:
@@ -51,7 +52,7 @@ class Confusion(Generator):
         self._head: tuple[nn.Module, ...] = ()
 
     def bind(self, head: nn.Module) -> None:
-        """Take note of the head whose metric is to be misled."""
+        """Store the head, whose metric the negatives mislead."""
         self._head = (head,)
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -66,7 +67,7 @@ class Confusion(Generator):
                 "aml.confusion misleads the metric of a head, and no head is known: call bind(head)"
                 " first"
             )
-        # the dissimilar pair's Eq 9, by the share that the anchor has in it
+        # Eq 9 for the dissimilar pair, written as the anchor's share in z
         share = anchor.new_full((len(anchor), 1), 2 / (2 + self.beta))
         body = _before_scaling(self._head[0])
         if body is not None and len(anchor):
@@ -76,18 +77,18 @@ class Confusion(Generator):
         return negative + share * (anchor - negative)
 
     def _on_sphere(self, u: Tensor, v: Tensor) -> Tensor:
-        """Return the anchor's share (T, 1), from codes (T, C) before they are scaled."""
+        """Return the anchor's share (T, 1) in z, from codes (T, C) before scaling."""
         tiny = torch.finfo(u.dtype).tiny
         lu, lv = (x.norm(dim=1, keepdim=True).clamp_min(tiny**0.5) for x in (u, v))
         both = 2 * u / lu + self.beta * v / lv
         share = 2 / (2 + self.beta * lu / lv)
-        # opposite codes of equal weight: every point of the sphere is as good, and the real
-        # negative is one
+        # for opposite codes of equal weight all points of the sphere are minimisers; keep the real
+        # negative
         return torch.where(both.norm(dim=1, keepdim=True) < CANCELLED * (2 + self.beta), 0.0, share)
 
 
 def _before_scaling(head: nn.Module) -> nn.Sequential | None:
-    """Return a head without its last layer, which scales to unit length; None without one."""
+    """Return the head without its last layer if that scales to unit length, otherwise None."""
     if isinstance(head, Normalize):
         return nn.Sequential()
     if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], Normalize):
@@ -97,7 +98,7 @@ def _before_scaling(head: nn.Module) -> nn.Sequential | None:
 
 @contextmanager
 def _undisturbed(module: nn.Module) -> Iterator[None]:
-    """Keep a module in evaluation mode inside: no batch statistic moves, nothing is drawn."""
+    """Context manager that puts a module into evaluation mode, so that it keeps its statistics."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

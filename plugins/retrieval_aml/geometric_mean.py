@@ -1,4 +1,4 @@
-"""AML's objective as a loss on embeddings: Eq 7 with the adversarial pairs of Eq 9."""
+"""AML's objective as a loss on embeddings (Eq 7 with the adversarial pairs of Eq 9)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def best_scale(
 ) -> float:
     """Return t > 0 that minimises t Σ aᵢ (1 + α sᵢ(t)²) + d/t, with sᵢ(t) = βt²λᵢ² / (2 + βt²λᵢ²).
 
-    That is AML's objective at tM (Eq 11). In τ = log t each summand is convex: the logarithm of e^τ
-    s² has the slope g = 5 − 4s and the bend −8s(1 − s), and g² − 8s(1 − s) = 25 − 48s + 24s² is at
-    least 1 on [0, 1]. The derivative's one root is bracketed by the case α = 0, as 1 ≤ 1 + αs²(5 −
-    4s) ≤ 1 + 1.158α.
+    This is AML's objective at tM (Eq 11). Each summand is convex in τ = log t: the logarithm of e^τ
+    s² has the first derivative g = 5 − 4s and the second derivative −8s(1 − s), and g² − 8s(1 − s)
+    = 25 − 48s + 24s² is at least 1 on [0, 1]. The derivative has one root, which the case α = 0
+    brackets because 1 ≤ 1 + αs²(5 − 4s) ≤ 1 + 1.158α.
 
-    `moments` is aᵢ (C,), with a sum above 0, `eigenvalues` λᵢ (C,) of M, `dissimilar` d > 0.
+    `moments` are aᵢ (C,) with a sum above 0, `eigenvalues` are λᵢ (C,) of M, `dissimilar` is d > 0.
     """
     a, squared, d = moments.double(), eigenvalues.double().square(), dissimilar.double()
     high = (d / a.sum()).log() / 2
@@ -44,31 +44,31 @@ def best_scale(
 
 
 class GeometricMeanLoss(CheckedLoss):
-    """Similar pairs near by the metric, dissimilar ones by its inverse, with adversarial pairs.
+    """Makes similar pairs near by a metric and dissimilar ones by its inverse (AML's objective).
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11 (Eq 7 and Eq 9; Eq 12 corrected),
-    with the network in the place of the linear map. The metric is the embeddings' own covariance Σ:
-    it is M = Σ of the whitened embeddings, and with δ the difference of two embeddings,
+    with a network in place of the linear map. The metric of the whitened embeddings is M = Σ, the
+    covariance of the embeddings. For the difference δ of two embeddings the terms are
 
         similar:     ‖δ‖² + α ‖s(Σ) δ‖²,    s(λ) = βλ² / (2 + βλ²)
         dissimilar:  c ‖Σ⁻¹ δ‖²,            c = 1 + α (β / (2 + β))²
 
-    each averaged over its pairs, and the two added. On a linear head without bias over whitened
-    features, M = WᵀW, that *is* Eq 11, and its minimum is the metric of `aml.aml` (of `aml.gmml`
-    for α = 0).
+    The loss is the sum of their means over similar and dissimilar pairs. For a linear head without
+    bias over whitened features, M = WᵀW and the loss equals Eq 11; its minimum is the metric of
+    `aml.aml` (of `aml.gmml` for α = 0).
 
-    In a batch lacking similar or dissimilar pairs nothing is learned where `scale` is free. Every
-    batch should have well more items than embedding dimensions, as Σ is taken from it (with the
-    reference set, if there is one).
+    With `scale = "free"`, a batch without similar or without dissimilar pairs has no gradient. Σ is
+    computed from the batch (and the reference set, if there is one), so a batch should have clearly
+    more items than embedding dimensions.
 
     Args:
         alpha: α ≥ 0, weight of the adversarial pairs; 0 leaves Eq 7.
-        beta: β > 0, how near the adversarial pairs stay to the pairs that they come from.
-        ridge: ρ ≥ 0: Σ + ρ · (mean variance) · I takes Σ's place. Directions of much less variance
-            than that are left to fade; 0 needs more items than dimensions.
-        scale: "free": the loss of M = tΣ at the best t, so that the embeddings' scale has no say,
-            as heads that give unit vectors need. "fixed": t = 1, Eq 11 to the letter.
-        reducer: how the pairs' losses become one number, similar and dissimilar ones each; the mean
+        beta: β > 0; the larger, the nearer adversarial pairs stay to the original pairs.
+        ridge: ρ ≥ 0; Σ + ρ · (mean variance) · I replaces Σ. Directions with much less variance
+            than the ridge may fade; 0 needs more items than dimensions.
+        scale: "free" uses M = tΣ at the best t, so the scale of the embeddings has no effect, which
+            heads with unit output need. "fixed" uses t = 1, exactly Eq 11.
+        reducer: reduces the losses of similar and of dissimilar pairs to one number each; the mean
             by default.
     """
 
@@ -96,7 +96,7 @@ class GeometricMeanLoss(CheckedLoss):
         self.alpha, self.beta, self.ridge, self.scale = alpha, beta, ridge, scale
 
     def get_default_reducer(self) -> nn.Module:
-        """Return the mean."""
+        """Return the reducer that takes the mean."""
         return MeanReducer()  # type: ignore[no-any-return]
 
     def _sub_loss_names(self) -> list[str]:
@@ -110,7 +110,7 @@ class GeometricMeanLoss(CheckedLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Squares:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         pairs = (
             indices_utils.get_all_pairs_indices(
                 labels, None if ref_emb is embeddings else ref_labels
@@ -121,7 +121,7 @@ class GeometricMeanLoss(CheckedLoss):
         queries = len(embeddings)
         items = embeddings if ref_emb is embeddings else torch.cat([embeddings, ref_emb])
         mean = items.mean(0)
-        items = items - mean  # squares of differences lose fewer digits so
+        items = items - mean  # squares of differences lose fewer digits after centring
         size = items.shape[1]
         covariance = items.T @ items / max(len(items), 1)
         spread = covariance.diagonal().sum() / size
@@ -147,8 +147,8 @@ class GeometricMeanLoss(CheckedLoss):
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
         similar = _squares(items, queries, pairs[:2])
         if self.alpha:
-            # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ²: no eigenvectors to differentiate, so that ties
-            # do no harm
+            # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ² needs no eigenvectors, whose gradient fails for
+            # repeated eigenvalues
             k = self.beta * t**2 * metric @ metric + 2 * identity
             near = items - 2 * torch.linalg.solve(k, items.T).T
             similar = similar + self.alpha * _squares(near, queries, pairs[:2])
@@ -159,13 +159,13 @@ class GeometricMeanLoss(CheckedLoss):
 
 
 def _part(losses: Tensor, pairs: tuple[Tensor, Tensor], kind: str) -> dict[str, Any]:
-    if losses.numel() == 0:  # a reducer's mean of nothing would be NaN
+    if losses.numel() == 0:  # a reducer's mean of no losses would be NaN
         return {"losses": losses.sum(), "indices": None, "reduction_type": "already_reduced"}
     return {"losses": losses, "indices": pairs, "reduction_type": kind}
 
 
 def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
-    """Return ‖x_a − x_b‖² (P,) of pairs; b counts as in `_reference`."""
+    """Return ‖x_a − x_b‖² (P,) of pairs, where b indexes the rows of `_reference`."""
     q, r = x[:queries], _reference(x, queries)
     matrix = q.square().sum(1)[:, None] + r.square().sum(1) - 2 * (q @ r.T)
     return matrix[pairs].clamp_min(0)
@@ -180,7 +180,7 @@ def _mean_square_by_column(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -
 
 
 def _reference(x: Tensor, queries: int) -> Tensor:
-    """Return the rows after the queries; the queries themselves where there are none."""
+    """Return the rows after the queries, or the queries if there are no others."""
     return x[queries:] if len(x) > queries else x
 
 

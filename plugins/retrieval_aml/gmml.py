@@ -1,4 +1,4 @@
-"""GMML, geometric mean metric learning, and what AML shares with it: pairs, moments, matrices."""
+"""GMML (geometric mean metric learning), and the moments and matrix functions that AML shares."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from threadpoolctl import threadpool_limits
 
 Floats = NDArray[np.floating[Any]]
 BLOCK = 2**20
-"""How many pairs are differenced at a time, over the number of features."""
+"""Largest number of elements in a block of pairs' differences."""
 FLOOR = 1e-10
-"""Least eigenvalue of a moment, relative to the mean of its eigenvalues."""
+"""Lower bound of a moment's eigenvalues, relative to their mean."""
 ONE_THREAD = 200
-"""Up to so many features, one thread: several gain nothing on small matrices, and cost dearly where
-cores are busy.
+"""Up to this many features, BLAS is limited to one thread.
+
+On small matrices several threads are no faster, and much slower on busy cores.
 """
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,13 +32,13 @@ Prior = Literal["identity", "covariance"] | list[list[float]] | None
 
 @dataclass(frozen=True)
 class Moments:
-    """Means over pairs of (x − x′)(x − x′)ᵀ, and how many pairs there are.
+    """Means over pairs of (x − x′)(x − x′)ᵀ, and the numbers of pairs.
 
     Attributes:
-        similar: A, (F, F), over similar pairs.
-        dissimilar: B, (F, F), over dissimilar pairs.
-        n_similar: how many similar pairs.
-        n_dissimilar: how many dissimilar pairs.
+        similar: A (F, F), the mean over similar pairs.
+        dissimilar: B (F, F), the mean over dissimilar pairs.
+        n_similar: number of similar pairs.
+        n_dissimilar: number of dissimilar pairs.
     """
 
     similar: Floats
@@ -47,17 +48,19 @@ class Moments:
 
 
 def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
-    """Return the moments over all unordered pairs of items, from sums of classes.
+    """Return the moments over all unordered pairs of items, from sums over classes.
 
-    With the scatter S_c of class c about its mean m_c, of n_c of all n items, and the mean m of
-    all,
+    Let class c have n_c of the n items, mean m_c and scatter S_c about it, and let m be the mean of
+    all items. Then
 
         Σ over pairs in classes       = Σ_c n_c S_c
         Σ over pairs between classes  = Σ_c (n − n_c) S_c + n Σ_c n_c (m_c − m)(m_c − m)ᵀ,
 
-    sums of positive semi-definite terms, so that nothing cancels.
+    which are sums of positive semi-definite terms, so no digits cancel.
 
-    `x` is (N, F); `codes` (N,) are classes, 0 to C − 1, each with a member.
+    Args:
+        x: (N, F) features.
+        codes: (N,) class numbers 0 to C − 1; every class has a member.
     """
     n, features = x.shape
     counts = np.bincount(codes)
@@ -85,10 +88,7 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
 
 
 def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
-    """Return the moments over listed pairs.
-
-    `pairs` is (N, 2, F), `similar` (N,).
-    """
+    """Return the moments over pairs (N, 2, F), of which `similar` (N,) marks the similar ones."""
     sums = []
     for chosen in (similar, ~similar):
         rows = np.flatnonzero(chosen)
@@ -97,7 +97,7 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
 
 
 def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
-    """Return the moments over drawn pairs of two items, as in the papers' experiments."""
+    """Return the moments over randomly drawn pairs of items, as in the papers' experiments."""
     random = np.random.default_rng(seed)
     first = random.integers(0, len(x), n_pairs)
     second = random.integers(0, len(x) - 1, n_pairs)
@@ -114,7 +114,7 @@ def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, see
 
 
 def count_to_draw(n_pairs: int | Literal["paper"], classes: int) -> int:
-    """Return how many pairs to draw: "paper" is 1,000 C (C − 1) of C classes."""
+    """Return the number of pairs to draw; "paper" means 1,000 C (C − 1) for C classes."""
     return 1000 * classes * (classes - 1) if n_pairs == "paper" else int(n_pairs)
 
 
@@ -139,11 +139,11 @@ def symmetric(m: Floats) -> Floats:
 def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
     """Return H (F, F) with HHᵀ = A⁻¹ #_t B = L⁻ᵀ (Lᵀ B L)ᵗ L⁻¹ for A = LLᵀ.
 
-    That is the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1). At t = .5, the geometric
-    mean, it solves M A M = B (Zadeh et al., Eq 8 and 13).
+    HHᵀ is the point at t on the geodesic from A⁻¹ (t = 0) to B (t = 1). At t = .5 it is the
+    geometric mean, which solves M A M = B (Zadeh et al., Eq 8 and 13).
     """
     lower = np.linalg.cholesky(a)
-    # singular values of a factor keep the digits that eigenvalues of the product would lose
+    # singular values of a factor keep digits that eigenvalues of the product would lose
     _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)
     half: Floats = solve_triangular(lower, (right.T * values**t), trans="T", lower=True)
     return half
@@ -156,7 +156,7 @@ def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
 
 
 def lifted(m: Floats, unit: float) -> Floats:
-    """Return M with eigenvalues below `FLOOR` × unit raised to that; M itself where none is."""
+    """Return M with its eigenvalues raised to at least `FLOOR` × unit."""
     values, vectors = np.linalg.eigh(m)
     least = FLOOR * unit
     if values[0] >= least:
@@ -165,9 +165,9 @@ def lifted(m: Floats, unit: float) -> Floats:
 
 
 def spread_of(m: Floats) -> tuple[Floats, Floats]:
-    """Return orthonormal columns for where M has spread (F, R), and for the rest (F, F − R).
+    """Return orthonormal bases of the directions with spread (F, R) and without (F, F − R).
 
-    Spread is an eigenvalue above `FLOOR` × the mean of all.
+    A direction has spread if M's eigenvalue is above `FLOOR` × the mean of all eigenvalues.
     """
     values, vectors = np.linalg.eigh(m)
     wide = values > FLOOR * np.trace(m) / len(m)
@@ -177,7 +177,7 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
 
 
 def completed(half: Floats, still: Floats) -> Floats:
-    """Return the factor (F, F) of HHᵀ where it was learned, and of its geometric mean elsewhere."""
+    """Extend H to a factor (F, F); new directions get the geometric mean of H's singular values."""
     if not still.shape[1]:
         return half
     values = np.linalg.svd(half, compute_uv=False)
@@ -185,7 +185,7 @@ def completed(half: Floats, still: Floats) -> Floats:
 
 
 def components(half: Floats) -> Floats:
-    """Return C (F, F) with CᵀC = HHᵀ: scaled eigenvectors, the largest first, signs fixed."""
+    """Return C (F, F) with CᵀC = HHᵀ, whose rows are scaled eigenvectors, largest first."""
     values, vectors = eigen_of_factor(half)
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
@@ -193,22 +193,22 @@ def components(half: Floats) -> Floats:
 
 
 class PairLearner(LinearMap):
-    """A metric learned from the second moments of similar and dissimilar pairs; subclasses say how.
+    """Base of metrics from the second moments of similar and dissimilar pairs.
 
-    Parameters that every subclass has: `t`, `regularization`, `prior`, `n_pairs`, `standardize`,
-    `seed`, `random_state`.
+    Subclasses define `_learn`. Every subclass has the parameters `t`, `regularization`, `prior`,
+    `n_pairs`, `standardize`, `seed` and `random_state`.
 
     Attributes:
         components_: (F, F) the learned map: M's eigenvectors times the roots of its eigenvalues,
-            the largest first.
-        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
-            it.
-        scale_: (F,) what features are divided by before the metric is learned: 1 without
+            largest first.
+        mean_: (F,) mean of the training features, which `transform` subtracts; distances do not
+            depend on it.
+        scale_: (F,) standard deviations that features are divided by before learning; 1 without
             `standardize`.
-        n_similar_: how many similar pairs there were.
-        n_dissimilar_: how many dissimilar pairs there were.
-        converged_: whether the search met its tolerance; always true of a closed form.
-        n_iter_: iterations made; 0 for a closed form.
+        n_similar_: number of similar pairs.
+        n_dissimilar_: number of dissimilar pairs.
+        converged_: whether the search met its tolerance; always true for a closed form.
+        n_iter_: number of iterations; 0 for a closed form.
     """
 
     t: float
@@ -223,7 +223,7 @@ class PairLearner(LinearMap):
     n_iter_: int
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
-        """Return H (F, F), M = HHᵀ, and set `converged_` and `n_iter_`."""
+        """Return H (F, F) with M = HHᵀ, and set `converged_` and `n_iter_`."""
         raise NotImplementedError
 
     def __sklearn_tags__(self) -> Any:
@@ -232,14 +232,13 @@ class PairLearner(LinearMap):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Learn from features (N, F) and labels (N,): pairs of one class are similar.
+        """Learn from features (N, F) and labels (N,); pairs of one class are similar.
 
-        All pairs count, in closed form from sums of classes, unless `n_pairs` says how many to
-        draw.
+        All pairs are used, through sums over classes, unless `n_pairs` sets a number to draw.
 
         Raises:
-            ValueError: features are not finite, there is one class only, no class has two members,
-                no pair was drawn of one kind, or a parameter is out of its range.
+            ValueError: features are not finite, there is only one class, no class has two members,
+                no similar or no dissimilar pair was drawn, or a parameter is out of range.
         """
         self._refuse_parameters()
         raw, labels = validate_data(
@@ -256,19 +255,18 @@ class PairLearner(LinearMap):
         return self._fit(moments, x, raw.mean(axis=0), scale)
 
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
-        """Learn from pairs, knowing only whether each pair is similar.
+        """Learn from pairs that are only known to be similar or dissimilar.
 
-        `n_pairs` is not used here: every pair given counts once. The pairs' points take the part of
-        the features that `standardize`, the prior "covariance" and `mean_` need.
+        Every pair counts once; `n_pairs` is not used. The pairs' points serve as the features for
+        `standardize`, the prior "covariance" and `mean_`.
 
         Args:
             pairs: (N, 2, F) the two points of each pair.
-            similar: (N,) whether they are similar: true or false, 1 or 0, or 1 or −1 as the papers
-                have it.
+            similar: (N,) whether each pair is similar: True or False, 1 or 0, or 1 or −1.
 
         Raises:
             ValueError: shapes do not fit, numbers are not finite, all pairs are similar or all
-                dissimilar, no pair's points differ, or a parameter is out of its range.
+                dissimilar, the points of every pair are equal, or a parameter is out of range.
         """
         self._refuse_parameters()
         both, alike = _checked_pairs(pairs, similar)
@@ -392,9 +390,9 @@ def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArra
 
 
 def _definite(a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """Return both moments, eigenvalues lifted above 0 where they are not."""
+    """Return both moments, with eigenvalues raised above 0 if necessary."""
     units = np.trace(a) / len(a), np.trace(b) / len(b)
-    # points that differ in pairs of one kind only leave the other kind's moment 0
+    # if points differ only in pairs of one kind, the moment of the other kind is 0
     return lifted(symmetric(a), units[0] or units[1]), lifted(symmetric(b), units[1] or units[0])
 
 
@@ -413,30 +411,31 @@ def _refuse_missing(moments: Moments) -> None:
 class GMML(PairLearner):
     """A linear map under which similar pairs are near and dissimilar ones far, in closed form.
 
-    Zadeh et al., "Geometric Mean Metric Learning" (ICML 2016). With A and B the means of (x − x′)(x
-    − x′)ᵀ over similar and dissimilar pairs, the minimum of tr(A M) + tr(B M⁻¹) is the geometric
-    mean M = A⁻¹ # B; `t` moves along the geodesic from A⁻¹ to B, and `regularization` λ draws both
-    towards a prior M₀:
+    Zadeh et al., "Geometric Mean Metric Learning" (ICML 2016). Let A and B be the means of (x −
+    x′)(x − x′)ᵀ over similar and dissimilar pairs. The minimum of tr(A M) + tr(B M⁻¹) is the
+    geometric mean M = A⁻¹ # B. `t` moves M along the geodesic from A⁻¹ to B, and `regularization` λ
+    pulls both ends towards a prior M₀:
 
         M = (A + λ M₀⁻¹)⁻¹ #_t (B + λ M₀).
 
+    Directions in which no pair differs, such as a constant feature, are left out of the fit; there
+    M gets the geometric mean of its other eigenvalues. If only the pairs of one kind never differ
+    in a direction (fewer items than features), the eigenvalues of their moment are raised to 1e-10
+    of their mean. M is therefore always positive definite.
+
     Args:
-        t: where on the geodesic, 0 to 1: 0 is A⁻¹ alone (whitening within classes), .5 the
-            geometric mean, 1 is B alone. Worth tuning: small values, .1 to .3, are often better.
+        t: position on the geodesic, from 0 (A⁻¹, whitening within classes) over .5 (the geometric
+            mean) to 1 (B). Worth tuning; small values such as .1 to .3 are often better.
         regularization: λ, in the units of A and B, which are squared features.
-        prior: M₀: "identity" (also none), "covariance" (the inverse covariance of the features), or
-            a symmetric positive definite matrix. Without `regularization` it is not used.
-        n_pairs: none: all pairs of the training items, with no pair formed. Otherwise so many are
-            drawn with `seed`; "paper" draws 1,000 C (C − 1) of C classes.
-        standardize: whether each feature is first divided by its standard deviation; the map takes
-            that in, so features are given as they come. The result depends on the features' scales,
-            so use it where their units differ.
+        prior: M₀, one of "identity" (as `None`), "covariance" (the inverse covariance of the
+            features) and a symmetric positive definite matrix. Only used with `regularization`.
+        n_pairs: number of pairs to draw with `seed`. "paper" draws 1,000 C (C − 1) for C classes.
+            `None` uses all pairs of the training items, without forming them.
+        standardize: whether to divide each feature by its standard deviation before learning. The
+            learned map includes the scaling, so `transform` takes unscaled features. The result
+            depends on the features' scales, so use it if their units differ.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
-
-    Directions in which no pair differs (a constant feature) take no part; M has its own geometric
-    mean there. Where pairs of one kind never differ (fewer items than features), that moment's
-    eigenvalues are raised to 1e-10 of their mean. So M is always positive definite.
 
     Example:
         >>> from sklearn.datasets import load_wine

@@ -1,7 +1,7 @@
 """Adaptive neighbourhood metric learning: `LANML` and `PNCA`, and deep losses and miners.
 
 Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-exp mean need no
-torch to fit.
+torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Linear maps that separate each item's neighbours of its own class from the others."""
+    """Linear maps that bring each item nearer to its own class than to other classes."""
     from retrieval_anml import LANML, PNCA
 
     return {"lanml": LANML, "pnca": PNCA}
@@ -56,7 +56,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """The deep losses: DANML, and the losses that the paper improves, with the originals."""
+    """The deep losses: DANML, the losses that the paper improves, and their originals."""
     import retrieval_anml as own
 
     return {

@@ -20,28 +20,28 @@ from retrieval_anml.neighborhoods import Neighborhoods, Outer
 
 Floats = NDArray[np.floating[Any]]
 ONE_THREAD = 10_000_000
-"""Below so many pairs, one thread."""
+"""Below this many pairs, `fit` limits BLAS to one thread."""
 Count = Annotated[int, Field(ge=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NEAREST = 10
-"""How many neighbours of its class a query has for γ₁ < 0, as in the paper's experiments."""
+"""Default number of neighbours from a query's class for γ₁ < 0, as in the paper's experiments."""
 
 
 class NeighborhoodLearner(LinearMap):
-    """A linear map L (F, C), M = LLᵀ, found by L-BFGS; subclasses give the objective.
+    """A linear map L (F, C), M = LLᵀ, found by L-BFGS; subclasses define the objective.
 
-    Parameters that every subclass has: `standardize`, `n_components`, `max_queries`, `max_iter`,
-    `tol`, `seed`, `random_state`.
+    Every subclass has the parameters `standardize`, `n_components`, `max_queries`, `max_iter`,
+    `tol`, `seed` and `random_state`.
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
-        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
-            it.
-        objective_: the objective reached.
-        n_iter_: iterations made; as many as `max_iter` means that it stopped before `tol` was met.
-        n_queries_: how many items were queries.
+        mean_: (F,) mean of the training features, which `transform` subtracts; distances do not
+            depend on it.
+        objective_: value of the objective at the end.
+        n_iter_: number of iterations; if it equals `max_iter`, `fit` stopped before `tol` was met.
+        n_queries_: number of items that served as queries.
     """
 
     standardize: bool
@@ -64,15 +64,15 @@ class NeighborhoodLearner(LinearMap):
         """Learn from features (N, F) and labels (N,), which may be text.
 
         Raises:
-            ValueError: features are not finite, there is one class only, no class has two members,
-                or a parameter is out of its range.
+            ValueError: features are not finite, there is only one class, no class has two members,
+                or a parameter is out of range.
         """
         raw, codes = self._checked(X, y, reset=True)
         scale = deviations(raw) if self.standardize else np.ones(raw.shape[1])
         x = raw / scale
         loss = self._neighborhoods(x, codes, self.max_queries)
         start = self._start(x)
-        # several threads gain nothing on small products, and cost dearly where cores are busy
+        # on small products several threads are no faster, and much slower on busy cores
         with threadpool_limits(1 if loss.queries * len(x) < ONE_THREAD else None, user_api="blas"):
             result = minimize(
                 lambda flat: _flat(loss(flat.reshape(start.shape))),
@@ -96,18 +96,18 @@ class NeighborhoodLearner(LinearMap):
         return self
 
     def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
-        """Return what `fit` minimises, and its gradient (F, C), at a map L (F, C).
+        """Return the objective that `fit` minimises, and its gradient (F, C), at a map L (F, C).
 
-        All items are queries, whatever `max_queries` says, and the features are taken as they come,
-        whatever `standardize` says. Nothing needs to be fitted, and nothing is kept.
+        All items are queries and the features are used unscaled, independent of `max_queries` and
+        `standardize`. The learner need not be fitted and does not change.
 
         Args:
-            L: (F, C) the map, which is `components_` transposed.
+            L: (F, C) the map, the transpose of `components_`.
             X: (N, F) features.
             y: (N,) labels.
 
         Raises:
-            ValueError: as for `fit`, or the number of L's rows is not the number of X's columns.
+            ValueError: as for `fit`, or L does not have one row per column of X.
         """
         x, codes = self._checked(X, y, reset=False)
         point = check_array(L, dtype=np.float64)
@@ -135,7 +135,7 @@ class NeighborhoodLearner(LinearMap):
         return x, class_codes(labels, type(self).__name__)
 
     def _start(self, x: Floats) -> Floats:
-        """Return L₀ = N^(−1/4) V: V the identity, or for fewer columns the principal directions."""
+        """Return L₀ = N^(−1/4) V, where V is the identity, or the principal directions if C < F."""
         features = x.shape[1]
         width = features if self.n_components is None else self.n_components
         if not 1 <= width <= features:
@@ -174,57 +174,59 @@ def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
 
 
 class LANML(NeighborhoodLearner):
-    """A linear map under which most items' own class lies nearer than the other classes.
+    """A linear map that brings items nearer to their own class than to the other classes.
 
-    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, with the margin that it lacks
-    (without one M = 0 is optimal): it minimises
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, plus a margin (without one, M = 0
+    would be optimal). It minimises
 
         mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i)) + λ Ω(M),
-        d_ij = (x_i − x_j)ᵀ M (x_i − x_j),
+        d_ij = (x_i − x_j)ᵀ M (x_i − x_j).
 
-    b_γ the log-exp mean: a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω is
-    the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ where this takes the mean: its
-    λ is N times this one. γ₁ < 0 is LANML⁻, convex in M; γ₁ > 0 is LANML⁺, not convex; at γ₁ = 0 a
-    query looks at the mean of S_i, which is convex too.
+    b_γ is the log-exp mean, a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω
+    is the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ instead of averaging it, so
+    its λ is N times this one. γ₁ < 0 is LANML⁻, convex in M. γ₁ > 0 is LANML⁺, not convex. γ₁ = 0
+    uses the mean of S_i, which is convex too.
 
-    The log-exp means stand in for what the paper starts from, the mean of the K₁ nearest (or
-    farthest) similar and of the K₂ nearest dissimilar items (Eq 6, 10 and 11): `k1` and `k2` are
-    that hard form. It is continuous, but has kinks where distances tie, so L-BFGS may end a little
-    above its minimum.
+    The log-exp means are smooth forms of the paper's starting point, the mean of the K₁ nearest (or
+    farthest) similar items and of the K₂ nearest dissimilar items (Eq 6, 10 and 11). `k1` and `k2`
+    select this hard form. It is continuous, but has kinks where distances tie, so L-BFGS may end
+    slightly above its minimum.
 
-    An item whose class has no other member is nobody's query, only everybody's dissimilar item. A
-    feature that is constant takes no part. A class with fewer than `neighbors` + 1 members uses all
-    of them.
+    An item that is alone in its class is never a query, only a dissimilar item of all others. A
+    constant feature has no influence. A class with fewer than `neighbors` + 1 members uses all of
+    them.
 
     Args:
-        gamma1: γ₁: how a query's similar items are averaged; more negative listens more to the
-            farthest, more positive more to the nearest.
-        gamma2: γ₂ > 0: how its dissimilar items are averaged; the larger, the fewer of the nearest
-            it listens to. Near-hard behaviour among a few hundred needs 8 or more.
-        regularization: λ; the larger, the more the similar are pulled together whether they are
-            well placed or not.
-        margin: by how much (in squared distance) the dissimilar shall be farther.
-        neighbors: S_i: that many nearest of the class by the Euclidean distance before learning, or
-            "all"; none: 10 for γ₁ < 0 (with `k1`: k1 < 0) and all otherwise, as in the paper.
-        loss: ℓ: "hinge" [margin + x]₊, "smooth_hinge" the same with a parabola of `width` in place
-            of the kink, or "logistic" log(1 + e^(margin + x)).
-        width: of the smooth hinge's parabola.
-        standardize: whether each feature is first divided by its standard deviation, as in the
-            paper's experiments; the map takes that in, so features are given as they come. The γs
-            and the margin are compared with distances, and the search starts from one scale, so
-            without it scale the features yourself.
-        n_components: width C of the codes; none: the number of features.
-        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in
-            each class alike, and all others stay their neighbours. None: no limit. Time grows with
-            queries × items.
-        max_iter: most iterations of L-BFGS.
-        tol: least gain of an iteration that is worth another.
+        gamma1: γ₁, how a query's similar items are averaged. The more negative, the more weight the
+            farthest get; the more positive, the more weight the nearest get.
+        gamma2: γ₂ > 0, how its dissimilar items are averaged. The larger, the more weight the
+            nearest get; to act almost like a hard minimum over a few hundred items, it must be 8 or
+            more.
+        regularization: λ; the larger, the more similar items are pulled together, well placed or
+            not.
+        margin: squared distance by which dissimilar items should be farther away.
+        neighbors: size of S_i, the nearest items of the class by Euclidean distance before
+            learning, or "all". `None` means 10 for γ₁ < 0 (with `k1`: k1 < 0) and "all" otherwise,
+            as in the paper.
+        loss: ℓ, one of "hinge" [margin + x]₊, "smooth_hinge" (the kink replaced by a parabola of
+            `width`) and "logistic" log(1 + e^(margin + x)).
+        width: width of the smooth hinge's parabola.
+        standardize: whether to divide each feature by its standard deviation before learning, as in
+            the paper's experiments. The learned map includes the scaling, so `transform` takes
+            unscaled features. Without it, scale the features yourself, because the γs and the
+            margin depend on the scale of the distances.
+        n_components: output dimension C. `None` keeps the number of features.
+        max_queries: largest number of queries. If there are more items, this many are drawn with
+            `seed`, the same share of each class; the others remain neighbours. `None` means no
+            limit. Time grows with queries × items.
+        max_iter: largest number of L-BFGS iterations.
+        tol: L-BFGS stops when an iteration improves the objective by less than this, relatively.
         seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
-        k1: K₁α₁ of Eq 6, in the place of γ₁: the mean distance of that many nearest of S_i, or
-            below 0 of the farthest; at most all of S_i. None: the log-exp mean.
-        k2: K₂ of Eq 11, in the place of γ₂: the mean distance of that many nearest dissimilar
-            items. None: the log-exp mean.
+        k1: K₁α₁ of Eq 6, replaces γ₁: the mean distance of the k1 nearest items of S_i, or of the
+            −k1 farthest if negative; at most all of S_i. `None` uses the log-exp mean.
+        k2: K₂ of Eq 11, replaces γ₂: the mean distance of the k2 nearest dissimilar items. `None`
+            uses the log-exp mean.
 
     Example:
         >>> from sklearn.datasets import load_wine
@@ -324,35 +326,35 @@ class LANML(NeighborhoodLearner):
 
 
 class PNCA(NeighborhoodLearner):
-    """The linear map that makes a soft nearest neighbour's class right most often.
+    """A linear map that maximises the accuracy of a soft nearest-neighbour classifier.
 
-    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21: it minimises 1 − mean over i of
-    p_i, the share of items that the soft neighbour gets wrong, with
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21. It minimises 1 − mean over i of
+    p_i, the expected error of the soft nearest neighbour, with
 
         p_i = s_i / (s_i + Σ_{j ∈ D_i} e^{−d_ij}),
         s_i = |S_i| (mean over S_i of e^{−α d_ij})^{1/α}    ("mean")
         or s_i = (Σ over S_i of e^{−α d_ij})^{1/α}          ("sum")
 
-    The paper prints the sum; it saturates for a small α (p_i = 1 wherever the search starts, so
-    nothing is learned), and the mean form doesn't. Both are NCA (Goldberger et al., 2004) at α = 1.
-    A large α looks at the nearest of the class only, a small one at all of it. Not convex; the
-    search starts at M₀ = I / √N. An item whose class has no other member is nobody's query; a
-    feature that is constant takes no part.
+    The paper prints the sum, which saturates for a small α (p_i = 1 from the start, so nothing is
+    learned); the mean does not. Both are NCA (Goldberger et al., 2004) at α = 1. A large α looks
+    only at the nearest items of the class, a small one at the whole class. The objective is not
+    convex; the search starts at M₀ = I / √N. An item that is alone in its class is never a query. A
+    constant feature has no influence.
 
     Args:
         alpha: α > 0.
         form: "mean" or "sum", see above.
-        regularization: λ of the mean squared distance of queries to their class, which the paper
-            does not add; 0 for none.
-        standardize: whether each feature is first divided by its standard deviation, as in the
-            paper's experiments; the map takes that in, so features are given as they come. Without
-            it, scale the features yourself.
-        n_components: width C of the codes; none: the number of features.
-        max_queries: at most so many items are queries: beyond, so many are drawn with `seed`, in
-            each class alike, and all others stay their neighbours. None: no limit. Time grows with
-            queries × items.
-        max_iter: most iterations of L-BFGS.
-        tol: least gain of an iteration that is worth another.
+        regularization: λ, weight of the mean squared distance of queries to their class; the paper
+            has no such term.
+        standardize: whether to divide each feature by its standard deviation before learning, as in
+            the paper's experiments. The learned map includes the scaling, so `transform` takes
+            unscaled features. Without it, scale the features yourself.
+        n_components: output dimension C. `None` keeps the number of features.
+        max_queries: largest number of queries. If there are more items, this many are drawn with
+            `seed`, the same share of each class; the others remain neighbours. `None` means no
+            limit. Time grows with queries × items.
+        max_iter: largest number of L-BFGS iterations.
+        tol: L-BFGS stops when an iteration improves the objective by less than this, relatively.
         seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -385,8 +387,8 @@ class PNCA(NeighborhoodLearner):
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
     ) -> Neighborhoods:
         power = 1.0 if self.form == "mean" else 1 / self.alpha
-        # log s = |S|'s share − b_α(S), log Σ_D = log |D| − b_1(D): 1 − p is the sigmoid of their
-        # difference
+        # log s = power · log |S| − b_α(S) and log Σ_D = log |D| − b_1(D); 1 − p is the sigmoid of
+        # log Σ_D − log s
         return Neighborhoods(
             x,
             codes,

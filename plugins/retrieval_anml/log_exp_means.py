@@ -1,4 +1,4 @@
-"""The log-exp mean: a smooth passage from the smallest number over the mean to the largest."""
+"""The log-exp mean, which moves smoothly from the minimum over the mean to the maximum."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
 def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
     """Return b(γ) = −(1/γ) log(mean(e^{−γ a})), the log-exp mean (Song et al., Eq 12).
 
-    It *decreases* in γ (Lemma 2 has that reversed), from the largest number at γ = −∞ over the mean
-    at γ = 0 to the smallest at γ = ∞. It never overflows, and keeps its precision for any γ,
-    however near 0.
+    It *decreases* in γ (Lemma 2 has that reversed), from the maximum at γ = −∞ over the mean at γ =
+    0 to the minimum at γ = ∞. It does not overflow, and it is precise for every γ, even near 0.
 
     Args:
-        a: numbers, at least one along `axis`: a torch tensor, or anything that numpy takes.
-        gamma: γ, of either sign, also 0 and ±∞.
-        axis: the axis that is averaged away.
+        a: numbers, at least one along `axis`, as a torch tensor or an array-like.
+        gamma: γ, of either sign, including 0 and ±∞.
+        axis: axis to average over.
 
     Returns:
-        For a tensor a tensor that gradients flow through, otherwise a numpy array.
+        A differentiable tensor if `a` is a tensor, otherwise a numpy array.
 
     Raises:
-        ValueError: γ is NaN, or there is no number along the axis.
+        ValueError: γ is NaN, or the axis is empty.
     """
     gamma = float(gamma)
     if np.isnan(gamma):
@@ -62,8 +61,8 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
     mean = a.mean(axis, keepdims=True)
     t = -gamma * (a - mean)
     top = t.max(axis, keepdims=True)
-    # log(mean(e^t)) is about var(t)/2 for a small γ; there log1p and expm1 keep digits that log and
-    # exp would lose
+    # for a small γ, log(mean(e^t)) is about var(t)/2; log1p and expm1 keep digits that log and exp
+    # would lose
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         near = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
         far = (
@@ -86,8 +85,8 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
     t = -gamma * (a - mean)
     top = t.detach().amax(axis, keepdim=True)
     small = top < 1
-    # both branches are computed, so each gets numbers that it can take: a masked NaN would still
-    # spoil the gradient
+    # both branches are computed, so each gets valid inputs: even a masked NaN would make the
+    # gradient NaN
     near = torch.log1p(
         torch.expm1(torch.where(small, t, torch.zeros_like(t))).mean(axis, keepdim=True)
     )
@@ -98,18 +97,18 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
 def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) -> float:
     """Return the γ whose log-exp mean is the mean of the `k` smallest (Song et al., Theorem 3).
 
-    It says what a γ means: how many of a query's neighbours it listens to. For the `k` largest,
-    negate the numbers, and γ.
+    It translates a γ into a number of neighbours. For the `k` largest, negate both the numbers and
+    γ.
 
     Args:
         a: n numbers, not all equal.
-        k: how many; the theorem holds for 1 < k < n: k = 1 has γ = ∞ and k = n has γ = 0, which are
-            returned as such.
-        tol: how exact γ is, relative to itself.
+        k: how many of the smallest numbers. The theorem holds for 1 < k < n; k = 1 returns ∞ and k
+            = n returns 0.
+        tol: relative tolerance of γ.
 
     Raises:
-        ValueError: k is not between 1 and n, numbers are not finite, or ties leave no γ (the mean
-            of the k smallest is the smallest itself, or the mean of all).
+        ValueError: k is not between 1 and n, numbers are not finite, or because of ties there is no
+            such γ (the mean of the k smallest equals the minimum or the mean of all).
     """
     values = np.sort(np.asarray(a, dtype=np.float64).ravel())
     n = len(values)

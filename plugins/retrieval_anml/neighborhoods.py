@@ -1,4 +1,4 @@
-"""The objective that LANML and PNCA share, and its gradient, block by block over the classes.
+"""The objective of LANML and PNCA and its gradient, computed in blocks of queries.
 
 With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items of a query i, and b the
 log-exp mean:
@@ -6,13 +6,14 @@ log-exp mean:
     f(L) = mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i) + offset_i)  +  λ Ω(LLᵀ)
     ∇f   = 2 Xᵀ (diag(W1 + Wᵀ1) − W − Wᵀ) X L  +  λ ∇Ω,        W_ij = ∂f / ∂d_ij
 
-(Song et al., Eqs 19–21, with the sign and the margin mended.) Either b may be the mean of the K
-smallest or largest distances instead (Eq 6, and f is then Eq 11): W_ij is ℓ′/K for those, and ∇f a
-subgradient where two distances tie. W is made for a block of queries against all items, used and
-thrown away: memory is a few blocks and N × F, never N × N. A block's queries are of one class, or
-of many classes that are small: then distances to all items are taken, and the own class is left out
-afterwards, since copying the
-other classes costs more than comparing a few queries with their own.
+(Song et al., Eqs 19–21, with sign and margin corrected.) Either b may instead be the mean of the K
+smallest or largest distances (Eq 6, and f is then Eq 11). Then W_ij is ℓ′/K for these distances,
+and ∇f is a subgradient where two distances tie.
+
+W is computed for a block of queries against all items and then discarded, so memory holds a few
+blocks and N × F numbers, never N × N. The queries of a block belong to one class, or to many small
+classes. For small classes, distances to all items are computed and the own class is left out
+afterwards, because copying the other classes would cost more.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ Floats = NDArray[np.floating[Any]]
 Name = Literal["hinge", "smooth_hinge", "logistic", "identity", "sigmoid"]
 Ints = NDArray[np.intp]
 NEGLIGIBLE = -37.0
-"""e to this is half a unit in the last place of 1."""
+"""Exponent below which e^t, added to 1, is lost to float64 rounding."""
 BLOCK = 1 << 21
-"""How many distances are held at a time: 16 MB."""
+"""Largest number of distances in memory at a time (16 MB)."""
 
 
 @dataclass(frozen=True)
 class Outer:
-    """ℓ(x), where x > 0 is a query whose similar items reach further than its dissimilar ones.
+    """The outer loss ℓ(x); x > 0 if a query's similar items are farther than its dissimilar ones.
 
     Args:
-        name: "hinge" [m + x]₊, "smooth_hinge" the same with a parabola over `width` in place of the
-            kink, "logistic" log(1 + e^{m + x}), "identity" x, "sigmoid" 1 / (1 + e^{−x}).
+        name: "hinge" [m + x]₊, "smooth_hinge" (the kink replaced by a parabola of `width`),
+            "logistic" log(1 + e^{m + x}), "identity" x, or "sigmoid" 1 / (1 + e^{−x}).
         margin: m.
-        width: over how much of m + x the smooth hinge's slope grows from 0 to 1.
+        width: range of m + x over which the smooth hinge's slope grows from 0 to 1.
     """
 
     name: Name = "smooth_hinge"
@@ -52,11 +53,11 @@ class Outer:
 
     @property
     def floor(self) -> float:
-        """At and below this x, ℓ and its slope are exactly 0."""
+        """The largest x at which ℓ and its slope are exactly 0."""
         return -self.margin if self.name in ("hinge", "smooth_hinge") else -np.inf
 
     def __call__(self, x: Floats) -> tuple[Floats, Floats]:
-        """Return ℓ and its slope at each x, a subgradient at the hinge's kink."""
+        """Return ℓ and its slope at each x; at the hinge's kink the slope is a subgradient."""
         if self.name == "identity":
             return x, np.ones_like(x)
         if self.name == "sigmoid":
@@ -72,12 +73,12 @@ class Outer:
 
 
 def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return each row's log-exp mean (B,), and its derivative by each number (B, K).
+    """Return each row's log-exp mean (B,) and its derivatives by the row's elements (B, K).
 
-    `skip` (B,) is one column per row that does not count: a query is not its own neighbour.
+    `skip` (B,) is one column per row to leave out, since a query is not its own neighbour.
     """
     count = d.shape[1] - (skip is not None)
-    flat = abs(gamma) < 1e-8  # nearer 0 than rounding lets the two differ
+    flat = abs(gamma) < 1e-8  # here the log-exp mean equals the mean up to rounding
     e = np.zeros_like(d) if flat else d * -gamma
     if skip is not None:
         e[np.arange(len(d)), skip] = -np.inf
@@ -91,12 +92,11 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
 
 
 def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return each row's mean of the k smallest (k < 0: −k largest), and 1/|k| where they stand.
+    """Return each row's mean of its k smallest elements (B,) and its derivatives (B, K).
 
-    Song et al., Eq 6, r(S, θ, x, Kα). As Eq 10 writes it, it is the least (greatest) mean of any
-    |k| of the numbers.
-
-    A row that has fewer takes all; `skip` is as in `soft_radius`.
+    Song et al., Eq 6, r(S, θ, x, Kα). A negative k takes the −k largest. A row with fewer elements
+    uses all; `skip` is as in `soft_radius`. The derivatives are 1/|k| at the selected elements and
+    0 elsewhere.
     """
     ranked = d if k > 0 else -d
     if skip is not None:
@@ -110,7 +110,7 @@ def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Fl
 
 
 def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return −(each row's mean of the k largest), ones where they stand (B, K), and their count."""
+    """Return −(mean of each row's k largest), ones at their places (B, K), and their number."""
     count = min(k, t.shape[1])
     places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
     ends = np.arange(0, places.size + 1, count)
@@ -121,8 +121,8 @@ def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
 def exponentials(t: Floats) -> tuple[Any, Floats]:
     """Return e^t (B, K) and each row's sum (B,), for t ≤ 0 with a 0 in each row.
 
-    What cannot change a sum in float64 is left out, and where that is most of it, as it is in large
-    data under a sharp γ₂, the rest is a sparse array.
+    If most terms are too small to change a sum in float64, as in large data with a large γ₂, the
+    result is a sparse array of the others.
     """
     seen = t > NEGLIGIBLE
     if np.count_nonzero(seen) > t.size // 8:
@@ -137,13 +137,13 @@ def exponentials(t: Floats) -> tuple[Any, Floats]:
 
 
 def is_small(queries: int, count: int, items: int) -> bool:
-    """Return whether a class is so small that it goes together with others."""
+    """Return whether a class is small enough to be computed together with others."""
     return queries <= 64 and count <= items // 8
 
 
 @dataclass(frozen=True)
 class _Class:
-    """The items `start` to `stop` of one class; queries and neighbours count from `start`."""
+    """The items `start` to `stop` of one class; queries and neighbours are counted from `start`."""
 
     start: int
     stop: int
@@ -161,12 +161,12 @@ class _Class:
 
 @dataclass(frozen=True)
 class _Small:
-    """Queries of many classes of `count` items each; rows are those of all items.
+    """Queries of many classes that have `count` items each, as rows of all items.
 
     Attributes:
-        queries: (Q,) rows.
-        neighbors: (Q, k) the rows of each query's S_i.
-        members: (Q, count) the rows of its class.
+        queries: (Q,) rows of the queries.
+        neighbors: (Q, k) rows of each query's S_i.
+        members: (Q, count) rows of each query's class.
     """
 
     queries: Ints
@@ -179,21 +179,21 @@ class Neighborhoods:
 
     Args:
         x: (N, F) float64 features.
-        codes: (N,) class of each, 0 to C − 1, at least two classes, one of them with two members.
-        gamma1: γ₁, of the similar; 0 for their mean.
-        gamma2: γ₂ > 0, of the dissimilar.
+        codes: (N,) class numbers 0 to C − 1; at least two classes, one of them with two members.
+        gamma1: γ₁ of the similar items; 0 for their mean.
+        gamma2: γ₂ > 0 of the dissimilar items.
         outer: ℓ.
-        neighbors: how many nearest items of its class, by the Euclidean distance of `x`, are a
-            query's S_i; None: all.
+        neighbors: size of S_i, the nearest items of a query's class by the Euclidean distance of
+            `x`. `None` means the whole class.
         regularization: λ of Ω, the mean squared distance of a query to its S_i.
-        offset: from |S_i| and |D_i| to offset_i.
-        queries: how many items, drawn with `seed` in each class alike, are queries; None: all.
-            Whatever it is, every item is a neighbour of the others, and the only member of a class
-            is never a query.
-        seed: see `queries`.
-        k1: K₁α₁ ≠ 0 in the place of γ₁: the mean of that many smallest distances to S_i, or below 0
-            largest; at most all.
-        k2: K₂ > 0 in the place of γ₂: the mean of that many smallest distances to D_i; at most all.
+        offset: maps |S_i| and |D_i| to offset_i.
+        queries: about how many items to draw as queries with `seed`, the same share of each class.
+            `None` means all. Items that are not queries remain neighbours, and the only member of a
+            class is never a query.
+        seed: seed of the choice of queries.
+        k1: K₁α₁ ≠ 0, replaces γ₁ by the mean of the k1 smallest distances to S_i, or the −k1
+            largest if negative; at most all.
+        k2: K₂ > 0, replaces γ₂ by the mean of the k2 smallest distances to D_i; at most all.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Neighborhoods:
         self.gamma1, self.gamma2, self.outer = gamma1, gamma2, outer
         self.k1, self.k2 = k1, k2
         self.regularization, self.offset = regularization, offset
-        # no distance depends on the mean, and |a|² + |b|² − 2ab is most precise around 0
+        # distances do not depend on the mean, and |a|² + |b|² − 2ab is most precise near 0
         self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
@@ -249,7 +249,7 @@ class Neighborhoods:
             start += count
 
     def _spread(self) -> Floats:
-        """Return A (F, F), Ω(M) = tr(A M): the mean (x_i − x_j)(x_i − x_j)ᵀ of queries and S_i."""
+        """Return A of Ω(M) = tr(A M), the mean (x_i − x_j)(x_i − x_j)ᵀ over queries and S_i."""
         total = np.zeros((self.x.shape[1],) * 2)
         for c in self.classes:
             x = self.x[c.start : c.stop]
@@ -270,7 +270,7 @@ class Neighborhoods:
         z = self.x @ L
         square = np.einsum("ij,ij->i", z, z)[:, None]
         ones = np.ones_like(square)
-        # one product gives −2ab + |a|² + |b|²
+        # one product of these computes −2ab + |a|² + |b|²
         left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
         gradient, total = np.zeros_like(z), 0.0
         for c in self.large:
@@ -289,9 +289,9 @@ class Neighborhoods:
         return float(value), out
 
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
-        """Add a class's queries to the gradient in z; return the sum of their ℓ."""
+        """Add the contribution of a class's queries to the gradient by z; return the sum of ℓ."""
         rivals = np.concatenate([right[: c.start], right[c.stop :]])
-        # Σ_i W_ij z_i and Σ_i W_ij, for each j of D_i
+        # Σ_i W_ij z_i and Σ_i W_ij for each j in D_i
         pushed = np.zeros((len(rivals), z.shape[1] + 1))
         own, total = z[c.start : c.stop], 0.0
         offset = self.offset(c.similar, len(rivals))
@@ -309,8 +309,8 @@ class Neighborhoods:
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
             least = -top / sharpness
-            # b_{γ₂} and a mean of K₂ ≥ the smallest distance: whoever is far enough from that costs
-            # nothing, and no exponential
+            # b_{γ₂}, or a mean of K₂, is at least the smallest distance, so a query whose smallest
+            # distance is large enough has ℓ = 0 and needs no exponentials
             alive = radius - least + offset > self.outer.floor
             if not alive.any():
                 continue
@@ -326,7 +326,7 @@ class Neighborhoods:
             reach, e, mass = self._reach(t, top, least, len(rivals))
             loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
-            # A row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out.
+            # a row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out
             part = own[query]
             scale = (slope / mass)[:, None]
             pushed -= e.T @ (scale * np.hstack([part, np.ones_like(scale)]))
@@ -344,7 +344,7 @@ class Neighborhoods:
     def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
-        """Add small classes' queries to the gradient and to `pushed`; return the sum of their ℓ."""
+        """Add small classes' contributions to the gradient and to `pushed`; return the sum of ℓ."""
         dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
         offset, total = self.offset(similar, dissimilar), 0.0
         sharpness = self.gamma2 if self.k2 is None else 1.0
@@ -394,7 +394,7 @@ class Neighborhoods:
     def _reach(
         self, t: Floats, top: Floats, least: Floats, dissimilar: int
     ) -> tuple[Floats, Any, Floats]:
-        """Return b of each D_i (B,), W's rows up to a factor (B, K), and their sums (B,)."""
+        """Return b of each D_i (B,), the rows of W up to a factor (B, K), and their sums (B,)."""
         if self.k2 is not None:
             return largest(t, min(self.k2, dissimilar))
         t -= top[:, None]
@@ -404,7 +404,7 @@ class Neighborhoods:
     def _similar(
         self, own: Floats, query: Ints, near: Ints | None, a: Floats, b: Floats
     ) -> tuple[Floats, Any]:
-        """Return b_{γ₁} of each S_i (B,), and its derivative by each distance (B, class)."""
+        """Return b_{γ₁} of each S_i (B,) and its derivatives by the distances in the class."""
         if near is not None:
             difference = own[query, None] - own[near]
             radius, weights = self._radius(np.einsum("ijk,ijk->ij", difference, difference))
@@ -421,14 +421,14 @@ class Neighborhoods:
 
 
 class _Waiting:
-    """Adds Wᵀ [z 1] of sparse blocks of W to `pushed`, many blocks at once."""
+    """Collects sparse blocks of W and adds their Wᵀ [z 1] to `pushed`, many blocks at once."""
 
     def __init__(self, pushed: Floats) -> None:
         self.pushed = pushed
         self.blocks: list[tuple[Any, Floats]] = []
 
     def add(self, weights: Any, part: Floats) -> None:
-        """Add a block of W (B, N), sparse or not, whose queries are `part` (B, C + 1)."""
+        """Add a block of W (B, N), dense or sparse, with its queries' rows of [z 1] (B, C + 1)."""
         if isinstance(weights, np.ndarray):
             self.pushed += weights.T @ part
             return
@@ -437,7 +437,7 @@ class _Waiting:
             self.empty()
 
     def empty(self) -> None:
-        """Add what waits."""
+        """Add the collected blocks to `pushed`."""
         if self.blocks:
             weights, parts = zip(*self.blocks, strict=True)
             self.pushed += vstack(weights, format="csr").T @ np.concatenate(parts)
@@ -445,7 +445,7 @@ class _Waiting:
 
 
 def _together(classes: list[_Class]) -> _Small:
-    """Return the queries of classes of one size."""
+    """Combine the queries of classes that have the same size."""
     queries, neighbors, members = [], [], []
     for c in classes:
         own = np.arange(c.count)
@@ -459,7 +459,7 @@ def _together(classes: list[_Class]) -> _Small:
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
-    """Return the `count` nearest of x (N, F) to each chosen item, without itself."""
+    """Return rows of the `count` items of x (N, F) nearest to each chosen item, without itself."""
     square = np.einsum("ij,ij->i", x, x)
     nearest = np.empty((len(chosen), count), dtype=np.intp)
     rows = max(1, BLOCK // len(x))

@@ -1,17 +1,17 @@
 """The gap between an anchor's positive and negative neighbourhoods, and its derivative.
 
-With similarities s, larger is closer, positives S and negatives D of an anchor:
+For similarities s (larger is closer) and an anchor's positives S and negatives D, the gap is
 
     x = 1/γ₁ · log( [e^{−γ₁ p} + Σ_S e^{−γ₁ s}] / (|S| + 1) )
       + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
 (Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22 in similarities; γ₁ is
-the size of the paper's negative γ₁.) The first term is, softly, minus the least similarity of the
-positives, the second the greatest of the negatives. A threshold may be left out, with its 1 in the
-count; sums may replace the means (equation 25).
+the absolute value of the paper's negative γ₁.) The first term is a soft form of minus the smallest
+similarity of the positives, the second of the largest similarity of the negatives. A threshold may
+be left out, together with its 1 in the count. Sums may replace the means (equation 25).
 
-The derivative of x is a row of softmax weights. It is made together with x and in the place of the
-similarities: autograd would keep some ten matrices of the batch's size.
+The derivative of x is a row of softmax weights. It is computed together with x and overwrites the
+similarities; autograd would keep about ten matrices of the batch's size.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from retrieval.plugin import listed_pairs
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# similarities worked on at a time: what a processor's cache holds
+# number of similarities per block, which fit a processor's cache
 BLOCK = 1 << 18
-# what F.normalize divides by at the least
+# smallest length that F.normalize divides by
 SHORTEST = 1e-12
-# below, the logarithm of a mean of exponentials comes from exponentials less 1: dividing its
-# rounding by γ would show
+# below this γ, the logarithm of a mean of exponentials is computed with expm1, because its rounding
+# error is divided by γ
 SMALL_GAMMA = 0.5
 
 
 @dataclass
 class Columns:
-    """Some references of each anchor.
+    """For each anchor a list of references, such as its positives.
 
     Attributes:
-        values: (P,) indices of references, anchor after anchor; anchors of one label share theirs.
-        start: (B,) where an anchor's begin in it.
-        count: (B,) how many they are.
+        values: (P,) indices of references, list after list; anchors of one label share a list.
+        start: (B,) start of each anchor's list in `values`.
+        count: (B,) length of each anchor's list.
     """
 
     values: Tensor
@@ -49,7 +49,7 @@ class Columns:
     count: Tensor
 
     def rows(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Return these anchors' columns (last − first, M), padded, and False for padding."""
+        """Return these anchors' padded lists (last − first, M), and a mask without padding."""
         start, count = self.start[first:last, None], self.count[first:last, None]
         step = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
         member = step < count
@@ -57,12 +57,12 @@ class Columns:
 
 
 class LabelPairs:
-    """Every pair: the same label is positive, another label negative.
+    """All pairs; a pair is positive if the labels are equal, otherwise negative.
 
     Args:
-        labels: (B,) of the anchors.
-        ref_labels: (R,) of what they are compared with; None: the batch itself, where no item is
-            its own positive.
+        labels: (B,) labels of the anchors.
+        ref_labels: (R,) labels of the references. `None` compares the batch with itself, where no
+            item is its own positive.
     """
 
     def __init__(self, labels: Tensor, ref_labels: Tensor | None) -> None:
@@ -83,12 +83,12 @@ class LabelPairs:
 
 
 class ListedPairs:
-    """The pairs that a miner listed, each counted once however often it is listed.
+    """The pairs that a miner listed; duplicates count once.
 
     Args:
         indices: three or four index tensors, see `retrieval.plugin.Miner`.
-        shape: B and R.
-        device: where the embeddings are.
+        shape: B and R, the numbers of anchors and references.
+        device: device of the embeddings.
 
     Raises:
         ValueError: the indices are not three or four tensors, or one is out of range.
@@ -116,15 +116,15 @@ def _columns(anchors: Tensor, partners: Tensor, shape: tuple[int, int]) -> Colum
 
 @dataclass(frozen=True)
 class Rule:
-    """What turns an anchor's similarities into its gap.
+    """Parameters of the gap.
 
     Attributes:
-        gamma1: ≥ 0, of the positives: 0 is their mean, infinity the least similar.
-        gamma2: ≥ 0, of the negatives: 0 is their mean, infinity the most similar.
-        positive_threshold: p, a similarity that joins the positives, or None.
-        negative_threshold: q, a similarity that joins the negatives, or None.
-        average: means of exponentials; otherwise sums, which take 0 < γ.
-        epsilon: keep only the pairs of the Multi-Similarity miner with this margin; None keeps all.
+        gamma1: γ₁ ≥ 0 of the positives: 0 is their mean, infinity the least similar.
+        gamma2: γ₂ ≥ 0 of the negatives: 0 is their mean, infinity the most similar.
+        positive_threshold: p, a similarity added to the positives, or `None`.
+        negative_threshold: q, a similarity added to the negatives, or `None`.
+        average: whether to take means of exponentials, otherwise sums, which need γ > 0.
+        epsilon: margin of the Multi-Similarity miner, whose pairs are kept; `None` keeps all pairs.
     """
 
     gamma1: float
@@ -138,25 +138,25 @@ class Rule:
 def soft_maximum(
     values: Tensor, count: Tensor, gamma: float, threshold: float | None, average: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return 1/γ · log(mean of e^{γ a}) of each row, or of the sum, and its derivative.
+    """Compute 1/γ · log(mean of e^{γ a}) per row, or with a sum, and its unscaled derivative.
 
-    That is equation 12 with the signs of a and b turned; at γ = 0 its limit, the mean, at infinity
-    the maximum.
+    This is equation 12 with the signs of a and b reversed; its limits are the mean at γ = 0 and the
+    maximum at γ = ∞.
 
     Args:
-        values: (B, M), −∞ where it does not count; is overwritten by the derivative.
-        count: (B,), how many count.
-        gamma: ≥ 0.
-        threshold: counts as one more value of each row; or None.
-        average: mean or sum of the exponentials.
+        values: (B, M) numbers a, −∞ for those left out; the derivative overwrites them.
+        count: (B,) how many values of each row are not left out.
+        gamma: γ ≥ 0.
+        threshold: one more value for every row, or `None`.
+        average: whether to use the mean of the exponentials or their sum.
 
     Returns:
-        (B,), −∞ for a row where nothing counts, and (B,): multiply the derivative by this.
+        The result (B,), −∞ for an empty row, and factors (B,) to multiply the derivative's rows by.
     """
     number = (count if threshold is None else count + 1).to(values.dtype).clamp(min=1)
     if values.shape[1] == 0:
         constant = -math.inf if threshold is None else threshold
-        # one exponential: its sum is its mean
+        # with one exponential, sum and mean are equal
         return values.new_full(number.shape, constant), torch.zeros_like(number)
     top = values.amax(1)
     empty = top == -math.inf
@@ -189,7 +189,7 @@ def soft_maximum(
             empty, 0.0
         )
 
-    # softmax of nothing is NaN; these weights are multiplied by 0
+    # softmax of an empty row is NaN; these weights are multiplied by 0
     values[:, 0].masked_fill_(empty, 0.0)
     torch.softmax(values.mul_(gamma), 1, out=values)
     # the largest weight is 1 / Σ e^{γ (a − top)}
@@ -203,18 +203,17 @@ def soft_maximum(
 
 
 def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return the gap of each anchor of a block, and overwrite its similarities by the derivative.
+    """Return the gaps of a block of anchors; the derivative overwrites their similarities.
 
     Args:
-        block: (n, R), similarities of the anchors from `first` on.
-        pairs: which count.
+        block: (n, R) similarities of the anchors from `first` on.
+        pairs: the positive and negative pairs.
         first: index of the first anchor.
-        rule: how.
+        rule: parameters of the gap.
 
     Returns:
-        The gaps (n,), 0 where undefined, and bool (n,) where they are defined: where the anchor has
-            a pair, and one on
-        either side that has no threshold.
+        The gaps (n,), 0 where undefined, and a mask (n,) of the defined ones. A gap is defined if
+        the anchor has a pair, and at least one on each side without a threshold.
     """
     last = first + len(block)
     place, member = pairs.positives(first, last)
@@ -253,14 +252,15 @@ def gap_of_rows(block: Tensor, pairs: Pairs, first: int, rule: Rule) -> tuple[Te
 def _mine(positive: Tensor, negative: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """Set to −∞ the pairs that the Multi-Similarity miner drops; return how many are left.
 
-    Positives, which come with their sign turned, are kept where the most similar negative is nearer
-    than ε beyond them; negatives where the least similar positive is less than ε beyond them.
+    A positive is kept if its similarity minus ε is below that of the most similar negative, a
+    negative if its similarity plus ε is above that of the least similar positive. `positive` holds
+    negated similarities.
     """
     none = positive.new_full((len(positive),), -math.inf)
     least = -(positive.amax(1) if positive.shape[1] else none)
     most = negative.amax(1) if negative.shape[1] else none
     positive.masked_fill_(-positive >= (most + epsilon)[:, None], -math.inf)
-    # a subtraction and a scalar threshold: comparing and filling by a mask takes four times as long
+    # subtraction with a scalar threshold is four times as fast as comparing and masking
     border = (least - epsilon)[:, None]
     torch.threshold_(negative.sub_(border), 0.0, -math.inf)
     kept = (torch.sign(negative).sum(1) + negative.shape[1]) / 2
@@ -274,12 +274,12 @@ def _negated(threshold: float | None) -> float | None:
 
 def _blocks(shape: tuple[int, int]) -> list[tuple[int, int]]:
     step = max(1, BLOCK // max(shape[1], 1))
-    # one empty block where there is no anchor at all
+    # without anchors there is one empty block
     return [(first, min(first + step, shape[0])) for first in range(0, max(shape[0], 1), step)]
 
 
 class _GapOfSimilarities(torch.autograd.Function):
-    """(B, R) similarities → (B,) gaps, (B,) defined."""
+    """Similarities (B, R) → gaps (B,) and the mask of defined ones (B,)."""
 
     @staticmethod
     def forward(ctx: Any, similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
@@ -298,7 +298,7 @@ class _GapOfSimilarities(torch.autograd.Function):
 
 
 class _GapOfCosines(torch.autograd.Function):
-    """Cosines of (B, C) with (R, C), or of a batch with itself → (B,) gaps, (B,) defined."""
+    """Embeddings (B, C) and (R, C), or one batch → gaps of cosines (B,) and their mask (B,)."""
 
     @staticmethod
     def forward(
@@ -337,16 +337,16 @@ class _GapOfCosines(torch.autograd.Function):
 
 
 def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of length 1, as F.normalize does, and their lengths (B, 1)."""
+    """Scale rows to length 1 as F.normalize does; return them and their lengths (B, 1)."""
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp_min(SHORTEST)
     return x / lengths, lengths
 
 
 def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
-    """Overwrite a unit vector's gradient by its vector's, in blocks."""
+    """Turn the gradient by unit vectors into that by the vectors, in place and in blocks."""
     for i, j in _blocks((len(unit), unit.shape[1])):
         along = torch.einsum("bc,bc->b", gradient[i:j], unit[i:j])[:, None]
-        # a row that is too short was divided by a constant
+        # rows shorter than `SHORTEST` were divided by a constant
         gradient[i:j].addcmul_(
             unit[i:j], along.masked_fill_(lengths[i:j] <= SHORTEST, 0.0), value=-1
         )
@@ -354,9 +354,9 @@ def _through_unit(gradient: Tensor, unit: Tensor, lengths: Tensor) -> Tensor:
 
 
 def gap_of_similarities(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return each anchor's gap and where it is defined, from similarities.
+    """Return each anchor's gap (B,) and the mask of defined gaps, from similarities (B, R).
 
-    Gaps are 0 where undefined; differentiable once.
+    Undefined gaps are 0. The gaps can be differentiated once, not twice.
     """
     gaps: tuple[Tensor, Tensor] = _GapOfSimilarities.apply(similarity, pairs, rule)
     return gaps
@@ -365,9 +365,10 @@ def gap_of_similarities(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[T
 def gap_of_cosines(
     query: Tensor, reference: Tensor | None, pairs: Pairs, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Return the same from cosines, in memory of one B × R matrix and the unit vectors.
+    """Return each anchor's gap and the mask from the embeddings' cosines.
 
-    `reference` is None for the batch itself.
+    Memory holds one B × R matrix and the unit vectors. A `reference` of `None` compares the batch
+    with itself.
     """
     gaps: tuple[Tensor, Tensor] = _GapOfCosines.apply(query, reference, pairs, rule)
     return gaps

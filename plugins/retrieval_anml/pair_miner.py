@@ -1,4 +1,4 @@
-"""The Multi-Similarity miner, which the paper uses with all its losses."""
+"""The Multi-Similarity miner, which the paper uses with all of its losses."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 
 class PairMiner(BaseMiner):
-    """Hard pairs: positives about as far as some negative, negatives about as near as a positive.
+    """Hard pairs: positives not nearer than the nearest negative by ε, and negatives conversely.
 
     Wang, Han, Huang, Dong & Scott, "Multi-Similarity Loss with General Pair Weighting for Deep
     Metric Learning", CVPR 2019, equations 11 and 12; section 7.2.1 of Song, Nie, Han & Li uses it.
-    The pairs are those of `pml.multi_similarity`, found without sorting. With `anml.danml` use
+    The pairs are those of `pml.multi_similarity`, found without sorting. For `anml.danml`, use
     `anml.danml_mined` instead, which needs no lists of pairs.
 
     Args:
-        epsilon: ε, in the unit of the distance.
+        epsilon: ε, in units of the distance.
         distance: how two embeddings are compared; the cosine by default.
     """
 
@@ -45,7 +45,7 @@ class PairMiner(BaseMiner):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return pairs, in float32 or float64 under autocast too; see `retrieval.plugin.Miner`."""
+        """Return pairs, computed in at least float32 even under autocast; see `Miner`."""
         query = full_precision(embeddings)
         reference = None if ref_emb is None or ref_emb is embeddings else full_precision(ref_emb)
         with torch.autocast(device_type=query.device.type, enabled=False):
@@ -56,7 +56,7 @@ class PairMiner(BaseMiner):
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return anchors and positives, anchors and negatives, each in the order of anchors."""
+        """Return indices of positive pairs and of negative pairs, each sorted by anchor."""
         similarity = self.distance(embeddings, ref_emb)
         if not self.distance.is_inverted:
             similarity = -similarity

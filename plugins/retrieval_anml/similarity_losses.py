@@ -1,4 +1,4 @@
-"""The paper's deep losses: DANML, and improved lifted structure, N-pair and proxy-NCA."""
+"""The paper's deep losses: DANML, and improved lifted structure, N-pair and proxy-NCA losses."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ from retrieval_anml.pair_gap import (
 
 Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
-"""A similarity, or none: "none" is for recipes, as TOML cannot write it."""
+"""A similarity, or no threshold: `None`, or "none" in recipes, because TOML has no null."""
 Positive = Annotated[float, Field(gt=0)]
-# how far the positives' threshold may lie below the negatives': the paper's experiments have them
-# .01 to .03 apart
+# largest difference by which the negatives' threshold may exceed the positives'; it is .01 to .03
+# in the paper's experiments
 OVERLAP = 0.1
 
 
 def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tensor:
-    """Return similarities (B, R) by any of pytorch-metric-learning's distances or a combiner.
+    """Return similarities (B, R) by a distance of pytorch-metric-learning or a combiner.
 
-    A similarity is taken as it is. A distance D becomes s = 1 − D²/2: for the Euclidean distance of
-    unit vectors that is their cosine, and a combiner's distance is read in the same unit.
-    `LpDistance` with power 2 is D² already.
+    A similarity is used unchanged. A distance D becomes s = 1 − D²/2, which for the Euclidean
+    distance of unit vectors is their cosine. The result of `LpDistance` with power 2 counts as D².
     """
     matrix: Tensor = distance(query, reference)
     if getattr(distance, "is_inverted", False):
@@ -44,7 +43,7 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
 
 
 def is_cosine(distance: Any) -> bool:
-    """Return whether `similarities` of this distance are cosines."""
+    """Return whether `similarities` returns cosines for this distance."""
     if getattr(distance, "p", None) != 2 or not distance.normalize_embeddings:
         return False
     if type(distance) is LpDistance:
@@ -53,7 +52,7 @@ def is_cosine(distance: Any) -> bool:
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
-    """Refuse values of γ for which the gap is not defined."""
+    """Raise ValueError for values of γ for which the gap is not defined."""
     if gamma1 != gamma1:
         raise ValueError(
             "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least"
@@ -67,7 +66,7 @@ def check_gammas(gamma1: float, gamma2: float) -> None:
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return the thresholds; refuse those that ask positives to be less similar than negatives."""
+    """Return the thresholds as numbers or `None`; raise ValueError if q is well above p."""
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
@@ -96,11 +95,11 @@ def outer_loss(x: Tensor, outer: str) -> Tensor:
 
 
 class SimilarityLoss(CheckedLoss):
-    """A loss of similarities.
+    """Base of losses that work on similarities.
 
     Args:
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the losses become one number; the mean by default.
+        reducer: reduces the losses to one number; the mean by default.
     """
 
     def get_default_distance(self) -> nn.Module:
@@ -115,7 +114,7 @@ class SimilarityLoss(CheckedLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> Pairs:
-        """Return the miner's pairs, or every pair where there is no miner."""
+        """Return the miner's pairs, or all pairs without a miner."""
         if indices_tuple is not None:
             return ListedPairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
         assert labels is not None
@@ -124,7 +123,7 @@ class SimilarityLoss(CheckedLoss):
     def gap(
         self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """Return each anchor's gap (B,), and where it is defined; see `retrieval_anml.pair_gap`."""
+        """Return each anchor's gap (B,) and the mask of defined ones; see `pair_gap`."""
         if is_cosine(self.distance):
             return gap_of_cosines(
                 embeddings, None if ref_emb is embeddings else ref_emb, pairs, rule
@@ -133,7 +132,7 @@ class SimilarityLoss(CheckedLoss):
 
 
 def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
-    """Return one loss per anchor (B,) as pytorch-metric-learning's reducers read it."""
+    """Return one loss per anchor (B,) in the format of pytorch-metric-learning's reducers."""
     if len(losses) == 0:
         return {"loss": nothing(losses)}
     indices = torch.arange(len(losses), device=losses.device)
@@ -141,36 +140,36 @@ def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
 
 
 class DANMLoss(SimilarityLoss):
-    """Deep adaptive neighbourhoods: the least similar positives against the most similar negatives.
+    """Deep adaptive neighbourhoods (DANML): least similar positives against most similar negatives.
 
-    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For each anchor with
-    positives S and negatives D, s the cosine and g = |γ₁|,
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22. For an anchor with
+    positives S and negatives D, cosines s and g = |γ₁|, the gap is
 
         x = 1/g · log( [e^{−g p} + Σ_S e^{−g s}] / (|S| + 1) )
           + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
-    and the loss is the mean of ℓ(x + margin). The thresholds p and q steady a neighbourhood whose
-    members change from batch to batch: a positive more similar than p, and a negative less similar
-    than q, hardly count.
+    and the loss is the mean of ℓ(x + margin). The members of a neighbourhood change from batch to
+    batch; the thresholds p and q steady it. A positive more similar than p and a negative less
+    similar than q hardly count.
 
-    The paper's λ can be read in two ways. As distances 1 − cosine, as equation 22 is written: p = 1
-    − λ₁, q = 1 − λ₂. As similarities, which the values of its experiments suggest (λ₁ of .5 to .65,
-    λ₂ .01 to .03 more): p = λ₁, q = λ₂.
+    The paper's λ can be read in two ways. Equation 22 reads them as distances 1 − cosine: p = 1 −
+    λ₁, q = 1 − λ₂. The values in the experiments (λ₁ of .5 to .65, λ₂ .01 to .03 more) suggest
+    similarities: p = λ₁, q = λ₂.
 
-    With the identity and p = q it is Multi-Similarity less a constant that depends on the number of
-    pairs. An anchor without any pair costs 0; so does one without positives (negatives) where there
-    is no threshold to stand in for them. A distance D of a combiner becomes s = 1 − D²/2.
+    With ℓ(x) = x and p = q the loss is Multi-Similarity minus a constant that depends on the number
+    of pairs. An anchor without any pair has loss 0. So has an anchor without positives (negatives)
+    if there is no threshold for them. A distance D of a combiner becomes s = 1 − D²/2.
 
     Args:
-        gamma1: how much more the least similar positives count; the paper's is negative, and only
-            its size matters: 0 averages all.
-        gamma2: how much more the most similar negatives count.
-        positive_threshold: p, a similarity that joins the positives; "none": no threshold.
-        negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
+        gamma1: γ₁; the larger |γ₁|, the more the least similar positives count, and 0 averages all.
+            The sign has no effect (the paper's is negative).
+        gamma2: γ₂; the larger, the more the most similar negatives count.
+        positive_threshold: p, a similarity added to the positives; "none" disables it.
+        negative_threshold: q, a similarity added to the negatives; "none" disables it.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
-        margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
+        margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -201,7 +200,7 @@ class DANMLoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
         return by_element(outer_loss(gap + self.margin, self.outer) * defined)
@@ -209,23 +208,24 @@ class DANMLoss(SimilarityLoss):
 
 @traits(miner=False)
 class MinedDANMLoss(DANMLoss):
-    """`anml.danml` on the pairs of `anml.pair_miner`, both from one matrix of similarities.
+    """`anml.danml` on the pairs of `anml.pair_miner`, both from one similarity matrix.
 
-    The paper always uses the two together. This gives the same numbers as the two in turn, without
-    lists of pairs in between. ε is in similarities also where a distance is given.
+    The paper always uses the two together. The result is the same as with the miner and the loss in
+    turn, but no lists of pairs are stored. ε is a difference of similarities, even if a distance is
+    given.
 
     Args:
-        gamma1: how much more the least similar positives count; only its size matters: 0 averages
-            all.
-        gamma2: how much more the most similar negatives count.
-        positive_threshold: p, a similarity that joins the positives; "none": no threshold.
-        negative_threshold: q, a similarity that joins the negatives; "none": no threshold.
+        gamma1: γ₁; the larger |γ₁|, the more the least similar positives count, and 0 averages all.
+            The sign has no effect.
+        gamma2: γ₂; the larger, the more the most similar negatives count.
+        positive_threshold: p, a similarity added to the positives; "none" disables it.
+        negative_threshold: q, a similarity added to the negatives; "none" disables it.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
-        margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
-        epsilon: the miner's margin: a positive counts where the anchor's most similar negative
-            comes within it, a negative where the least similar positive does.
+        margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
+        epsilon: the miner's margin ε. A positive counts unless it is more similar than every
+            negative by ε, a negative unless it is less similar than every positive by ε.
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class MinedDANMLoss(DANMLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             raise ValueError(
                 "anml.danml_mined mines its own pairs and takes no indices: remove the miner, or"
@@ -272,7 +272,7 @@ class MinedDANMLoss(DANMLoss):
 
 
 class ImprovedLiftedLoss(SimilarityLoss):
-    """Lifted structure with a γ and a threshold for either neighbourhood.
+    """Lifted structure loss with a γ and a threshold for each neighbourhood.
 
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 25: the mean over anchors
     of
@@ -280,20 +280,20 @@ class ImprovedLiftedLoss(SimilarityLoss):
         [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
           + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
-    with s the cosine. It takes memory of B × R. An anchor without positives (negatives) costs 0
-    where there is no threshold to stand in for them, and so does one without any pair. A distance D
-    of a combiner becomes s = 1 − D²/2.
+    where s is the cosine. Memory holds one B × R matrix. An anchor without any pair has loss 0. So
+    has an anchor without positives (negatives) if there is no threshold for them. A distance D of a
+    combiner becomes s = 1 − D²/2.
 
     Args:
-        gamma1: how much more the least similar positives count.
-        gamma2: how much more the most similar negatives count.
-        positive_threshold: p, λ₁ of the paper, a similarity that joins the positives; "none": no
-            threshold.
-        negative_threshold: q, λ₂ of the paper, a similarity that joins the negatives; "none": no
-            threshold.
-        margin: m.
+        gamma1: γ₁; the larger, the more the least similar positives count.
+        gamma2: γ₂; the larger, the more the most similar negatives count.
+        positive_threshold: p, the paper's λ₁, a similarity added to the positives; "none" disables
+            it.
+        negative_threshold: q, the paper's λ₂, a similarity added to the negatives; "none" disables
+            it.
+        margin: margin of the hinge.
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -324,14 +324,14 @@ class ImprovedLiftedLoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         gap, defined = self.gap(embeddings, ref_emb, pairs, self.rule)
         return by_element((gap + self.margin).relu() * defined)
 
 
 class LiftedLoss(ImprovedLiftedLoss):
-    """Lifted structure over anchors, the form that the paper improves.
+    """Lifted structure loss over anchors, the form that the paper improves.
 
     Hermans, Beyer & Leibe, "In Defense of the Triplet Loss for Person Re-Identification", 2017,
     after Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; equation 23 of Song, Nie, Han & Li: the
@@ -339,13 +339,13 @@ class LiftedLoss(ImprovedLiftedLoss):
 
         [ log Σ_S e^{−s} + log Σ_D e^{s} + margin ]₊
 
-    with s the cosine; 0 for an anchor without positives or negatives.
+    where s is the cosine. An anchor without positives or negatives has loss 0.
 
     Args:
-        margin: m; the two sums count pairs, so with cosines the loss is 0 only for m below −log(|S|
-            |D|).
+        margin: margin of the hinge. The sums grow with the numbers of pairs, so with cosines the
+            loss can be 0 only for a margin of at most 2 − log(|S| |D|).
         distance: how two embeddings are compared; the cosine by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -362,18 +362,18 @@ class ImprovedNPairLoss(SimilarityLoss):
 
         1/γ · log( 1 + Σ_{j ≠ i} e^{γ (s(i, j⁺) − λ − s(i, i⁺))} )
 
-    with one pair of each class, s the inner product of the embeddings as they come. A class's first
-    two items of the batch are its pair of the first round, the next two that of a second round, and
-    so on; an odd item is left out. With a reference set, i⁺ comes from it. With a miner, each
-    positive pair (i, i⁺) is compared with the negatives that the miner gives anchor i. A distance D
-    becomes s = 1 − D²/2.
+    with one pair per class, where s is the inner product of the unnormalised embeddings. The first
+    two items of each class in the batch are the pairs of a first round, the next two those of a
+    second round, and so on; an odd item is left out. With a reference set, i⁺ comes from that set.
+    With a miner, each positive pair (i, i⁺) is compared with the miner's negatives of anchor i. A
+    distance D becomes s = 1 − D²/2.
 
     Args:
-        gamma: how much more the most similar negatives count.
-        offset: λ, taken from each negative's similarity; to ask for a margin make it *negative*.
-        distance: how two embeddings are compared; the inner product, without normalising, by
-            default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        gamma: γ; the larger, the more the most similar negatives count.
+        offset: λ, subtracted from each negative's similarity; a *negative* λ acts as a margin.
+        distance: how two embeddings are compared; by default the inner product, without
+            normalising.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class ImprovedNPairLoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             anchor, positive, losses = self._listed(embeddings, ref_emb, indices_tuple)
         else:
@@ -424,8 +424,7 @@ class ImprovedNPairLoss(SimilarityLoss):
         similarity = similarities(self.distance, embeddings[anchor], ref_emb[positive])
         own = similarity.diagonal()[:, None]
         logits = self.gamma * (similarity - self.offset - own)
-        # in a round each class has one pair: what is of the round and not the pair itself is of
-        # another class
+        # each class has one pair per round, so all other pairs of the round are of other classes
         left_out = (turn[:, None] != turn).fill_diagonal_(True)
         logits = logits.masked_fill(left_out, torch.finfo(logits.dtype).min)
         return anchor, positive, F.softplus(torch.logsumexp(logits, 1)) / self.gamma
@@ -449,16 +448,16 @@ class ImprovedNPairLoss(SimilarityLoss):
 
 
 class NPairLoss(ImprovedNPairLoss):
-    """N-pair loss: softmax of a pair's similarity over those with a positive of each other class.
+    """N-pair loss: softmax of a pair's similarity against a positive of each other class.
 
     Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016;
-    equation 28 of Song, Nie, Han & Li. Where a batch has more than two items of a class, and with a
-    miner or a reference set, see `anml.improved_npair`, of which this is the case γ = 1, λ = 0.
+    equation 28 of Song, Nie, Han & Li. This is `anml.improved_npair` with γ = 1 and λ = 0; see
+    there for batches with more than two items of a class, miners and reference sets.
 
     Args:
-        distance: how two embeddings are compared; the inner product, without normalising, by
-            default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        distance: how two embeddings are compared; by default the inner product, without
+            normalising.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
@@ -466,9 +465,9 @@ class NPairLoss(ImprovedNPairLoss):
 
 
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return pairs of one class, at most one of each class in a round.
+    """Return anchors, positives and rounds of pairs, at most one per class and round.
 
-    Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
+    Without `ref_labels`, items 2r and 2r + 1 of each class in the batch are the pair of round r.
     """
     ordered, order = torch.sort(labels, stable=True)
     rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)
@@ -483,31 +482,29 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
 
 @traits(ref_emb=False, miner=False)
 class ImprovedProxyNCALoss(SimilarityLoss):
-    """Proxy-NCA with a γ and a threshold: DANML whose positives and negatives are proxies.
+    """Proxy-NCA with γs and thresholds: DANML whose positives and negatives are proxies.
 
-    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3, which gives no equation.
-    With d the squared Euclidean distance on the sphere, 2 − 2 cosine,
+    Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3; the paper has no equation
+    for it. With the squared Euclidean distance on the sphere, d = 2 − 2 cosine, the gap is
 
         x = 1/g · log( [e^{g λ₁} + e^{g d(y)}] / 2 )
           + 1/γ₂ · log( [e^{−γ₂ λ₂} + Σ_{z ≠ y} e^{−γ₂ d(z)}] / C )
 
-    with g = |γ₁| and λ = 2 − 2 × the threshold; without thresholds d(y) alone, and the mean over C
-    − 1. The loss is the mean of ℓ(x + margin). With the identity, no thresholds and γ₂ = 1 it is
-    Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) less log(C − 1). A distance D of a combiner
-    gives d = D².
+    with g = |γ₁| and λ = 2 − 2 × threshold. Without thresholds, the first term is d(y) and the
+    second a mean over C − 1. The loss is the mean of ℓ(x + margin). With ℓ(x) = x, no thresholds
+    and γ₂ = 1 it is Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) minus log(C − 1). A distance D
+    of a combiner gives d = D².
 
     Args:
-        gamma1: how fast the class's proxy stops counting once it is nearer than the threshold; only
-            its size matters, and only with a threshold.
-        gamma2: how much more the nearest proxies of other classes count.
-        positive_threshold: a similarity (cosine) that joins the class's proxy; "none": no
-            threshold.
-        negative_threshold: a similarity (cosine) that joins the other proxies; "none": no
-            threshold.
+        gamma1: γ₁; the larger |γ₁|, the faster the class's proxy stops counting once it is nearer
+            than the threshold. The sign has no effect, and without a threshold neither has γ₁.
+        gamma2: γ₂; the larger, the more the nearest proxies of other classes count.
+        positive_threshold: a similarity (cosine) added to the class's proxy; "none" disables it.
+        negative_threshold: a similarity (cosine) added to the other proxies; "none" disables it.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
-        margin: added to the gap before; by default 1 for the hinge and 0 otherwise.
+        margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
         distance: how embeddings are compared with proxies; the cosine by default.
-        reducer: how the items' losses become one number; the mean by default.
+        reducer: reduces the items' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -528,7 +525,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         p, q = check_thresholds(positive_threshold, negative_threshold)
         if outer not in ("logistic", "identity", "hinge"):
             raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
-        # d = 2 − 2s: the gap of distances with γ is twice the gap of similarities with 2γ
+        # because d = 2 − 2s, the gap of distances with γ is twice the gap of similarities with 2γ
         self.rule = Rule(2 * abs(gamma1), 2 * gamma2, p, q)
         self.outer = outer
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
@@ -542,7 +539,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
-        """Return the items' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the items' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             raise ValueError(
                 "anml.improved_proxy_nca compares items with proxies and takes no indices: remove"

@@ -1,4 +1,4 @@
-"""Backbones, datasets, learners and losses that every user needs, and the package's own parts."""
+"""Backbones, datasets, learners and losses of general use, and the package's own parts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def retrieval_backbones() -> Factories:
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Small public sets, what other libraries read, and the user's own images and vectors."""
+    """Small public data sets, those of other libraries, and the user's images and vectors."""
     return {
         "cifar10": "retrieval_core.small_images:cifar10",
         "csv": "retrieval_core.folders:manifest",
@@ -91,7 +91,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Softmax over very many classes, and a wrapper after which embeddings can be cut short."""
+    """Softmax over very many classes, and a wrapper for embeddings that can be truncated."""
     return {
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",

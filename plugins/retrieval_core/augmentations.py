@@ -1,7 +1,6 @@
-"""torchvision's transforms of images (`torchvision.transforms.v2`), and what puts them together.
+"""Image transforms of torchvision (`torchvision.transforms.v2`), and ways to combine them.
 
-Left out are those that change what an image is rather than how it looks: to another type or size,
-to boxes and masks, and of videos.
+Transforms that change an image's type or size, and those for boxes, masks and videos, are left out.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ Many = Annotated[list[Any], Part("augmentations")]
 
 
 class GaussianNoise:
-    """Noise of a normal distribution, for each pixel and channel.
+    """Add independent Gaussian noise to each pixel and channel.
 
     Args:
-        sigma: its standard deviation, where black is 0 and white 1.
+        sigma: standard deviation of the noise, on a scale from black 0 to white 1.
     """
 
     def __init__(self, sigma: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1) -> None:
@@ -61,10 +60,10 @@ class GaussianNoise:
 
 
 class JPEG:
-    """What a JPEG file loses, at a quality that is drawn.
+    """Compress the image as JPEG with a random quality.
 
     Args:
-        quality: smallest and largest, 1 to 100.
+        quality: smallest and largest quality, 1 to 100.
     """
 
     def __init__(self, quality: tuple[Quality, Quality] = (30, 95)) -> None:
@@ -95,13 +94,13 @@ def affine(
     """Turn, move, scale and shear the image about its centre.
 
     Args:
-        degrees: smallest and largest angle; one number stands for (−x, x).
-        translate: the largest shift, as a part of width and of height; by default none.
-        scale: smallest and largest factor; by default none.
-        shear: the largest angle along x, or smallest and largest, or those along x and then along
-            y; by default none.
-        interpolation: between pixels.
-        fill: what comes in from outside, 0 to 255.
+        degrees: smallest and largest angle; one number x stands for (−x, x).
+        translate: largest shift, as shares of width and height; by default no shift.
+        scale: smallest and largest factor; by default no scaling.
+        shear: largest angle along x, or smallest and largest, or smallest and largest along x and
+            then along y; by default no shear.
+        interpolation: interpolation between pixels.
+        fill: value of pixels from outside the image, 0 to 255.
     """
     mode = InterpolationMode(interpolation)
     return v2.RandomAffine(_angles(degrees), translate, scale, shear, interpolation=mode, fill=fill)
@@ -115,9 +114,9 @@ def rotation(
     """Turn the image about its centre.
 
     Args:
-        degrees: smallest and largest angle; one number stands for (−x, x).
-        interpolation: between pixels.
-        fill: what comes in from outside, 0 to 255.
+        degrees: smallest and largest angle; one number x stands for (−x, x).
+        interpolation: interpolation between pixels.
+        fill: value of pixels from outside the image, 0 to 255.
     """
     return v2.RandomRotation(
         _angles(degrees), interpolation=InterpolationMode(interpolation), fill=fill
@@ -129,45 +128,45 @@ def _angles(degrees: float | tuple[float, float]) -> float | list[float]:
 
 
 def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
-    """Mirror the image top to bottom, as suits photographs from above.
+    """Mirror the image top to bottom, for example for aerial photographs.
 
     Args:
-        p: with what probability.
+        p: probability of mirroring.
     """
     return v2.RandomVerticalFlip(p)
 
 
 def random_apply(transforms: Many, p: Probability = 0.5) -> v2.RandomApply:
-    """Apply all of some transforms, or none.
+    """Apply all of the transforms, or none.
 
     Args:
-        transforms: them, in order.
-        p: with what probability.
+        transforms: transforms, applied in this order.
+        p: probability of applying them.
     """
     return v2.RandomApply(transforms, p)
 
 
 def random_choice(transforms: Many, p: list[Probability] | None = None) -> v2.RandomChoice:
-    """Apply one of some transforms.
+    """Apply one randomly chosen transform.
 
     Args:
-        transforms: them.
-        p: the weight of each; by default all the same.
+        transforms: transforms to choose from.
+        p: weight of each transform; equal by default.
     """
     return v2.RandomChoice(transforms, p)
 
 
 def random_order(transforms: Many) -> v2.RandomOrder:
-    """Apply all of some transforms in any order.
+    """Apply all of the transforms in random order.
 
     Args:
-        transforms: them.
+        transforms: transforms to apply.
     """
     return v2.RandomOrder(transforms)
 
 
 def every() -> Factories:
-    """Return all of them by torchvision's names."""
+    """Return all augmentations by torchvision's names."""
     return {
         **{name: getattr(v2, name) for name in AS_THEY_ARE},
         "GaussianNoise": GaussianNoise,

@@ -12,25 +12,25 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ConvNet(Backbone):
-    """Stages of 3 × 3 convolutions, each half the size and twice the width, then averaged.
+    """Stages of 3 × 3 convolutions, each halving the size and doubling the width, then averaged.
 
-    Its features are as wide as the last stage: width × 2^(depth − 1). The plain stack of Simonyan &
-    Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015),
-    with batch normalisation, and the global average of Lin et al., "Network In Network" (ICLR
-    2014), in place of its linear layers. A strided stem is He et al.'s, "Deep Residual Learning for
+    It has width × 2^(depth − 1) features, the channels of the last stage. The convolutions follow
+    Simonyan & Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR
+    2015), with batch normalisation; the global average of Lin et al., "Network In Network" (ICLR
+    2014), replaces the linear layers. A strided stem follows He et al., "Deep Residual Learning for
     Image Recognition" (CVPR 2016).
 
     Args:
-        size: height and width of its input, in pixels; images are stretched to it.
+        size: height and width of the input in pixels; images are stretched to it.
         channels: 1 for grey, 3 for RGB.
-        width: channels of the first stage.
+        width: number of channels of the first stage.
         depth: number of stages.
-        layers: convolutions in each stage.
+        layers: number of convolutions per stage.
         batch_norm: whether batch normalisation follows each convolution.
-        mean: what is subtracted from pixels scaled to 0–1.
-        std: what they are divided by afterwards.
-        stem: stride of the first convolution: 2 (windows of 3 × 3) and 4 (7 × 7) leave the rest a
-            quarter and a sixteenth of the pixels, for images of 64 and more.
+        mean: mean that is subtracted from pixels in 0–1.
+        std: deviation by which they are then divided.
+        stem: stride of the first convolution. 2 (3 × 3 windows) and 4 (7 × 7) reduce the pixels to
+            a quarter and a sixteenth, for images of 64 pixels and more.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ConvNet(Backbone):
 
 
 class Features(Backbone):
-    """Vectors as they are, for datasets that hold features already.
+    """Returns vectors unchanged, for datasets that already consist of features.
 
     Args:
-        features: width of the dataset's vectors, given by the host.
+        features: size of the dataset's vectors; the framework sets it.
     """
 
     preprocessing = None
@@ -103,13 +103,13 @@ class Features(Backbone):
 
 
 class Pixels(Backbone):
-    """An image's pixels, 0 to 1, row by row: no weights.
+    """An image's pixels, 0 to 1, as features; it has no weights.
 
-    For learners on small images, and as the floor that any network should be above. Its features
-    are size × size × channels.
+    For learners on small images, and as a baseline that a network should exceed. It has size × size
+    × channels features.
 
     Args:
-        size: height and width, in pixels; images are stretched to it.
+        size: height and width in pixels; images are stretched to it.
         channels: 1 for grey, 3 for RGB.
     """
 

@@ -1,4 +1,4 @@
-"""The user's own images: a folder for each class, or a table in CSV that lists them."""
+"""The user's own images: one folder per class, or a CSV file that lists them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ OPTIONAL = ("split", "role")
 
 
 def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
-    """Read a folder with one folder of images for each class: `folder/CLASS/*.jpg`.
+    """Read a folder that has one folder of images per class: `folder/CLASS/*.jpg`.
 
-    Where all of its folders are called `train`, `validation` (or `val`), `test`, `query` or
-    `gallery` and hold the classes' folders (`folder/train/CLASS/*.jpg`), that is the data's own
-    split. An item's key is its path below `folder`.
+    If all folders in it are called `train`, `validation` (or `val`), `test`, `query` or `gallery`
+    and hold the class folders (`folder/train/CLASS/*.jpg`), they define the split. An item's key is
+    its path below `folder`.
 
     Args:
-        folder: the folder; a relative path starts where the command runs.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
+        folder: the folder; a relative path starts at the working directory.
+        skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: the folder does not exist, holds no image, or holds images outside the classes'
+        DataError: the folder does not exist, holds no image, or holds images outside the class
             folders.
     """
     if not folder.is_dir():
@@ -52,7 +51,7 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
         )
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
-    depth = 2 if split else 1  # folders above an image, its class the last of them
+    depth = 2 if split else 1  # number of folders above an image; the last one is its class
     images = find_images(folder)
     files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
@@ -86,7 +85,7 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the folders in a folder, hidden ones left out."""
+    """Return the sorted subfolders of a folder, without hidden ones."""
     try:
         return sorted(
             place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")
@@ -96,20 +95,19 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:
-    """Read a CSV file with a header line: `path,label[,split][,role]` and further columns.
+    r"""Read a CSV file with a header line: `path,label[,split][,role]` and further columns.
 
     `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of
-    these columns, and what `split` and `role` hold, may be in capitals. The file is UTF-8, with
-    commas, and quotes where a value holds a comma. Paths that Windows wrote (`a\b.png`) are read.
+    these columns and the values of `split` and `role` may be in capitals. The file is UTF-8 and
+    separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
     Args:
-        manifest: the CSV file; a relative path starts where the command runs.
-        root: folder that relative image paths start from; by default the CSV file's own.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
+        manifest: the CSV file; a relative path starts at the working directory.
+        root: folder that relative image paths start from; by default the CSV file's folder.
+        skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: with every problem of the file, by line.
+        DataError: the file has problems; the message lists each with its line.
     """
     root = manifest.parent if root is None else root
     rows: list[Row] = []
@@ -150,7 +148,7 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
 
 
 def _row_problem(row: Row, root: Path) -> str:
-    """Return what is wrong with a row, as one sentence; "" for nothing."""
+    """Return the row's first problem as a sentence, or "" if the row is valid."""
     if not row["path"]:
         return "path is empty."
     if is_missing_text(row["label"]):
@@ -170,7 +168,7 @@ def _row_problem(row: Row, root: Path) -> str:
 
 
 def _read_table(path: Path, root: Path) -> CsvTable:
-    """Return the file's rows, with sides and roles as the framework calls them."""
+    """Return the file's table, with normalised values of `split` and `role`."""
     if not path.exists():
         raise DataError(
             f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}."

@@ -24,9 +24,9 @@ class PCA(LinearMap):
     scikit-learn's `PCA`.
 
     Args:
-        n_components: width C of the codes, at most the number of features and of items; none: 64,
-            or as many as those allow.
-        whiten: whether each component is scaled to unit variance.
+        n_components: output dimension C, at most the number of features and of items. `None` means
+            64, or less if those are fewer.
+        whiten: whether to scale each component to unit variance.
         seed: seed of the randomised solver, which scikit-learn chooses for large data; 0 by
             default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
@@ -52,23 +52,23 @@ class PCA(LinearMap):
         self.mean_, self.components_ = fitted.mean_, fitted.components_
         if self.whiten:
             scale = np.sqrt(fitted.explained_variance_)[:, None]
-            # as scikit-learn: a direction without variance stays small instead of becoming noise
+            # as in scikit-learn, a direction without variance stays small instead of becoming noise
             self.components_ = self.components_ / np.maximum(scale, np.finfo(np.float64).eps)
         return self
 
 
 class LDA(LinearMap):
-    """Linear discriminants: directions that separate the classes most, by their spread within.
+    """Linear discriminants: directions that maximise variance between over variance within classes.
 
     Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's
     `LinearDiscriminantAnalysis` with its eigenvalue solver.
 
     Args:
-        n_components: width C of the codes, at most the number of classes less one, and of features;
-            none: as many.
-        shrinkage: how far the classes' covariance is drawn towards a multiple of the identity, 0 to
-            1; "auto" finds it by the lemma of Ledoit and Wolf. Above 0 it keeps many features with
-            few items from fitting noise.
+        n_components: output dimension C, at most the number of features and the number of classes
+            minus one, which is also the default.
+        shrinkage: how far to shrink the classes' covariance towards a multiple of the identity, 0
+            to 1; "auto" uses the lemma of Ledoit and Wolf. A value above 0 prevents overfitting
+            with many features and few items.
     """
 
     def __init__(
@@ -93,17 +93,17 @@ class LDA(LinearMap):
 
 
 class NCA(LinearMap):
-    """Neighbourhood components: the map that makes a soft neighbour's class right most often.
+    """Neighbourhood components: a map that maximises the accuracy of a soft nearest neighbour.
 
     Goldberger et al., "Neighbourhood Components Analysis", NeurIPS 2004; scikit-learn's
     `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number
     of items.
 
     Args:
-        n_components: width C of the codes; none: the number of features.
-        init: where it starts: "auto" takes "lda", "pca" or "identity" by the sizes.
-        max_iter: most iterations of L-BFGS.
-        tol: smallest relative gain of an iteration that is worth another.
+        n_components: output dimension C. `None` keeps the number of features.
+        init: starting point; "auto" chooses "lda", "pca" or "identity" by the sizes.
+        max_iter: largest number of L-BFGS iterations.
+        tol: L-BFGS stops when an iteration improves the objective by less than this, relatively.
         seed: seed of a random start and of PCA's randomised solver; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """

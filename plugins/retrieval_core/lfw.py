@@ -22,7 +22,7 @@ from retrieval.plugin import (
 )
 
 Sides = dict[int, str]
-"""An item's number to "train" or "test"; items that are not in it are left out."""
+"""Side ("train" or "test") by an item's index; items without an entry are left out."""
 
 
 def lfw_people(
@@ -37,28 +37,27 @@ def lfw_people(
 
     Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
     Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing
-    is downloaded. An item's label is the person, its key the path below `folder`. The lists' pairs
-    are for `retrieval evaluate --protocol verification --pairs`: with view "dev"
-    `pairsDevTest.txt`, with "folds" `pairs.txt`, of which only the fold that tests is held out.
+    is downloaded. An item's label is the person, its key the path below `folder`. Use the lists of
+    pairs with `retrieval evaluate --protocol verification --pairs`: `pairsDevTest.txt` with view
+    "dev", and `pairs.txt` with "folds", of which only the test fold is held out.
 
     Args:
-        folder: the folder of people's folders; a relative path starts where the command runs.
-        view: "dev" is View 1, for choosing: the people of `peopleDevTrain.txt` train, those of
-            `peopleDevTest.txt` test. "folds" is View 2, for reporting: of the folds of `people.txt`
-            one tests and the others train, a run for each. "none": all images, and no split of
-            their own.
-        fold: with view "folds", which fold tests, from 1.
-        restricted: whether only the images that LFW's pairs name are there (those of
-            `pairsDevTrain.txt` and `pairsDevTest.txt`, or of `pairs.txt`), as in the
-            image-restricted protocol. Its rule that no other *pairs* are formed is not kept by a
-            loss over labels: report such a result as unrestricted.
-        lists: the folder of the lists; by default `folder`, or the folder around it.
-        skip_bad: whether images that cannot be read are named and left out; otherwise the first one
-            ends the run.
+        folder: the folder of people's folders; a relative path starts at the working directory.
+        view: which split to use. "dev" is View 1, for model selection: the people in
+            `peopleDevTrain.txt` train, those in `peopleDevTest.txt` test. "folds" is View 2, for
+            reporting: one fold of `people.txt` tests and the others train, with one run per fold.
+            "none" loads all images without a split.
+        fold: number of the test fold for view "folds", from 1.
+        restricted: whether to load only images that LFW's pairs name (those of `pairsDevTrain.txt`
+            and `pairsDevTest.txt`, or of `pairs.txt`), as in the image-restricted protocol. A loss
+            over labels breaks the protocol's rule that no other *pairs* are formed, so report such
+            a result as unrestricted.
+        lists: the folder of the lists; by default `folder` or its parent.
+        skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: with every problem of the folder and the lists: an image that is named otherwise
-            or is missing, counts that are not those of the lists, someone on both sides.
+        DataError: the folder or the lists have problems, which the message lists: a missing or
+            wrongly named image, counts that differ from the lists, a person on both sides.
     """
     if not folder.is_dir():
         raise DataError(

@@ -1,4 +1,4 @@
-"""A loss that trains the beginnings of an embedding too, so that it can be cut short."""
+"""A loss that also trains prefixes of an embedding, so that embeddings can be truncated."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class Matryoshka(nn.Module):
-    """The weighted sum of a loss of each prefix of an embedding, and of the whole.
+    """The weighted sum of the losses of an embedding's prefixes and of the whole embedding.
 
     Args:
-        losses: one for each width, in their order; the last is the whole embedding's.
-        widths: ascending; the last is the embedding's.
-        weights: one for each width.
-        normalize: whether each prefix is scaled to unit length; the whole embedding is taken as it
-            is.
+        losses: one loss per width; the last one is for the whole embedding.
+        widths: ascending numbers of dimensions; the last one is the embedding's.
+        weights: one weight per width.
+        normalize: whether to scale each prefix to unit length; the whole embedding is not scaled.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Matryoshka(nn.Module):
         return as_given(total, embeddings)
 
     def _prefix(self, x: Tensor, width: int) -> Tensor:
-        """Return the first numbers of each row; all of them as they are."""
+        """Return the first `width` columns, scaled if required; the whole embedding unscaled."""
         if width == self.widths[-1]:
             return x
         prefix: Tensor = self.unit(full_precision(x[:, :width]))
@@ -92,20 +91,20 @@ def matryoshka(
     weights: list[Weight] | None = None,
     normalize: bool = True,
 ) -> Matryoshka:
-    """Another loss of the whole embedding and of its prefixes, so that vectors can be cut short.
+    """Apply a loss to the embedding and to its prefixes, so that vectors can be truncated.
 
     Kusupati et al., Matryoshka Representation Learning, NeurIPS 2022, equation 1: the weighted sum
-    of the loss at each width. Each width has a loss of its own, made for that width: one with
-    proxies or class weights has as many sets of them. `retrieval export --dimensions N` writes a
-    bundle of the first N numbers.
+    of the loss at each width. Each width has its own loss object, and with it its own proxies or
+    class weights. `retrieval export --dimensions N` writes a bundle that keeps the first N
+    dimensions.
 
     Args:
-        loss: the loss of each prefix.
-        widths: how many of the embedding's first numbers each prefix has, ascending, each fewer
-            than the embedding's; the whole embedding is always trained too.
-        weights: one for each width, then one for the whole embedding; 1 by default.
-        normalize: whether each prefix is scaled to unit length, as the export does; false where
-            [head] normalize is false.
+        loss: the loss to apply at each width.
+        widths: numbers of dimensions of the prefixes, ascending and below the embedding's; the
+            whole embedding is always trained too.
+        weights: one weight per width, then one for the whole embedding; 1 by default.
+        normalize: whether to scale each prefix to unit length, as the export does; set it to false
+            if [head] normalize is false.
     """
     losses: Any = loss  # one for each width and one for the whole, see `Part`
     if widths and not widths[-1] < embedding_size:

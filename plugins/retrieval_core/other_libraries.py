@@ -1,4 +1,4 @@
-"""Data sets that other libraries read: torchvision's and Hugging Face's."""
+"""Data sets that torchvision and Hugging Face's `datasets` read."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _TARGETS = ("targets", "labels", "_labels", "y")
 
 
 class _Parts(Dataset):
-    """Items of several parts, each of which gives (image, label) by its own number.
+    """A dataset of several parts, each of which returns (image, label) for its own index.
 
     Attributes:
-        parts: by side, the other library's data sets.
+        parts: the other library's data set for each side.
     """
 
     kind = "image"
@@ -43,7 +43,7 @@ class _Parts(Dataset):
 
     def __getitem__(self, index: int) -> Image.Image:
         part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        with self._lock:  # other libraries' readers need not bear several threads
+        with self._lock:  # readers of other libraries may not be thread-safe
             image = _first(self._parts[part], index - int(self._starts[part]), self.keys[index])
         if not isinstance(image, Image.Image):
             raise DataError(
@@ -61,7 +61,7 @@ class _Parts(Dataset):
 def _first(part: Any, index: int, key: str) -> Any:
     try:
         return part[index][0]
-    except Exception as error:  # of whatever reader the part has
+    except Exception as error:  # each reader raises its own errors
         raise DataError(f"{key} cannot be read: {_reason(error)}.") from error
 
 
@@ -71,21 +71,22 @@ def torchvision_dataset(
     download: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Load any of torchvision's data sets of labelled images, with both sides where it has them.
+    """Load a data set of labelled images through torchvision, with training and test side if any.
 
-    Labels are the names of classes where torchvision knows them, its numbers otherwise. A class
-    that unpickles a file is refused: CIFAR-10 and CIFAR-100 have readers of their own; LSUN
-    unpickles a file of the folder that the command runs in.
+    Labels are class names if torchvision knows them, otherwise its numbers. Classes that unpickle a
+    file are not allowed: CIFAR-10 and CIFAR-100 have their own readers here, and LSUN unpickles a
+    file in the working directory.
 
     Args:
-        dataset: the class's name in `torchvision.datasets`: "Flowers102", "OxfordIIITPet".
-        folder: its `root`.
-        download: whether torchvision may download it.
+        dataset: name of the class in `torchvision.datasets`, such as "Flowers102" or
+            "OxfordIIITPet".
+        folder: the class's `root`.
+        download: whether torchvision may download the data.
         options: further arguments of the class, for both sides.
 
     Raises:
-        DataError: there is no such class, it does not take these options, the data are missing or
-            damaged, or items are no images.
+        DataError: there is no such class, it does not accept these options, the data are missing or
+            damaged, or items are not images.
     """
     from torchvision import datasets
 
@@ -120,7 +121,7 @@ def torchvision_dataset(
         sides = {"train": {"split": takes["split"].default}, "test": {"split": "test"}}
     try:
         parts = {side: make(folder, **arguments, **own) for side, own in sides.items()}
-    except Exception as error:  # each class has errors of its own
+    except Exception as error:  # each class raises its own errors
         raise DataError(
             f"torchvision's {dataset} cannot be read from {folder}: {_reason(error)}. "
             + ("" if download else "Set [data] download = true, or folder to where it lies.")
@@ -130,14 +131,14 @@ def torchvision_dataset(
 
 
 def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Dataset | None:
-    """Return a data set of arrays where torchvision holds all pixels as shown; else None."""
+    """Return a data set of arrays if torchvision holds all pixels in memory as shown, else None."""
     arrays = []
     for part in parts.values():
         data = getattr(part, "data", None)
         array = None if data is None or not len(part) else np.asarray(data)
         if array is None or array.dtype != np.uint8 or len(array) != len(part):
             return None
-        # as they lie is not as they are shown
+        # the array's layout differs from the images shown
         if not np.array_equal(array[0], np.asarray(part[0][0])):
             return None
         arrays.append(array)
@@ -150,7 +151,7 @@ def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) ->
 
 
 def _labels(part: Any, name: str) -> list[str]:
-    """Return the labels' texts, without decoding an image where the class lists them."""
+    """Return the labels as text, without decoding images if the class lists its labels."""
     values: Any = next(
         (v for t in _TARGETS if _is_list(v := getattr(part, t, None), len(part))), None
     )
@@ -168,7 +169,7 @@ def _labels(part: Any, name: str) -> list[str]:
 
 
 def _text(value: Any, classes: Sequence[Any], name: str) -> str:
-    """Return a label as text: its class's name where that is known."""
+    """Return a label as text, as its class's name if that is known."""
     plain = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     if isinstance(plain, bool) or not isinstance(plain, int | str):
         raise DataError(
@@ -190,22 +191,22 @@ def huggingface(
     train: str = "train",
     test: str | None = "test",
 ) -> Dataset:
-    """Load images and labels by Hugging Face's `datasets`: from a saved folder, or from its hub.
+    """Load images and labels through Hugging Face's `datasets`, from a saved folder or the hub.
 
-    No code that comes with the data is run.
+    Code that comes with the data is not run.
 
     Args:
         source: a folder that `save_to_disk` wrote, or a name on the hub such as "ethz/food101",
-            read from the user's cache where it is there.
-        image: the column of images.
-        label: the column of labels: text, numbers, or one of named classes.
-        config: which configuration of a name on the hub.
-        train: the split that trains.
-        test: the split that tests; none: the data have no split of their own.
+            which is read from the user's cache if possible.
+        image: name of the column of images.
+        label: name of the column of labels, which are text, numbers or named classes.
+        config: configuration of a data set on the hub.
+        train: name of the training split.
+        test: name of the test split. `None` means that the data have no split.
 
     Raises:
         MissingDependency: `datasets` is not installed.
-        DataError: it cannot be loaded, or has no such split or column.
+        DataError: the data cannot be loaded, or have no such split or column.
     """
     try:
         import datasets
@@ -252,7 +253,7 @@ def huggingface(
 
 
 def _named(value: Any, names: Sequence[str] | None) -> str:
-    """Return a label of Hugging Face's as text; "" for a missing one (−1 of named classes)."""
+    """Return a label as text, or "" if it is missing (−1 for named classes)."""
     if is_missing(value) or (names and value == -1):
         return ""
     named = names and isinstance(value, int) and 0 <= value < len(names)
@@ -260,7 +261,7 @@ def _named(value: Any, names: Sequence[str] | None) -> str:
 
 
 class _Column:
-    """Images of a table, as pairs whose first is the image."""
+    """A table's column of images, as pairs whose first element is the image."""
 
     def __init__(self, table: Any, name: str) -> None:
         self._table, self._name = table, name

@@ -1,4 +1,4 @@
-"""Softmax over very many classes, whose weights are divided over the processes."""
+"""Softmax over very many classes, with the class weights divided among processes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 _ROWS = 4096
-"""Weights begin in blocks of so many classes, so that they begin alike on any number of processes.
-"""
+"""Number of classes per block of initial weights, which do not depend on the number of
+processes."""
 
 
 @traits(ref_emb=False, miner=False)
 class PartialFC(nn.Module):
-    """Softmax over cosines with a margin, whose class weights are divided over processes.
+    """Softmax over cosines with a margin, with the class weights divided among processes.
 
     An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
-    CNNs by Partial FC, CVPR 2022. Processes tell one another each item's largest logit, sum of
-    exponentials and target: loss and gradients are those of one process, of all classes. In a step
-    may take part the classes of the batch and random others only, `sample` of all; they are drawn
-    from all classes at once, so that any number of processes draws the same, where the paper draws
-    in each share.
+    CNNs by Partial FC, CVPR 2022. The processes exchange each item's largest logit, sum of
+    exponentials and target logit, so loss and gradients equal those of one process with all
+    classes. A step can be limited to the classes of the batch and random others, a share `sample`
+    of all. These are drawn from all classes at once, while the paper draws per process, so the draw
+    does not depend on the number of processes.
 
     The margin is ArcFace's (in the angle), CosFace's (in the cosine), or both: s (cos(θ + m) − c).
 
     Attributes:
-        weight: (the share's classes, C), the class centres.
-        drawn: how many steps have drawn classes; part of the checkpoint.
+        weight: (classes of this process, C) the class centres.
+        drawn: number of steps that have drawn classes; part of the checkpoint.
     """
 
     rows = "classes"
@@ -48,14 +48,14 @@ class PartialFC(nn.Module):
         sample: Annotated[float, Field(gt=0, le=1)] = 1.0,
         seed: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
-        """Build.
+        """Build the loss.
 
         Args:
             margin: m, added to the target class's angle, in degrees.
             cosine_margin: c, subtracted from the target class's cosine.
-            scale: s, by which cosines are multiplied.
-            sample: part of the classes that take part in a step; those of the batch always do.
-            seed: of the classes that are drawn.
+            scale: s, factor of the cosines.
+            sample: share of the classes that take part in a step; the batch's classes always do.
+            seed: seed of the drawn classes.
         """
         super().__init__()
         rank, world = world_of()
@@ -82,20 +82,19 @@ class PartialFC(nn.Module):
         """Return the loss, a scalar: the mean cross-entropy of the batch.
 
         Args:
-            embeddings: (B, C), the whole batch; the same on every process.
-            labels: (B,) class numbers, likewise.
+            embeddings: (B, C) the whole batch, the same on every process.
+            labels: (B,) class numbers, the same on every process.
             indices_tuple: must be None.
             ref_emb: must be None.
             ref_labels: must be None.
 
         Returns:
-            The same value on every process. Its gradient is what passes through this process's
-                classes: the embeddings'
-            is the sum of all processes'.
+            The loss, the same on every process. Its gradient contains only the part through this
+            process's classes; the embeddings' gradient is the sum over all processes.
 
         Raises:
-            ValueError: a label is not the number of a class, or there are a miner's indices or a
-                reference set.
+            ValueError: a label is not a class number, or a miner's indices or a reference set are
+                passed.
         """
         if indices_tuple is not None or ref_emb is not None or ref_labels is not None:
             raise ValueError(
@@ -119,7 +118,7 @@ class PartialFC(nn.Module):
         return as_given(loss, embeddings)
 
     def _with_margin(self, cosines: Tensor) -> Tensor:
-        """Return the targets' logits (T,) with the margin, a line beyond 180° − m."""
+        """Return the targets' logits (T,) with the margin; beyond 180° − m they are linear."""
         if self.margin:
             edge = 1 - 4 * torch.finfo(cosines.dtype).eps
             angles = torch.acos(cosines.clamp(-edge, edge))
@@ -129,7 +128,7 @@ class PartialFC(nn.Module):
         return self.scale * (cosines - self.cosine_margin)
 
     def _part(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights (K, C) that take part, and each item's place among them (B,) or −1."""
+        """Return the weights (K, C) used in this step, and each item's index in them (B,) or −1."""
         own = self._own
         place = labels - own.start
         local = (place >= 0) & (place < own.stop - own.start)
@@ -149,21 +148,21 @@ class PartialFC(nn.Module):
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean of −log softmax at the target; the logits' columns are divided over processes."""
+    """Mean of −log softmax at the target, with the logits' columns divided among processes."""
 
     @staticmethod
     def forward(
         ctx: Any, cosines: Tensor, target: Tensor, row: Tensor, column: Tensor, scale: float
     ) -> Tensor:
-        """Return the mean of all items, the same on every process.
+        """Return the mean over all items, the same on every process.
 
         Args:
-            ctx: keeps the probabilities, in the one matrix (B, K) that this makes.
-            cosines: (B, K) of this process's classes.
-            target: (T,) the logits of the targets among them.
-            row: (T,) where those are.
-            column: (T,) see `row`.
-            scale: what cosines are multiplied by.
+            ctx: stores the probabilities, the only (B, K) matrix that is allocated.
+            cosines: (B, K) cosines of this process's classes.
+            target: (T,) logits of the targets among these classes.
+            row: (T,) rows of the targets in `cosines`.
+            column: (T,) columns of the targets in `cosines`.
+            scale: factor of the cosines.
         """
         logits = cosines * scale
         logits[row, column] = target
@@ -200,7 +199,7 @@ def _all(x: Tensor, how: Any) -> None:
 
 
 def _begun(shard: Shard, width: int) -> Tensor:
-    """Return the first weights of a share: normal, of one sequence over all classes."""
+    """Return a process's initial weights: normal, from one random sequence over all classes."""
     weight = torch.empty(shard.stop - shard.start, width)
     for start in range(0, shard.whole, _ROWS):
         drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01

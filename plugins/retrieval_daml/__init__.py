@@ -73,7 +73,7 @@ def retrieval_losses() -> Factories:
 
 @hookimpl
 def retrieval_miners() -> Factories:
-    """The triplets that those losses give a generator."""
+    """Miners of triplets for a generator."""
     from retrieval_daml import OnePerClass, SemiHard
 
     return {"one_per_class": OnePerClass, "semi_hard": SemiHard}
@@ -81,7 +81,7 @@ def retrieval_miners() -> Factories:
 
 @hookimpl
 def retrieval_combiners() -> Factories:
-    """Several local metrics, weighed per pair or evenly."""
+    """Several local metrics, weighted per pair or evenly."""
     from retrieval_daml import Discriminator, UniformMetrics
 
     return {"discriminator": Discriminator, "uniform": UniformMetrics}

@@ -17,16 +17,16 @@ PRESETS: dict[str, tuple[float, float]] = {"default": (50.0, 50.0), "paper": (1.
 
 
 class TripletGenerator(Generator):
-    """A three-layer network from a triplet's features to one synthetic sample: 3F → F → F.
+    """A network 3F → F → F from a triplet's features to one synthetic sample.
 
     Args:
-        features: F.
-        preset: which λs hold where none is given.
+        features: F, the number of features.
+        preset: name of default values for λ₁ and λ₂.
         lambda_reg: λ₁.
         lambda_adv: λ₂.
         margin: α.
-        residual: whether the network's output is added to the sample that it changes.
-        normalize: whether the result is scaled to that sample's length.
+        residual: whether to add the network's output to the sample that it changes.
+        normalize: whether to scale the result to that sample's length.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TripletGenerator(Generator):
         self.residual = residual
         self.normalize = normalize
         last = nn.Linear(features, features)
-        if residual:  # begins with the real samples
+        if residual:  # training starts with the real samples
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
         self.network = nn.Sequential(nn.Linear(3 * features, features), nn.ReLU(), last)
@@ -71,28 +71,29 @@ class TripletGenerator(Generator):
 
 
 class HardNegativeGenerator(TripletGenerator):
-    """Turns easy negatives into hard ones, adversarial to the metric.
+    """Turns easy negatives into hard ones that fool the metric.
 
-    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 5 and 6: x̃ = g(a, p, n),
-    trained on the mean over triplets of
+    Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 5 and 6: x̃ = g(a, p, n)
+    replaces the negative and is trained on the mean over triplets of
 
         ‖x̃ − a‖² + λ₁ ‖x̃ − n‖² + λ₂ [ D(x̃, a)² − D(p, a)² − α ]₊
 
-    with D the distance that the model learns, Euclidean or a combiner's whatever the loss measures
-    by. With `form = "contrastive"`, for losses of pairs, the network sees the anchor in place of
-    the positive, and the last term is [D(x̃, a)² − α]₊. The first term alone draws x̃ to (a + λ₁
-    n)/(1 + λ₁): with the paper's λ₁ = 1 half-way, where no label is right. The network is 3F → F →
-    F with a ReLU.
+    where D is the distance that the model learns (Euclidean or a combiner's), even if the loss uses
+    another. With `form = "contrastive"`, for losses of pairs, the network sees the anchor instead
+    of the positive, and the last term is [D(x̃, a)² − α]₊. The first two terms alone pull x̃ to (a
+    + λ₁ n)/(1 + λ₁); with the paper's λ₁ = 1 this lies half-way between anchor and negative, where
+    neither label is right. The network is 3F → F → F with a ReLU.
 
     Args:
-        preset: λ₁ and λ₂ together: "default" (50, 50) or the paper's (1, 50).
-        lambda_reg: λ₁, how much x̃ keeps to the negative it is made of; instead of the preset's.
-        lambda_adv: λ₂, how much x̃ is to fool the metric; instead of the preset's.
-        margin: α, a squared distance; that of the loss.
+        preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
+        lambda_reg: λ₁, weight of keeping x̃ near the original negative; overrides the preset.
+        lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
+        margin: α, a squared distance; use the margin of the loss.
         form: "triplet", or "contrastive" for losses of pairs.
-        residual: whether the network's output is added to the negative, so that training starts
-            with real negatives.
-        normalize: whether x̃ is scaled to its negative's length: unit features stay unit.
+        residual: whether to add the network's output to the negative, so that training starts with
+            real negatives.
+        normalize: whether to scale x̃ to the length of its negative, which keeps unit features
+            unit.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class HardNegativeGenerator(TripletGenerator):
 
 
 class HardPositiveGenerator(TripletGenerator):
-    """Turns easy positives into hard ones.
+    """Turns easy positives into hard ones that fool the metric.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 19: x̃ = g(a, p, n)
     replaces the positive and is trained on the mean over triplets of
@@ -153,16 +154,17 @@ class HardPositiveGenerator(TripletGenerator):
         −‖x̃ − a‖² + λ₁ ‖x̃ − p‖² + λ₂ [ D(n, a)² − D(x̃, a)² − α ]₊
 
     The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so
-    `normalize = false` with λ₁ ≤ 1 is refused. The paper finds little gain in it (Table XIV).
+    `normalize = false` with λ₁ ≤ 1 is an error. The paper finds little gain from it (Table XIV).
 
     Args:
-        preset: λ₁ and λ₂ together: "default" (50, 50) or the paper's (1, 50).
-        lambda_reg: λ₁, how much x̃ keeps to the positive it is made of; instead of the preset's.
-        lambda_adv: λ₂, how much x̃ is to fool the metric; instead of the preset's.
-        margin: α, a squared distance; that of the loss.
-        residual: whether the network's output is added to the positive, so that training starts
-            with real positives.
-        normalize: whether x̃ is scaled to its positive's length: unit features stay unit.
+        preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
+        lambda_reg: λ₁, weight of keeping x̃ near the original positive; overrides the preset.
+        lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
+        margin: α, a squared distance; use the margin of the loss.
+        residual: whether to add the network's output to the positive, so that training starts with
+            real positives.
+        normalize: whether to scale x̃ to the length of its positive, which keeps unit features
+            unit.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "positive"
@@ -221,29 +223,29 @@ def _squared(x: Tensor, y: Tensor) -> Tensor:
 
 
 class DisturbedNegative(Generator):
-    """Disturbs a negative several times, and keeps the copy nearest to the anchor.
+    """Perturbs a negative several times, keeps the copy nearest to the anchor (not in the paper).
 
-    Not of the paper. For a triplet (a, p, n), with d drawn anew for each of `tries` copies,
+    For a triplet (a, p, n), each of `tries` copies is
 
         x̃ = ‖n‖ · unit(n + step · d)
 
-    where d is, with `by = "noise"`, Gaussian noise of about the length of n; with `by =
-    "classmates"`, a' − p' of another triplet of the batch: an item and its positive differ by what
-    does not matter, and so does n from itself with that added. The copy is kept whose code is
-    nearest to the anchor's: Euclidean, by the head as it is now; with a combiner, of its codes.
+    with a new random d. With `by = "noise"`, d is Gaussian noise of about the length of n. With `by
+    = "classmates"`, d is a' − p' of another triplet in the batch, a difference between two items of
+    one class. The copy whose embedding is nearest to the anchor's is kept, by the Euclidean
+    distance of the current head's output; with a combiner, of its codes.
 
-    The metric is fooled as by a trained generator, but by a search among copies of n that know
-    nothing of the anchor, so that their label stays as right as the disturbance is blind to
-    classes. There are no parameters; a gradient passes through x̃ to n, with d as a constant. It is
-    meant for the hardest real negatives (`daml.semi_hard` with `pick = "hardest"`), and helps most
-    where training classes are few; where they are many, with the real negatives beside it (`[train]
-    real_weight = 1`).
+    Like a trained generator this fools the metric, but the copies are drawn without knowing the
+    anchor, so a copy keeps its label as far as the perturbation does not depend on the class. There
+    are no parameters; gradients pass through x̃ to n, with d as a constant. Use it with the hardest
+    real negatives (`daml.semi_hard` with `pick = "hardest"`). It helps most with few training
+    classes; with many, keep the real negatives too (`[train] real_weight = 1`).
 
     Args:
         by: "noise" or "classmates".
-        step: how much is added, in lengths of n or of the difference; 0 leaves the real negative.
-        tries: how many copies are drawn of each negative, each a pass of the head; 1 looks at no
-            distance.
+        step: size of the perturbation, relative to n for noise or to the difference; 0 keeps the
+            real negative.
+        tries: number of copies per negative, each of which costs a pass of the head; 1 needs no
+            distances.
     """
 
     def __init__(
@@ -265,7 +267,7 @@ class DisturbedNegative(Generator):
         self._head: tuple[nn.Module, ...] = ()
 
     def bind(self, head: nn.Module) -> None:
-        """Take note of the head by which the nearest copy is found."""
+        """Store the head, which determines the nearest copy."""
         self._head = (head,)
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -301,7 +303,7 @@ class DisturbedNegative(Generator):
             )
         head = self._head[0]
         modes = [(part, part.training) for part in head.modules()]
-        head.eval()  # no batch statistics are moved, no random number is drawn
+        head.eval()  # no batch statistic changes, and no random number is drawn
         try:
             codes: Tensor = full_precision(head(features))
         finally:

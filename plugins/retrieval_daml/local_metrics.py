@@ -1,4 +1,4 @@
-"""Several local metrics in one embedding, weighed evenly or by a small network for each pair."""
+"""Several local metrics in one embedding, weighted evenly or per pair by a small network."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 PairFunction = Callable[..., Tensor]
-"""(b, C) and (c, C) codes, then parameters, to (b, c) or (b, c, K)."""
+"""Maps codes (b, C) and (c, C), followed by parameters, to (b, c) or (b, c, K)."""
 BLOCK = 2**20
-"""Numbers that a pair function may hold in one tensor of a block."""
+"""Largest number of elements in one tensor of a pair function when it computes a block."""
 DIRECT = 2**22
-"""Up to so many numbers in one tensor, all pairs are computed at once, and kept for the gradient.
-"""
+"""Up to this many elements, `all_pairs` computes all pairs at once and autograd stores them."""
 Metrics = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
 __all__ = [
@@ -34,13 +33,11 @@ __all__ = [
     "widened",
 ]
 LOW = 0.05
-"""A metric whose mean weight is below this does next to nothing, and a warning says so."""
+"""A metric whose mean weight is below this has almost no effect; training logs a warning."""
 SHARP = 0.6
-"""Mean largest weight above which the order of candidates differs so much that more of them are
-needed.
-"""
+"""Mean largest weight above which a server rescores 500 candidates instead of 200."""
 SAMPLE = 256
-"""Codes whose pairs say how sharp the weights are."""
+"""Number of codes whose pairs `Discriminator.sharpness` looks at."""
 QUANTILES = (0.1, 0.5, 0.9)
 
 
@@ -52,15 +49,17 @@ def all_pairs(
     width: int,
     tail: int = 0,
 ) -> Tensor:
-    """Return `function` of all pairs; many in blocks that the gradient computes again.
+    """Return `function` of all pairs; many pairs are computed in blocks, to save memory.
+
+    The backward pass computes each block again.
 
     Args:
-        function: of a block of queries, one of references, and the parameters.
-        query: (Q, C).
-        reference: (R, C).
-        parameters: further tensors that gradients reach.
-        width: numbers that the function holds for a pair.
-        tail: K, if the function gives (b, c, K); 0 if it gives (b, c).
+        function: called with a block of queries, a block of references, and the parameters.
+        query: (Q, C) codes.
+        reference: (R, C) codes.
+        parameters: further tensors that receive gradients.
+        width: number of elements per pair in the function's largest tensor.
+        tail: K if the function returns (b, c, K), 0 if it returns (b, c).
 
     Returns:
         (Q, R) or (Q, R, K).
@@ -72,12 +71,12 @@ def all_pairs(
 
 
 def exporting() -> bool:
-    """Return whether a graph is being traced, whose sizes are unknown."""
+    """Return whether torch is tracing a graph (export or compile), where sizes are unknown."""
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_compiling()
 
 
 def _blocks(rows: int, columns: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Give the blocks: whole rows where they fit, as they lie in memory."""
+    """Yield the blocks as slices of rows and columns; a block has whole rows where they fit."""
     across = max(1, min(columns, BLOCK // width))
     down = max(1, BLOCK // (across * width))
     for top in range(0, rows, down):
@@ -86,7 +85,7 @@ def _blocks(rows: int, columns: int, width: int) -> Iterator[tuple[slice, slice]
 
 
 class _Blocks(torch.autograd.Function):
-    """Keeps the inputs alone; the gradient computes each block again."""
+    """Stores only the inputs for the backward pass, which computes each block again."""
 
     @staticmethod
     def forward(
@@ -142,17 +141,17 @@ class UnitParts(nn.Module):
         self.parts = parts
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, D) of (B, D), at least in float32 even under autocast."""
+        """Return rows (B, D) with unit parts, in at least float32 even under autocast."""
         return functional.normalize(split(full_precision(x), self.parts), dim=-1).flatten(-2)
 
 
 class ViewMaps(nn.Module):
-    """A linear map of its own for each of K views: features (B, F) to (B, D).
+    """One linear map per view: features (B, F) of K views → embeddings (B, D).
 
     Args:
-        features: F, of all views together.
-        embedding_size: D, of all maps together.
-        views: K; it divides both.
+        features: F, the number of features of all views together.
+        embedding_size: D, the output dimension of all maps together.
+        views: K; it divides F and D.
     """
 
     def __init__(self, features: int, embedding_size: int, views: int) -> None:
@@ -162,7 +161,7 @@ class ViewMaps(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (B, D) of (B, F)."""
+        """Return embeddings (B, D) of features (B, F)."""
         parts = x.chunk(len(self.maps), dim=-1)
         return torch.cat(
             [linear(part) for linear, part in zip(self.maps, parts, strict=True)], dim=-1
@@ -173,13 +172,13 @@ class LocalMetrics(Combiner):
     """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k.
 
     Args:
-        embedding_size: width of all K embeddings together.
-        metrics: K.
-        name: of the factory, for errors.
+        embedding_size: D, the dimension of all K embeddings together.
+        metrics: K, the number of local metrics.
+        name: name of the factory, for error messages.
         views: whether metric k sees only the k-th of K equal parts of the features.
 
     Raises:
-        RecipeError: K does not divide the width.
+        RecipeError: K does not divide D.
     """
 
     def __init__(self, embedding_size: int, metrics: int, name: str, views: bool = False) -> None:
@@ -198,7 +197,7 @@ class LocalMetrics(Combiner):
         self.exact = self.plain = metrics == 1
 
     def build_head(self, features: int) -> nn.Module:
-        """Return features (B, F) → K unit embeddings side by side (B, D)."""
+        """Return the head: features (B, F) → K unit embeddings side by side (B, D)."""
         last: nn.Module = Normalize() if self.metrics == 1 else UnitParts(self.metrics)
         if not self.views:
             return nn.Sequential(nn.Linear(features, self.embedding_size), last)
@@ -217,9 +216,9 @@ class LocalMetrics(Combiner):
         return codes[:, : self.embedding_size]
 
     def local_distances(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local distances (Q, R, K) of codes, all at once: for few pairs."""
+        """Return the local distances (Q, R, K) between codes, without blocks: for few pairs."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
-        if exporting():  # the same numbers, by operators that every exporter knows
+        if exporting():  # the same result from operators that every exporter supports
             apart = x[:, None] - y[None]
             return apart.square().sum(-1).sqrt()
         apart = torch.cdist(
@@ -228,39 +227,39 @@ class LocalMetrics(Combiner):
         return apart.movedim(0, -1)
 
     def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local cosine similarities (Q, R, K) of codes, all at once: for few pairs."""
+        """Return the local cosine similarities (Q, R, K), without blocks: for few pairs."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         return torch.matmul(x.transpose(0, 1), y.permute(1, 2, 0)).movedim(0, -1)
 
     def paired_distances(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the local distances (N, K) of codes row by row."""
+        """Return the local distances (N, K) between codes row by row."""
         apart = self.index_vectors(query) - self.index_vectors(reference)
         # the root of zero has no gradient
         return (split(apart, self.metrics).square().sum(-1) + 1e-12).sqrt()
 
     def plain_mat(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return the Euclidean distances (Q, R) of one embedding, bit for bit as `LpDistance`."""
+        """Return Euclidean distances (Q, R) for K = 1, bit for bit those of `LpDistance`."""
         return torch.cdist(functional.normalize(query), functional.normalize(reference))
 
 
 def split(x: Tensor, parts: int) -> Tensor:
-    """Return (…, K, D / K) of (…, D)."""
+    """Reshape (…, D) to (…, K, D / K)."""
     split_up: Tensor = x.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
     return split_up
 
 
 def widened(*codes: Tensor) -> tuple[Tensor, ...]:
-    """Return codes in at least float32, as matrices of distances need."""
+    """Return the codes in at least float32, which distance matrices need."""
     return tuple(full_precision(x) for x in codes)
 
 
 class UniformMetrics(LocalMetrics):
-    """K local metrics of equal weight 1/K: what the discriminator has to beat.
+    """K local metrics of equal weight 1/K, the baseline of `daml.discriminator`.
 
     D = (1/K · Σ_k d_k^p)^(1/p) with d_k = ‖e_k(x) − e_k(y)‖ of unit embeddings (Eq 14 with Γ =
-    1/K). Candidates are proposed by the Euclidean distance of the embeddings side by side, which is
-    √(Σ d_k²): with `power = 2` that *is* the order of D and a bundle needs no rescorer; with the
-    paper's `power = 1` it is not, unless K = 1.
+    1/K). The index proposes candidates by the Euclidean distance of the embeddings side by side,
+    √(Σ d_k²). With `power = 2` this gives the order of D, so a bundle needs no rescorer. With the
+    paper's `power = 1` it does so only for K = 1; otherwise the server rescores the candidates.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
     Processing 29, 2020, Table X.
@@ -274,15 +273,15 @@ class UniformMetrics(LocalMetrics):
         views: bool = False,
         candidates: Annotated[int, Field(ge=1)] = 200,
     ) -> None:
-        """Build.
+        """Build the combiner.
 
         Args:
-            metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean
-                distance.
+            metrics: K, the number of local metrics, which share the embedding evenly; 1 is the
+                plain Euclidean distance.
             power: p; 1 is the paper's mean of distances, 2 the root of the mean of their squares.
-            views: the features are those of K views of an item side by side, of one width, and
-                metric k sees the k-th view alone.
-            candidates: how many candidates a server rescores by default.
+            views: the features are K views of an item side by side, all of the same size, and
+                metric k sees only the k-th view.
+            candidates: number of candidates that a server rescores by default.
         """
         super().__init__(embedding_size, metrics, "daml.uniform", views)
         self.exponent = power
@@ -304,9 +303,7 @@ class UniformMetrics(LocalMetrics):
         return local.mean(-1) if self.exponent == 1 else local.square().mean(-1).sqrt()
 
     def similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return (Q, R) mean cosine similarities: for losses that want a similarity, larger being
-        closer.
-        """
+        """Return mean cosine similarities (Q, R), for losses that work on similarities."""
         return torch.matmul(query, reference.T) / self.metrics
 
     def _mean(self, query: Tensor, reference: Tensor) -> Tensor:
@@ -318,31 +315,32 @@ class UniformMetrics(LocalMetrics):
 
 
 class _Flows(nn.Module):
-    """K unit embeddings and the discriminator's sums of an item: (B, F) to (B, D + 2H)."""
+    """Features (B, F) → K unit embeddings and the hidden sums A x + c₁, B x + c₂ (B, D + 2H)."""
 
     def __init__(self, embedding: nn.Module, flows: nn.Linear) -> None:
         super().__init__()
         self.embedding, self.flows = embedding, flows
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return the codes."""
+        """Return codes (B, D + 2H) of features (B, F)."""
         return torch.cat([self.embedding(features), full_precision(self.flows(features))], dim=-1)
 
 
 class Discriminator(LocalMetrics):
-    """K local metrics, weighed for each pair of items by a network that sees both (DAMML).
+    """K local metrics, weighted for each pair of items by a network that sees both (DAMML).
 
-    D(x, y) = Σ_k γ_k(x, y) ‖e_k(x) − e_k(y)‖ of unit embeddings e_k (Eq 14); Γ = softmax(½ (h[x; y]
-    + h[y; x])) with h[x; y] = V relu(A x + B y + c) + v on features x, y: two layers, 2F → H → K
-    (Eq 13), which cannot tell the order of the two. An item's code holds A x + c₁ and B x + c₂, so
-    that a server needs no features, and pairs cost H, not F. V and v start at zero: until a phase
-    trains the combiner, Γ = 1/K (Algorithm 2, line 1), unless `start` says otherwise. `objective`
-    is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ − 1/K‖² over the batch's pairs (Eq 16, with
-    its 1/K), between −(1 − 1/K) and 0. With K = 1 there is nothing to weigh, and all is bit for bit
-    as without a combiner.
+    D(x, y) = Σ_k γ_k(x, y) ‖e_k(x) − e_k(y)‖ of unit embeddings e_k (Eq 14). The weights are Γ =
+    softmax(½ (h[x; y] + h[y; x])) with the two-layer network h[x; y] = V relu(A x + B y + c) + v on
+    features x, y (2F → H → K, Eq 13); Γ is symmetric in x and y. An item's code holds A x + c₁ and
+    B x + c₂, so a server needs no features, and the cost per pair grows with H instead of F.
 
-    The paper's μ = 1e5 without balance leaves one metric in use. ρ keeps the *mean* weights even,
-    while each pair's may be as uneven as μ wants.
+    V and v start at zero: until a phase trains the combiner, Γ = 1/K (Algorithm 2, line 1), unless
+    `start` is above 0. `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ − 1/K‖²
+    over the batch's pairs (Eq 16, with its 1/K), which lies between −(1 − 1/K) and 0. With K = 1
+    the result is bit for bit that of no combiner.
+
+    With the paper's μ = 1e5 and no balance term, one metric gets all the weight. ρ keeps the *mean*
+    weights even, while μ controls how uneven the weights of each pair are.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
     Processing 29, 2020, Eq 13–16.
@@ -360,23 +358,23 @@ class Discriminator(LocalMetrics):
         views: bool = False,
         candidates: Annotated[int, Field(ge=1)] | None = None,
     ) -> None:
-        """Build.
+        """Build the combiner.
 
         Args:
-            metrics: K, how many local metrics share the embedding evenly; 1 is the plain Euclidean
-                distance.
-            hidden: H, width of the network's hidden layer; the paper takes that of the features. An
-                indexed item keeps 2 H numbers.
-            mu: μ, weight of J_dis: larger makes each pair's weights more uneven.
-            rho: ρ, weight of the balance: larger keeps each metric's mean weight nearer to 1/K.
-            start: standard deviation of V at the start. 0 makes Γ = 1/K, where J_dis has no
-                gradient: only the loss moves Γ from there. Take 1 to see what uneven weights do.
-            views: the features are those of K views of an item side by side, of one width, and
-                metric k sees the k-th view alone, the discriminator all of them. Weights can then
-                leave out a view that is spoilt in either item. With metrics that all see
-                everything, learned weights were no better than even ones in every measurement.
-            candidates: how many candidates a server rescores by default; none: 200, or 500 where
-                the weights are sharp (mean largest weight above 0.6, measured at export).
+            metrics: K, the number of local metrics, which share the embedding evenly; 1 is the
+                plain Euclidean distance.
+            hidden: H, the size of the network's hidden layer; the paper uses the number of
+                features. The index stores 2 H numbers per item.
+            mu: μ, weight of J_dis; a larger μ makes each pair's weights more uneven.
+            rho: ρ, weight of the balance; a larger ρ keeps each metric's mean weight nearer to 1/K.
+            start: standard deviation of V at the start. At 0, Γ = 1/K and J_dis has no gradient, so
+                only the loss can move Γ. Use 1 to start from uneven weights.
+            views: the features are K views of an item side by side, all of the same size. Metric k
+                sees only the k-th view, the discriminator sees all, so it can give a low weight to
+                a view that is damaged in either item. Without views, learned weights were no better
+                than even ones in every measurement.
+            candidates: number of candidates that a server rescores by default. `None` means 200, or
+                500 if the weights are sharp (mean largest weight above 0.6, measured at export).
         """
         super().__init__(embedding_size, metrics, "daml.discriminator", views)
         for name, value in (("mu", mu), ("rho", rho), ("start", start)):
@@ -393,8 +391,9 @@ class Discriminator(LocalMetrics):
             nn.init.zeros_(self.out.bias)
 
     def build_head(self, features: int) -> nn.Module:
-        """Return features (B, F) → codes (B, D + 2H); the layer that makes the last 2H columns is
-        the combiner's own.
+        """Return the head: features (B, F) → codes (B, D + 2H).
+
+        The layer that computes the last 2H columns belongs to the combiner.
         """
         embedding = super().build_head(features)
         if self.metrics == 1:
@@ -427,7 +426,7 @@ class Discriminator(LocalMetrics):
         return (weight * local).sum(-1)
 
     def weights(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return Γ (Q, R, K) of codes (Q, C) and (R, C); rows sum to 1."""
+        """Return Γ (Q, R, K) for codes (Q, C) and (R, C); it sums to 1 over K."""
         query, reference = widened(query, reference)
         if self.metrics == 1:
             return query.new_ones(len(query), len(reference), 1)
@@ -443,7 +442,7 @@ class Discriminator(LocalMetrics):
         )
 
     def similarities(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return Σ_k γ_k cos_k (Q, R): for losses that want a similarity, larger being closer."""
+        """Return similarities Σ_k γ_k cos_k (Q, R), for losses that work on similarities."""
         query, reference = widened(query, reference)
         if self.metrics == 1:
             return self.local_similarities(query, reference).squeeze(-1)
@@ -452,7 +451,7 @@ class Discriminator(LocalMetrics):
         )
 
     def _weights(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return Γ (…, K) of codes (…, C); both orders share one product after the ReLU."""
+        """Return Γ (…, K) for codes (…, C); one product serves both orders of the pair."""
         ax, bx = x[..., self.embedding_size :].chunk(2, dim=-1)
         ay, by = y[..., self.embedding_size :].chunk(2, dim=-1)
         both = torch.relu(ax + by) + torch.relu(ay + bx)
@@ -477,11 +476,11 @@ class Discriminator(LocalMetrics):
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over the batch's pairs, and how Γ is distributed.
+        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over the batch's pairs, and statistics of Γ.
 
-        The figures of metric k = 1 … K: "load_k" its mean weight, "gamma_k_p10", "gamma_k_p50",
-        "gamma_k_p90" quantiles of it; of all together "gamma_max", the mean largest weight, "j_dis"
-        and "balance".
+        For metric k = 1 … K, "load_k" is the mean weight and "gamma_k_p10", "gamma_k_p50" and
+        "gamma_k_p90" are its quantiles. "gamma_max" is the mean largest weight; "j_dis" and
+        "balance" are the two terms.
         """
         if self.metrics == 1 or len(codes) < 2:
             return None, {}
@@ -507,7 +506,7 @@ class Discriminator(LocalMetrics):
         return logged
 
     def warnings(self, logged: Mapping[str, float]) -> Sequence[str]:
-        """Return a sentence for each metric whose mean weight is below .05."""
+        """Return one warning for each metric whose mean weight is below 0.05."""
         loads = {k + 1: logged.get(f"load_{k + 1}") for k in range(self.metrics)}
         return [
             f"local metric {k} of {self.metrics} has a mean weight of {load:.3f}: the discriminator"
@@ -520,7 +519,7 @@ class Discriminator(LocalMetrics):
     # -----------------------------------------------------------------------------------------
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return how many candidates a server rescores: 500 for sharp weights, else 200."""
+        """Return the number of candidates to rescore: `candidates`, or 500 or 200 by sharpness."""
         if self.fixed_candidates is not None:
             return self.fixed_candidates
         return 500 if self.sharpness(codes) > SHARP else 200

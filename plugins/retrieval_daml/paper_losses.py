@@ -1,4 +1,4 @@
-"""The four losses that the paper trains with its generator, of pairs measured by any distance."""
+"""The four losses that the paper trains with its generator, for any distance or combiner."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Measure:
-    """Distances of listed pairs between two sets of embeddings, by any distance or combiner.
+    """Distances and similarities of pairs between two sets of embeddings.
 
-    Few pairs are measured one by one, many by the whole matrix. The Euclidean distance is squared
-    without its root. A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2: of
-    unit vectors' Euclidean distance and cosine both are exact. `LpDistance` with power 2 is D²
-    already.
+    Few pairs are computed one by one, many by the whole matrix. A similarity s becomes D² = 2 − 2s,
+    and a distance D becomes s = 1 − D²/2; both are exact for the Euclidean distance and the cosine
+    of unit vectors. The result of `LpDistance` with power 2 counts as D².
 
     Args:
-        distance: a `BaseDistance`.
-        query: (B, C).
-        reference: (R, C).
+        distance: a `BaseDistance`, or a combiner.
+        query: (B, C) embeddings.
+        reference: (R, C) embeddings.
     """
 
     def __init__(self, distance: Any, query: Tensor, reference: Tensor) -> None:
@@ -52,7 +51,7 @@ class Measure:
     def plain(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return D (N,) of pairs."""
         if self.euclidean or self.distance.is_inverted:
-            # the root of zero has no gradient
+            # the root has no gradient at zero
             return self.squared(rows, columns).clamp_min(1e-12).sqrt()
         return self._raw(rows, columns)
 
@@ -73,7 +72,7 @@ class Measure:
         return 4 * len(rows) > self.shape[0] * self.shape[1]
 
     def _raw(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """What the distance itself says; squared for the Euclidean one."""
+        """Return the distance's own result (N,), but squared for the Euclidean distance."""
         known = isinstance(self.distance, Combiner | CosineSimilarity | DotProductSimilarity)
         if known and not self._dense(rows):
             listed: Tensor = self.distance.pairwise_distance(
@@ -94,11 +93,11 @@ class Measure:
 
 
 class PaperLoss(CheckedLoss):
-    """A loss of the paper.
+    """Base of the paper's losses.
 
     Args:
         distance: how two embeddings are compared.
-        reducer: how the losses become one number; the mean by default.
+        reducer: reduces the losses to one number; the mean by default.
     """
 
     def get_default_distance(self) -> nn.Module:
@@ -108,7 +107,7 @@ class PaperLoss(CheckedLoss):
     def pairs(
         self, labels: Tensor | None, indices: Any, query: Tensor, reference: Tensor, ref_labels: Any
     ) -> Pairs:
-        """Return the miner's pairs, each once, or every pair where there is no miner."""
+        """Return the miner's pairs without duplicates, or all pairs without a miner."""
         if indices is None:
             same = reference is query
             a, p, b, n = indices_utils.get_all_pairs_indices(labels, None if same else ref_labels)
@@ -120,7 +119,7 @@ class PaperLoss(CheckedLoss):
 def triplets(
     indices: Any, labels: Tensor | None, query: Tensor, reference: Tensor, ref_labels: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a miner's triplets or all that its pairs make; without a miner, every triplet."""
+    """Return a miner's triplets, or all triplets of its pairs; without a miner, all triplets."""
     if indices is None:
         same = reference is query
         a, p, n = indices_utils.get_all_triplets_indices(labels, labels if same else ref_labels)
@@ -143,20 +142,20 @@ def default_distance() -> nn.Module:
 
 
 class ContrastiveLoss(PaperLoss):
-    """Positives near, negatives farther than a margin.
+    """Contrastive loss: pulls positives near, pushes negatives beyond a margin.
 
     Hadsell, Chopra & LeCun, CVPR 2006; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning",
     equation 8:
 
         mean over positive pairs of D² + mean over negative pairs of [ α − D² ]₊
 
-    With means in place of the paper's sums. With a generator use its `form = "contrastive"`.
+    The paper has sums in place of the means. With a generator use its `form = "contrastive"`.
 
     Args:
         margin: α, a squared distance.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
-            default.
-        reducer: how the losses of either kind of pair become one number; the mean by default.
+        distance: how two embeddings are compared; by default the Euclidean distance, without
+            normalising.
+        reducer: reduces the losses of either kind of pair to one number; the mean by default.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class ContrastiveLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         measure = Measure(self.distance, embeddings, ref_emb)
         parts = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
@@ -190,17 +189,17 @@ class ContrastiveLoss(PaperLoss):
 
 
 class TripletLoss(PaperLoss):
-    """Negatives farther than positives by a margin of squared distances.
+    """Triplet loss on squared distances: pushes negatives farther than positives by a margin.
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", equation 9: the mean over triplets of [ D(p, a)² − D(n, a)² + α ]₊. Without a
-    miner every triplet of the batch counts.
+    miner, all triplets of the batch are used.
 
     Args:
         margin: α, a difference of squared distances.
         distance: how two embeddings are compared; the Euclidean distance, without normalising, by
             default.
-        reducer: how the triplets' losses become one number; the mean by default.
+        reducer: reduces the triplets' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class TripletLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the triplets' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the triplets' losses in the format of pytorch-metric-learning's reducers."""
         a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
         if len(a) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
@@ -227,7 +226,7 @@ class TripletLoss(PaperLoss):
 
 
 class LiftedLoss(PaperLoss):
-    """Each positive pair against the negatives of both of its items.
+    """Lifted structure loss: each positive pair against the negatives of both of its items.
 
     Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
     Learning", equations 10 and 11. The mean over positive pairs (i, j) of ½ [ J ]₊ with, as the
@@ -235,17 +234,17 @@ class LiftedLoss(PaperLoss):
 
         J = max( max_{n of i} α − D(i, n), max_{n of j} α − D(j, n) ) + D(i, j)
 
-    With `form = "original"` it is ½ [ J ]₊² with the log-exp sum over both items' negatives in
-    place of the maximum. A positive's own negatives count where it is an anchor too: without a
-    reference set, and with one that begins with the batch, as with a generator. A pair without
-    negatives costs nothing.
+    With `form = "original"` it is ½ [ J ]₊², with the log-exp sum over both items' negatives
+    instead of the maximum. The negatives of j count only if j is an anchor too, which holds without
+    a reference set and with one that begins with the batch, as with a generator. A pair without
+    negatives has loss 0.
 
     Args:
         margin: α, a distance.
         form: "printed", or "original" for the square and the log-exp sum.
         distance: how two embeddings are compared; the Euclidean distance, without normalising, by
             default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -269,7 +268,7 @@ class LiftedLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
@@ -297,7 +296,7 @@ class LiftedLoss(PaperLoss):
 
 
 def _is_anchor(query: Tensor, reference: Tensor, columns: Tensor) -> Tensor:
-    """Whether these references are the batch's items of the same number."""
+    """Return whether each of these references is the batch's item with the same index."""
     begins = reference is query or (
         len(reference) >= len(query) and torch.equal(reference[: len(query)], query)
     )
@@ -305,23 +304,24 @@ def _is_anchor(query: Tensor, reference: Tensor, columns: Tensor) -> Tensor:
 
 
 class NPairLoss(PaperLoss):
-    """A pair's similarity against its anchor's similarity to a negative of each other class.
+    """N-pair loss: a pair's similarity against the anchor's to a negative of each other class.
 
     Sohn, NIPS 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 12: the
     mean over pairs (a, p) of
 
         log( 1 + Σ_n exp( scale · ( s(a, n) − s(a, p) ) ) )
 
-    The paper subtracts the similarity to the negative's source in place of the anchor's own
-    positive. Without a miner a class's first two items of the batch are its pair, the next two that
-    of a second round; with a reference set its items are the positives. With a miner a pair's
-    negatives are those that the miner gives its anchor.
+    The paper prints the similarity to the negative's source instead of s(a, p). Without a miner,
+    the first two items of each class in the batch are the pairs of a first round, the next two
+    those of a second round. With a reference set, positives come from that set. With a miner, a
+    pair's negatives are the miner's negatives of the anchor.
 
     Args:
-        scale: of the similarities: unit vectors need 8 to 16, embeddings of free length 1.
-        distance: how two embeddings are compared; the inner product, without normalising, by
-            default. A distance D becomes s = 1 − D²/2.
-        reducer: how the pairs' losses become one number; the mean by default.
+        scale: factor of the similarities; 8 to 16 for unit vectors, 1 for embeddings of free
+            length.
+        distance: how two embeddings are compared; by default the inner product, without
+            normalising. A distance D becomes s = 1 − D²/2.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class NPairLoss(PaperLoss):
         ref_emb: Tensor,
         ref_labels: Any,
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses, as pytorch-metric-learning's reducers read them."""
+        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:
             assert labels is not None
             a, p, b, n = pairs_by_round(labels, None if ref_emb is embeddings else ref_labels)
@@ -363,9 +363,9 @@ class NPairLoss(PaperLoss):
 
 
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return one pair of each class in a round, and the other pairs' positives as negatives.
+    """Return one pair per class and round, with the other pairs' positives as negatives.
 
-    Without `ref_labels` a class's items 2r and 2r + 1 are a pair of the batch itself.
+    Without `ref_labels`, items 2r and 2r + 1 of each class in the batch are the pair of round r.
     """
     ordered, order = torch.sort(labels, stable=True)
     rank = torch.arange(len(labels), device=labels.device) - torch.searchsorted(ordered, ordered)

@@ -1,4 +1,4 @@
-"""Panels of an adversarial run's report: losses, local metrics' weights, synthetic shifts."""
+"""Report panels of an adversarial run: losses, weights of local metrics, shifts of samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Epochs = list[dict[str, Any]]
 
 
 def report_panels(run: Run) -> dict[str, bytes]:
-    """Return an adversarial run's panels as SVG, by title; none of any other run."""
+    """Return an adversarial run's panels as SVG by title, or nothing for other runs."""
     combiner = run.recipe.combiner
     if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
         return {}
@@ -32,7 +32,7 @@ def report_panels(run: Run) -> dict[str, bytes]:
 
 
 def read_log(run: Run) -> Epochs:
-    """Return a run's log, an epoch each; where a crash cut the log off, the whole lines."""
+    """Return a run's log, one entry per epoch, without a line that a crash cut off."""
     epochs = []
     with contextlib.suppress(OSError, ValueError):
         for line in run.metrics_file.read_text(encoding="utf-8").splitlines():
@@ -44,7 +44,7 @@ def draw_losses(figure: Any, epochs: Epochs) -> None:
     """Draw J_m and J_gen by epoch (the paper's Fig. 8), each on its own axis."""
     x = [epoch["epoch"] + 1 for epoch in epochs]
     axes = figure.subplots()
-    # the log's loss holds the combiner's own objective, where that trains
+    # if the combiner trains, the logged loss includes its objective
     metric = [epoch.get("loss", np.nan) - epoch.get("combiner_loss", 0.0) for epoch in epochs]
     axes.plot(x, metric, "o-", color="C0", label="J_m, the loss")
     axes.set(xlabel="epoch", ylabel="J_m")
@@ -55,11 +55,11 @@ def draw_losses(figure: Any, epochs: Epochs) -> None:
         lines += right.plot(x, generator, "s--", color="C1", label="J_gen, the generator")
         right.set_ylabel("J_gen")
     _mark_phases(axes, epochs)
-    axes.legend(handles=lines, loc="upper right")  # "best" takes long with much data, and says so
+    axes.legend(handles=lines, loc="upper right")  # "best" is slow with much data, and warns
 
 
 def draw_weights(figure: Any, epochs: Epochs) -> None:
-    """Draw γ of each local metric by epoch: its mean, and where four fifths of the pairs lie."""
+    """Draw each local metric's γ by epoch, its mean and the range of four fifths of the pairs."""
     logged = [epoch for epoch in epochs if "load_1" in epoch]
     x = [epoch["epoch"] + 1 for epoch in logged]
     count = sum(name.startswith("load_") for name in logged[0])
@@ -78,7 +78,7 @@ def draw_weights(figure: Any, epochs: Epochs) -> None:
 
 
 def draw_shifts(figure: Any, epochs: Epochs) -> None:
-    """Draw how far synthetic samples were moved from the real ones in each epoch."""
+    """Draw the distance between synthetic and real samples by epoch."""
     logged = [epoch for epoch in epochs if "synthetic_shift" in epoch]
     axes = figure.subplots()
     axes.plot(
@@ -91,14 +91,14 @@ def draw_shifts(figure: Any, epochs: Epochs) -> None:
 
 
 def _mark_phases(axes: Any, epochs: Epochs) -> None:
-    """Draw a line where a phase begins."""
+    """Draw a vertical line at the start of each phase."""
     for earlier, later in itertools.pairwise(epochs):
         if earlier["phase"] != later["phase"]:
             axes.axvline(later["epoch"] + 0.5, color="grey", linestyle=":", linewidth=0.8)
 
 
 def _svg(draw: Callable[[Any, Epochs], None], epochs: Epochs) -> bytes:
-    """Return a panel; the same drawing is the same file."""
+    """Return a panel as reproducible SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 

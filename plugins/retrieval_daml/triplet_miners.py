@@ -1,5 +1,4 @@
-"""Which triplets a generator is given: one negative for each anchor and other class, or a semi-hard
-one for each positive pair."""
+"""Miners for generators: one negative per anchor and other class, or a semi-hard one per pair."""
 
 from __future__ import annotations
 
@@ -14,16 +13,15 @@ from retrieval_daml.paper_losses import Measure, default_distance
 
 
 class OnePerClass(nn.Module):
-    """A triplet for each anchor and each other class: a random item of that class and a random
-    positive.
+    """One triplet per anchor and other class, with a random positive and a random negative.
 
-    With a generator it gives one synthetic negative per anchor and other class, as the lifted
-    structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", want
-    them (equations 10 to 12). It looks at labels only.
+    With a generator this yields one synthetic negative per anchor and other class, as required by
+    the lifted structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
+    Learning" (equations 10 to 12). It uses only the labels.
 
     Args:
-        anchors: "all" items of the batch, or "one" random item of each class, as N-pair has it.
-        negatives: how many other classes an anchor is given, at random; 0: every one.
+        anchors: "all" items of the batch, or "one" random item per class, as for N-pair.
+        negatives: number of other classes per anchor, chosen at random; 0 means all.
     """
 
     def __init__(
@@ -76,19 +74,18 @@ class OnePerClass(nn.Module):
 
 
 class SemiHard(nn.Module):
-    """For each positive pair a negative that is farther than the positive, but by less than a
-    margin: a random one, or the nearest.
+    """One negative per positive pair, farther than the positive by less than a margin.
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", Table IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a
-    negative gives no triplet. One triplet a pair at most keeps a generator cheap;
-    `pml.triplet_margin` with `type_of_triplets = "semihard"` gives them all.
+    negative has no triplet. With at most one triplet per pair a generator stays cheap;
+    `pml.triplet_margin` with `type_of_triplets = "semihard"` returns all of them.
 
     Args:
-        margin: a difference of squared distances; that of the loss.
-        pick: which of a pair's semi-hard negatives: "random", or "hardest", the nearest of them.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
-            default.
+        margin: a difference of squared distances; use the margin of the loss.
+        pick: which of a pair's semi-hard negatives to take: "random", or "hardest", the nearest.
+        distance: how two embeddings are compared; by default the Euclidean distance, without
+            normalising.
     """
 
     def __init__(
@@ -141,7 +138,7 @@ class SemiHard(nn.Module):
 
 
 def _below(count: Tensor) -> Tensor:
-    """Return a random whole number from 0 to each count − 1."""
+    """Return a random integer from 0 to count − 1 for each count."""
     drawn = (torch.rand(len(count), device=count.device, dtype=torch.float64) * count).long()
     return torch.minimum(drawn, count - 1)
 

@@ -26,7 +26,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Every learner of metric-learn that is fitted on labelled items."""
+    """The learners of metric-learn that are fitted on labelled items."""
     import retrieval_metric_learn as own
 
     return {

@@ -1,13 +1,13 @@
-"""The estimators of metric-learn as learners, under a current scikit-learn.
+"""The estimators of metric-learn as learners that work with a current scikit-learn.
 
-metric-learn 0.7 checks its input through an argument of scikit-learn's (`force_all_finite`) that
-scikit-learn 1.8 removed. Each of its estimators does so in one method, `_prepare_inputs`. We check
-the input ourselves and run a subclass whose `_prepare_inputs` hands back what it is given: nothing
-in metric-learn or scikit-learn is changed.
+metric-learn 0.7 checks its input with scikit-learn's argument `force_all_finite`, which
+scikit-learn 1.8 removed. Each estimator does so in the method `_prepare_inputs`. This module checks
+the input itself and uses subclasses whose `_prepare_inputs` returns its input, so neither library
+is changed.
 
-Left out: NCA, which is scikit-learn's (`core.nca`); Covariance, which is `core.pca` with `whiten`;
-MLKR, which is for regression; SDML, which calls scikit-learn's graphical lasso with an argument
-that it no longer has.
+Not included are NCA (use `core.nca`, scikit-learn's), Covariance (use `core.pca` with `whiten`),
+MLKR, which is for regression, and SDML, which calls scikit-learn's graphical lasso with a removed
+argument.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Prior = Literal["identity", "covariance", "random"]
 
 @cache
 def adapted(name: str) -> type:
-    """Return metric-learn's class `name`, made to take checked arrays as they are."""
+    """Return a subclass of metric-learn's class `name` that does not check its input."""
     try:
         import metric_learn
     except ImportError as error:
@@ -52,18 +52,18 @@ def adapted(name: str) -> type:
 
 
 class MetricLearnLearner(LinearMap):
-    """A learner that metric-learn fits; subclasses say which estimator, and with what.
+    """Base of learners that metric-learn fits; subclasses name the estimator and its parameters.
 
     Attributes:
         components_: (C, F) the learned map.
-        mean_: (F,) the training features' mean, which `transform` subtracts; no distance depends on
-            it.
+        mean_: (F,) mean of the training features, which `transform` subtracts; distances do not
+            depend on it.
     """
 
     estimator: ClassVar[str]
 
     def _settings(self) -> dict[str, Any]:
-        """Return the keywords of metric-learn's estimator: our parameters, with one seed."""
+        """Return keyword arguments for metric-learn's estimator: our parameters, with one seed."""
         settings: dict[str, Any] = self.get_params(deep=False)
         if "seed" in settings:
             del settings["seed"]
@@ -71,22 +71,22 @@ class MetricLearnLearner(LinearMap):
         return settings
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
-        """Refuse class sizes (C,) that the estimator would stumble over."""
+        """Raise ValueError for class sizes (C,) that the estimator cannot handle."""
 
     def _fit_options(self) -> dict[str, Any]:
         return {}
 
     def _components(self, components: Floats) -> Floats:
-        """Return the map (C, F) from the one that metric-learn found."""
+        """Convert metric-learn's map to ours (C, F)."""
         return components
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,), which may be text.
 
         Raises:
-            ValueError: the features are not finite, there is one class only, or metric-learn cannot
+            ValueError: the features are not finite, there is only one class, or metric-learn cannot
                 fit them.
-            LinAlgError: a ValueError too: a matrix that it has to invert is singular.
+            LinAlgError: a matrix to invert is singular; also a ValueError.
             MissingDependency: metric-learn is not installed.
         """
         x, labels = validate_data(
@@ -103,8 +103,8 @@ class MetricLearnLearner(LinearMap):
         fitted, options = adapted(self.estimator)(**self._settings()), self._fit_options()
         try:
             with warnings.catch_warnings():
-                # fewer pairs than asked for, a default number of bases, divisions by zero: the
-                # check of the result below is what counts
+                # metric-learn warns of fewer pairs than requested, a default number of bases and
+                # divisions by zero; the check of the result below suffices
                 for message in ("Only generated", "As no value for `n_basis`"):
                     warnings.filterwarnings("ignore", message=message)
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")
@@ -119,7 +119,7 @@ class MetricLearnLearner(LinearMap):
             IndexError,
         ) as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            # LinAlgError is a ValueError: who catches either of metric-learn's finds it here too
+            # LinAlgError is a ValueError, so callers can catch either, as with metric-learn
             kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
             raise kind(
                 f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items:"
@@ -137,27 +137,27 @@ class MetricLearnLearner(LinearMap):
         return self
 
     def score_pairs(self, pairs: ArrayLike) -> Floats:
-        """Return what `pair_distance` does; metric-learn's older name of it."""
+        """Return `pair_distance(pairs)`, under metric-learn's older name."""
         return self.pair_distance(pairs)
 
 
 class LMNN(MetricLearnLearner):
-    """Large margin nearest neighbour: target neighbours near, impostors a margin farther.
+    """Large margin nearest neighbour: pulls target neighbours near, pushes impostors a margin away.
 
     Weinberger et al., "Distance Metric Learning for Large Margin Nearest Neighbor Classification",
     NeurIPS 2005.
 
     Args:
-        n_neighbors: target neighbours of each item, the nearest of its class; every class needs one
-            member more.
-        init: where it starts: "auto" takes "lda", "pca" or "identity" by the sizes.
-        n_components: width of the codes; none: the number of features.
-        regularization: weight of pulling target neighbours together against pushing impostors away,
-            0 to 1.
-        learn_rate: first step of the gradient descent, which adapts it.
+        n_neighbors: number of target neighbours per item, the nearest of its class; every class
+            needs one more member.
+        init: starting point; "auto" chooses "lda", "pca" or "identity" by the sizes.
+        n_components: output dimension. `None` keeps the number of features.
+        regularization: weight of pulling target neighbours together relative to pushing impostors
+            away, 0 to 1.
+        learn_rate: initial step of the gradient descent, which adapts it.
         convergence_tol: change of the objective below which it stops.
-        min_iter: fewest iterations.
-        max_iter: most iterations.
+        min_iter: smallest number of iterations.
+        max_iter: largest number of iterations.
         seed: seed of a random start and of PCA's randomised solver; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -198,21 +198,23 @@ class LMNN(MetricLearnLearner):
 
 
 class ITML(MetricLearnLearner):
-    """Information-theoretic metric learning: the metric nearest to a prior within pairs' bounds.
+    """Information-theoretic metric learning: the metric nearest to a prior under bounds for pairs.
 
     Davis et al., "Information-Theoretic Metric Learning", ICML 2007. Pairs are drawn from the
     labels.
 
     Args:
-        gamma: weight of the bounds against the prior.
-        max_iter: most iterations.
+        gamma: weight of the bounds relative to the prior.
+        max_iter: largest number of iterations.
         tol: change of the multipliers below which it stops.
-        n_constraints: pairs of each kind; none: 20 times the classes squared.
-        prior: the metric that it starts from and stays near: "covariance" is the inverse
+        n_constraints: number of similar and of dissimilar pairs. `None` means 20 times the squared
+            number of classes.
+        prior: the metric that it starts from and stays near; "covariance" is the inverse
             covariance.
-        lower: bound above the distance of similar pairs; none: the 5th percentile of all distances.
-        upper: bound below the distance of dissimilar pairs; none: the 95th percentile. Set both or
-            neither.
+        lower: distance that similar pairs should stay below. `None` means the 5th percentile of all
+            distances.
+        upper: distance that dissimilar pairs should stay above. `None` means the 95th percentile.
+            Set both bounds or neither.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -256,16 +258,17 @@ class SCML(MetricLearnLearner):
     Shi et al., "Sparse Compositional Metric Learning", AAAI 2014.
 
     Args:
-        k_genuine: nearest items of the class in the triplets of each item.
-        k_impostor: nearest items of other classes in them.
+        k_genuine: number of nearest items of the same class in each item's triplets.
+        k_impostor: number of nearest items of other classes in each item's triplets.
         beta: weight of the sparsity.
-        basis: rank-one metrics: "lda" from discriminants of local clusters, "triplet_diffs" from
-            differences.
-        n_basis: how many; none: 20 times the features, at most what the items allow.
-        gamma: step of the stochastic search.
-        max_iter: its iterations.
-        output_iter: iterations between two evaluations of the objective.
-        batch_size: triplets of an iteration.
+        basis: origin of the rank-one metrics: "lda" for discriminants of local clusters,
+            "triplet_diffs" for differences.
+        n_basis: number of rank-one metrics. `None` means 20 times the number of features, or as
+            many as the items allow.
+        gamma: step size of the stochastic search.
+        max_iter: number of iterations.
+        output_iter: number of iterations between two evaluations of the objective.
+        batch_size: number of triplets per iteration.
         seed: seed of the clusters and the triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -306,19 +309,20 @@ class SCML(MetricLearnLearner):
 
 
 class MMC(MetricLearnLearner):
-    """Similar pairs near under the constraint that dissimilar ones stay apart.
+    """MMC: pulls similar pairs together under the constraint that dissimilar ones stay apart.
 
     Xing et al., "Distance Metric Learning with Application to Clustering with Side-Information",
     NeurIPS 2002. Pairs are drawn from the labels.
 
     Args:
-        max_iter: most iterations.
-        max_proj: most projections in each.
+        max_iter: largest number of iterations.
+        max_proj: largest number of projections per iteration.
         tol: change below which it stops.
-        n_constraints: pairs of each kind; none: 20 times the classes squared.
+        n_constraints: number of similar and of dissimilar pairs. `None` means 20 times the squared
+            number of classes.
         init: the metric that it starts from.
-        diagonal: whether only a weight for each feature is learned.
-        diagonal_c: weight of the dissimilar, for a diagonal metric.
+        diagonal: whether to learn only one weight per feature.
+        diagonal_c: weight of the dissimilar pairs, for a diagonal metric.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -349,16 +353,16 @@ class MMC(MetricLearnLearner):
 
 
 class LSML(MetricLearnLearner):
-    """Least squared-residual metric learning: of two pairs, the similar one shall be the nearer.
+    """Least squared-residual metric learning: similar pairs should be nearer than dissimilar ones.
 
     Liu et al., "Metric Learning from Relative Comparisons by Minimizing Squared Residual", ICDM
     2012. Pairs are drawn from the labels.
 
     Args:
         tol: change below which it stops.
-        max_iter: most iterations.
+        max_iter: largest number of iterations.
         prior: the metric that it stays near.
-        n_constraints: comparisons; none: 20 times the classes squared.
+        n_constraints: number of comparisons. `None` means 20 times the squared number of classes.
         seed: seed of the random choice of pairs; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """
@@ -383,17 +387,17 @@ class LSML(MetricLearnLearner):
 
 
 class LFDA(MetricLearnLearner):
-    """Local Fisher discriminants: classes apart, near items of a class together.
+    """Local Fisher discriminants: separates classes and keeps near items of a class together.
 
     Sugiyama, "Dimensionality Reduction of Multimodal Labeled Data by Local Fisher Discriminant
     Analysis", JMLR 2007.
 
     Args:
-        n_components: width of the codes; none: the number of features.
-        k: which nearest neighbour sets the scale of an item's surroundings; none: the 7th, or the
-            last.
+        n_components: output dimension. `None` keeps the number of features.
+        k: the distance to the k-th nearest neighbour is the local scale. `None` means the 7th
+            neighbour, or the last.
         embedding_type: "weighted" scales each direction by its strength, "orthonormalized" makes
-            them unit and right-angled, "plain" leaves them.
+            the directions orthonormal, "plain" leaves them unchanged.
     """
 
     estimator = "LFDA"
@@ -416,8 +420,8 @@ class LFDA(MetricLearnLearner):
             )
 
     def _settings(self) -> dict[str, Any]:
-        # for some of the directions it starts ARPACK anywhere, and gives other digits and signs
-        # each time; for all of them it calls LAPACK, and the first are the same
+        # for a part of the directions metric-learn uses ARPACK with a random start, whose digits
+        # and signs vary. For all directions it uses LAPACK, so compute all and keep the first
         return {**super()._settings(), "n_components": None}
 
     def _components(self, components: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
@@ -425,15 +429,15 @@ class LFDA(MetricLearnLearner):
 
 
 class RCA(MetricLearnLearner):
-    """Relevant components: whitens the spread within small chunks of a class.
+    """Relevant component analysis: whitens the covariance within small chunks of classes.
 
     Shental et al., "Adjustment Learning and Relevant Component Analysis", ECCV 2002. Chunks are
     drawn from the labels.
 
     Args:
-        n_components: width of the codes; none: the number of features.
-        n_chunks: how many chunks; none: 100, or as many as the classes hold.
-        chunk_size: items in each.
+        n_components: output dimension. `None` keeps the number of features.
+        n_chunks: number of chunks. `None` means 100, or as many as the classes allow.
+        chunk_size: number of items per chunk.
         seed: seed of the random choice of chunks; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
     """

@@ -1,7 +1,4 @@
-"""MLflow as a tracker: `retrieval train … --track mlflow`.
-
-It is there where the package `mlflow` is.
-"""
+"""MLflow as a tracker: `retrieval train … --track mlflow`, if the package `mlflow` is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ if find_spec("mlflow") is not None:
 
     @hookimpl
     def retrieval_trackers() -> Factories:
-        """MLflow."""
+        """Logging to MLflow."""
         from retrieval_mlflow.run import MlflowRun
 
         return {"run": MlflowRun}

@@ -14,32 +14,29 @@ from typing import Any, Literal
 from retrieval.plugin import TrackedRun
 
 EXPERIMENT = "retrieval"
-"""Where MLFLOW_EXPERIMENT_NAME names none."""
+"""Name of the experiment if MLFLOW_EXPERIMENT_NAME is not set."""
 LONGEST_KEY, LONGEST_VALUE, MOST = 250, 6000, 100
-"""MLflow's limits: characters of a parameter's name and value, parameters of a call (of metrics,
-1,000).
-"""
+"""MLflow's limits: characters of a parameter's name and of its value, parameters per call."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 class MlflowRun:
-    """MLflow.
+    """A tracker that logs to MLflow.
 
-    Its own settings hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID.
+    MLflow's environment variables apply: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME or
+    MLFLOW_EXPERIMENT_ID.
     """
 
     def __init__(self) -> None:
-        """Load the package and open its store, in the calling thread: see
-        `retrieval.plugin.Tracker`.
-        """
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nobody asked for a network
+        """Load the package and open its store in the calling thread; see `Tracker`."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would use the network
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient()
         self._key = ""
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or go on with one that the store has; see `retrieval.plugin.Tracker`."""
+        """Begin a run, or continue one in the store; see `retrieval.plugin.Tracker`."""
         from mlflow.exceptions import MlflowException
 
         known: Mapping[str, str] = {}
@@ -71,7 +68,7 @@ class MlflowRun:
         return str(experiment.experiment_id)
 
     def _parameters(self, configuration: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        """Log what is new: MLflow refuses to change a parameter, and a run may go on for longer."""
+        """Log only new parameters; MLflow does not allow a resumed run to change them."""
         from mlflow.entities import Param
 
         flat = {
@@ -84,7 +81,7 @@ class MlflowRun:
         self._client.log_dict(self._key, dict(configuration), "configuration.json")
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's metrics at its number from 1, or final ones at 0."""
+        """Log an epoch's metrics at its number, counted from 1, or final metrics at 0."""
         from mlflow.entities import Metric
 
         now, step = int(time.time() * 1000), 0 if epoch is None else epoch + 1
@@ -92,7 +89,7 @@ class MlflowRun:
         self._client.log_batch(self._key, metrics=entries)
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """Keep a table as a CSV file, which MLflow shows as a table."""
+        """Log a table as a CSV file, which MLflow displays as a table."""
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
         self._client.log_text(self._key, text.getvalue(), f"tables/{title}.csv")
@@ -111,5 +108,5 @@ def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _allowed(name: str) -> str:
-    """Return a name with nothing in it that MLflow refuses."""
+    """Return a name without characters that MLflow does not allow."""
     return re.sub(r"[^\w\-. /]", "", name)

@@ -1,7 +1,7 @@
 """Online adaptive metric learning: `OAHU`, `Warm`, linear baselines, streams of triplets, and ABTL.
 
-Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. The learners need no torch
-to learn.
+Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. Fitting the learners needs
+no torch.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_combiners() -> Factories:
-    """The hedge over metric spaces: searched as the paper does, or in one index."""
+    """The hedge over metric spaces, searched as in the paper or in one index."""
     from retrieval_oahu import HedgeScore, HedgeSum
 
     return {"hedge": HedgeScore, "hedge_sum": HedgeSum}

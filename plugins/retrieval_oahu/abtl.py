@@ -17,25 +17,25 @@ from retrieval_oahu.combiners import Hedge
 from retrieval_oahu.online import refuse_range, warn_tau
 
 _MANY = 200_000
-"""Triplets of a batch that are looked at; of more, so many are drawn."""
+"""Largest number of a batch's triplets in the loss; if there are more, this many are drawn."""
 
 
 class ABTL(CheckedLoss):
-    """Adaptive-bound triplet loss: the bounds of positives and negatives depend on where they are.
+    """Adaptive-bound triplet loss, whose bounds for positives and negatives follow the distances.
 
-    d_sim = τ (e^D − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^−D) / (1 − e^−2) are taken from the
-    distances as they are and are constants to the gradient; the loss is ½ ((D⁺ − d_sim) / (2 −
-    d_sim) + (d_dis − D⁻) / d_dis), which is 0 only for D⁺ = 0 and D⁻ = 2. So every triplet counts.
-    Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the
-    combiner `oahu.hedge` or `oahu.hedge_sum` it is the weighted sum of the spaces' losses (Eq 19),
-    and the weights adapt with each batch in training.
+    The loss is ½ ((D⁺ − d_sim) / (2 − d_sim) + (d_dis − D⁻) / d_dis) with the bounds d_sim = τ
+    (e^{D⁺} − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^{−D⁻}) / (1 − e^{−2}), which are constants
+    in the gradient. It is 0 only for D⁺ = 0 and D⁻ = 2, so every triplet contributes. Gao et al.,
+    "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the combiner
+    `oahu.hedge` or `oahu.hedge_sum` the loss is the weighted sum of the spaces' losses (Eq 19), and
+    the weights adapt with each training batch.
 
     Args:
-        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's
-            theorem wants at most 2/3.
-        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean one of
-            unit vectors by default.
-        reducer: how the triplets' losses become one number; the mean of those above 0 by default.
+        tau: τ, above 0 and below 2. Similar pairs are pulled below a bound of at most τ, dissimilar
+            ones pushed above one of at least 2 − τ. The paper's theorem requires at most 2/3.
+        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean
+            distance of unit vectors by default.
+        reducer: reduces the triplets' losses to one number; the mean of those above 0 by default.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ABTL(CheckedLoss):
         return LpDistance(normalize_embeddings=True, p=2, power=1)  # type: ignore[no-any-return]
 
     def get_default_reducer(self) -> nn.Module:
-        """Return the mean of what is above 0."""
+        """Return the reducer that takes the mean of the losses above 0."""
         return AvgNonZeroReducer()  # type: ignore[no-any-return]
 
     def compute_loss(
@@ -67,7 +67,7 @@ class ABTL(CheckedLoss):
         ref_emb: Tensor,
         ref_labels: Tensor,
     ) -> Any:
-        """Return one loss per triplet, as pytorch-metric-learning's reducers read them."""
+        """Return one loss per triplet in the format of pytorch-metric-learning's reducers."""
         indices = indices_utils.convert_to_triplets(
             indices_tuple, labels, ref_labels, t_per_anchor="all" if len(labels) <= 64 else 100
         )
@@ -86,7 +86,7 @@ class ABTL(CheckedLoss):
         return abtl(matrix[a, p], matrix[a, n], self.tau)
 
     def _hedged(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
-        """Return Σ α_l loss_l of each triplet, and let the combiner see each space's mean loss."""
+        """Return Σ α_l loss_l of each triplet; the combiner's `observe` gets the mean losses."""
         queries, references = self.distance.embeddings(x), self.distance.embeddings(r)
         alpha = self.distance.alpha.to(x.dtype).clone()
         losses_by_level = []
@@ -102,7 +102,7 @@ class ABTL(CheckedLoss):
 
 
 def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
-    """Return the loss of distances D⁺ and D⁻ (T,); the thresholds have no gradient."""
+    """Return losses (T,) for distances D⁺ and D⁻ (T,); the bounds have no gradient."""
     with torch.no_grad():
         near = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
         far = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))

@@ -20,13 +20,13 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class OverComplete(nn.Module):
-    """Features (B, F) to codes (B, (L + 1) E): the spaces' weighted unit embeddings side by side.
+    """OAHU's network: features (B, F) → the spaces' weighted unit embeddings (B, (L + 1) E).
 
     Args:
-        features: F.
-        depth: L.
-        hidden: units of each hidden layer.
-        embedding: E.
+        features: F, the number of features.
+        depth: L, the number of hidden layers.
+        hidden: number of units per hidden layer.
+        embedding: E, the dimension of each space's embedding.
     """
 
     def __init__(self, features: int, depth: int, hidden: int, embedding: int) -> None:
@@ -55,9 +55,9 @@ class OverComplete(nn.Module):
         scale: NDArray[Any],
         alpha: NDArray[Any],
     ) -> OverComplete:
-        """Return a network in float32 with a learner's weights.
+        """Return a float32 network with a learner's weights.
 
-        `levels` are (F, hidden + E) and then (hidden, hidden + E).
+        The first of `levels` is (F, hidden + E), each other one (hidden, hidden + E).
         """
         head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 
@@ -76,7 +76,7 @@ class OverComplete(nn.Module):
         return head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return codes."""
+        """Return codes (B, (L + 1) E) of features (B, F)."""
         h = (x - self.get_buffer("offset")) / self.get_buffer("scale")
         factor = self.get_buffer("factor")
         codes = []
@@ -98,7 +98,7 @@ class UnitLength(nn.Module):
 
 
 class Bilinear(Combiner):
-    """The distance |Wᵀx − y|, which for unit vectors y has the order of the similarity xᵀ W y.
+    """The distance |Wᵀx − y|, which orders unit vectors y as the similarity xᵀ W y does.
 
     Args:
         similarity: (F, F) W.
@@ -126,10 +126,10 @@ class Bilinear(Combiner):
 
 
 class Hedge(Combiner):
-    """What both ways share: the weights, and √(Σ α_l D_l²) as the trained distance.
+    """Base of both hedge combiners, with the weights α and the distance √(Σ α_l D_l²).
 
     Attributes:
-        spaces: L + 1.
+        spaces: L + 1, the number of metric spaces.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class Hedge(Combiner):
         self.register_buffer(
             "alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64)
         )
-        # what the codes were multiplied with: 1 where they are trained, √α where a learner's are
-        # served
+        # factor of each space's embedding in the codes: 1 in deep training, √α for codes of an
+        # exported learner
         self.register_buffer("factor", torch.ones(self.spaces, dtype=torch.float64))
 
     @classmethod
     def of_weights(cls, alpha: NDArray[np.floating[Any]], embedding: int) -> Self:
-        """Return the combiner of `OAHU.transform`'s codes, embeddings times √α."""
+        """Return the combiner for codes of `OAHU.transform`, which are embeddings times √α."""
         combiner = cls(embedding, len(alpha) - 1)
         weights = torch.from_numpy(np.array(alpha, dtype=np.float64))
         combiner.get_buffer("alpha").copy_(weights)
@@ -165,16 +165,16 @@ class Hedge(Combiner):
         return combiner
 
     def build_head(self, features: int) -> nn.Module:
-        """Return the over-complete network, features (B, F) to codes (B, (L + 1) E)."""
+        """Return the over-complete network: features (B, F) → codes (B, (L + 1) E)."""
         return OverComplete(features, self.depth, self.hidden, self.embedding)
 
     def embeddings(self, codes: Tensor) -> Tensor:
-        """Return the unit embeddings (N, L + 1, E) of codes (N, (L + 1) E)."""
+        """Return the unit embeddings (N, L + 1, E) in codes (N, (L + 1) E)."""
         parted = codes.reshape(-1, self.spaces, self.embedding)
         return parted / self._row("factor", codes)[:, None]
 
     def observe(self, losses: Tensor) -> None:
-        """Move the weights by each space's loss (L + 1,), Eq 20."""
+        """Update the weights with each space's loss (L + 1,) by Eq 20."""
         moved = hedge_update(
             self.get_buffer("alpha").cpu().numpy(),
             losses.detach().double().cpu().numpy(),
@@ -188,7 +188,7 @@ class Hedge(Combiner):
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return √(Σ α_l D_l²) (Q, R)."""
         query, reference = self._weighed(query_emb), self._weighed(ref_emb)
-        if torch.is_grad_enabled():  # the root of zero has no gradient
+        if torch.is_grad_enabled():  # the root has no gradient at zero
             squares: Tensor = (query[:, None] - reference).square().sum(2)
             return (squares + 1e-12).sqrt()
         return torch.cdist(query, reference, compute_mode="donot_use_mm_for_euclid_dist")
@@ -199,7 +199,7 @@ class Hedge(Combiner):
         return (squares + 1e-12).sqrt()
 
     def index_vectors(self, codes: Tensor) -> Tensor:
-        """Return the unit embeddings side by side: they do not change when the weights do."""
+        """Return the unit embeddings side by side, which do not depend on the weights."""
         return self.embeddings(codes).flatten(1)
 
     def _weighed(self, codes: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Hedge(Combiner):
         return row
 
     def _weights_changed(self) -> None:
-        """Called after the weights changed."""
+        """Hook that runs after the weights changed."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
@@ -221,18 +221,19 @@ class Hedge(Combiner):
 
 
 class HedgeScore(Hedge):
-    """Hedge-weighted spaces, searched as the paper does: an index for each, merged (Eq 27).
+    """Hedge-weighted metric spaces, searched as in the paper: one index per space, merged (Eq 27).
 
-    Each of the depth + 1 spaces proposes its k nearest items, scored by how near they are among
-    those k and by the space's weight; an item keeps its best score. Gao et al., "Towards
-    Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Training and `retrieval evaluate`
-    measure √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
+    Each of the depth + 1 spaces proposes its k nearest items. An item's score combines its relative
+    distance among these with the space's weight; an item that several spaces propose keeps its best
+    score. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3.
+    Training and `retrieval evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights
+    adapt during training.
 
     Args:
-        embedding: width E of each space's embedding.
+        embedding: dimension E of each space's embedding.
         depth: L, the number of hidden layers.
-        hidden: units in each.
-        beta: β, what a weight is multiplied with at a loss of 1.
+        hidden: number of units per hidden layer.
+        beta: β, factor of a weight for a loss of 1.
         smoothing: s; no weight falls below about s / (depth + 1).
         rule: how losses discount weights, as for `oahu.oahu`.
     """
@@ -260,18 +261,18 @@ class HedgeScore(Hedge):
 
 
 class HedgeSum(Hedge):
-    """Hedge-weighted spaces, searched in one index by Σ α_l D_l²; no rebuild for new weights.
+    """Hedge-weighted metric spaces, searched by Σ α_l D_l² in one index that weights do not change.
 
-    Items are stored as their unit embeddings side by side, and a query's are multiplied with the
-    weights: the inner product is then Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l²; the distance of an
-    answer is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt during
-    training. This is not Eq 27 of the paper (`oahu.hedge`), and no approximation of it.
+    The index stores each item's unit embeddings side by side, and a query's embeddings are
+    multiplied by the weights. Their inner product is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The
+    reported distance is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt
+    during training. This is not Eq 27 of the paper (`oahu.hedge`), nor an approximation of it.
 
     Args:
-        embedding: width E of each space's embedding.
+        embedding: dimension E of each space's embedding.
         depth: L, the number of hidden layers.
-        hidden: units in each.
-        beta: β, what a weight is multiplied with at a loss of 1.
+        hidden: number of units per hidden layer.
+        beta: β, factor of a weight for a loss of 1.
         smoothing: s; no weight falls below about s / (depth + 1).
         rule: how losses discount weights, as for `oahu.oahu`.
     """

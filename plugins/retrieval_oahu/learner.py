@@ -1,4 +1,4 @@
-"""`OAHU`: an ensemble of metrics of growing depth that learns from a stream of triplets."""
+"""`OAHU`, an ensemble of metrics of increasing depth that learns from a stream of triplets."""
 
 from __future__ import annotations
 
@@ -22,49 +22,54 @@ if TYPE_CHECKING:
 Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 FLOOR = 0.05
-"""No feature's deviation counts as less than this share of the features' mean one: a pixel that is
-nearly always black stays quiet.
+"""Lower bound of a feature's deviation, as a share of the features' quadratic mean deviation.
+
+It keeps a nearly constant feature, such as a pixel at the border, from being scaled up.
 """
 SETTLE = 1000
-"""Without `prepare` or `fit`, means and deviations follow this many triplets, then stay."""
+"""Without `prepare` or `fit`, mean and deviation are updated for this many triplets, then fixed."""
 
 
 class OAHU(OnlineLearner):
-    """Online metric learning with adaptive hedge update: a network whose depths are experts.
+    """Online metric learning with adaptive hedge update (OAHU).
 
-    An embedding layer sits on the input and on each hidden layer; each is a metric of its own, from
-    linear to deep, on the unit sphere. Every triplet trains all of them with the adaptive-bound
-    triplet loss, weighed by weights that a hedge adapts to their losses. Gao, Li, Chandra, Khan &
-    Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019; docs/oahu.md has
-    the paper's errors. Features are standardised one by one.
+    The input and each hidden layer of a network have an embedding layer on the unit sphere, so the
+    network holds one metric per depth, from linear to deep. Every triplet trains all of them with
+    the adaptive-bound triplet loss. A hedge, one weight per depth, weights their losses and adapts
+    to them. Features are standardised one by one.
+
+    Gao, Li, Chandra, Khan & Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW
+    2019; docs/oahu.md lists the paper's errors.
 
     Args:
         depth: L, the number of hidden layers.
-        hidden: units in each.
-        embedding: width E of each embedding; codes are (depth + 1) × E wide.
-        tau: τ, how near "similar" and how far "dissimilar" ends, above 0 and below 2; the paper's
-            theorem wants at most 2/3.
-        beta: β, what a weight is multiplied with at a loss of 1.
+        hidden: number of units per hidden layer.
+        embedding: dimension E of each embedding; `transform` returns (depth + 1) × E columns.
+        tau: τ, above 0 and below 2. Similar pairs are pulled below a threshold of at most τ,
+            dissimilar ones pushed above one of at least 2 − τ. The paper's theorem requires at most
+            2/3.
+        beta: β, factor of a weight for a loss of 1.
         smoothing: s; no weight falls below about s / (depth + 1).
         learning_rate: η of the gradient step.
-        rule: how losses discount weights: "exp", β^loss; "linear", 1 − (1 − β) loss; "paper", Eq 20
-            as printed and mended.
-        search: how its answers are found once it is exported: "sum" orders by the weighted sum of
-            squared distances, one index; "score" is Eq 27, an index for each space.
+        rule: how a loss discounts a weight: "exp" by β^loss, "linear" by 1 − (1 − β) loss, "paper"
+            by Eq 20 with its condition corrected.
+        search: how the exported model is searched. "sum" orders by the weighted sum of squared
+            distances in one index; "score" is Eq 27, with one index per space.
         dtype: precision of the network.
-        seeds: how many random triplets `fit` draws.
-        closure: how many triplets that follow from those it adds.
-        seed: seed of the first weights, and of `fit`'s triplets; 0 by default.
+        seeds: number of random triplets that `fit` draws.
+        closure: number of triplets that `fit` derives from those and adds.
+        seed: seed of the initial weights and of `fit`'s triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         alpha_: (L + 1,) the weights of the spaces, which sum to 1.
-        weights_: (M, L + 1) the weights along the stream; M is bounded, the stream is not.
-        weights_at_: (M,) after how many triplets each row was taken.
+        weights_: (M, L + 1) the weights along the stream; M is bounded.
+        weights_at_: (M,) number of triplets after which each row was recorded.
         input_layer_: (F, H + E) the weights W₁ and Θ₀, side by side.
-        layers_: (L, H, H + E) W_{l+1} and Θ_l of the others; the last W is not used.
-        mean_: (F,) what is subtracted from features.
-        scale_: (F,) what they are divided by afterwards.
+        layers_: (L, H, H + E) the weights W_{l+1} and Θ_l of the hidden layers; the last W is not
+            used.
+        mean_: (F,) mean that is subtracted from the features.
+        scale_: (F,) deviation by which they are then divided.
     """
 
     alpha_: NDArray[np.float64]
@@ -108,14 +113,14 @@ class OAHU(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return codes (N, (L + 1) E): each space's unit embedding times √α, side by side.
+        """Return embeddings (N, (L + 1) E): each space's unit embedding times √α, side by side.
 
         Their squared Euclidean distance is Σ α_l D_l².
         """
         return self.spaces(X).codes()
 
     def spaces(self, X: ArrayLike) -> Spaces:
-        """Return the unit embeddings of features (N, F), with the present weights."""
+        """Return each space's unit embeddings of features (N, F), with the present weights."""
         check_is_fitted(self, "n_triplets_")
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
@@ -123,40 +128,40 @@ class OAHU(OnlineLearner):
     def classify(
         self, X: ArrayLike, references: Spaces, labels: ArrayLike, k: int = 5
     ) -> NDArray[Any]:
-        """Return the label (N,) of each item by its k nearest references in each space (Eq 23–25).
+        """Return labels (N,) by the k nearest references in each space (Eq 23–25).
 
         Args:
-            X: (N, F).
-            references: what `spaces` gave of the labelled items.
+            X: (N, F) features.
+            references: the labelled items, from `spaces`.
             labels: one label per reference.
-            k: how many neighbours.
+            k: number of neighbours.
         """
         return self.spaces(X).classify(references, labels, k)
 
     def similar(self, X: ArrayLike, Y: ArrayLike, threshold: float = 0.55) -> NDArray[np.float64]:
-        """Return P (N,), the weight of the spaces in which x and y are alike (Eq 26).
+        """Return P (N,), the total weight of the spaces in which x and y are similar (Eq 26).
 
         Args:
-            X: (N, F).
-            Y: (N, F).
-            threshold: T, within 0 and 1; half a distance below it counts as alike.
+            X: (N, F) features of the pairs' first items.
+            Y: (N, F) features of the pairs' second items.
+            threshold: T, between 0 and 1; a pair is similar if half its distance is below T.
         """
         return self.spaces(X).similar(self.spaces(Y), threshold)
 
     def retrieve(
         self, X: ArrayLike, references: Spaces, k: int = 10
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return rows and scores (N, k) of the references most like each of X (N, F), by Eq 27.
+        """Return rows and scores (N, k) of the references most similar to each item (Eq 27).
 
         Args:
-            X: (N, F).
-            references: what `spaces` gave of the items that are searched.
-            k: how many, in each space and in the answer.
+            X: (N, F) features.
+            references: the items to search, from `spaces`.
+            k: number of results, and of candidates in each space.
         """
         return self.spaces(X).retrieve(references, k)
 
     def to_model_parts(self) -> tuple[nn.Module, Hedge]:
-        """Return the head of `transform`'s numbers, and the combiner that `search` names."""
+        """Return the head that computes `transform`, and the combiner that `search` selects."""
         from retrieval_oahu.combiners import HedgeScore, HedgeSum, OverComplete
 
         check_is_fitted(self, "n_triplets_")
@@ -170,11 +175,11 @@ class OAHU(OnlineLearner):
         assert tags.transformer_tags is not None
         tags.transformer_tags.preserves_dtype = [
             self.dtype
-        ]  # codes are of the network's precision, whatever comes in
+        ]  # embeddings have the network's precision, whatever the input has
         return tags
 
     def __getstate__(self) -> dict[str, Any]:
-        # the working network shares memory with the fitted arrays: a copy makes its own
+        # the network shares memory with the fitted arrays; a copy builds its own
         state: dict[str, Any] = {**super().__getstate__()}
         state.pop("_live", None)
         return state
@@ -219,7 +224,7 @@ class OAHU(OnlineLearner):
             np.zeros(1, np.int64),
             1,
         )
-        # what the running mean and deviation of a stream without a sample are made of
+        # without a sample, these sums yield the running mean and deviation of the stream
         self.seen_, self.mean_, self.squares_ = 0, np.zeros(features), np.zeros(features)
         self.scale_ = np.ones(features)
         if sample is not None:
@@ -247,7 +252,7 @@ class OAHU(OnlineLearner):
         return used
 
     def _network(self) -> Network:
-        """Return the working network, whose weights *are* the fitted arrays."""
+        """Return the network, whose weights share memory with the fitted attributes."""
         live = getattr(self, "_live", None)
         if live is None or live.levels[0] is not self.input_layer_:
             live = self._live = Network(self.input_layer_, self.layers_, self.hidden)
@@ -257,7 +262,7 @@ class OAHU(OnlineLearner):
         return ((x - self.mean_) / self.scale_).astype(self.dtype)
 
     def _follow(self, triplet: Floats) -> None:
-        """Take three more vectors into the running mean and deviation."""
+        """Update the running mean and deviation with a triplet's vectors."""
         self.seen_ += 1
         for number, row in enumerate(triplet, start=3 * self.seen_ - 2):
             apart = row - self.mean_
@@ -271,6 +276,6 @@ class OAHU(OnlineLearner):
 
 
 def _floored(deviation: Floats) -> Floats:
-    """Return deviations with a floor at `FLOOR` of their quadratic mean; 1 without any."""
+    """Raise deviations to at least `FLOOR` times their quadratic mean; all zeros become 1."""
     floor = FLOOR * float(np.sqrt((deviation**2).mean()))
     return np.maximum(deviation, floor) if floor > 0 else np.ones_like(deviation)

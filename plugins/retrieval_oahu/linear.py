@@ -24,32 +24,31 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.floating[Any]]
 SETTLE = 100
-"""Without `prepare` or `fit`, sizes of distances are taken from this many triplets, which teach
-nothing else.
-"""
+"""Without `prepare` or `fit`, the first this many triplets only set the scale of distances."""
 _PAIRS = 5000
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
-"""Maps that were asked for, until their learner learns on: kept here because to be asked must not
-change an estimator.
+"""Cache of `components_`, valid until the learner learns again.
+
+It is not an attribute, because reading a property must not change an estimator.
 """
 SHARE = 0.9
-"""How much of a direction a similar pair may take away."""
+"""Upper bound of RDML's step for a similar pair, as a share of the step that makes M singular."""
 REFRESH = 1000
-"""Changes between two inversions: the inverse is kept by rank-one updates, whose rounding adds up.
-"""
+"""Number of rank-one updates of RDML's inverse, whose rounding accumulates, before a new
+inversion."""
 
 
 class MatrixLearner(LinearMap, OnlineLearner):
-    """A learner of a matrix M, (x − y)ᵀ M (x − y) the squared distance; subclasses define `_pair`.
+    """Base of learners of M in the squared distance (x − y)ᵀ M (x − y); subclasses define `_pair`.
 
-    Each triplet is two pairs, first the similar one. Features are divided by one number, the root
-    of the mean squared distance, so that the papers' constants mean the same on all data.
+    Each triplet is learned as two pairs, the similar one first. Features are divided by the root of
+    the mean squared distance, so that the papers' constants mean the same on all data.
 
     Attributes:
-        matrix_: (F, F) M, of features divided by `unit_`.
-        unit_: what features are divided by.
-        distances_: squared distances that were seen before learning starts, sorted, at most some
-            thousand; they say how large is large.
+        matrix_: (F, F) M, for features divided by `unit_`.
+        unit_: number that features are divided by.
+        distances_: sorted squared distances of a sample of pairs, at most some thousand, from which
+            subclasses take thresholds.
     """
 
     matrix_: Floats
@@ -58,10 +57,10 @@ class MatrixLearner(LinearMap, OnlineLearner):
     mean_: Floats
 
     def _start(self, features: int) -> None:
-        """Check parameters and set what the subclass keeps beside the matrix."""
+        """Check parameters and set the subclass's further attributes."""
 
     def _pair(self, apart: Floats, alike: bool) -> bool:
-        """Learn from one difference (F,); return whether that changed anything."""
+        """Learn from one pair's difference (F,); return whether that changed the model."""
         raise NotImplementedError
 
     def _begin(self, features: int, sample: Floats | None) -> None:
@@ -99,7 +98,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
 
     @property
     def components_(self) -> Floats:  # type: ignore[override]
-        """The learned map (F, F): the root of M, in the features' own units."""
+        """The learned map (F, F), a root of M in the units of the original features."""
         if not hasattr(self, "matrix_"):
             raise AttributeError("components_")
         components = _roots.get(self)
@@ -113,25 +112,25 @@ class MatrixLearner(LinearMap, OnlineLearner):
 
 def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
     """Add factor · x yᵀ to a C-contiguous float64 matrix, in place."""
-    # BLAS counts by columns: the transpose is what it changes
+    # BLAS is column-major, so it updates the transpose
     blas.dger(factor, y, x, a=matrix.T, overwrite_a=1)
 
 
 class LEGO(MatrixLearner):
-    """LogDet exact gradient online: a step in closed form for each violated pair.
+    """LEGO (LogDet exact gradient online): a closed-form step for each violated pair.
 
     Jain, Kulis, Dhillon & Grauman, "Online Metric Learning and Fast Similarity Search", NeurIPS
-    2008. A similar pair farther than the upper target is drawn towards it, a dissimilar one nearer
-    than the lower target pushed; the targets are percentiles of the distances between random items,
-    as in ITML. M stays positive definite without a projection.
+    2008. A similar pair above its target distance is pulled towards the target, and a dissimilar
+    pair below its target is pushed towards it. The targets are percentiles of the distances between
+    random items, as in ITML. M stays positive definite without a projection.
 
     Args:
         learning_rate: η.
         upper: percentile of squared distances that similar pairs should stay below.
-        lower: percentile that dissimilar pairs should stay above. 50 and 50 do far better on
-            Fashion-MNIST than the customary 5 and 95.
-        seeds: how many random triplets `fit` draws.
-        closure: how many triplets that follow from those it adds.
+        lower: percentile of squared distances that dissimilar pairs should stay above. On
+            Fashion-MNIST 50 and 50 are far better than the customary 5 and 95.
+        seeds: number of random triplets that `fit` draws.
+        closure: number of triplets that `fit` derives from those and adds.
         seed: seed of `fit`'s triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
@@ -177,7 +176,7 @@ class LEGO(MatrixLearner):
         if now <= 0 or (now <= target if alike else now >= target):
             return False
         eta = self.learning_rate
-        # the root of η ŷ ȳ² + (1 − η y ŷ) ȳ − ŷ = 0 above 0: the squared distance after the step
+        # the squared distance after the step is the positive root of η ŷ ȳ² + (1 − η y ŷ) ȳ − ŷ = 0
         b = eta * target * now - 1
         after = (b + (b * b + 4 * eta * now * now) ** 0.5) / (2 * eta * now)
         factor = eta * (after - target)
@@ -186,23 +185,23 @@ class LEGO(MatrixLearner):
 
 
 class RDML(MatrixLearner):
-    """A perceptron of pairs: violated ones add or subtract their difference's outer product.
+    """RDML, a perceptron of pairs: violated pairs add or subtract their difference's outer product.
 
     Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A
-    similar pair is wrong when farther than the mean squared distance, a dissimilar one when nearer.
-    The step of a similar pair is cut short where M would cease to be positive definite, by the
-    paper's bound 1 / (xᵀ M⁻¹ x), so that no projection is needed.
+    similar pair is violated if it lies farther apart than the mean squared distance, a dissimilar
+    one if it lies nearer. The step of a similar pair is limited by the paper's bound 1 / (xᵀ M⁻¹
+    x), which keeps M positive definite without a projection.
 
     Args:
         learning_rate: λ.
-        seeds: how many random triplets `fit` draws.
-        closure: how many triplets that follow from those it adds.
+        seeds: number of random triplets that `fit` draws.
+        closure: number of triplets that `fit` derives from those and adds.
         seed: seed of `fit`'s triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         matrix_: (F, F) M, of features divided by `unit_`.
-        inverse_: (F, F) its inverse.
+        inverse_: (F, F) M⁻¹.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class RDML(MatrixLearner):
         if alike:
             step = max(step, -SHARE / room)
         add_outer(self.matrix_, step, apart, apart)
-        add_outer(self.inverse_, -step / (1 + step * room), moved, moved)  # Sherman and Morrison
+        add_outer(self.inverse_, -step / (1 + step * room), moved, moved)  # Sherman–Morrison
         self.changes_ += 1
         if self.changes_ % REFRESH == 0:
             self.inverse_ = np.ascontiguousarray(np.linalg.inv(self.matrix_))
@@ -243,20 +242,20 @@ class RDML(MatrixLearner):
 
 
 class OPML(MatrixLearner):
-    """One-pass metric learning: each violated triplet has a step in closed form, (I + γ A)⁻¹.
+    """OPML (one-pass metric learning): each violated triplet has a closed-form step, (I + γ A)⁻¹.
 
     Li, Gao, Wang, Zhou, Huo & Shi, "OPML: A One-Pass Closed-Form Solution for Online Metric
-    Learning", Pattern Recognition 2018. `fit` makes its own triplets in one pass: each item with
-    the latest of its class and the latest of another. γ is cut to ½ / |x − x⁻|² where the step
-    would not be invertible.
+    Learning", Pattern Recognition 2018. `fit` builds its own triplets in one pass over the items:
+    each item, the latest one of its class and the latest one of another class. If the step would
+    not be invertible, γ is reduced to ½ / |x − x⁻|².
 
     Args:
-        gamma: γ, the step's size.
-        seed: seed of the order in which `fit` passes over the items; 0 by default.
+        gamma: γ, the size of the step.
+        seed: seed of the order of the items in `fit`; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
-        map_: (F, F) L: codes are L x of features divided by `unit_`, less their mean.
+        map_: (F, F) L; embeddings are L x, where x is centred and divided by `unit_`.
     """
 
     def __init__(
@@ -270,7 +269,7 @@ class OPML(MatrixLearner):
         self.random_state = random_state
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Start anew and pass once over labelled vectors (N, F), in a random order."""
+        """Reset the learner and pass once over labelled vectors (N, F), in random order."""
         x, labels = validate_data(
             self, X, learner_labels(y), dtype=np.float64, ensure_min_samples=2
         )
@@ -310,12 +309,12 @@ class OPML(MatrixLearner):
 
     @property
     def map_(self) -> Floats:
-        """L (F, F); the learner's `matrix_` is this map, not M."""
+        """The map L (F, F), which this learner stores in `matrix_` instead of M."""
         return self.matrix_
 
     @property
     def components_(self) -> Floats:  # type: ignore[override]
-        """The learned map (F, F), in the features' own units."""
+        """The learned map (F, F), in the units of the original features."""
         if not hasattr(self, "matrix_"):
             raise AttributeError("components_")
         components: Floats = self.matrix_ / (self.unit_ or 1.0)
@@ -323,9 +322,9 @@ class OPML(MatrixLearner):
 
 
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
-    """Return one pass's triplets: each item, the latest of its class, the latest of another."""
+    """Yield triplets: each item in `order`, the latest of its class, the latest of another."""
     latest: dict[int, int] = {}
-    # the two classes seen last, the later one first: the other class is one of them
+    # the two classes seen last, the later one first; the other class is one of them
     recent: list[int] = []
     for item in map(int, order):
         own = int(labels[item])
@@ -337,19 +336,20 @@ def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]
 
 
 class OASIS(OnlineLearner):
-    """Online similarity S(x, y) = xᵀ W y, with a passive-aggressive step for each violated margin.
+    """OASIS, a similarity S(x, y) = xᵀ W y with a passive-aggressive step per violated margin.
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through
-    Ranking", JMLR 2010. W is neither symmetric nor positive: S is not a distance. Vectors are
-    scaled to unit length, so that a search by inner product is one by distance: codes are unit
-    vectors, and a query's are multiplied by Wᵀ.
+    Ranking", JMLR 2010. W is neither symmetric nor positive, so S is not a distance. Vectors are
+    scaled to unit length, so that a search by inner product is a search by distance; queries are
+    multiplied by Wᵀ.
 
     Args:
         aggressiveness: C, the largest step.
-        margin: by how much a positive should be more similar than a negative; 0.01 on unit vectors
-            is what the paper's 1 is on vectors of length 10, such as images of some hundred pixels.
-        seeds: how many random triplets `fit` draws.
-        closure: how many triplets that follow from those it adds.
+        margin: similarity by which a positive should exceed a negative. 0.01 on unit vectors
+            corresponds to the paper's 1 on vectors of length 10, such as images of some hundred
+            pixels.
+        seeds: number of random triplets that `fit` draws.
+        closure: number of triplets that `fit` derives from those and adds.
         seed: seed of `fit`'s triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
@@ -376,31 +376,32 @@ class OASIS(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return unit vectors (N, F), which are searched; `queries` gives what to search with."""
+        """Return unit vectors (N, F) to index; `queries` returns the vectors to search with."""
         check_is_fitted(self, "n_triplets_")
         return unit(validate_data(self, X, reset=False, dtype=(np.float64, np.float32)))
 
     def queries(self, X: ArrayLike) -> Floats:
-        """Return Wᵀ x (N, F), whose inner product with `transform`'s codes is the similarity."""
+        """Return Wᵀ x (N, F), whose inner product with `transform`'s vectors is the similarity."""
         codes = self.transform(X)
         vectors: Floats = codes @ self.similarity_.astype(codes.dtype)
         return vectors
 
     def pair_distance(self, pairs: ArrayLike) -> Floats:
-        """Return |Wᵀx − y| (P,) of each pair's unit vectors, what the exported model measures.
+        """Return |Wᵀx − y| (P,) of each pair's unit vectors, the distance of the exported model.
 
-        The first item of a pair is the query. For one query, items are in the order of
-        `pair_score`; the distance is not symmetric, and that of an item and itself is not 0.
+        The first item of a pair is the query. For one query, this distance and `pair_score` give
+        the same order. The distance is not symmetric, and the distance of an item to itself is not
+        0.
 
         Raises:
-            NotFittedError: nothing has been fitted.
-            ValueError: the array has another shape or width, or holds NaN or infinity.
+            NotFittedError: the learner is not fitted.
+            ValueError: the array has a wrong shape, or holds NaN or infinity.
         """
         query, item = self._sides(pairs)
         return np.asarray(np.linalg.norm(self.queries(query) - self.transform(item), axis=1))
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
-        """Return the similarity xᵀ W y (P,) of each pair's unit vectors; larger is more alike.
+        """Return the similarity xᵀ W y (P,) of each pair's unit vectors.
 
         See `pair_distance` for the errors.
         """
@@ -408,7 +409,7 @@ class OASIS(OnlineLearner):
         return np.asarray(np.einsum("pf,pf->p", self.queries(query), self.transform(item)))
 
     def to_model_parts(self) -> tuple[nn.Module, Bilinear]:
-        """Return the head that scales to unit length, and the combiner that multiplies queries."""
+        """Return a head that scales to unit length and a combiner that applies Wᵀ to queries."""
         from retrieval_oahu.combiners import Bilinear, UnitLength
 
         check_is_fitted(self, "n_triplets_")

@@ -1,8 +1,8 @@
-"""The latest items of a stream, what is known of them, and how each item's neighbours vote.
+"""Memory of a stream's latest items and their relations, and votes of each item's neighbours.
 
-The rules of `closure` say what follows from the triplets, as far as the memory reaches: similar
-pairs join items into groups, a dissimilar pair parts two groups. A triplet that contradicts earlier
-ones is believed; its items are then known by it alone.
+Relations follow the same rules as `streams.Closure`: similar pairs join items into groups, and a
+dissimilar pair separates two groups. A triplet that contradicts earlier ones wins: its items lose
+their earlier relations.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
 VOTERS = (1, 3, 5, 7, 9)
-"""Numbers of neighbours that vote: an item's verdict is the mean over all of them."""
+"""Numbers of neighbours that vote; an item's vote is the mean over all of them."""
 NEAR, NEAR_TURNED_OVER = 0.01, 0.05
-"""Share of the memory, the nearest, that voters are among; at least the largest of `VOTERS`. The
-second is for a memory that has let items go: few items of such a stream come back, so little is
-known, and the known ones lie farther away.
+"""Share of the memory whose nearest items may vote (at least the largest of `VOTERS`).
+
+The second value holds once the memory has evicted items. Few items of such a stream come back, so
+few relations are known, and items with a known relation lie farther away.
 """
 
 
 class Memory:
-    """Working view of a learner's arrays, which are changed in place.
+    """View of a learner's arrays, which it changes in place. A *place* is a row of these arrays.
 
     Args:
-        vectors: (m, F) items, centred.
-        keys: (m, 2) uint64, digests of the items' bytes, by which an item is recognised.
-        group: (m,) number of each place's group, below m; an empty place has a group of its own.
-        parted: (m, m) bool, whether two groups are unlike.
-        used: (m,) time of each place's last use, 0 for never: the longest unused is given away.
+        vectors: (m, F) centred features of the items.
+        keys: (m, 2) uint64 digests of the items' bytes, which identify the items.
+        group: (m,) number of each place's group, below m; an empty place has its own group.
+        parted: (m, m) bool, whether two groups are dissimilar.
+        used: (m,) time of each place's last use, 0 for never; the longest unused item is evicted.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return an item's place and whether it is new there, maybe instead of the oldest."""
+        """Return an item's place and whether it is new; a new item may evict the oldest."""
         self._clock += 1
         place = self._place.get(key)
         new = place is None
@@ -75,7 +76,7 @@ class Memory:
         return place, new
 
     def learn(self, anchor: int, positive: int, negative: int) -> None:
-        """Add a triplet's two pairs; give up what they contradict."""
+        """Add a triplet's two pairs, and drop relations that contradict them."""
         group, parted = self.group, self.parted
         if parted[group[anchor], group[positive]]:
             self._leave(anchor)
@@ -91,12 +92,12 @@ class Memory:
         parted[joined, group[negative]] = parted[group[negative], joined] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return items' votes (A,): 1 for the own group, 0 for another, ½ for a tie or nobody.
+        """Return votes (A,), the means over `VOTERS` of 1 (own group wins), 0 (another) or ½ (tie).
 
         Args:
             anchors: (A,) places of the items.
-            distances: (A, size) to every item; changed.
-            share: see `NEAR`.
+            distances: (A, size) distances to every item; changed in place.
+            share: share of the memory whose nearest items may vote.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
@@ -121,7 +122,7 @@ class Memory:
         return verdicts / len(VOTERS)
 
     def _leave(self, place: int) -> None:
-        """Move an item into an empty group, of which nothing is known."""
+        """Move an item into an empty group, which has no known relations."""
         group = int(self.group[place])
         if np.count_nonzero(self.group == group) > 1:
             used_groups = np.zeros(len(self.group), bool)
@@ -131,5 +132,5 @@ class Memory:
 
 
 def digest(vector: Floats) -> bytes:
-    """Return 16 bytes that identify a vector; zeros of either sign are the same."""
+    """Return 16 bytes that identify a vector; 0 and −0 give the same."""
     return blake2b((vector + 0.0).tobytes(), digest_size=16).digest()

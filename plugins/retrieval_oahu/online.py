@@ -1,4 +1,4 @@
-"""What every learner from a stream shares: checked triplets, `fit`, a record, save and load."""
+"""`OnlineLearner`, the base of learners from a stream of triplets, with `fit`, save and load."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from retrieval_oahu.streams import in_chunks, paper_stream
 
 Floats = NDArray[np.floating[Any]]
 ROWS = 512
-"""Most rows that are kept."""
+"""Largest number of rows in a record of weights along the stream."""
 T = TypeVar("T")
 _KEY = "retrieval_oahu"
 CHUNK = 256
-"""Triplets that `fit` gathers at a time: no result depends on it."""
+"""Number of triplets per chunk in `fit`; results do not depend on it."""
 
 
 def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    """Refuse a parameter that is not between two numbers."""
+    """Raise ValueError if a parameter is not between `low` and `high`."""
     if not (low < value < high or (closed and value == high)):
         raise ValueError(
             f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'}"
@@ -39,7 +39,7 @@ def refuse_range(name: str, value: float, low: float, high: float, *, closed: bo
 
 
 def warn_tau(tau: float) -> None:
-    """Warn where Theorem 3.1 promises nothing."""
+    """Warn if τ is above 2/3, where Theorem 3.1 does not hold."""
     if tau > 2 / 3:
         warnings.warn(
             f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted."
@@ -51,9 +51,16 @@ def warn_tau(tau: float) -> None:
 def recorded(
     kept: Floats, steps: NDArray[np.int64], stride: int, value: Floats, step: int
 ) -> tuple[Floats, NDArray[np.int64], int]:
-    """Return the record with one more row in its turn; a full one loses every second row.
+    """Record `value` if `step` is a multiple of `stride`, and return the record and its stride.
 
-    `kept` is (M, W), `steps` (M,) after how many steps each row was taken.
+    If the record gets more than `ROWS` rows, the stride doubles and every second row is dropped.
+
+    Args:
+        kept: (M, W) recorded values.
+        steps: (M,) step of each row.
+        stride: number of steps between rows.
+        value: (W,) value to record.
+        step: the present step.
     """
     if step % stride:
         return kept, steps, stride
@@ -66,7 +73,7 @@ def recorded(
 
 
 def write_learner(learner: Any, path: Path) -> None:
-    """Write a fitted learner; the file appears whole or not at all."""
+    """Write a fitted learner to a file, atomically."""
     arrays, numbers = {}, {}
     for name, value in vars(learner).items():
         if not name.endswith("_") or name.startswith("_"):
@@ -85,7 +92,7 @@ def write_learner(learner: Any, path: Path) -> None:
 
 
 def read_learner(kind: type[T], path: Path) -> T:
-    """Return the learner in a file."""
+    """Read a learner of class `kind` from a file."""
     try:
         with safe_open(path, framework="numpy") as file:
             about = json.loads((file.metadata() or {}).get(_KEY, "{}"))
@@ -112,16 +119,15 @@ def read_learner(kind: type[T], path: Path) -> T:
 
 
 class OnlineLearner(MetricLearner):
-    """A learner of triplets of feature vectors; subclasses define `_begin` and `_learn`.
+    """Base of learners from triplets of feature vectors; subclasses define `_begin` and `_learn`.
 
-    Parameters that every subclass has: `seeds`, `closure`, `seed`, `random_state`.
+    Every subclass has the parameters `seeds`, `closure`, `seed` and `random_state`.
 
     Attributes:
-        n_triplets_: how many triplets it was given.
-        n_used_: how many of them changed it.
-        n_skipped_: how many it left out because anchor and negative were the same vector: nothing
-            can separate them.
-        n_features_in_: F.
+        n_triplets_: number of triplets passed to the learner.
+        n_used_: number of triplets that changed the model.
+        n_skipped_: number of triplets skipped because anchor and negative are the same vector.
+        n_features_in_: F, the number of features.
     """
 
     seeds: int
@@ -133,36 +139,35 @@ class OnlineLearner(MetricLearner):
     n_skipped_: int
 
     def _begin(self, features: int, sample: Floats | None) -> None:
-        """Check parameters and set the fitted attributes to where learning starts."""
+        """Check parameters and set the fitted attributes to their initial values."""
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
-        """Learn from triplets (T, 3, F) in order; return how many changed anything."""
+        """Learn from triplets (T, 3, F) in order; return how many changed the model."""
         raise NotImplementedError
 
     def prepare(self, X: ArrayLike) -> Self:
-        """Start anew from unlabelled vectors (N, F), which say how varied features are.
+        """Reset the learner and estimate statistics of the features from unlabelled vectors (N, F).
 
-        Nothing is learned. Without it, what a learner needs to know of the features comes from the
-        first triplets.
+        No metric is learned. Without this call, the statistics come from the first triplets.
         """
         x = validate_data(self, X, dtype=np.float64, ensure_min_samples=2)
         self._reset(x.shape[1], x)
         return self
 
     def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
-        """Learn from triplets in order; chunks give the same as single ones, to the last bit.
+        """Learn from triplets in order; the size of the chunks does not change the result.
 
-        A triplet that comes twice is learned twice. Triplets that contradict each other pull both
-        ways and undo each other; `retrieval_oahu.with_closure` detects them.
+        A repeated triplet is learned again. Triplets that contradict each other cancel out;
+        `retrieval_oahu.with_closure` detects them.
 
         Args:
             triplets: (T, 3, F) anchors, positives and negatives; or one triplet (3, F).
             y: ignored; scikit-learn's convention.
 
         Raises:
-            ValueError: the chunk has another shape or width, or holds NaN or infinity; then nothing
-                of it is learned.
+            ValueError: the chunk has a wrong shape, or holds NaN or infinity; then nothing of it is
+                learned.
         """
         chunk = np.asarray(triplets)
         if chunk.dtype.kind not in "fiub":
@@ -190,7 +195,7 @@ class OnlineLearner(MetricLearner):
             self.n_features_in_ = chunk.shape[2]
             self._reset(chunk.shape[2], None)
         possible = (chunk[:, 0] != chunk[:, 2]).any(axis=1)
-        # products are small: threads gain nothing and cost dearly where cores are busy
+        # on small products several threads are no faster, and much slower on busy cores
         with _pools().limit(limits=1, user_api="blas"):
             self.n_used_ += self._learn(chunk if possible.all() else chunk[possible])
         self.n_triplets_ += len(chunk)
@@ -198,14 +203,14 @@ class OnlineLearner(MetricLearner):
         return self
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Start anew and learn the paper's stream (§4.3.2) drawn from labelled vectors.
+        """Reset the learner and learn the paper's stream (§4.3.2), drawn from labelled vectors.
 
         Args:
             X: (N, F) features.
             y: (N,) labels, which may be text.
 
         Raises:
-            ValueError: features are not finite, there is one class only, or no class has two
+            ValueError: features are not finite, there is only one class, or no class has two
                 members.
         """
         x, labels = validate_data(
@@ -229,32 +234,32 @@ class OnlineLearner(MetricLearner):
 
     @property
     def constraint_utilization_(self) -> float:
-        """The share of the triplets that changed anything (Table 3's U); NaN before the first."""
+        """Share of the triplets that changed the model (Table 3's U); NaN before the first."""
         check_is_fitted(self, "n_triplets_")
         usable = self.n_triplets_ - self.n_skipped_
         return self.n_used_ / usable if usable else float("nan")
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and all that was learned, as safetensors, to go on from."""
+        """Write parameters and fitted state as safetensors; learning can continue after `load`."""
         check_is_fitted(self, "n_triplets_")
         write_learner(self, Path(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Return a learner that `save` wrote.
+        """Read a learner that `save` wrote.
 
         Raises:
-            DataError: the file is missing, damaged, or holds another learner.
+            DataError: the file is missing or damaged, or holds another learner.
         """
         return read_learner(cls, Path(path))
 
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0
         try:
-            self._chosen_seed()  # refused now, though a stream may never ask for it
+            self._chosen_seed()  # check it now; some streams never use it
             self._begin(features, sample)
         except Exception:
-            del self.n_triplets_  # as if it had not been fitted
+            del self.n_triplets_  # the learner counts as not fitted
             raise
 
 

@@ -1,7 +1,4 @@
-"""Classification, similarity and retrieval by OAHU's embeddings (Gao et al. 2019, §3.6).
-
-The embeddings may come from a learner or from an exported bundle.
-"""
+"""Classification, similarity and retrieval with OAHU's embeddings (Gao et al. 2019, §3.6)."""
 
 from __future__ import annotations
 
@@ -16,20 +13,21 @@ if TYPE_CHECKING:
     from retrieval.results import Bundle
 Floats = NDArray[np.floating[Any]]
 _BLOCK = 1 << 22
-"""Distances that are held at a time."""
+"""Largest number of distances in memory at a time."""
 _MARGIN = 8
-"""Neighbours beyond k that are measured again exactly: a product in float32 may have the last ones
-in the wrong order.
+"""Number of neighbours beyond k whose distances are recomputed exactly.
+
+Distances from a float32 product may order the last neighbours wrongly.
 """
 
 
 @dataclass(frozen=True)
 class Spaces:
-    """Items in each of the L + 1 metric spaces, and the spaces' weights.
+    """Items embedded in each of OAHU's L + 1 metric spaces, and the spaces' weights.
 
     Attributes:
-        embeddings: (L + 1, N, E), of unit length.
-        alpha: (L + 1,), which sum to 1.
+        embeddings: (L + 1, N, E) unit embeddings.
+        alpha: (L + 1,) weights, which sum to 1.
     """
 
     embeddings: Floats
@@ -37,15 +35,16 @@ class Spaces:
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, inputs: NDArray[Any], spaces: int | None = None) -> Spaces:
-        """Return items from an exported bundle, and the weights that it was exported with.
+        """Embed inputs with an exported bundle, and use the weights in the bundle.
 
         Args:
-            bundle: of a learner with search "score" or "sum".
-            inputs: what the bundle's encoder takes.
-            spaces: how many spaces there are, L + 1; a bundle with search "sum" does not say.
+            bundle: an exported OAHU model, with either `search`.
+            inputs: a batch of inputs for the bundle's encoder.
+            spaces: L + 1, the number of spaces; required for a bundle with `search` "sum", which
+                does not store it.
 
         Raises:
-            ValueError: `spaces` is needed, or does not fit.
+            ValueError: `spaces` is missing, or does not divide the size of the vectors.
         """
         manifest, encoded = bundle.manifest, bundle.encode(inputs)
         count = len(manifest.subspaces) or spaces
@@ -66,18 +65,18 @@ class Spaces:
         return int(self.embeddings.shape[1])
 
     def __getitem__(self, items: Any) -> Spaces:
-        """Return some of the items."""
+        """Return the selected items, by an index into the N items."""
         return Spaces(self.embeddings[:, items], self.alpha)
 
     def codes(self) -> Floats:
-        """Return (N, (L + 1) E), whose squared Euclidean distance is Σ α_l D_l²."""
+        """Return embeddings (N, (L + 1) E), whose squared Euclidean distance is Σ α_l D_l²."""
         weighted = (
             self.embeddings * np.sqrt(self.alpha).astype(self.embeddings.dtype)[:, None, None]
         )
         return np.ascontiguousarray(weighted.transpose(1, 0, 2)).reshape(len(self), -1)
 
     def distances(self, references: Spaces) -> Floats:
-        """Return D_l (L + 1, N) between these items and as many others, row by row (Eq 6)."""
+        """Return D_l (L + 1, N) between these items and N others, row by row (Eq 6)."""
         apart = self.embeddings.astype(np.float64) - references.embeddings
         distances: Floats = np.sqrt((apart * apart).sum(axis=2))
         return distances
@@ -86,7 +85,7 @@ class Spaces:
         """Return labels (N,), by the votes of the k neighbours in each space (Eq 23–25).
 
         Raises:
-            ValueError: a label is missing, labels do not fit the references, or k is below 1.
+            ValueError: a label is missing, there is not one label per reference, or k is below 1.
         """
         names, classes = np.unique(read_labels(labels), return_inverse=True)
         if len(classes) != len(references):
@@ -103,7 +102,7 @@ class Spaces:
         """Return P (N,) of pairs, row by row (Eq 26); see `OAHU.similar`.
 
         Raises:
-            ValueError: the threshold is not within 0 and 1, or the numbers of items differ.
+            ValueError: the threshold is not between 0 and 1, or the numbers of items differ.
         """
         if not 0 < threshold < 1:
             raise ValueError(f"threshold is {threshold} and must be above 0 and below 1.")
@@ -121,14 +120,14 @@ class Spaces:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return rows and scores (N, k), best first, by Eq 27; see `OAHU.retrieve`.
 
-        An item that several spaces propose counts with the best of its scores, not with their sum:
-        the paper keeps "distinct items" of a sorted list.
+        An item that several spaces propose gets the best of its scores, not their sum: the paper
+        keeps "distinct items" of a sorted list.
         """
         rows, scores = self._candidates(references, k)
         width = rows.shape[2]
         flat = np.concatenate(list(rows), axis=1)
         value = np.concatenate(list(scores), axis=1)
-        # by score, ties by row; then the first appearance of each row
+        # sort by score, ties by row, and keep the first entry of each row
         order = np.lexsort((flat, -value), axis=1)
         flat, value = np.take_along_axis(flat, order, 1), np.take_along_axis(value, order, 1)
         rows_found = np.empty((len(self), width), np.int64)
@@ -155,7 +154,7 @@ class Spaces:
         ]
         rows, distances = np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
         least, most = distances[..., :1], distances[..., -1:]
-        # all at one distance (or k = 1): 0/0 in the paper, counted as nearest
+        # if all distances are equal (or k = 1), the paper has 0/0; they count as nearest
         spread = np.divide(
             distances - least, most - least, out=np.zeros_like(distances), where=most > least
         )

@@ -1,4 +1,4 @@
-"""Streams of triplets: from labels, from a click log, and by the paper's four rules of closure."""
+"""Streams of triplets from labels or a click log, and their closure by the paper's four rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLUMNS = ("query", "shown", "chosen", "time")
 
 
 class Triplet(NamedTuple):
-    """Numbers of items: `anchor` is like `positive` and unlike `negative`."""
+    """Three item numbers; `anchor` is similar to `positive` and dissimilar to `negative`."""
 
     anchor: int
     positive: int
@@ -30,10 +30,10 @@ class Triplet(NamedTuple):
 
 
 class Closure:
-    """Groups of items that pairs have joined, and which groups are parted.
+    """Groups of similar items, and the pairs of groups known to be dissimilar.
 
     Attributes:
-        contradictions: pairs that were refused because the opposite follows from what came before.
+        contradictions: number of triplets refused because earlier ones imply the opposite.
     """
 
     def __init__(self) -> None:
@@ -41,25 +41,25 @@ class Closure:
         self._group: dict[int, int] = {}
         self._members: dict[int, list[int]] = {}
         self._parted: dict[int, set[int]] = {}
-        # parted pairs of groups, to draw from; those that a later join made stale are dropped when
-        # they are drawn
+        # pairs of dissimilar groups to draw from; a pair that a later join made stale is dropped
+        # when it is drawn
         self._edges: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         return len(self._group)
 
     def similar(self, x: int, y: int) -> bool:
-        """Return whether it follows that two items are alike."""
+        """Return whether the triplets imply that two items are similar."""
         return x == y or (x in self._group and self._group[x] == self._group.get(y))
 
     def dissimilar(self, x: int, y: int) -> bool:
-        """Return whether it follows that two items are unlike."""
+        """Return whether the triplets imply that two items are dissimilar."""
         return (
             x in self._group and y in self._group and self._group[y] in self._parted[self._group[x]]
         )
 
     def add(self, triplet: Triplet) -> bool:
-        """Take a triplet in, or nothing of it if it contradicts; return whether it was taken."""
+        """Add a triplet unless it contradicts earlier ones; return whether it was added."""
         a, p, n = triplet
         contradicts = self.dissimilar(a, p) or self.similar(a, n) or self.similar(p, n)
         if contradicts:
@@ -75,7 +75,10 @@ class Closure:
         return True
 
     def draw(self, rng: np.random.Generator) -> Triplet | None:
-        """Return a random triplet that follows: two parted groups, then the items; or None."""
+        """Return a random implied triplet, or None if none is found.
+
+        Two dissimilar groups are drawn first, then the items from them.
+        """
         for _ in range(32):
             while self._edges:
                 place = int(rng.integers(len(self._edges)))
@@ -116,10 +119,10 @@ class Closure:
 
 
 class HeldOut:
-    """Pairs of an evaluation set, which no stream may use.
+    """The pairs of an evaluation set, which streams must not use.
 
     Args:
-        pairs: (M, 2) numbers of items; their order does not matter.
+        pairs: (M, 2) item numbers, in either order.
     """
 
     def __init__(self, pairs: ArrayLike) -> None:
@@ -127,7 +130,7 @@ class HeldOut:
         self._pairs = {(min(x, y), max(x, y)) for x, y in rows.tolist()}
 
     def touches(self, triplet: Triplet) -> bool:
-        """Return whether any two of a triplet's three items are a pair of the set."""
+        """Return whether any two of a triplet's items are a held-out pair."""
         a, p, n = triplet
         return any((min(x, y), max(x, y)) in self._pairs for x, y in ((a, p), (a, n), (p, n)))
 
@@ -135,21 +138,21 @@ class HeldOut:
 def from_labels(
     labels: ArrayLike, *, seed: int = 0, held_out: HeldOut | None = None, skip: int = 0
 ) -> Iterator[Triplet]:
-    """Return an endless stream of random triplets: two items of a class, and one of another.
+    """Return an endless stream of random triplets: two items of one class and one of another.
 
     Args:
         labels: (N,) one label per item.
-        seed: the same seed gives the same stream.
-        held_out: pairs that may not be used.
-        skip: how many triplets of the stream were used before.
+        seed: random seed.
+        held_out: pairs that the stream must not use.
+        skip: number of triplets to skip at the start, to continue an earlier stream.
 
     Raises:
         ValueError: a label is missing, there are fewer than two classes, or no class has two
             members.
     """
     codes = np.unique(read_labels(labels), return_inverse=True)[1].ravel()
-    # items sorted by class: the members of a class are a range, and so are, on a circle, all the
-    # others
+    # in `order` each class is a contiguous range, and so are all other items if the array wraps
+    # around
     order = np.argsort(codes, kind="stable")
     sizes = np.bincount(codes)
     starts = np.cumsum(sizes) - sizes
@@ -199,26 +202,26 @@ def _random(
 
 
 class with_closure:
-    """Seed triplets as they come, each followed by triplets that follow from it (§3.1).
+    """Iterator over seed triplets, each followed by triplets that the seeds so far imply (§3.1).
 
-    An iterator; it ends when the seeds do. It holds a window of seeds, half of which is let go when
-    it is full.
+    It ends when the seeds end. The closure uses a window of the latest seeds; when the window is
+    full, its older half is dropped.
 
     Args:
-        seeds: an iterable of triplets of item numbers; it may never end.
-        per_seed: how many triplets of the closure come for each seed.
-        memory: how many seeds the closure is taken over.
-        held_out: pairs of an evaluation set: no seed and no triplet of the closure with any of them
-            is given.
-        seed: of the closure's random choice.
+        seeds: an iterable of triplets of item numbers; it may be endless.
+        per_seed: number of implied triplets per seed.
+        memory: largest number of seeds in the window.
+        held_out: pairs of an evaluation set; neither seeds nor implied triplets with such a pair
+            are yielded.
+        seed: seed of the random choice of implied triplets.
 
     Attributes:
-        seeds: how many seeds were given on.
-        closed: how many triplets of the closure were given.
-        contradictions: seeds that were left out because the opposite follows from the window.
-        duplicates: seeds that were left out because the window holds them, or they were given as
-            part of its closure.
-        refused: seeds that were left out because they hold a pair of the evaluation set.
+        seeds: number of seeds yielded.
+        closed: number of implied triplets yielded.
+        contradictions: number of seeds skipped because the window implies the opposite.
+        duplicates: number of seeds skipped because the window holds them or they were yielded as
+            implied.
+        refused: number of seeds skipped because they contain a held-out pair.
         last_contradiction: the latest contradicting seed, or None.
     """
 
@@ -283,7 +286,7 @@ class with_closure:
         return True
 
     def _draw(self) -> Triplet | None:
-        """Return a triplet that follows and was not given before, or None after some tries."""
+        """Return an implied triplet that was not yielded before, or None after `_TRIES` tries."""
         for _ in range(_TRIES):
             triplet = self._closure.draw(self._rng)
             if triplet is None:
@@ -307,7 +310,7 @@ class with_closure:
 def paper_stream(
     labels: ArrayLike, seeds: int, closure: int, *, seed: int = 0, held_out: HeldOut | None = None
 ) -> Iterator[Triplet]:
-    """Return the experiments' stream (§4.3.2): random seeds, then triplets of their closure."""
+    """Yield the stream of the paper's experiments (§4.3.2): random seeds, then implied triplets."""
     rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
     known, seen = Closure(), set[Triplet]()
@@ -327,7 +330,7 @@ def paper_stream(
 def _usable(
     known: Closure, rng: np.random.Generator, seen: set[Triplet], held_out: HeldOut | None
 ) -> Triplet | None:
-    """Return a triplet that follows, a new one if a few tries find one; None without any."""
+    """Return an implied triplet, preferably one not in `seen`, or None if there is none."""
     last = None
     for _ in range(_TRIES):
         drawn = known.draw(rng)
@@ -344,12 +347,12 @@ def _usable(
 def in_chunks(
     stream: Iterable[tuple[int, int, int]], features: NDArray[Any], size: int = 256
 ) -> Iterator[Floats]:
-    """Return the features (≤ size, 3, F) of a stream's triplets, a chunk at a time.
+    """Yield the features (≤ size, 3, F) of a stream's triplets in chunks.
 
     Args:
-        stream: triplets of rows.
-        features: (N, F), in memory or mapped.
-        size: triplets a chunk.
+        stream: triplets of row numbers of `features`.
+        features: (N, F), in memory or memory-mapped.
+        size: number of triplets per chunk.
     """
     rows: list[tuple[int, int, int]] = []
     for triplet in stream:
@@ -362,26 +365,27 @@ def in_chunks(
 
 
 class ClickLog:
-    """A CSV file with one search per line, read as a stream: query, shown, chosen, time.
+    """A stream of triplets from a CSV file of searches with columns query, shown, chosen, time.
 
-    `shown` and `chosen` are ids with `|` between them, `time` is ISO 8601 or seconds. Each chosen
-    item with each one that was shown and not chosen gives a triplet (query, chosen, not chosen), in
-    the order of the file.
+    Each line is one search. `shown` and `chosen` hold ids separated by `|`; `time` is ISO 8601 or
+    seconds. Every pair of a chosen item and an item shown but not chosen makes one triplet (query,
+    chosen, not chosen), in the order of the file.
 
     Args:
         path: the file, UTF-8, with a header.
-        ids: which row of the features each id is.
-        follow: whether to wait for more at the end of the file, as a server goes on writing it:
-            then the stream never ends.
-        poll: seconds between two looks.
+        ids: row of the features for each id.
+        follow: whether to wait for new lines at the end of the file, for a log that a server still
+            writes; then the stream never ends.
+        poll: seconds to wait before reading again.
 
     Attributes:
-        lines: how many searches were read.
-        unknown: ids that `ids` does not have; each is left out.
-        unusable: searches that gave no triplet: no choice, nothing passed over, or the query itself
-            was chosen.
-        late: searches that lie before the one above them in time.
-        malformed: lines that were left out because a column is missing or the time is none.
+        lines: number of searches read.
+        unknown: number of ids missing from `ids`; they are skipped.
+        unusable: number of searches without a triplet, because nothing was chosen, nothing was
+            passed over, or the query itself was chosen.
+        late: number of searches with an earlier time than one before them.
+        malformed: number of lines skipped because they have a wrong number of columns or no valid
+            time.
     """
 
     def __init__(
@@ -391,7 +395,7 @@ class ClickLog:
         self.lines = self.unknown = self.unusable = self.late = self.malformed = 0
 
     def __iter__(self) -> Iterator[Triplet]:
-        """Return the triplets, from the file's first line."""
+        """Yield the triplets from the start of the file."""
         try:
             with self.path.open(encoding="utf-8", newline="") as file:
                 yield from self._read(file)
@@ -434,7 +438,7 @@ class ClickLog:
                 yield Triplet(queries[0], positive, negative)
 
     def _rows(self, text: str) -> list[int]:
-        """Return the rows of ids, each once; unknown ones are counted."""
+        """Return the rows of the ids without duplicates; count unknown ids."""
         rows: dict[int, None] = {}
         for name in filter(None, map(str.strip, text.split("|"))):
             row = self.ids.get(name)
@@ -445,7 +449,7 @@ class ClickLog:
         return list(rows)
 
     def _text(self, file: TextIO) -> Iterator[str]:
-        """Return whole lines; with `follow` wait for more and for the end of a line."""
+        """Yield whole lines; with `follow`, wait for further lines and for the end of a line."""
         part = ""
         while True:
             line = file.readline()

@@ -1,6 +1,4 @@
-"""`Warm`: exactly Euclid while the stream has not proved that a learned geometry has better
-neighbours.
-"""
+"""`Warm`, Euclidean distance until the stream proves that a learned metric is better."""
 
 from __future__ import annotations
 
@@ -23,88 +21,95 @@ Floats = NDArray[np.floating[Any]]
 
 
 class Expert(NamedTuple):
-    """A metric (I + A / (ridge · `reach`))⁻¹: of differences, or of unit vectors (the angle)."""
+    """A metric (I + A / (ridge · `reach`))⁻¹ of differences, or of unit vectors if `angle`."""
 
     reach: float
     angle: bool
 
 
 EXPERTS = (Expert(1.0, False), Expert(1e-3, False), Expert(1.0, True), Expert(1e-2, True))
-"""Short and long reach, with lengths and without them.
+"""Two values of `reach` for distances and two for angles.
 
-A long reach evens out features of very different scales.
+A small value changes the metric more: it evens out features of very different scales.
 """
 BLOCK = 64
-"""Triplets that are judged together and then learned; the first blocks have 1, 1, 2, 4, …."""
+"""Largest number of triplets judged together, then learned; blocks grow from 1, 1, 2, 4 to this."""
 FOLDS = 4
-"""Parts of the items, by their digests. The experts that judge an item have learned no pair with an
-item of its fold: votes of items that taught the experts would favour them, above all in the first
-triplets of a closure, which reuse few items.
+"""Number of folds, into which items are divided by their digests.
+
+An item is judged by experts that have learned no pair with an item of its fold. Otherwise the votes
+would favour the experts, above all in the first triplets of a closure, which reuse few items.
 """
 REFRESH = 512
-"""Triplets between two decompositions of the moments, after the first thousand; before that, each
-block has its own.
+"""Triplets between two eigendecompositions of the moments.
+
+For the first 1,024 triplets, every block is followed by one.
 """
 SETTLE = 500
-"""Triplets that give mean and principal components without `prepare` or `fit`; until then the map
-is the identity.
+"""Without `prepare` or `fit`, the first this many triplets yield mean and principal components.
+
+Until then the map is the identity.
 """
 MIXTURE = 5.0
-"""The n around which the bound of `_bound` is tightest; it holds at any n."""
+"""r of the bound in `_bound`, which is tightest for n near r and holds for every n."""
 
 
 class Warm(LinearMap, OnlineLearner):
-    """A warm start: Euclid before the first triplet, and whenever no expert is proven better.
+    """Euclidean distance, except while the stream proves that a learned metric is better.
 
     Let A be the second moment of the differences between similar items, divided by its mean
-    eigenvalue. Each expert of `EXPERTS` measures with (I + A / r)⁻¹, the regularised Mahalanobis
-    distance of differences within classes; directions in which similar items do not differ stay as
-    they are. An expert is served in Euclid's place while two judges agree. Both ask it before it
-    learns a block, and about an item only as the pairs outside the item's fold have taught it
-    (cross-fitting), so no expert is credited with pairs that it knows by heart:
+    eigenvalue. Each expert in `EXPERTS` measures with (I + A / r)⁻¹, the regularised Mahalanobis
+    distance of within-class differences; directions in which similar items do not differ keep their
+    scale. An expert replaces Euclidean distance while it passes two tests. Both use cross-fitting:
+    a block is judged before it is learned, and an item is judged by an expert trained without the
+    pairs of the item's fold, so no expert is judged on pairs that it has learned.
 
-    - *neighbours*: a memory holds the latest items and what the triplets say of them: who is alike,
-      who is not. Among the nearest hundredth of the memory (the nearest twentieth once items have
-      been let go), those of which that is known vote whether the item is what it is: 1, 3, 5, 7 and
-      9 of them in turn. Each item counts once, with the mean of its latest votes. Let d be the
-      expert's verdict less Euclid's, S the sum of d over the items, n the sum of d². Needed is
-      S > √(2 (n + r) ln(1 + √((n + r) / r) / 2p)), with r = 5 and p = `doubt` over the number of
-      experts. Luck alone ever exceeds this with probability at most p (the one-sided normal mixture
-      of Robbins, "Statistical methods related to the law of the iterated logarithm", 1970, in the
-      closed form of Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform, nonparametric, nonasymptotic
-      confidence sequences", 2021) if the d are independent and symmetric about 0;
-    - *triplets*: the expert has put the negative nearer than the positive less often than Euclid
-      has.
+    - *neighbours*: a memory holds the latest items and which of them the triplets call similar or
+      dissimilar. For each item, the nearest 1, 3, 5, 7 and 9 items with a known relation vote on
+      whether it is classified correctly, among the nearest hundredth of the memory (the nearest
+      twentieth once the memory has evicted items). Each item counts once, with the mean of its
+      latest votes. Let d be the expert's score minus the Euclidean score, S the sum of d over the
+      items, and n the sum of d². The expert passes if S > √(2 (n + r) ln(1 + √((n + r) / r) / 2p)),
+      with r = 5 and p = `doubt` divided by the number of experts. If the d are independent and
+      symmetric about 0, S ever exceeds this bound with probability at most p. The bound is the
+      one-sided normal mixture of Robbins, "Statistical methods related to the law of the iterated
+      logarithm", 1970, in the closed form of Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform,
+      nonparametric, nonasymptotic confidence sequences", 2021.
+    - *triplets*: the expert has ranked the negative before the positive less often than Euclidean
+      distance has. (Random triplets alone are not enough: they order classes and say little about
+      neighbours.)
 
-    Random triplets alone say little of neighbours: they order classes. Of several proven experts
-    the one with the largest S is served. The proof is looked at after every block: an expert whose
-    lead sinks to the bound is not served any more, and may come back. So the model is one linear
-    map, and after some experts a scaling to unit length.
+    If several experts pass, the one with the largest S is served. The tests are repeated after
+    every block, so an expert whose lead falls to the bound is withdrawn, and may return. The model
+    is always one linear map, followed by scaling to unit length if the served expert is an angle.
 
     Args:
-        components: along how many principal components A is known; features stay as they are along
-            the others. None, or as many as there are features or more: all.
-        prior: number of similar pairs that the start counts for: after t pairs A is multiplied by
-            t / (t + prior).
-        ridge: r of the metric is the expert's `reach` times this; the smaller, the further the
-            experts reach.
-        doubt: probability of ever leaving Euclid by luck; see above.
+        components: number of principal components along which A is learned; other directions keep
+            their scale. `None`, or at least the number of features, means all.
+        prior: number of similar pairs that the starting metric counts for: after t pairs A is
+            multiplied by t / (t + prior).
+        ridge: factor of every expert's `reach`; r above is their product. The smaller, the more the
+            experts differ from Euclidean distance.
+        doubt: upper bound on the probability of ever leaving Euclidean distance by chance; see
+            above.
         memory: number of items in the memory.
         seeds: number of random triplets that `fit` draws.
-        closure: number of triplets that follow from those, which `fit` adds.
+        closure: number of triplets that `fit` derives from those and adds.
         seed: seed of `fit`'s triplets; 0 by default.
         random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
 
     Attributes:
         components_: (F, F) the learned map.
-        mean_: (F,) vector that is subtracted from features first.
-        left_: whether an expert is served now.
-        alpha_: (N + 1,) 1 for the metric that is served, Euclid or one of `EXPERTS`; 0 for others.
+        mean_: (F,) vector that `transform` subtracts from the features.
+        left_: whether an expert is served now, in place of Euclidean distance.
+        alpha_: (N + 1,) 1 for the served metric and 0 for the others; first Euclidean distance,
+            then the N `EXPERTS`.
         weights_: (M, N + 1) `alpha_` along the stream; M is bounded.
-        weights_at_: (M,) number of triplets after which each row was taken.
+        weights_at_: (M,) number of triplets after which each row was recorded.
         lead_: (N,) S of each expert.
         differing_: (N,) n of each expert.
-        triplets_lead_: (N,) number of triplets by which each expert leads; ties count half.
+        triplets_lead_: (N,) number of triplets that each expert ranks right and Euclidean distance
+            wrong, minus the reverse; ties count half.
     """
 
     alpha_: NDArray[np.float64]
@@ -160,13 +165,13 @@ class Warm(LinearMap, OnlineLearner):
         self.group_ = np.arange(places)
         self.parted_ = np.zeros((places, places), bool)
         self.used_ = np.zeros(places, np.int64)
-        # each item's latest verdicts less Euclid's, when they were given, and the sums (of d and
-        # d²) over the items that the memory has let go
+        # each item's latest d per expert, the stream position at which it was judged, and the sums
+        # of d and d² over the items that the memory has evicted
         self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
         self.let_go_ = np.zeros((2, number))
         self._view: Memory | None = None
         self.components_ = np.eye(features)
-        # sums over the first vectors, for mean and principal components when no sample gave them
+        # without a sample, sums over the first vectors yield mean and principal components
         self.sum_, self.products_ = np.zeros(features), np.zeros((features, features))
         self.basis_ = np.zeros((0, features))
         self.mean_ = np.zeros(features)
@@ -175,7 +180,7 @@ class Warm(LinearMap, OnlineLearner):
             self._settle(sample.mean(axis=0), centred.T @ centred)
 
     def _settle(self, mean: Floats, covariance: Floats) -> None:
-        """Set the centre of all angles and the directions along which A is known."""
+        """Set the mean (the centre of all angles) and the directions along which A is learned."""
         features = len(mean)
         self.mean_ = mean
         width = features if self.components is None else min(self.components, features)
@@ -189,9 +194,9 @@ class Warm(LinearMap, OnlineLearner):
         self._decompose()
 
     def _decompose(self) -> None:
-        """Find the directions of each moment, and each expert's scale along them."""
+        """Compute the eigenvectors of each moment, and each expert's scale along them."""
         values, self.directions_ = np.linalg.eigh(self.moment_)
-        # the mean is over all features, of which the moment knows the larger part
+        # the mean eigenvalue is over all F directions; A is 0 in those outside `basis_`
         means = np.trace(self.moment_, axis1=1, axis2=2) / self.basis_.shape[1]
         known = self.pairs_ / (self.pairs_ + self.prior) / self.ridge
         values = np.maximum(values, 0.0) * (known / np.where(means > 0, means, 1.0))[:, None]
@@ -206,16 +211,16 @@ class Warm(LinearMap, OnlineLearner):
             if len(self.waiting_) == min(max(self.learned_, 1), BLOCK):
                 self._block(self.waiting_ - self.mean_)
                 self.waiting_ = self.waiting_[:0]
-        return len(triplets)  # every triplet enters the memory
+        return len(triplets)  # every triplet changes the memory
 
     def _block(self, triplets: Floats) -> None:
-        """Judge some centred triplets, learn them, and decide what is served."""
+        """Judge experts on a block of centred triplets, learn it, and choose the metric."""
         places, due = self._remember(triplets)
         folds, codes = self.keys_[places, 0] % FOLDS, triplets @ self.basis_.T
         self._judge_triplets(triplets, codes, folds[:, 0])
         self._judge_neighbours(due)
         differences = codes[:, 0] - codes[:, 1]
-        for fold in range(FOLDS + 1):  # the last moment has all pairs and is the served one
+        for fold in range(FOLDS + 1):  # the last moment has all pairs and is served
             pairs = differences[(folds[:, :2] != fold).all(axis=1)]
             self.moment_[fold] += pairs.T @ pairs
             self.pairs_[fold] += len(pairs)
@@ -225,8 +230,10 @@ class Warm(LinearMap, OnlineLearner):
         self._decide()
 
     def _remember(self, triplets: Floats) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Take triplets into the memory; return their places (T, 3), and the places of anchors and
-        positives that are due to be judged.
+        """Store triplets in the memory.
+
+        Returns:
+            The triplets' places (T, 3), and the places of the anchors and positives to judge now.
         """
         memory, places = self._memory(), np.zeros(triplets.shape[:2], np.int64)
         for row, triplet in zip(places, triplets, strict=True):
@@ -240,16 +247,21 @@ class Warm(LinearMap, OnlineLearner):
                     self.verdicts_[place], self.judged_[place] = 0.0, -1
             memory.learn(*row.tolist())
         seen = np.array(list(dict.fromkeys(places[:, :2].ravel().tolist())))
-        # an item is judged again when the stream is twice as long as it was then
+        # an item is judged again once the stream is twice as long as at its last judgement
         return places, seen[2 * self.judged_[seen] <= self.learned_]
 
     def _distances(
         self, items: Floats, codes: Floats, anchors: NDArray[np.int64], fold: int
     ) -> Iterator[Floats]:
-        """Yield what orders all items (M, F) around each anchor (A, M): Euclid's distances, then
-        those of each expert as the pairs outside the anchors' fold have taught it.
+        """Yield scores (A, M) that order items by distance to anchors, Euclid's first.
 
-        `codes` (M, w) are the items along `basis_`, `anchors` (A,) are rows of `items`.
+        The experts are those trained without the pairs of `fold`.
+
+        Args:
+            items: (M, F) centred features.
+            codes: (M, w) coordinates of the items along `basis_`.
+            anchors: (A,) rows of `items`.
+            fold: the anchors' fold.
         """
         squares, products = (items**2).sum(axis=1), items[anchors] @ items.T
         yield squares - 2 * products
@@ -266,7 +278,7 @@ class Warm(LinearMap, OnlineLearner):
                 yield lengths - 2 * near
 
     def _judge_neighbours(self, places: NDArray[np.int64]) -> None:
-        """Let the neighbours of the items at some places vote, by Euclid and by each expert."""
+        """Set `verdicts_` of the items at some places: each expert's votes minus Euclid's."""
         memory = self._memory()
         if memory.size <= VOTERS[-1]:
             return
@@ -285,9 +297,7 @@ class Warm(LinearMap, OnlineLearner):
     def _judge_triplets(
         self, triplets: Floats, codes: Floats, folds: NDArray[np.unsignedinteger[Any]]
     ) -> None:
-        """Add the number of triplets (T, 3, F) that each expert has right and Euclid wrong, less
-        the reverse; `folds` (T,) are the anchors'.
-        """
+        """Update `triplets_lead_` with triplets (T, 3, F), whose anchors are in `folds` (T,)."""
         for fold in range(FOLDS):
             own = folds == fold
             rows = np.arange(own.sum())
@@ -299,7 +309,7 @@ class Warm(LinearMap, OnlineLearner):
             self.triplets_lead_ += euclid - np.array(experts)
 
     def _decide(self) -> None:
-        """Choose the expert that is served, if any is proven now, and set the map."""
+        """Choose the served expert, if any passes both tests now, and set the map."""
         self.lead_ = self.let_go_[0] + self.verdicts_.sum(axis=0)
         self.differing_ = self.let_go_[1] + (self.verdicts_**2).sum(axis=0)
         proven = (self.lead_ > self._bound()) & (self.triplets_lead_ > 0)
@@ -317,14 +327,14 @@ class Warm(LinearMap, OnlineLearner):
         )
 
     def _bound(self) -> Floats:
-        """Return what each lead must exceed: the one-sided boundary of a normal mixture."""
+        """Return the one-sided normal-mixture bound (N,) that each expert's lead must exceed."""
         n = self.differing_ + MIXTURE
         odds = len(EXPERTS) / (2 * self.doubt)
         bound: Floats = np.sqrt(2 * n * np.log1p(odds * np.sqrt(n / MIXTURE)))
         return bound
 
     def _memory(self) -> Memory:
-        """Return the working view, whose arrays *are* the fitted ones."""
+        """Return the memory as a view that shares its arrays with the fitted attributes."""
         view = getattr(self, "_view", None)
         if view is None or view.vectors is not self.held_:
             view = self._view = Memory(
@@ -333,27 +343,27 @@ class Warm(LinearMap, OnlineLearner):
         return view
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy builds its own view, of its own arrays
+        # a copy builds a view of its own arrays
         state: dict[str, Any] = {**super().__getstate__()}
         state.pop("_view", None)
         return state
 
     @property
     def _unit(self) -> bool:
-        """Whether the served metric is an angle."""
+        """Return whether the served metric is an angle."""
         return self.left_ and EXPERTS[int(self.alpha_.argmax()) - 1].angle
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return embeddings (N, F) of features (N, F): Euclidean distances are the learned ones."""
+        """Return embeddings (N, F), whose Euclidean distances are the learned ones."""
         embeddings = super().transform(X)
         return unit(embeddings) if self._unit else embeddings
 
     def get_mahalanobis_matrix(self) -> Floats:
-        """Return M (F, F): the distance of two items x and y is √((x − y)ᵀ M (x − y)).
+        """Return M (F, F); the distance between items x and y is √((x − y)ᵀ M (x − y)).
 
         Raises:
             NotFittedError: nothing has been learned.
-            ValueError: an angle is served now, which no matrix of differences gives.
+            ValueError: the served metric is an angle, which has no Mahalanobis matrix.
         """
         matrix = super().get_mahalanobis_matrix()
         if self._unit:
@@ -364,9 +374,7 @@ class Warm(LinearMap, OnlineLearner):
         return matrix
 
     def get_metric(self) -> Callable[..., float]:
-        """Return a function of two feature vectors (F,) that gives their learned distance; see
-        `MetricLearner.get_metric`.
-        """
+        """Return a function that computes the learned distance of two feature vectors (F,)."""
         return (
             MetricLearner.get_metric(self)
             if getattr(self, "left_", False)
@@ -374,7 +382,7 @@ class Warm(LinearMap, OnlineLearner):
         )
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
-        """Return the head, float32, with the numbers of `transform`; distances are Euclidean."""
+        """Return the float32 head that computes `transform`; distances are Euclidean."""
         head, _ = super().to_model_parts()
         if self._unit:
             from torch import nn
@@ -385,7 +393,7 @@ class Warm(LinearMap, OnlineLearner):
         return head, None
 
     def _gather(self, triplet: Floats) -> None:
-        """Add three vectors to mean and covariance, and settle once there are enough."""
+        """Add a triplet to mean and covariance; call `_settle` after `SETTLE` triplets."""
         self.sum_ = self.sum_ + triplet.sum(axis=0)
         self.products_ += triplet.T @ triplet
         self.gathered_ += 1
@@ -395,19 +403,19 @@ class Warm(LinearMap, OnlineLearner):
 
 
 def _wrong(near: Any, far: Any) -> Any:
-    """Return 1 where the nearer distance should be the farther, ½ where both are equal, else 0."""
+    """Return 1 where `near` > `far`, ½ where they are equal, and 0 elsewhere."""
     return (near > far) + 0.5 * (near == far)
 
 
 def _cosine(products: Floats, lengths: Floats, other_lengths: Floats) -> Floats:
-    """Return products over both lengths; 0 where a length is 0."""
+    """Return products divided by both lengths, and 0 where a length is 0."""
     scale = lengths * other_lengths
     zeros = np.zeros(np.broadcast(products, scale).shape)
     return np.divide(products, scale, out=zeros, where=scale > 0)
 
 
 def _signed(directions: Floats) -> Floats:
-    """Return each direction (w, F) or its opposite: the largest component is positive."""
+    """Flip directions (w, F) so that each one's component of largest magnitude is positive."""
     largest = np.abs(directions).argmax(axis=1)
     signs = np.where(directions[np.arange(len(directions)), largest] < 0, -1.0, 1.0)
     return directions * signs[:, None]

@@ -147,7 +147,7 @@ def contrastive(
         pos_margin: a positive pair costs what its distance exceeds this; with a similarity use 1.
         neg_margin: a negative pair costs what its distance falls short of this; with a similarity
             use 0.
-        reducer: how the pairs' losses become one number; by default the mean of those above 0.
+        reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
     """
 
 
@@ -176,7 +176,7 @@ def signal_to_noise_ratio_contrastive(
         normalize_embeddings: whether embeddings are scaled to length 1 first.
         p: the norm that measures this length.
         power: the distance is raised to it.
-        reducer: how the pairs' losses become one number; by default the mean of those above 0.
+        reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
         embedding_regularizer: a penalty on the embeddings, added to the loss.
         embedding_reg_weight: the factor of that penalty.
     """
@@ -262,7 +262,7 @@ def intra_pair_variance(
         pos_eps: how far, relatively, a positive pair may fall below the mean at no cost.
         neg_eps: how far, relatively, a negative pair may rise above the mean at no cost.
         distance: how two embeddings are compared; cosine similarity by default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
 
@@ -386,7 +386,7 @@ def lifted_structure(
     Args:
         neg_margin: negatives nearer than this cost most, in the distance's unit.
         pos_margin: subtracted from the positive's distance.
-        reducer: how the positive pairs' losses become one number; the mean by default.
+        reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
 
@@ -423,7 +423,7 @@ def generalized_lifted_structure(
     Args:
         neg_margin: negatives nearer than this cost most, in the distance's unit.
         pos_margin: subtracted from the positives' distances.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
 

@@ -264,7 +264,7 @@ def center_invariant(reducer: Reducer = None) -> regularizers.CenterInvariantReg
     Wu, Liu, Li, Wu & Xia, Deep Face Recognition with Center Invariant Loss, ACM MM Workshops 2017.
 
     Args:
-        reducer: how the rows' penalties become one number; the mean by default.
+        reducer: reduces the rows' penalties to one number; the mean by default.
     """
 
 
@@ -277,7 +277,7 @@ def lp_regularizer(
     Args:
         p: the norm.
         power: lengths are raised to it; 2 with p = 2 is the usual weight decay.
-        reducer: how the rows' penalties become one number; the mean by default.
+        reducer: reduces the rows' penalties to one number; the mean by default.
     """
 
 
@@ -291,7 +291,7 @@ def regular_face(
 
     Args:
         distance: how two rows are compared, a similarity; cosine by default.
-        reducer: how the rows' penalties become one number; the mean by default.
+        reducer: reduces the rows' penalties to one number; the mean by default.
     """
     require_similarity(distance, "pml.regular_face")
 
@@ -307,7 +307,7 @@ def sparse_centers(
 
     Args:
         centers_per_class: as in the loss, at least 2.
-        reducer: how the pairs' penalties become one number; by default their sum over twice the
+        reducer: reduces the pairs' penalties to one number; by default their sum over twice the
             number of pairs.
     """
 
@@ -322,7 +322,7 @@ def zero_mean(reducer: Reducer = None) -> regularizers.ZeroMeanRegularizer:
     Learning, CVPR 2019.
 
     Args:
-        reducer: how the rows' penalties become one number; the mean by default.
+        reducer: reduces the rows' penalties to one number; the mean by default.
     """
 
 

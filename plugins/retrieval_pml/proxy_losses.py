@@ -173,7 +173,7 @@ def proxy_anchor(
             much farther.
         alpha: the exponent's scale.
         distance: how embeddings are compared with proxies; cosine similarity by default.
-        reducer: how the proxies' losses become one number; by default their sum over the number of
+        reducer: reduces the proxies' losses to one number; by default their sum over the number of
             proxies with positives, and of all.
         weight_regularizer: a penalty on the proxies, added to the loss.
         weight_init_func: how the proxies begin; Kaiming's normal (fan out) by default.

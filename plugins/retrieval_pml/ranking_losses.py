@@ -215,7 +215,7 @@ def ranked_list(
         imbalance: the weight of negatives against positives.
         alpha: the radius of the outer sphere; by default 1 + margin / 2.
         Tp: the temperature that weighs positives by how much they violate; 0 weighs them equally.
-        reducer: how the queries' losses become one number; the mean by default.
+        reducer: reduces the queries' losses to one number; the mean by default.
     """
 
 

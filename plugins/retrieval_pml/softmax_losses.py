@@ -109,7 +109,7 @@ def multi_similarity(
         beta: the exponent's scale for negatives.
         base: the similarity (λ in the paper) that both are measured from.
         distance: how two embeddings are compared; cosine similarity by default.
-        reducer: how the anchors' losses become one number; the mean by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
 
@@ -176,7 +176,7 @@ def circle(
     Args:
         m: the relaxation: positives should pass a cosine of 1 − m, negatives stay below m.
         gamma: the exponent's scale.
-        reducer: how the anchors' losses become one number; by default the mean of those above 0.
+        reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
     """
 
 
@@ -216,7 +216,7 @@ def sup_con(
     Args:
         temperature: similarities are divided by it.
         distance: how two embeddings are compared; cosine similarity by default.
-        reducer: how the anchors' losses become one number; by default the mean of those above 0.
+        reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
     """
 
 
@@ -290,7 +290,7 @@ def nt_xent(
     Args:
         temperature: similarities are divided by it.
         distance: how two embeddings are compared; cosine similarity by default.
-        reducer: how the positive pairs' losses become one number; the mean by default.
+        reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
 
@@ -321,7 +321,7 @@ def tuplet_margin(
     Args:
         margin: the slack β, in degrees.
         scale: cosines are multiplied by it.
-        reducer: how the positive pairs' losses become one number; the mean by default.
+        reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
 
@@ -483,7 +483,7 @@ def n_pairs(
 
     Args:
         distance: how two embeddings are compared; the dot product of unit vectors by default.
-        reducer: how the pairs' losses become one number; the mean by default.
+        reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
 

@@ -239,7 +239,7 @@ def triplet_margin(
         smooth_loss: log(1 + exp(violation)) instead of max(0, violation).
         triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take
             precedence.
-        reducer: how the triplets' losses become one number; by default the mean of those above 0.
+        reducer: reduces the triplets' losses to one number; by default the mean of those above 0.
     """
 
 
@@ -314,7 +314,7 @@ def margin(
         learn_beta: whether the boundary is learned.
         per_class: one boundary for each training class instead of one for all.
         distance: how two embeddings are compared; Euclidean on unit vectors by default.
-        reducer: how the triplets' losses become one number; by default their sum over the number of
+        reducer: reduces the triplets' losses to one number; by default their sum over the number of
             pairs above 0.
         embedding_regularizer: a penalty on the embeddings, added to the loss.
         embedding_reg_weight: the factor of that penalty.
@@ -453,7 +453,7 @@ def angular(
 
     Args:
         alpha: the bound, in degrees.
-        reducer: how the positive pairs' losses become one number; the mean by default.
+        reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
 

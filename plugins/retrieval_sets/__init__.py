@@ -1,6 +1,4 @@
-"""Data sets as their makers published them: their layouts, splits and numbers.
-
-Nothing is downloaded."""
+"""Readers of published data sets, with their layouts, splits and counts; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_datasets() -> Factories:
-    """Data sets of the field as published: folder layouts, splits, protocols and numbers."""
+    """Data sets of the field as published, with folder layouts, splits, protocols and counts."""
     import retrieval_sets as own
 
     names = (

@@ -80,7 +80,7 @@ def dtd(
 
     Args:
         folder: the folder `dtd`, or the one that holds it.
-        partition: which of the ten splits.
+        partition: number of the split, 1 to 10.
     """
     names = {
         "train": f"train{partition}",
@@ -129,7 +129,7 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 
 def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row]:
-    """Return the images of a list of CLASS/NAME."""
+    """Return the images in a list whose lines are CLASS/NAME."""
     lines = Lines(path, 1)
     rows = [Row(f"{word}{ending}", word.split("/")[0], side) for _, (word,) in lines]
     problems += lines.problems
@@ -139,7 +139,7 @@ def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row
 def _folders(
     published: Published, name: str, left_out: str, folder: Path, counts: Counts, skip_bad: bool
 ) -> Dataset:
-    """Return the images of a folder with a folder for each class, all but one of these."""
+    """Return the images of a folder with one folder per class, one class left out."""
     root = (
         folder
         if folder.name == name and folder.is_dir()
@@ -169,14 +169,14 @@ def cifar100(
     """Load CIFAR-100: 60,000 colour images of 32 × 32 pixels, with their train and test split.
 
     Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
-    version*: the version for Python is made of pickles, which are never read. Each of 20 coarse
+    version*; the version for Python consists of pickles, which are never read. Each of 20 coarse
     classes has five fine ones; an item's metadata has both names.
 
     Args:
         folder: the folder `cifar-100-binary` with `train.bin`, `test.bin`, `fine_label_names.txt`
             and `coarse_label_names.txt`.
-        labels: which classes are the labels: 100 fine ones, or 20 coarse ones.
-        grey: whether to make grey images, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
+        labels: whether the labels are the 100 fine or the 20 coarse classes.
+        grey: whether to convert to grey, 0.299 R + 0.587 G + 0.114 B, as OpenCV does.
     """
     count = _LISTS[labels][1]
     published = Published(

@@ -1,4 +1,4 @@
-"""CUB-200-2011 and Cars-196: fine-grained classes with a box for each image."""
+"""CUB-200-2011 and Cars-196: fine-grained classes with one box per image."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of a file's structure array `annotations`: text and numbers."""
+    """Return the rows of a MATLAB file's structure array `annotations`, as text and numbers."""
     from scipy.io import loadmat
 
     try:
@@ -64,7 +64,7 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
         raise
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # SciPy's reader raises whatever a damaged file leads it to
+    except Exception as error:  # SciPy's reader raises various errors for a damaged file
         raise DataError(
             f"{path} is no MATLAB file of format 5, or it is damaged: {error}."
         ) from error
@@ -80,7 +80,7 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or text of what a cell holds, None of anything else."""
+    """Return the number or text in a cell, or None for other content."""
     array: NDArray[Any] = np.asarray(value)
     if array.dtype == object and array.size == 1:
         array = np.asarray(array.ravel()[0])
@@ -88,7 +88,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check(path: Path) -> None:
-    """Walk through the file's elements, and refuse one that is too large as it lies or unpacked."""
+    """Check the file's elements; raise DataError if one is too large, packed or unpacked."""
     size = path.stat().st_size
     if size > _MOST_BYTES:
         raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_BYTES:,} at most.")
@@ -110,7 +110,7 @@ def _check(path: Path) -> None:
 
 
 def _unpacked(data: bytes, most: int, path: Path) -> int:
-    """Return how many bytes packed ones hold, or `most` + 1 where it is more."""
+    """Return the unpacked size of packed data in bytes, or `most` + 1 if it is larger."""
     unpack, count = zlib.decompressobj(), 0
     try:
         part = unpack.decompress(data, 1 << 20)
@@ -139,9 +139,9 @@ def cub200(
 
     Args:
         folder: the folder `CUB_200_2011`, or the one that holds it.
-        protocol: "classes" is that split by species; "official" the makers' `train_test_split.txt`,
-            with all species on both sides.
-        crop: whether images are cut to the birds' boxes.
+        protocol: "classes" is this split by species; "official" is `train_test_split.txt`, with all
+            species on both sides.
+        crop: whether to crop images to the birds' boxes.
     """
     official = protocol == "official"
     published = CUB_OFFICIAL if official else CUB
@@ -185,7 +185,7 @@ def cub200(
 
 
 def _column(path: Path, problems: list[str]) -> dict[str, str]:
-    """Return the second of a list's two columns by the first."""
+    """Return a two-column list as a mapping from the first column to the second."""
     lines = Lines(path, 2)
     column = {words[0]: words[1] for _, words in lines}
     problems += lines.problems
@@ -198,7 +198,7 @@ def _number(path: Path, text: str, problems: list[str], last: int) -> int | None
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
-    """Return the boxes, which the file has as left, top, width and height."""
+    """Return the boxes of a file that lists left, top, width and height."""
     lines = Lines(path, 5)
     boxes: dict[str, Box] = {}
     for line, (key, *words) in lines:
@@ -229,9 +229,9 @@ def cars196(
 
     Args:
         folder: the folder that holds them.
-        protocol: "classes" is that split by model; "official" the makers' own, with all models on
-            both sides.
-        crop: whether images are cut to the cars' boxes.
+        protocol: "classes" is this split by model; "official" is the published one, with all models
+            on both sides.
+        crop: whether to crop images to the cars' boxes.
     """
     published = CARS_OFFICIAL if protocol == "official" else CARS
     published.root(folder)
@@ -259,7 +259,7 @@ def cars196(
 
 
 def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
-    """Return path, class, whether it trains, and box of each image of the layout in one folder."""
+    """Return path, class, training flag and box of each image in the layout with one folder."""
     rows = read_annotations(
         folder / "cars_annos.mat", ("relative_im_path", "class", "test", *_CARS_BOX)
     )
@@ -267,7 +267,7 @@ def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
 
 
 def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
-    """Do as `_whole`, of the layout in two folders."""
+    """Return the same as `_whole`, for the layout with two folders."""
     annotations: list[tuple[Any, Any, bool, Any]] = []
     for side, name in (
         ("train", "cars_train_annos.mat"),

@@ -72,8 +72,8 @@ def inaturalist2018(
 
     Args:
         folder: the folder that holds `train_val2018` and the lists.
-        protocol: "classes" is that split; "official" the makers' training and validation sides,
-            with all species on both.
+        protocol: "classes" is this split by species; "official" has the published training and
+            validation sides, with all species on both.
     """
     problems: list[str] = []
     if protocol == "official":
@@ -106,7 +106,7 @@ def inaturalist2018(
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
-    """Return an image's path from train_val2018 on, its group and its species."""
+    """Return an image's path from train_val2018 on, its group and its species, or None."""
     parts = path.split("/")
     if "train_val2018" not in parts or len(parts) - parts.index("train_val2018") != 4:
         return None
@@ -115,7 +115,7 @@ def _of_path(path: str) -> tuple[str, str, str] | None:
 
 
 def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
-    """Return the images of one of the makers' files in JSON."""
+    """Return the images in one of the published JSON files."""
     try:
         if (size := path.stat().st_size) > _MOST_JSON:
             raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_JSON:,} at most.")
@@ -153,13 +153,13 @@ def google_landmarks_v2(
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
     Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. 1,580,470 images of
     81,313 landmarks train (the clean list; all: 4,132,914); the index of 761,757 images is the
-    gallery. Queries are the test images that the solution names images of the index for; what is
-    relevant is taken by landmark: a query's label is the landmark that most of its images have.
-    Each item's metadata tells whether it is public or private.
+    gallery. Queries are the test images for which the solution lists images of the index. Relevance
+    is by landmark: a query's label is the most frequent landmark among its listed images. Each
+    item's metadata says whether it is public or private.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
-        train: which list trains: "clean" (`train_clean.csv`) or "all" (`train.csv`).
+        train: list of training images, "clean" (`train_clean.csv`) or "all" (`train.csv`).
     """
     name = "train_clean.csv" if train == "clean" else "train.csv"
     sides = {
@@ -209,7 +209,7 @@ def google_landmarks_v2(
 
 
 def _place(side: str, image: str) -> str:
-    """Return where an image lies: its name's first three characters are folders."""
+    """Return an image's path, in which the first three characters of its name are folders."""
     return f"{side}/{'/'.join(image[:3])}/{image}.jpg"
 
 
@@ -253,12 +253,12 @@ def in_shop(
 
     Liu, Luo, Qiu, Wang & Tang, "DeepFashion: Powering Robust Clothes Recognition and Retrieval with
     Rich Annotations", CVPR 2016. Nothing is downloaded. 3,997 items train (25,882 images); of 3,985
-    others 14,218 images are queries and 12,612 the gallery. The images of `img.zip` are cut out and
-    centred already.
+    others, 14,218 images are queries and 12,612 the gallery. The images of `img.zip` are already
+    cropped and centred.
 
     Args:
         folder: the folder that holds them.
-        crop: whether images are cut to the boxes of `list_bbox_inshop.txt`.
+        crop: whether to crop images to the boxes in `list_bbox_inshop.txt`.
     """
     images = next(
         (folder / place for place in ("", "Img") if (folder / place / "img").is_dir()), folder
@@ -293,7 +293,7 @@ def in_shop(
 
 
 def _beside(folder: Path, inner: str, name: str) -> Path:
-    """Return a list that lies in the folder, or where its archive has it."""
+    """Return the path of a list, which is in the folder or in its archive's subfolder."""
     for place in (folder / inner / name, folder / name):
         if place.is_file():
             return place
@@ -301,7 +301,7 @@ def _beside(folder: Path, inner: str, name: str) -> Path:
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
-    """Return the boxes by image: left, top, right, bottom, after the kinds of clothes and pose."""
+    """Return the boxes by image, from columns left, top, right, bottom after clothes and pose."""
     lines = Lines(path, 7, skip=2)
     boxes: dict[str, Box] = {}
     for line, (name, _, _, *words) in lines:

@@ -1,4 +1,4 @@
-"""What a data set was published as, whether a folder is that, and text files that list images."""
+"""Checks of folders against published data sets, and readers of text files that list images."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ from retrieval.plugin import (
 )
 
 F = TypeVar("F", bound=Callable[..., Dataset])
-# the longest list that is published, Google Landmarks' train.csv, has half a gigabyte
+# the longest published list, Google Landmarks' train.csv, has half a gigabyte
 _MOST_BYTES = 2 << 30
 _MOST_LINE = 1 << 20
 MEANINGS = {
-    "counts": '"published" refuses files with other numbers than the published ones; "any" takes'
-    " what is there.",
-    "skip_bad": "whether images that cannot be read are named and left out; otherwise the first one"
-    " ends the run.",
+    "counts": '"published" requires the published numbers of images and classes; "any" accepts'
+    " any.",
+    "skip_bad": "whether to skip and report unreadable images; otherwise the first is an error.",
 }
-"""What the parameters that every data set has mean."""
+"""Descriptions of the parameters that every data set has."""
 
 
 class Lines:
-    """A list's lines as words.
+    """Iterable over the numbered lines of a text file, each split into words.
 
     Args:
         path: the file.
-        words: how many words a line has.
-        skip: lines of a header.
-        comma: whether words are apart by commas, as in CSV, and not by blanks.
+        words: number of words per line.
+        skip: number of header lines.
+        comma: whether words are separated by commas, as in CSV, instead of blanks.
 
     Attributes:
-        problems: what is wrong, one sentence for all lines of a kind.
+        problems: the file's problems, one sentence per kind.
 
     Raises:
-        DataError: while it is read: the file is missing, too large, or not UTF-8 text.
+        DataError: during iteration, if the file is missing, too large, or not UTF-8 text.
     """
 
     def __init__(self, path: Path, words: int, *, skip: int = 0, comma: bool = False) -> None:
@@ -87,7 +86,7 @@ class Lines:
 
 
 def _bounded(file: TextIO, path: Path) -> Iterator[str]:
-    """Yield lines; a file without line ends is no list."""
+    """Yield lines; raise DataError if a line is too long, as in a file that is no list."""
     while line := file.readline(_MOST_LINE):
         if len(line) >= _MOST_LINE:
             raise DataError(f"{path} has a line of over {_MOST_LINE:,} characters: it is no list.")
@@ -97,7 +96,7 @@ def _bounded(file: TextIO, path: Path) -> Iterator[str]:
 def numbers(
     path: Path, line: int | None, words: Sequence[str], problems: list[str], first: int, last: int
 ) -> list[int] | None:
-    """Return words as whole numbers from `first` to `last`, or None and a problem."""
+    """Return words as integers from `first` to `last`, or None after adding a problem."""
     values = []
     for word in words:
         if not (
@@ -111,7 +110,7 @@ def numbers(
 
 
 def documented(function: F) -> F:
-    """Add to a factory's docstring what its parameters of `MEANINGS` mean, and what it raises."""
+    """Add the shared parameters (`MEANINGS`) and errors to a factory's docstring."""
     names = [name for name in inspect.signature(function).parameters if name in MEANINGS]
     lines = [inspect.getdoc(function) or "", *(f"    {name}: {MEANINGS[name]}" for name in names)]
     raises = "DataError: with every problem: missing or damaged files, wrong lines, other numbers."
@@ -121,14 +120,14 @@ def documented(function: F) -> F:
 
 @dataclass(frozen=True)
 class Published:
-    """A data set as its makers published it.
+    """Facts about a published data set.
 
     Attributes:
-        title: what it is called.
-        home: where to get it, as the object of "get it from".
-        holds: what its folder must hold, as the object of "the folder must hold".
-        counts: by side ("train", "validation", "test", "query", "gallery"), each count that a
-            release or its paper has.
+        title: its name.
+        home: its source, as the object of "get it from".
+        holds: required content of its folder, as the object of "the folder must hold".
+        counts: for each side ("train", "validation", "test", "query", "gallery") the counts found
+            in its releases or paper.
     """
 
     title: str
@@ -138,15 +137,15 @@ class Published:
 
     @property
     def advice(self) -> str:
-        """How to come by it, in two sentences."""
+        """Two sentences on how to get the data set."""
         return f"The folder must hold {self.holds}. Get {self.title} from {self.home}."
 
     def root(self, folder: Path, *names: str, inside: Sequence[str] = ()) -> Path:
         """Return the folder, or one of its folders `inside`, that holds all `names`.
 
         Raises:
-            DataError: none does; the sentence names what is missing, what the folder must hold and
-                where to get it.
+            DataError: there is no such folder; the message says what is missing and where to get
+                it.
         """
         if not folder.is_dir():
             raise DataError(
@@ -166,11 +165,11 @@ class Row(NamedTuple):
     """One image of a list.
 
     Attributes:
-        path: below the folder of the images, with "/".
-        label: its class.
-        split: "train", "validation" or "test"; "" where the data have no split.
+        path: path below the folder of the images, with "/".
+        label: class of the image.
+        split: "train", "validation" or "test", or "" if the data have no split.
         role: "query", "gallery" or "".
-        box: left, top, right, bottom in pixels, where it has one.
+        box: left, top, right, bottom in pixels, or `None`.
         metadata: further columns.
     """
 
@@ -194,23 +193,23 @@ def assemble(
     skip_bad: bool = False,
     notes: Sequence[str] = (),
 ) -> Dataset:
-    """Return the data set that a folder's lists name, or refuse it with all that is wrong.
+    """Return the data set listed by `rows`, after checking it against the published one.
 
     Args:
-        published: what it should be.
+        published: the published data set.
         images: the folder that the rows' paths start from.
-        rows: the lists' images.
-        problems: what reading the lists found.
-        counts: "published" compares the numbers, and refuses queries that nothing in the gallery
-            answers.
-        where: what to name in errors: the folder that the user gave.
-        crop: whether images are cut to their boxes.
-        skip_bad: whether images that cannot be read are left out; they are counted before.
+        rows: the images of the lists.
+        problems: problems found while reading the lists.
+        counts: "published" requires the published numbers, and an answer in the gallery for every
+            query.
+        where: the user's folder, for error messages.
+        crop: whether to crop images to their boxes.
+        skip_bad: whether to skip unreadable images; they are included in the counts.
         notes: see `Dataset`.
 
     Raises:
-        DataError: with every problem: lists, missing images, counts, an empty gallery, query
-            classes that it lacks.
+        DataError: there are problems, all of which the message lists: wrong lists, missing images,
+            wrong counts, an empty gallery, or query classes that are not in the gallery.
     """
     if not rows and not problems:
         problems.append("it lists no image.")
@@ -238,7 +237,7 @@ def assemble(
 
 
 def count_problems(published: Published, rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each side whose numbers are not the published ones, naming both."""
+    """Return a sentence for each side whose counts differ from the published ones."""
     sides: dict[str, list[str]] = {}
     for row in rows:
         sides.setdefault(row.role or row.split, []).append(row.label)
@@ -252,7 +251,7 @@ def inside(path: str) -> bool:
 
 
 def _files(images: Path, rows: Sequence[Row]) -> list[str]:
-    """Return what is wrong with the rows' paths: outside, listed twice, missing; all at once."""
+    """Return all problems of the rows' paths: outside the folder, listed twice, or missing."""
     problems = []
     if outside := [row.path for row in rows if not inside(row.path)]:
         problems.append(
@@ -280,7 +279,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _sides(rows: Sequence[Row], strict: bool) -> list[str]:
-    """Return what is wrong with query and gallery."""
+    """Return the problems of queries and gallery."""
     query = {row.label for row in rows if row.role == "query"}
     gallery = {row.label for row in rows if row.role == "gallery"}
     if query and not gallery:

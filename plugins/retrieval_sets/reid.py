@@ -13,8 +13,7 @@ from retrieval.plugin import Count, Counts, Dataset, find_images
 from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
-# Of the test sides, what the paper prints and what the lists of the release hold differ; so do
-# those of the training side.
+# the counts in the paper and in the released lists differ, both for training and for testing
 _TESTED = {"small": (6_493, 7_332), "medium": (13_377, 12_995), "large": (19_777, 20_038)}
 _VEHICLES = (
     "image/ and train_test_split/ with train_list.txt and test_list_800.txt, test_list_1600.txt or"
@@ -51,13 +50,13 @@ def vehicle_id(
 
     Liu, Tian, Wang, Pang & Huang, "Deep Relative Distance Learning: Tell the Difference Between
     Similar Vehicles", CVPR 2016. Nothing is downloaded. The paper prints 110,178 training images of
-    13,134 vehicles; the released list has 113,346 of 13,164: either is taken. The test side has no
-    gallery of its own: of each vehicle one random image is the gallery, the others are queries, and
-    figures are means over repetitions: set `[evaluate] gallery_items = 1` and `repetitions = 10`.
+    13,134 vehicles, the released list has 113,346 of 13,164; both are accepted. The test side has
+    no fixed gallery: one random image per vehicle is the gallery, the others are queries, and
+    metrics are means over repetitions. Set `[evaluate] gallery_items = 1` and `repetitions = 10`.
 
     Args:
         folder: the folder `VehicleID_V1.0`, or the one that holds it.
-        size: which test set: 800, 1,600 or 2,400 vehicles.
+        size: number of vehicles in the test set, 800, 1,600 or 2,400.
     """
     published = Published(
         "VehicleID",
@@ -97,8 +96,8 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
 
     Liu, Liu, Mei & Ma, "A Deep Learning-Based Approach to Progressive Vehicle Re-identification for
     Urban Surveillance", ECCV 2016. Nothing is downloaded. 576 vehicles train (37,778 images); of
-    200 others 1,678 images are queries and 11,579 the gallery. Each item's metadata has its camera:
-    measure with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+    200 others, 1,678 images are queries and 11,579 the gallery. Each item's metadata has its
+    camera; evaluate with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
 
     Args:
         folder: the folder `VeRi`, or the one that holds it.
@@ -119,10 +118,10 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     """Load Market-1501: 1,501 people seen by six cameras, with queries and a gallery.
 
     Zheng, Shen, Tian, Wang, Wang & Tian, "Scalable Person Re-identification: A Benchmark", ICCV
-    2015. Nothing is downloaded. 751 people train (12,936 images); of 750 others 3,368 images are
-    queries and 13,115 the gallery, beside 2,798 distractors (person "0000"); 3,819 junk images
-    (person −1) are left out, as the protocol has it. Each item's metadata has its camera: measure
-    with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+    2015. Nothing is downloaded. 751 people train (12,936 images); of 750 others, 3,368 images are
+    queries and 13,115 the gallery, together with 2,798 distractors (person "0000"). The 3,819 junk
+    images (person −1) are left out, as in the protocol. Each item's metadata has its camera;
+    evaluate with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
 
     Args:
         folder: the folder `Market-1501-v15.09.15`, or the one that holds it.
@@ -145,7 +144,7 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 
 def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of folders whose names say who is seen by which camera."""
+    """Yield the images of folders in which file names contain identity and camera."""
     strange = []
     for name, (split, role) in sides.items():
         try:

@@ -1,7 +1,4 @@
-"""Weights & Biases as a tracker: `retrieval train … --track wandb`.
-
-It is there where the package `wandb` is.
-"""
+"""Weights & Biases as a tracker: `retrieval train … --track wandb`, if `wandb` is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ if find_spec("wandb") is not None:
 
     @hookimpl
     def retrieval_trackers() -> Factories:
-        """Weights & Biases."""
+        """Logging to Weights & Biases."""
         from retrieval_wandb.run import WandbRun
 
         return {"run": WandbRun}

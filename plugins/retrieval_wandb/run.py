@@ -9,23 +9,24 @@ from typing import Any, Literal
 from retrieval.plugin import TrackedRun
 
 SOON = 20.0
-"""Seconds after which it is given up that a server answers, where WANDB_INIT_TIMEOUT says nothing:
-the package itself waits 90, at the end of the process too.
+"""Seconds to wait for the server if WANDB_INIT_TIMEOUT is not set.
+
+The package's own default is 90, and it waits again at the end of the process.
 """
 
 
 class WandbRun:
-    """Weights & Biases.
+    """A tracker that logs to Weights & Biases.
 
-    Its own settings hold: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR, WANDB_BASE_URL;
-    WANDB_MODE=offline asks for no network.
+    The package's environment variables apply: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR,
+    WANDB_BASE_URL. With WANDB_MODE=offline no network is used.
     """
 
     def __init__(self) -> None:
-        """Load the package, in the thread that calls: see `retrieval.plugin.Tracker`."""
+        """Load the package in the calling thread; see `retrieval.plugin.Tracker`."""
         self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if self._offline:
-            # its reports of errors use the network
+            # error reports of the package would use the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -33,9 +34,9 @@ class WandbRun:
         self._run: Any = None
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or go on with one; see `retrieval.plugin.Tracker`.
+        """Begin or continue a run; see `retrieval.plugin.Tracker`.
 
-        Offline, each part has a folder of its own under one id.
+        Offline, each part of a resumed run has its own folder under one id.
         """
         soon = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": SOON}
         self._run = self._wandb.init(
@@ -47,11 +48,11 @@ class WandbRun:
             reinit="create_new",
             settings=self._wandb.Settings(console="off", silent=True, **soon),
         )
-        # an offline run has no address, and warns where it is asked for one
+        # an offline run has no URL, and reading it would cause a warning
         return str(self._run.id), str(self._run.dir if self._offline else self._run.url)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's metrics, or put final ones into the summary."""
+        """Log an epoch's metrics, or write final metrics to the summary."""
         if epoch is None:
             self._run.summary.update(dict(metrics))
         else:
@@ -65,5 +66,5 @@ class WandbRun:
         )
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
-        """Send what was not sent yet, and end the run."""
+        """Send remaining data, and end the run."""
         self._run.finish(exit_code=0 if how == "finished" else 1)
