@@ -323,7 +323,7 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     check_the_report(check_the_rows())
     refused = cli("evaluate", "runs/r", "--bundle", "none")
     assert (
-        refused.code == 2 and "[evaluate] exclude: a bundle measures no such figures" in refused.err
+        refused.code == 2 and "[evaluate] exclude: a bundle measures no such metrics" in refused.err
     )
     refused = cli("evaluate", "runs/r", "--ray", "local")
     assert refused.code == 2 and "--ray belongs to a folder of embeddings" in refused.err

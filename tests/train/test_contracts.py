@@ -140,7 +140,7 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         combined("objective"),
-        ["combiner broken.combiner gave a tensor of shape ()", "a scalar (or None), and figures"],
+        ["combiner broken.combiner gave a tensor of shape ()", "a scalar (or None), and metrics"],
     ),
     (combined("metrics"), ["combiner broken.combiner gave", "the figure 'width'"]),
     (combined("warnings"), ["combiner broken.combiner gave a str from warnings"]),
