@@ -158,7 +158,7 @@ class EveryPair(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
         # rows without a pair count in a mean over anchors, where other rows of the batch have some
@@ -183,7 +183,7 @@ class MaskedPairs(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         if indices_tuple is None:
             assert labels is not None and ref_labels is not None
@@ -272,7 +272,7 @@ class OfBatch(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         if not self.weighted:
             common_functions.indices_tuple_not_supported(indices_tuple)

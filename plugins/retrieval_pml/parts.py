@@ -39,8 +39,8 @@ def dot_product_similarity(
     """Dot product; larger is closer.
 
     Args:
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
-        p: the norm that measures this length.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
+        p: norm that measures this length.
         power: the similarity is raised to it; an even one forgets the sign.
     """
 
@@ -52,7 +52,7 @@ def lp_distance(
     """The p-norm of the difference, Euclidean by default; on unit vectors from 0 to 2.
 
     Args:
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
         p: the norm.
         power: the distance is raised to it; 2 with p = 2 is the squared Euclidean distance.
     """
@@ -100,9 +100,9 @@ def snr(
     Learning, CVPR 2019.
 
     Args:
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
-        p: the norm that measures this length.
-        power: the distance is raised to it.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
+        p: norm that measures this length.
+        power: exponent of the distance.
     """
 
 
