@@ -1,5 +1,4 @@
-"""Everything of pytorch-metric-learning under its own names: losses, miners, reducers, regularisers
-and distances.
+"""The losses, miners, reducers, regularisers and distances of pytorch-metric-learning.
 
 `ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and
 so on. Abstract classes are left out, and so are parameters without a meaning here, such as a

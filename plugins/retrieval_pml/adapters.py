@@ -1,4 +1,4 @@
-"""How a class of pytorch-metric-learning becomes one of ours, and what losses of one kind share."""
+"""Adapters that turn classes of pytorch-metric-learning into factories, and shared base classes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Init = (
     ]
     | None
 )
-"""How proxies or class weights begin; None leaves the choice to the loss."""
+"""Initialiser of proxies or class weights; `None` uses the loss's default."""
 # pytorch-metric-learning has no types: what these classes are mixed into has attributes that
 # nn.Module lacks
 _Mixin: Any = nn.Module
@@ -53,11 +53,9 @@ MEANINGS = {
     "weight_reg_weight": "the factor of that penalty.",
     "weight_init_func": "how the class weights begin; standard normal by default.",
 }
-"""What parameters mean that many factories have; a factory whose own means something else says so
-in its docstring.
-"""
+"""Descriptions of parameters that many factories share; a factory's docstring may override them."""
 UPSTREAM = {"classes": "num_classes"}
-"""What upstream calls a parameter that the host gives."""
+"""Upstream's names of parameters that the framework sets."""
 
 
 def _full_precision(embeddings: Tensor, ref_emb: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -72,14 +70,14 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 class PreciseLoss(_Mixin):
-    """Computes a loss in float32 when it is given half-precision embeddings, also under autocast.
+    """Computes a loss in at least float32, for half-precision embeddings and under autocast.
 
-    Upstream casts the *parameters* of a loss (proxies, class weights) to the embeddings' type, so
-    one bfloat16 batch would leave them rounded for good; and exponentials of 64 × a cosine have no
-    place in 8 bits.
+    Upstream casts a loss's *parameters* (proxies, class weights) to the embeddings' type, so one
+    bfloat16 batch would round them permanently. Exponentials of 64 × a cosine also need more than 8
+    bits.
 
     Attributes:
-        known_classes: how many classes a loss has weights of; None of a loss that has none.
+        known_classes: number of classes that the loss has weights for, or `None`.
     """
 
     known_classes: int | None = None
@@ -95,9 +93,8 @@ class PreciseLoss(_Mixin):
         """Return the loss, a scalar; see `retrieval.plugin.Loss`.
 
         Raises:
-            ValueError: the loss has weights of classes, and a label is not the number of one; on a
-                GPU, where reading labels would wait for the device, the device's own assertion
-                fails instead.
+            ValueError: the loss has class weights, and a label is not a class number. On a GPU the
+                device's assertion fails instead, because reading labels would wait for the device.
         """
         if labels is not None and self.known_classes is not None:
             _require_classes(labels, self.known_classes)
@@ -114,12 +111,12 @@ class PreciseLoss(_Mixin):
         ref_emb: Tensor | None,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return what upstream's `forward` does of embeddings in full precision."""
+        """Return upstream's `forward` for embeddings in full precision."""
         return super().forward(embeddings, labels, indices_tuple, ref_emb, ref_labels)
 
 
 def _require_classes(labels: Tensor, classes: int) -> None:
-    """Refuse labels that number no class: upstream takes −1 for the last class."""
+    """Raise ValueError for labels that are not class numbers; upstream accepts −1."""
     try:
         torch._assert_async(
             ((labels >= 0) & (labels < classes)).all(), "a label is not the number of a class"
@@ -132,7 +129,7 @@ def _require_classes(labels: Tensor, classes: int) -> None:
 
 
 class PreciseMiner(_Mixin):
-    """Mines in float32 when it is given half-precision embeddings, also under autocast."""
+    """Mines in at least float32, for half-precision embeddings and under autocast."""
 
     def forward(
         self,
@@ -148,7 +145,7 @@ class PreciseMiner(_Mixin):
 
 
 class EveryPair(_Mixin):
-    """Lets a batch with a single pair count, where upstream returns 0."""
+    """Computes the loss of a batch with a single pair, for which upstream returns 0."""
 
     def compute_loss(
         self,
@@ -158,19 +155,19 @@ class EveryPair(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        # rows without a pair count in a mean over anchors, where other rows of the batch have some
+        # a mean over anchors includes rows without a pair if other rows of the batch have some
         if all(len(indices) == 0 for indices in pairs) and first_row() is None:
             return self.zero_losses()
         return self.loss_method(similarities(self.distance, embeddings, ref_emb), pairs)
 
 
 class MaskedPairs(_Mixin):
-    """Gives a loss of the matrix of all pairs its pairs as masks instead of lists of indices.
+    """Passes the pairs to a loss as masks of the matrix of all pairs instead of lists of indices.
 
-    A batch with a single pair counts; upstream returns 0 when no list of pairs is longer than one.
+    A batch with a single pair has a loss; upstream returns 0 if no list has more than one pair.
     """
 
     rows, rows_by_labels = "anchors", True
@@ -183,7 +180,7 @@ class MaskedPairs(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         if indices_tuple is None:
             assert labels is not None and ref_labels is not None
@@ -194,7 +191,7 @@ class MaskedPairs(_Mixin):
 
 
 class Whole(_Mixin):
-    """Lets a loss of all pairs or triplets be measured and reduced as a whole."""
+    """Computes and reduces a loss of all pairs or triplets as a whole."""
 
     def measured(
         self,
@@ -204,7 +201,7 @@ class Whole(_Mixin):
         ref_emb: Tensor | None,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the loss: upstream's steps, with `whole` in the place of `compute_loss`."""
+        """Return the loss by upstream's steps, with `whole` instead of `compute_loss`."""
         common_functions.check_shapes(embeddings, labels)
         parts, classes = None, labels
         if labels is not None:
@@ -243,7 +240,7 @@ class Whole(_Mixin):
 
 
 def bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
-    """Return the bounds between which a reducer counts, and whether it takes a mean; or None."""
+    """Return a reducer's lower and upper bound and whether it takes a mean, or None."""
     if reducer.collect_stats:
         return None
     if type(reducer) in (reducers.AvgNonZeroReducer, reducers.ThresholdReducer):
@@ -254,12 +251,13 @@ def bounds(reducer: Any) -> tuple[float | None, float | None, bool] | None:
 
 
 class OfBatch(_Mixin):
-    """A loss of a batch with itself, by its labels; a reference set is refused.
+    """Base of losses that compare a batch with itself and do not accept a reference set.
 
-    A loss defines `of_batch(mat, labels, indices_tuple)` of the matrix (N, N) of the batch's items.
+    A subclass defines `of_batch(mat, labels, indices_tuple)`, where `mat` (N, N) compares all items
+    of the batch.
 
     Attributes:
-        weighted: whether a miner's indices weigh the items; else they are refused.
+        weighted: whether a miner's indices weight the items; otherwise they are an error.
     """
 
     weighted = False
@@ -272,7 +270,7 @@ class OfBatch(_Mixin):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         if not self.weighted:
             common_functions.indices_tuple_not_supported(indices_tuple)
@@ -290,7 +288,7 @@ class OfBatch(_Mixin):
 
 
 def require_similarity(distance: nn.Module | None, name: str) -> None:
-    """Refuse a distance where only a similarity makes sense."""
+    """Raise an error if a loss that needs a similarity gets a distance."""
     if distance is not None and not getattr(distance, "is_inverted", False):
         raise ValueError(
             f"{name} needs a similarity (pml.cosine_similarity or pml.dot_product_similarity), "
@@ -299,13 +297,13 @@ def require_similarity(distance: nn.Module | None, name: str) -> None:
 
 
 def no_reference(name: str, ref_emb: Tensor | None) -> None:
-    """Refuse a reference set."""
+    """Raise an error if a reference set is passed."""
     if ref_emb is not None:
         raise ValueError(f"{name} compares the batch with itself and takes no ref_emb")
 
 
 def no_indices(name: str, indices_tuple: Any) -> None:
-    """Refuse a miner's indices."""
+    """Raise an error if a miner's indices are passed."""
     if indices_tuple is not None:
         raise ValueError(f"{name} chooses its own pairs and takes no indices: remove the miner")
 
@@ -318,7 +316,7 @@ def on_labels(labels: Tensor | None, embeddings: Tensor, name: str) -> Tensor:
 
 
 def cosines_within(cosines: Tensor) -> Tensor:
-    """Return cosines kept a hair inside ±1, where the angle's derivative is still finite."""
+    """Clip cosines to slightly within ±1, where the angle's derivative is finite."""
     edge = 1 - 4 * torch.finfo(cosines.dtype).eps
     return cosines.clamp(-edge, edge)
 
@@ -366,17 +364,17 @@ WEIGHTED = (
 def forwards(
     upstream: Callable[..., Any], shared: Sequence[inspect.Parameter] = (), **renamed: str
 ) -> Callable[[F], F]:
-    """Make a factory of a function that has a signature and a docstring, and no body but checks.
+    """Make a factory from a function with a signature, a docstring and only checks in its body.
 
-    A call runs the function, which may refuse its arguments, and then gives all of them, defaults
-    too, to `upstream` by name. What is made knows the number of classes, where that is given, and
-    refuses labels of no class. An initialiser's name becomes PyTorch's function. Parameters of
-    `MEANINGS` need no line in the docstring.
+    A call runs the function, which may raise errors, and then passes all arguments and defaults to
+    `upstream` by name. If the number of classes is passed, the loss checks labels against it. An
+    initialiser's name becomes PyTorch's function. Parameters of `MEANINGS` need no line in the
+    docstring.
 
     Args:
-        upstream: the class.
-        shared: parameters that follow the function's own: `REGULARIZED` or `WEIGHTED`.
-        renamed: what `upstream` calls a parameter, where that differs from the function and from
+        upstream: the class to build.
+        shared: parameters that follow the function's own, `REGULARIZED` or `WEIGHTED`.
+        renamed: upstream's names of parameters, where they differ from the function's and from
             `UPSTREAM`.
     """
 

@@ -250,7 +250,7 @@ class ClassWeights(PreciseLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_required(labels)
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         assert labels is not None
@@ -479,7 +479,7 @@ def sub_center_arc_face(
 
 
 class NormalizedSoftmaxLoss(ClassWeights, losses.NormalizedSoftmaxLoss):
-    """Upstream's, by `ClassWeights`."""
+    """Upstream's loss, computed through `ClassWeights`."""
 
     def of_items(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the items' losses (N,)."""
@@ -509,7 +509,7 @@ def normalized_softmax(
 
 
 class SoftTripleLoss(ClassWeights, losses.SoftTripleLoss):
-    """Upstream's, by `ClassWeights`."""
+    """Upstream's loss, computed through `ClassWeights`."""
 
     def of_items(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """Return the items' losses (N,)."""

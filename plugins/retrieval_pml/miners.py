@@ -1,7 +1,7 @@
-"""Miners: they choose the pairs or triplets that a loss works on.
+"""Miners, which choose the pairs or triplets that a loss works on.
 
-They give upstream's pairs and triplets, in upstream's order and of upstream's draws, by masks and
-in blocks of rows, without lists of all of them.
+They return the same pairs and triplets as upstream, in the same order and with the same random
+draws, but use masks and blocks of rows instead of lists of all pairs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Triplets = tuple[Tensor, Tensor, Tensor]
 
 
 class MultiSimilarityMiner(PreciseMiner, miners.MultiSimilarityMiner):
-    """Upstream's pairs by each row's extremes, where upstream sorts all rows."""
+    """Finds upstream's pairs by each row's extremes, without sorting."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
@@ -69,13 +69,13 @@ def multi_similarity(
     Metric Learning, CVPR 2019.
 
     Args:
-        epsilon: pairs also count when they miss that by less than this.
+        epsilon: pairs that miss the condition by less than this are chosen too.
         distance: how two embeddings are compared; cosine similarity by default.
     """
 
 
 class PairMarginMiner(PreciseMiner, miners.PairMarginMiner):
-    """Upstream's pairs, found by masks."""
+    """Finds upstream's pairs with masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
@@ -101,13 +101,13 @@ def pair_margin(
     """Positive pairs farther than one margin and negative pairs nearer than another.
 
     Args:
-        pos_margin: positive pairs nearer than this are left out.
-        neg_margin: negative pairs farther than this are left out.
+        pos_margin: smallest distance of the positive pairs to choose.
+        neg_margin: largest distance of the negative pairs to choose.
     """
 
 
 class TripletMarginMiner(PreciseMiner, miners.TripletMarginMiner):
-    """Upstream's triplets, found in blocks of positive pairs: memory of those that are found."""
+    """Finds upstream's triplets in blocks of positive pairs, which saves memory."""
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
@@ -145,15 +145,15 @@ def triplet_margin(
     Clustering, CVPR 2015.
 
     Args:
-        margin: by how much the negative should be farther than the positive.
-        type_of_triplets: all that violate the margin; of those hard (the negative is nearer) or
-            semihard (it is farther, by less than the margin); or easy, those that do not violate
-            it.
+        margin: distance by which the negative should be farther than the positive.
+        type_of_triplets: "all" that violate the margin, of these the "hard" ones (the negative is
+            nearer) or "semihard" ones (it is farther by less than the margin), or the "easy" ones,
+            which do not violate it.
     """
 
 
 class AngularMiner(PreciseMiner, miners.AngularMiner):
-    """Upstream's on unit vectors, which its equation assumes, in blocks of positive pairs."""
+    """Upstream's miner on unit vectors, which its equation assumes, in blocks of positive pairs."""
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
@@ -183,7 +183,7 @@ def _triplets(
         kept = chosen(a, p) & (labels[a].unsqueeze(1) != ref_labels.unsqueeze(0))
         pair, negative = torch.where(kept)
         chunks.append((part, pair.int(), negative.int()))
-    # they are the most of the memory: half of it while they are collected, and no copy of the whole
+    # triplets take most of the memory, so they are collected without a second copy of the whole
     triplets = torch.empty(
         3, sum(len(pair) for _, pair, _ in chunks), dtype=torch.int64, device=labels.device
     )
@@ -204,8 +204,8 @@ def _triplets(
 def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.AngularMiner:
     """Triplets whose angle at the negative exceeds a bound.
 
-    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017. On unit vectors;
-    upstream measures embeddings at their own length.
+    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017. The angle is
+    measured on unit vectors; upstream uses unscaled embeddings.
 
     Args:
         angle: the bound, in degrees.
@@ -213,7 +213,7 @@ def angular(angle: Annotated[float, Field(ge=0, lt=90)] = 20.0) -> miners.Angula
 
 
 class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
-    """Upstream's pairs, found by masks."""
+    """Finds upstream's pairs with masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
@@ -275,9 +275,9 @@ class BatchEasyHardMiner(PreciseMiner, miners.BatchEasyHardMiner):
     def _extremes(
         near: Tensor, mask: Tensor, largest: bool, allowed: Any, limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each row's extreme, its place, and whether it has any, each (R,).
+        """Return each row's extreme value, its column, and whether the row has one, each (R,).
 
-        `limit` (R,) bounds what counts on the side of the extreme.
+        `limit` (R,) bounds the values on the side of the extreme.
         """
         if limit is not None:
             mask = mask & (near < limit.unsqueeze(1) if largest else near > limit.unsqueeze(1))
@@ -302,18 +302,18 @@ def batch_easy_hard(
     Xuan, Stylianou & Pless, Improved Embeddings with Easy Positive Triplet Mining, WACV 2020.
 
     Args:
-        pos_strategy: which positive: the farthest (hard), the farthest still nearer than the
-            negative (semihard), the nearest (easy), or all.
-        neg_strategy: which negative: the nearest (hard), the nearest still farther than the
-            positive (semihard), the farthest (easy), or all. Not semihard on both sides, and not
-            semihard beside all.
-        allowed_pos_range: the smallest and largest distance of a positive that may be chosen.
-        allowed_neg_range: the smallest and largest distance of a negative that may be chosen.
+        pos_strategy: which positive to choose: the farthest ("hard"), the farthest that is nearer
+            than the negative ("semihard"), the nearest ("easy"), or "all".
+        neg_strategy: which negative to choose: the nearest ("hard"), the nearest that is farther
+            than the positive ("semihard"), the farthest ("easy"), or "all". "semihard" cannot be
+            combined with "semihard" or "all".
+        allowed_pos_range: smallest and largest distance of positives to choose from.
+        allowed_neg_range: smallest and largest distance of negatives to choose from.
     """
 
 
 class BatchHardMiner(BatchEasyHardMiner, miners.BatchHardMiner):
-    """Upstream's triplets, found by masks."""
+    """Finds upstream's triplets with masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return triplets; see `retrieval.plugin.Miner`."""
@@ -338,7 +338,7 @@ def batch_hard(
 
 
 class HDCMiner(PreciseMiner, miners.HDCMiner):
-    """Upstream's pairs, found by masks."""
+    """Finds upstream's pairs with masks."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
@@ -366,12 +366,12 @@ def hdc(
     Yuan, Yang & Zhang, Hard-Aware Deeply Cascaded Embedding, ICCV 2017.
 
     Args:
-        filter_percentage: the share that is kept, from 0 to 1.
+        filter_percentage: share of the pairs to keep, from 0 to 1.
     """
 
 
 class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
-    """Upstream's pairs, found by masks: each pair's bin is looked up once, and bins are sorted."""
+    """Finds upstream's pairs with masks, and looks up each pair's bin once."""
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
@@ -389,11 +389,11 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
         return tuple(picked)
 
     def filter_by_bin(self, distances: Tensor, bins: Tensor, num_pairs: int) -> Tensor:
-        """Return the places of the pairs that are drawn."""
+        """Return the positions of the drawn pairs."""
         last = len(bins) - 2
         which = torch.bucketize(distances, bins, right=True, out_int32=True).sub_(1).clamp_(0, last)
         which = which.to(torch.uint8) if last < 256 else which
-        # small whole numbers are sorted by counting, in one pass where each bin would take one
+        # sorting the bins' numbers by counting takes one pass instead of one pass per bin
         order = which.sort(stable=True)[1]
         drawn, start = [], 0
         for count in torch.bincount(which, minlength=last + 1).tolist():
@@ -405,7 +405,7 @@ class UniformHistogramMiner(PreciseMiner, miners.UniformHistogramMiner):
 
 
 def _pairs_at(place: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Return rows and columns of places in a matrix, counted row by row."""
+    """Return rows and columns of positions in a row-major matrix."""
     row = place.div(columns, rounding_mode="floor")
     return row, place - row * columns
 
@@ -417,17 +417,17 @@ def uniform_histogram(
     neg_per_bin: Count = 10,
     distance: Distance = None,
 ) -> miners.UniformHistogramMiner:
-    """Random pairs, equally many from each bin of distances between the smallest and the largest.
+    """Random pairs, the same number from each bin between the smallest and the largest distance.
 
     Args:
-        num_bins: how many bins.
-        pos_per_bin: positive pairs drawn from each bin that has any.
-        neg_per_bin: negative pairs drawn from each bin that has any.
+        num_bins: number of bins.
+        pos_per_bin: number of positive pairs to draw from each nonempty bin.
+        neg_per_bin: number of negative pairs to draw from each nonempty bin.
     """
 
 
 class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
-    """Upstream's triplets, whose weights are made for one class at a time."""
+    """Finds upstream's triplets, with weights computed for one class at a time."""
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor
@@ -475,9 +475,10 @@ class DistanceWeightedMiner(PreciseMiner, miners.DistanceWeightedMiner):
 def _draw(
     anchors: Tensor, members: Tensor, negatives: Tensor, weights: Tensor, own: bool
 ) -> Triplets:
-    """Return as many random triplets of each anchor as its class has items.
+    """Return as many random triplets per anchor as its class has items.
 
-    `weights` (A, M) say how likely each negative is; `own`: whether anchors are among the members.
+    `weights` (A, M) are proportional to the negatives' probabilities; `own` tells whether anchors
+    are among the members.
     """
     count = len(members)
     choices = members.expand(len(anchors), count)
@@ -499,18 +500,18 @@ def _draw(
 def distance_weighted(
     cutoff: Positive = 0.5, nonzero_loss_cutoff: Positive = 1.4
 ) -> miners.DistanceWeightedMiner:
-    """Random negatives, each as likely as its distance is rare among random points on a sphere.
+    """Random negatives, with probability inverse to how common their distance is on a sphere.
 
     Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017.
 
     Args:
-        cutoff: smaller distances, on unit vectors, count as this, which bounds the weights.
-        nonzero_loss_cutoff: negatives farther than this are never chosen.
+        cutoff: lower bound of the distances of unit vectors, which bounds the weights.
+        nonzero_loss_cutoff: largest distance of negatives to choose from.
     """
 
 
 class EmbeddingsAlreadyPackagedAsTriplets(PreciseMiner, miners.EmbeddingsAlreadyPackagedAsTriplets):
-    """Upstream's, on the embeddings' device, with its conditions checked."""
+    """Upstream's miner on the embeddings' device, with checks of the batch."""
 
     def mine(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor

@@ -1,4 +1,4 @@
-"""Losses of pairs: sums over single pairs, and lifted structures."""
+"""Losses of pairs: sums over pairs, and lifted structures."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from retrieval_pml.parts import SNRDistance
 
 
 class SumsOfPairs(Whole):
-    """A loss with a part of its positive pairs and one of its negative pairs, which are not listed.
+    """Base of losses that sum over positive and negative pairs; negative pairs are not listed.
 
-    A loss defines three functions:
+    A subclass defines three functions:
 
-    - `pulled(near)`: the losses of positive pairs (P,) by their distances or similarities;
-    - `pushed(near, *constants)`: the losses of negative pairs, of any shape;
-    - `pushed_(mat, pairs, rows, slopes, *constants)`: the same for some rows (R, M), 0 of other
-      pairs, and the derivatives of their sums by each of `constants`; it fills `slopes` with the
-      losses' derivatives; see `pair_matrix.by_rows`.
+    - `pulled(near)` returns the losses of positive pairs (P,) from their distances or similarities.
+    - `pushed(near, *constants)` returns the losses of negative pairs, in the shape of `near`.
+    - `pushed_(mat, pairs, rows, slopes, *constants)` returns these losses for some rows (R, M), 0
+      for other pairs, and the derivatives of their sums by each of `constants`. It fills `slopes`
+      with the derivatives of the losses; see `pair_matrix.by_rows`.
     """
 
     def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
@@ -85,7 +85,7 @@ class SumsOfPairs(Whole):
             kept = loss > low
             return loss.sum(1), kept.sum(1), *of_constants
 
-        # what the fused form leaves at 0 is not counted, so that another bound needs the masks
+        # the fused form does not count losses of 0, so another bound needs the masks
         written = high is None and low in (None, 0)
         constants = self.constants(mat, pairs)
         pushes, counts, near = rows_and_pairs(
@@ -102,12 +102,12 @@ class SumsOfPairs(Whole):
         return parts
 
     def constants(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
-        """Return what `pushed` needs of all pairs, each (N,)."""
+        """Return the statistics of all pairs that `pushed` needs, each (N,)."""
         return []
 
 
 class ContrastiveLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.ContrastiveLoss):
-    """Upstream's, by `SumsOfPairs`."""
+    """Upstream's loss, computed through `SumsOfPairs`."""
 
     rows, rows_by_labels = "anchors", True
 
@@ -138,21 +138,20 @@ def contrastive(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.ContrastiveLoss:
-    """Contrastive loss: positive pairs nearer than one margin, negative pairs farther than another.
+    """Contrastive loss: pulls positive pairs within one margin, pushes negatives beyond another.
 
     Hadsell, Chopra & LeCun, Dimensionality Reduction by Learning an Invariant Mapping, CVPR 2006
     (here without the square).
 
     Args:
-        pos_margin: a positive pair costs what its distance exceeds this; with a similarity use 1.
-        neg_margin: a negative pair costs what its distance falls short of this; with a similarity
-            use 0.
+        pos_margin: distance up to which a positive pair has loss 0; for a similarity use 1.
+        neg_margin: distance from which on a negative pair has loss 0; for a similarity use 0.
         reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
     """
 
 
 class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss):
-    """Upstream's, by `SumsOfPairs`."""
+    """Upstream's loss, computed through `SumsOfPairs`."""
 
 
 def signal_to_noise_ratio_contrastive(
@@ -171,11 +170,11 @@ def signal_to_noise_ratio_contrastive(
     Learning, CVPR 2019. The paper adds the regulariser `pml.zero_mean`.
 
     Args:
-        pos_margin: a positive pair costs what its distance exceeds this.
-        neg_margin: a negative pair costs what its distance falls short of this.
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
-        p: the norm that measures this length.
-        power: the distance is raised to it.
+        pos_margin: distance up to which a positive pair has loss 0.
+        neg_margin: distance from which on a negative pair has loss 0.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
+        p: norm that measures this length.
+        power: exponent of the distance.
         reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
         embedding_regularizer: a penalty on the embeddings, added to the loss.
         embedding_reg_weight: the factor of that penalty.
@@ -191,7 +190,7 @@ def signal_to_noise_ratio_contrastive(
 
 
 class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPairVarianceLoss):
-    """Upstream's, by `SumsOfPairs`."""
+    """Upstream's loss, computed through `SumsOfPairs`."""
 
     def pulled(self, near: Tensor) -> Tensor:
         """Return the losses of positive pairs (P,) by their distances or similarities."""
@@ -222,7 +221,7 @@ class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPai
 
 
 class _MeanOfNegatives(torch.autograd.Function):
-    """The mean of all negative pairs' numbers; nothing is kept for its gradient."""
+    """The mean over all negative pairs; it stores nothing for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, mat: Tensor, pairs: Pairs) -> Tensor:
@@ -253,21 +252,21 @@ def intra_pair_variance(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.IntraPairVarianceLoss:
-    """Draws positive pairs' similarities towards their mean, and negative pairs' likewise.
+    """Pulls similarities of positive pairs to their mean, and likewise those of negative pairs.
 
-    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019: meant beside
+    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019. Use it together with
     `pml.tuplet_margin` in `pml.multiple`.
 
     Args:
-        pos_eps: how far, relatively, a positive pair may fall below the mean at no cost.
-        neg_eps: how far, relatively, a negative pair may rise above the mean at no cost.
+        pos_eps: relative distance below the mean up to which a positive pair has loss 0.
+        neg_eps: relative distance above the mean up to which a negative pair has loss 0.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
 
 class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMarginLoss):
-    """Upstream's, with positives and negatives from the reference set when there is one.
+    """Upstream's loss, but with positives and negatives from the reference set if there is one.
 
     Upstream looks them up in the batch, with indices into the reference set.
     """
@@ -280,7 +279,7 @@ class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMargi
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         mat = similarities(self.distance, embeddings, ref_emb)
         if indices_tuple is None:
@@ -315,26 +314,25 @@ def threshold_consistent_margin(
     margin_plus: float = 0.9,
     margin_minus: float = 0.5,
 ) -> losses.ThresholdConsistentMarginLoss:
-    """A regulariser in the form of a loss: makes one similarity threshold fit all classes.
+    """A regulariser in the form of a loss that makes one similarity threshold fit all classes.
 
-    Zhang et al., Threshold-Consistent Margin Loss for Open-World Deep Metric Learning, ICLR 2024:
-    meant beside another loss in `pml.multiple`. Looks positives and negatives up in the reference
-    set when there is one; upstream looks in the batch.
+    Zhang et al., Threshold-Consistent Margin Loss for Open-World Deep Metric Learning, ICLR 2024.
+    Use it together with another loss in `pml.multiple`. Positives and negatives come from the
+    reference set if there is one; upstream takes them from the batch.
 
     Args:
-        lambda_plus: the weight of positive pairs.
-        lambda_minus: the weight of negative pairs.
-        margin_plus: positive pairs with a cosine below this cost the difference.
-        margin_minus: negative pairs with a cosine above this cost the difference.
+        lambda_plus: weight of positive pairs.
+        lambda_minus: weight of negative pairs.
+        margin_plus: cosine from which on a positive pair has loss 0.
+        margin_minus: cosine up to which a negative pair has loss 0.
     """
 
 
 class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
-    """Upstream's formula in memory of N², where upstream compares all pairs with all pairs.
+    """Upstream's formula in memory of N², while upstream compares all pairs with all pairs.
 
-    A pair without negatives costs 0 (the sum of none is 0, its logarithm −∞). With a reference set,
-    the negatives of the anchor count; upstream also takes those of the batch item that has the
-    positive's index.
+    A pair without negatives has loss 0. With a reference set only the anchor's negatives count;
+    upstream also uses those of the batch item with the positive's index.
     """
 
     def compute_loss(
@@ -345,7 +343,7 @@ class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         mat = similarities(self.distance, embeddings, ref_emb)
         if indices_tuple is None:
@@ -380,12 +378,12 @@ def lifted_structure(
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature
-    Embedding, CVPR 2016. Computed in memory of N², where upstream compares all positive with all
-    negative pairs.
+    Embedding, CVPR 2016. Memory grows with N²; upstream compares all positive with all negative
+    pairs.
 
     Args:
-        neg_margin: negatives nearer than this cost most, in the distance's unit.
-        pos_margin: subtracted from the positive's distance.
+        neg_margin: margin that negatives' distances are subtracted from, in units of the distance.
+        pos_margin: margin that is subtracted from the positive's distance.
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
@@ -393,9 +391,9 @@ def lifted_structure(
 class GeneralizedLiftedStructureLoss(
     PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss
 ):
-    """Upstream's, except that an anchor without positives or negatives costs 0.
+    """Upstream's loss, except that an anchor without positives or negatives has loss 0.
 
-    The sum of none is 0 and its logarithm −∞; upstream puts 0 in its place.
+    The logarithm of an empty sum is −∞; upstream replaces it by 0.
     """
 
     def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
@@ -415,14 +413,14 @@ def generalized_lifted_structure(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.GeneralizedLiftedStructureLoss:
-    """Lifted loss of an anchor: all its positives against all its negatives at once.
+    """Generalised lifted loss: all of an anchor's positives against all of its negatives at once.
 
     Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017,
-    equation 8. An anchor that lacks either costs nothing.
+    equation 8. An anchor without positives or without negatives has loss 0.
 
     Args:
-        neg_margin: negatives nearer than this cost most, in the distance's unit.
-        pos_margin: subtracted from the positives' distances.
+        neg_margin: margin that negatives' distances are subtracted from, in units of the distance.
+        pos_margin: margin that is subtracted from the positives' distances.
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 

@@ -27,8 +27,8 @@ def cosine_similarity(p: Positive = 2, power: Positive = 1) -> distances.CosineS
     """Cosine similarity, from −1 to 1; larger is closer.
 
     Args:
-        p: the norm that scales embeddings to length 1; another than 2 gives no cosine.
-        power: the similarity is raised to it; an even one forgets the sign.
+        p: norm that scales embeddings to length 1; only 2 results in cosines.
+        power: exponent of the similarity; an even one loses the sign.
     """
 
 
@@ -39,9 +39,9 @@ def dot_product_similarity(
     """Dot product; larger is closer.
 
     Args:
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
-        p: the norm that measures this length.
-        power: the similarity is raised to it; an even one forgets the sign.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
+        p: norm that measures this length.
+        power: exponent of the similarity; an even one loses the sign.
     """
 
 
@@ -52,14 +52,14 @@ def lp_distance(
     """The p-norm of the difference, Euclidean by default; on unit vectors from 0 to 2.
 
     Args:
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
         p: the norm.
-        power: the distance is raised to it; 2 with p = 2 is the squared Euclidean distance.
+        power: exponent of the distance; 2 with p = 2 is the squared Euclidean distance.
     """
 
 
 class SNRDistance(distances.SNRDistance):
-    """Upstream's, by a product of matrices instead of each pair's difference."""
+    """Upstream's distance, computed by a matrix product instead of each pair's difference."""
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return var(query − reference) / var(query), (N, M)."""
@@ -100,9 +100,9 @@ def snr(
     Learning, CVPR 2019.
 
     Args:
-        normalize_embeddings: whether embeddings are scaled to length 1 first.
-        p: the norm that measures this length.
-        power: the distance is raised to it.
+        normalize_embeddings: whether to scale embeddings to length 1 first.
+        p: norm that measures this length.
+        power: exponent of the distance.
     """
 
 
@@ -115,7 +115,7 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
 
 
 class ClassWeightedReducer(reducers.ClassWeightedReducer):
-    """Upstream's, also for losses that come as a column (N, 1).
+    """Upstream's reducer, which also works for losses in a column (N, 1).
 
     Upstream multiplies a column with a row of weights, and so each loss with every weight.
     """
@@ -126,7 +126,7 @@ class ClassWeightedReducer(reducers.ClassWeightedReducer):
 
 
 class DivisorReducer(reducers.DivisorReducer):
-    """Upstream's, with a sentence for losses that give no divisor."""
+    """Upstream's reducer, with a clear error for losses without a divisor."""
 
     def unpack_loss_info(self, loss_info: dict[str, Any]) -> Any:
         """Return the losses, their indices, their kind and the divisor."""
@@ -184,10 +184,10 @@ def class_weighted(
 
 
 def divisor() -> reducers.DivisorReducer:
-    """The sum of the losses over a number that the loss names.
+    """The sum of the losses divided by a number that the loss defines.
 
-    Serves `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, whose default
-    it is.
+    For `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, whose default it
+    is.
     """
     return DivisorReducer()
 
@@ -259,7 +259,7 @@ REDUCERS: Mapping[str, Callable[..., Any]] = {
 
 @forwards(regularizers.CenterInvariantRegularizer)
 def center_invariant(reducer: Reducer = None) -> regularizers.CenterInvariantRegularizer:
-    """Draws the lengths of class weights together: (‖w‖² − mean ‖w‖²)² / 4.
+    """Pulls the lengths of class weights towards their mean: (‖w‖² − mean ‖w‖²)² / 4.
 
     Wu, Liu, Li, Wu & Xia, Deep Face Recognition with Center Invariant Loss, ACM MM Workshops 2017.
 
@@ -285,7 +285,7 @@ def lp_regularizer(
 def regular_face(
     distance: Distance = None, reducer: Reducer = None
 ) -> regularizers.RegularFaceRegularizer:
-    """Drives class weights apart: each row's similarity to its nearest other row.
+    """Pushes class weights apart, by each row's similarity to its nearest other row.
 
     Zhao, Xu & Cheng, RegularFace: Deep Face Recognition via Exclusive Regularization, CVPR 2019.
 
@@ -300,7 +300,7 @@ def regular_face(
 def sparse_centers(
     classes: int, centers_per_class: Several, reducer: Reducer = None
 ) -> regularizers.SparseCentersRegularizer:
-    """Merges the centres of a class that has several: √(2 − 2 cos) between each two of them.
+    """Merges centres of the same class, by √(2 − 2 cos) between each two of them.
 
     Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss, ICCV 2019; the weight regulariser of
     `pml.soft_triple`.

@@ -47,7 +47,7 @@ class ProxyAnchorLoss(PreciseLoss, losses.ProxyAnchorLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_required(labels)
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         assert labels is not None
@@ -209,7 +209,8 @@ class ProxyNCALoss(ClassWeights, LogNCA, losses.ProxyNCALoss):
 
     def weights_of(self, indices_tuple: Any, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the items' weights (N,) by a miner's indices, as anchors."""
-        return loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype, using_ref=True)  # type: ignore[no-any-return]
+        return loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype, using_ref=True)
+        # type: ignore[no-any-return]
 
 
 @traits(ref_emb=False)
@@ -250,7 +251,7 @@ class P2SGradLoss(PreciseLoss, losses.P2SGradLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         no_indices("P2SGradLoss", indices_tuple)
         labels = on_labels(labels, embeddings, "P2SGradLoss")
@@ -326,7 +327,7 @@ class ManifoldLoss(PreciseLoss, losses.ManifoldLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         no_indices("ManifoldLoss", indices_tuple)
         no_reference("ManifoldLoss", None if ref_emb is embeddings else ref_emb)
         own = self.meta_classes[on_labels(labels, embeddings, "ManifoldLoss")].unsqueeze(1)

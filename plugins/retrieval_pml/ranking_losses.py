@@ -73,7 +73,7 @@ def fast_ap(
     Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large batches.
 
     Args:
-        num_bins: how many bins divide the range of squared distances, 0 to 4.
+        num_bins: number of bins that divide the range of squared distances, 0 to 4.
     """
 
 
@@ -235,7 +235,7 @@ class HistogramLoss(PreciseLoss, losses.HistogramLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
         mat = similarities(self.distance, embeddings, embeddings)
@@ -279,7 +279,7 @@ def histogram(
     once; upstream fails when a cosine rounds to 1.
 
     Args:
-        n_bins: how many bins divide the cosines from −1 to 1; 100 when neither is given.
+        n_bins: number of bins that divide the cosines from −1 to 1; 100 when neither is given.
         delta: a bin's width, 2 / n_bins, instead of `n_bins`.
     """
 

@@ -41,7 +41,7 @@ from retrieval_pml.pair_matrix import (
 
 
 class MultiSimilarityLoss(PreciseLoss, MaskedPairs, losses.MultiSimilarityLoss):
-    """Upstream's, by `MaskedPairs`."""
+    """Upstream's loss, computed through `MaskedPairs`."""
 
     def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
         """Return the anchors' losses (N,)."""
@@ -114,7 +114,7 @@ def multi_similarity(
 
 
 class CircleLoss(PreciseLoss, MaskedPairs, losses.CircleLoss):
-    """Upstream's, by `MaskedPairs`."""
+    """Upstream's loss, computed through `MaskedPairs`."""
 
     def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
         """Return the anchors' losses (N,)."""
@@ -181,7 +181,7 @@ def circle(
 
 
 class SupConLoss(PreciseLoss, MaskedPairs, losses.SupConLoss):
-    """Upstream's, by `MaskedPairs`."""
+    """Upstream's loss, computed through `MaskedPairs`."""
 
     rows_mined = False
 
@@ -237,7 +237,7 @@ class AgainstNegatives(EveryPair):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         if indices_tuple is not None or labels is None or ref_labels is None:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         pairs = Pairs(labels, ref_labels)
@@ -455,7 +455,7 @@ class NPairsLoss(PreciseLoss, losses.NPairsLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         if indices_tuple is None and labels is not None:
             common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
             known, order = labels.sort(stable=True)

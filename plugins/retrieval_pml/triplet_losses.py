@@ -51,7 +51,7 @@ class TripletMarginLoss(Whole, PreciseLoss, losses.TripletMarginLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
         triplets = loss_and_miner_utils.convert_to_triplets(
             indices_tuple, labels, ref_labels, t_per_anchor=self.triplets_per_anchor
@@ -353,7 +353,7 @@ class AngularLoss(PreciseLoss, losses.AngularLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         common_functions.labels_required(labels)
         assert labels is not None and ref_labels is not None
         if indices_tuple is None:
@@ -486,7 +486,7 @@ class DynamicSoftMarginLoss(PreciseLoss, losses.DynamicSoftMarginLoss):
         ref_emb: Tensor,
         ref_labels: Tensor | None,
     ) -> Any:
-        """Return the losses by name, as upstream's reducers read them."""
+        """Return the losses by name, in the format of upstream's reducers."""
         if labels is None or ref_labels is None or indices_tuple is not None:
             return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         self.hist_ = self.hist_.to(embeddings)
@@ -546,7 +546,7 @@ def dynamic_soft_margin(
 
     Args:
         min_val: the smallest difference that counts; on unit vectors −2.
-        num_bins: how many bins divide the range from min_val to −min_val.
+        num_bins: number of bins that divide the range from min_val to −min_val.
         momentum: the weight of the batch's histogram against the running one.
     """
 

@@ -1,6 +1,4 @@
-"""Losses of two views of the same things.
-
-Items that share a label are views of one thing, paired in order."""
+"""Losses of two views of an object; items that share a label are its views, paired in order."""
 
 from __future__ import annotations
 
@@ -212,11 +210,11 @@ def vic_reg(
     eps: Positive = 1e-4,
     reducer: Reducer = None,
 ) -> losses.VICRegLoss:
-    """VICReg: two views of a thing alike, each dimension spread out, no two dimensions correlated.
+    """VICReg: makes two views similar, spreads each dimension and decorrelates dimensions.
 
     Bardes, Ponce & LeCun, VICReg: Variance-Invariance-Covariance Regularization for Self-Supervised
-    Learning, ICLR 2022. Items that share a label are taken for views of one thing, in pairs, in the
-    batch's order; fewer than two pairs cost nothing.
+    Learning, ICLR 2022. Items that share a label are views of one object, paired in the
+    batch's order. With fewer than two pairs the loss is 0.
 
     Args:
         invariance_lambda: the weight of the distance between views (λ).
@@ -229,7 +227,7 @@ def vic_reg(
 
 @traits(ref_emb=False, miner=False)
 def self_supervised(loss: AnyLoss, symmetric: bool = True) -> losses.SelfSupervisedLoss:
-    """Another loss on pairs of views: items that share a label, paired in order.
+    """Applies another loss to pairs of views, which are items that share a label, in order.
 
     Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, with `pml.nt_xent` inside. For a dataset
     whose labels say which image a view was made of; with class labels it is the inner loss on pairs
@@ -237,8 +235,8 @@ def self_supervised(loss: AnyLoss, symmetric: bool = True) -> losses.SelfSupervi
 
     Args:
         loss: the loss, which must take a reference set.
-        symmetric: both views serve as anchors, against all others; otherwise the first against the
-            second views.
+        symmetric: whether both views serve as anchors against all others; otherwise the first views
+            are compared with the second ones.
     """
     return SelfSupervisedLoss(loss, symmetric)
 

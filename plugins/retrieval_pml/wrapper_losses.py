@@ -36,7 +36,7 @@ WITHOUT_REFERENCE = (
 
 
 def check_reference(name: str, loss: nn.Module) -> None:
-    """Refuse a loss that takes no reference set."""
+    """Raise an error if a loss does not accept a reference set."""
     if isinstance(loss, WITHOUT_REFERENCE):
         raise ValueError(
             f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none;"
@@ -45,7 +45,7 @@ def check_reference(name: str, loss: nn.Module) -> None:
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """Upstream's, which hands a reference set on and lets single losses have a miner."""
+    """Upstream's class, but reference sets are passed on, and only some losses may have a miner."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class MultipleLosses(losses.MultipleLosses):
         """Return the weighted sum of the losses; see `retrieval.plugin.Loss`.
 
         Raises:
-            ValueError: indices come from outside though a loss has a miner, or a loss takes no
+            ValueError: indices are passed although a loss has a miner, or a loss does not accept a
                 reference set.
         """
         if indices_tuple is not None and self.miner_of:
@@ -106,14 +106,14 @@ class MultipleLosses(losses.MultipleLosses):
 
 
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """Upstream's queue, with its position in the state, so that a resumed run goes on exactly.
+    """Upstream's queue, with its position in the state, so that a resumed run continues exactly.
 
-    Also: a batch of one item is not compared with itself; indices of a miner outside are pointed at
-    the batch's places in the queue (upstream takes them for places in the queue as they are); any
-    loss that takes a reference set serves, not only those of a list of names.
+    Further differences from upstream: a batch of one item is not compared with itself. Indices from
+    an outer miner are translated to the batch's places in the queue. Every loss that accepts a
+    reference set is allowed, not only a list of names.
 
-    Buffers: `embedding_memory` (M, C), `label_memory` (M,), `queue_state` (2,) int64: position,
-    filled or not.
+    Buffers: `embedding_memory` (M, C), `label_memory` (M,) and `queue_state` (2,) int64, which
+        holds the position and whether the queue is filled.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class CrossBatchMemory(losses.CrossBatchMemory):
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
-        """Accept every name: `__init__` has looked at the loss itself."""
+        """Accept every name; `__init__` checks the loss itself."""
 
     @property
     def queue_idx(self) -> int:
-        """Where the next batch begins in the queue."""
+        """Position in the queue at which the next batch starts."""
         return int(self.queue_state[0])
 
     @queue_idx.setter
@@ -169,16 +169,17 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         """Put the batch into the queue, and return the loss of the batch against the queue.
 
         Args:
-            embeddings: (B, C).
-            labels: (B,).
-            indices_tuple: indices within the batch, counted in addition to those against the queue.
-            ref_emb: must be None: the queue is the reference set.
+            embeddings: (B, C) embeddings.
+            labels: (B,) labels.
+            indices_tuple: indices within the batch, used in addition to those against the queue.
+            ref_emb: must be None, because the queue is the reference set.
             ref_labels: must be None.
-            enqueue_mask: (B,) the items that go into the queue; the others are compared with it.
+            enqueue_mask: (B,) mask of the items to put into the queue; the others are compared with
+                it.
 
         Raises:
-            ValueError: the batch is larger than the queue, or there is a reference set, or no
-                labels.
+            ValueError: the batch is larger than the queue, a reference set is passed, or labels are
+                missing.
         """
         no_reference("CrossBatchMemory", ref_emb)
         labels = on_labels(labels, embeddings, "CrossBatchMemory")
@@ -192,7 +193,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         return as_given(loss, embeddings)
 
     def add_to_memory(self, embeddings: Tensor, labels: Tensor, batch_size: int) -> None:
-        """Put items into the queue, over the oldest."""
+        """Put items into the queue in place of the oldest ones."""
         if batch_size:
             super().add_to_memory(embeddings, labels, batch_size)
         else:
@@ -237,14 +238,14 @@ def multiple(
     weights: list[float] | None = None,
     miner_for: list[int] | None = None,
 ) -> MultipleLosses:
-    """A weighted sum of losses, each with a miner of its own where it should have one.
+    """A weighted sum of losses, each of which may have its own miner.
 
     Args:
         losses: the losses.
-        miners: one for each loss, in the same order, or fewer with `miner_for`.
-        weights: one for each loss; 1 by default.
-        miner_for: the position, from 0, of the loss that each miner serves, where not every loss
-            has one.
+        miners: one miner per loss, in the same order, or fewer with `miner_for`.
+        weights: one weight per loss; 1 by default.
+        miner_for: for each miner the position, from 0, of its loss; needed if not every loss has
+            one.
     """
     return MultipleLosses(losses, miners, weights, miner_for)
 
@@ -256,15 +257,15 @@ def cross_batch_memory(
     memory_size: Count = 1024,
     miner: AnyMiner = None,
 ) -> losses.CrossBatchMemory:
-    """Another loss, of the batch against a queue of the embeddings of past batches.
+    """Computes another loss between the batch and a queue of past batches' embeddings.
 
     Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
     its position are saved with the run; upstream's position is not.
 
     Args:
-        loss: the loss, which must take a reference set.
-        memory_size: how many embeddings the queue holds; at least the batch's size.
-        miner: chooses pairs or triplets between the batch and the queue; all of them by default.
+        loss: the loss, which must accept a reference set.
+        memory_size: number of embeddings in the queue, at least the batch size.
+        miner: chooses pairs or triplets between the batch and the queue; by default all are used.
     """
     return CrossBatchMemory(loss, embedding_size, memory_size, miner)
 
