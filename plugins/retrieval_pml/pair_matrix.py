@@ -57,8 +57,9 @@ def similarities(distance: Any, embeddings: Tensor, ref_emb: Tensor) -> Tensor:
         mat = function.apply(*_vectors(distance, embeddings), [], distance.power)
         _kept.matrix = weakref.ref(embeddings, _forget), embeddings._version, kind, mat
         return mat
-    return function.apply(*_vectors(distance, embeddings), _take(embeddings, kind), distance.power)
-    # type: ignore[no-any-return]
+    kept = _take(embeddings, kind)
+    result: Tensor = function.apply(*_vectors(distance, embeddings), kept, distance.power)
+    return result
 
 
 def _vectors(distance: Any, embeddings: Tensor) -> tuple[Tensor, bool]:

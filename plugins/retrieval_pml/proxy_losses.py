@@ -209,8 +209,10 @@ class ProxyNCALoss(ClassWeights, LogNCA, losses.ProxyNCALoss):
 
     def weights_of(self, indices_tuple: Any, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the items' weights (N,) by a miner's indices, as anchors."""
-        return loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype, using_ref=True)
-        # type: ignore[no-any-return]
+        weights: Tensor = loss_and_miner_utils.convert_to_weights(
+            indices_tuple, labels, dtype, using_ref=True
+        )
+        return weights
 
 
 @traits(ref_emb=False)
