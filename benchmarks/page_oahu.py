@@ -23,16 +23,20 @@ def warm() -> str:
         for title, table, column in (
             ("shuffled labels: streams", alarms, "number"),
             ("shuffled labels: streams that ever left Euclid", alarms, "ever left Euclid"),
-            ("streams", counts, "number"),
-            ("somewhere below Euclid's accuracy by more than .005", counts, "anywhere below −.005"),
-            ("the same, beyond the noise of the queries", counts, "beyond noise"),
+            ("true labels: streams", counts, "number"),
+            (
+                "streams below Euclid's accuracy by more than .005 at some point",
+                counts,
+                "anywhere below −.005",
+            ),
+            ("of these, beyond the noise of the queries", counts, "beyond noise"),
             ("lowest point of any stream", counts, "lowest gain"),
             (
-                "Recall@1 somewhere below by more than .005",
+                "streams below Euclid's Recall@1 by more than .005 at some point",
                 counts,
                 "Recall@1 anywhere below −.005",
             ),
-            ("MAP@R so", counts, "MAP@R so"),
+            ("streams below Euclid's MAP@R by more than .005 at some point", counts, "MAP@R so"),
             ("streams that left Euclid", counts, "ever left Euclid"),
         )
     ]
