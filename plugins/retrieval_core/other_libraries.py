@@ -24,10 +24,12 @@ _TARGETS = ("targets", "labels", "_labels", "y")
 
 
 class _Parts(Dataset):
-    """A dataset of several parts, each of which returns (image, label) for its own index.
+    """Another library's data sets, one for each side, joined end to end.
 
-    Attributes:
-        parts: the other library's data set for each side.
+    Args:
+        name: the name in error messages.
+        parts: each side's data set, whose items are tuples that begin with the image.
+        labels: each side's labels.
     """
 
     kind = "image"
@@ -131,14 +133,14 @@ def torchvision_dataset(
 
 
 def _in_memory(parts: Mapping[str, Any], labels: Mapping[str, Sequence[str]]) -> Dataset | None:
-    """Return a data set of arrays if torchvision holds all pixels in memory as shown, else None."""
+    """Return a data set of arrays if torchvision's `data` holds the images' pixels, else None."""
     arrays = []
     for part in parts.values():
         data = getattr(part, "data", None)
         array = None if data is None or not len(part) else np.asarray(data)
         if array is None or array.dtype != np.uint8 or len(array) != len(part):
             return None
-        # the array's layout differs from the images shown
+        # the array is laid out differently from the images, such as channels first
         if not np.array_equal(array[0], np.asarray(part[0][0])):
             return None
         arrays.append(array)
@@ -261,7 +263,7 @@ def _named(value: Any, names: Sequence[str] | None) -> str:
 
 
 class _Column:
-    """A table's column of images, as pairs whose first element is the image."""
+    """A table's column of images, each as a tuple of the image alone."""
 
     def __init__(self, table: Any, name: str) -> None:
         self._table, self._name = table, name

@@ -1,8 +1,8 @@
-"""Softmax losses over class weights of their own. None takes a reference set.
+"""Softmax losses with learned class weights. None takes a reference set.
 
 pytorch-metric-learning makes some ten matrices of items × classes: a mask of the targets, copies
-with a margin, and what autograd keeps of each. Here only the targets' numbers (N,) go through the
-formula of a margin; the matrix of products becomes its own gradient in place.
+with a margin, and what autograd keeps of each. Here the margin's formula is applied to the targets'
+logits (N,) alone, and the one matrix of products is overwritten in place by its gradient.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ def is_product(distance: Any) -> bool:
 
 
 def at_length(distance: Any, vectors: Tensor, dim: int, scale: float = 1.0) -> Tensor:
-    """Return vectors times a factor, at one length where the distance normalises; see `unit`."""
+    """Return vectors, normalised if the distance normalises, times `scale`; see `unit`."""
     if distance.normalize_embeddings:
         return unit(vectors, dim, scale)
     return vectors if scale == 1 else vectors * scale
 
 
 class Pool:
-    """Makes one number of an item's products with a class's several centres."""
+    """Reduces an item's products with the centres of a class to one number."""
 
     def plain(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), differentiable."""
+        """Return products (N, centres, K) reduced to (N, K), differentiably."""
         raise NotImplementedError(f"{type(self).__name__} must define plain(products)")
 
     def derived_(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative
-        of its class's number.
+        """Return products (N, centres, K) reduced to (N, K), and overwrite each product by the
+        derivative of its class's number with respect to it.
         """
         raise NotImplementedError(f"{type(self).__name__} must define derived_(products)")
 
@@ -69,12 +69,12 @@ class Nearest(Pool):
     """The largest product; of equal ones the first counts."""
 
     def plain(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), differentiable."""
+        """Return products (N, centres, K) reduced to (N, K), differentiably."""
         return products.max(1)[0]
 
     def derived_(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative
-        of its class's number.
+        """Return products (N, centres, K) reduced to (N, K), and overwrite each product by the
+        derivative of its class's number with respect to it.
         """
         best = products.amax(1)
         free = torch.ones_like(best, dtype=torch.bool)
@@ -86,15 +86,15 @@ class Nearest(Pool):
 
 
 class Softly(Pool):
-    """The mean of the products, each weighing by its exponential."""
+    """The mean of the products, weighted by their softmax."""
 
     def plain(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), differentiable."""
+        """Return products (N, centres, K) reduced to (N, K), differentiably."""
         return (torch.softmax(products, 1) * products).sum(1)
 
     def derived_(self, products: Tensor) -> Tensor:
-        """Return (N, K) of products (N, centres, K), and overwrite each of these by the derivative
-        of its class's number.
+        """Return products (N, centres, K) reduced to (N, K), and overwrite each product by the
+        derivative of its class's number with respect to it.
         """
         weights = exp_(products - products.amax(1, keepdim=True))
         share = weights.sum(1, keepdim=True).reciprocal_()
@@ -114,19 +114,19 @@ def cross_entropy(
     centres: int = 1,
     rate: float = 1.0,
 ) -> Tensor:
-    """Return each item's −log softmax at its label, whose logit is `target` of it.
+    """Return each item's −log softmax at its label, after `target` has replaced that logit.
 
     Args:
         items: (N, C).
-        weights: (C, centres × K), all classes' first centres first.
+        weights: (C, centres × K): every class's first centre, then every class's second, ….
         labels: (N,) int64.
-        target: of the labels' logits (N,) and `inputs`: what stands in their place, each of its own
-            item's numbers.
-        inputs: what `target` needs besides, each (N,).
-        bias: (K,) added to each item's products, where there is one centre; or None.
-        pool: what makes one number of a class's centres; None where there is one.
+        target: a function of the labels' logits (N,) and of `inputs`, which returns the logits (N,)
+            to use in their place. It must treat each item separately.
+        inputs: further arguments of `target`, each (N,).
+        bias: (K,), added to each item's products, or None. Only with one centre per class.
+        pool: reduces the products with a class's centres to one number; None with one centre.
         centres: how many each class has.
-        rate: logits are a class's number times this.
+        rate: the factor that turns a class's number into its logit.
     """
     losses: Tensor = _CrossEntropy.apply(
         items, weights, bias, labels, target, (pool, centres, rate), *inputs
@@ -172,7 +172,7 @@ class _CrossEntropy(torch.autograd.Function):
             place, mine = (row[: len(logits)], labels[part]), at_label[part]
             logits[place] = mine
             shares = torch.softmax(logits, 1)
-            # log Σ exp: the largest logit, and the logarithm of its share
+            # log Σ exp is the largest logit less the logarithm of its softmax
             losses[part] = logits.amax(1) - shares.amax(1).log_() - mine
             excess[part] = shares[place] - 1
             shares[place] = excess[part] * derived[0][part]
@@ -203,7 +203,7 @@ class _CrossEntropy(torch.autograd.Function):
         w = None
         if ctx.needs_input_grad[1]:
             weighed = items * column
-            # in the order that the weights lie in
+            # in the memory layout of the weights
             w = (slopes.T @ weighed).T if weights.stride(0) == 1 else weighed.T @ slopes
         b = gradient @ slopes if ctx.needs_input_grad[2] else None
         return x, w, b, None, None, None, *(gradient * x for x in of_more)
@@ -218,7 +218,7 @@ def _plain(
     pooled: tuple[Pool | None, int, float],
     *inputs: Tensor,
 ) -> Tensor:
-    """Return what `cross_entropy` returns, as a formula."""
+    """Return what `cross_entropy` returns, by operations that autograd knows."""
     pool, centres, rate = pooled
     logits = items @ weights if bias is None else torch.addmm(bias, items, weights)
     if pool is not None:
@@ -232,12 +232,12 @@ def _plain(
 
 
 class ClassWeights(PreciseLoss):
-    """A loss of each item against class weights, by one matrix of their products.
+    """A loss that compares items with class weights through one matrix of their products.
 
-    A loss defines `of_items(embeddings, labels)`, the items' losses (N,).
+    A subclass defines `of_items(embeddings, labels)`, which returns the items' losses (N,).
 
-    Upstream's own way is taken for distances that are no product of vectors, and where statistics
-    are collected.
+    Upstream's code computes the loss instead if the distance is no product of vectors, or if
+    statistics are collected.
     """
 
     rows = "items"
@@ -265,7 +265,7 @@ class ClassWeights(PreciseLoss):
         return parts
 
     def written_for(self, labels: Tensor) -> bool:
-        """Return whether `of_items` measures as this loss's distance does."""
+        """Return whether `of_items` computes the loss for this loss's distance."""
         return is_product(self.distance)
 
     def class_weights(self) -> Tensor:
@@ -278,7 +278,7 @@ class ClassWeights(PreciseLoss):
 
 
 class MarginAtTarget(ClassWeights):
-    """Softmax over scaled cosines, with a margin at the label's, whose gradient stays finite."""
+    """Softmax over scaled cosines, with a margin for the label's. The gradient stays finite."""
 
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
         """Return the angles, in radians, of cosines."""
@@ -296,10 +296,12 @@ class MarginAtTarget(ClassWeights):
 
 
 class MultipleAngle(MarginAtTarget):
-    """The coefficients of cos(mθ), equation 7 of large-margin softmax.
+    """Softmax in which the label's angle counts m times: equation 7 of large-margin softmax.
 
-    They are made without SciPy calls that NumPy deprecates. A loss defines `lengths_of(embeddings,
-    labels)`: the class weights (C, K) of the logits, and the factors of the items' cosines (N,).
+    The coefficients of cos(mθ) are made without SciPy calls that NumPy deprecates. A subclass
+    defines `lengths_of(embeddings, labels)`, which returns the class weights (C, K) of the logits,
+    and factors (N,): without a margin, the logit of an item's own class is their cosine × its
+    factor × the scale.
     """
 
     margin: int
@@ -329,8 +331,8 @@ class LargeMarginSoftmaxLoss(MultipleAngle, losses.LargeMarginSoftmaxLoss):
     """Upstream's, with gradients that stay finite at an angle of 0."""
 
     def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
-        are multiplied by there (N,).
+        """Return the class weights (C, K) of the logits, and factors (N,): without a margin, the
+        logit of an item's own class is their cosine × its factor × the scale.
         """
         of_weights = torch.linalg.vector_norm(self.W, dim=0)
         return self.W, torch.linalg.vector_norm(embeddings, dim=1) * of_weights[labels]
@@ -360,8 +362,8 @@ class SphereFaceLoss(MultipleAngle, losses.SphereFaceLoss):
     """Upstream's, with gradients that stay finite at an angle of 0."""
 
     def lengths_of(self, embeddings: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the class weights (C, K) of the logits, and what the items' cosines with their own
-        are multiplied by there (N,).
+        """Return the class weights (C, K) of the logits, and factors (N,): without a margin, the
+        logit of an item's own class is their cosine × its factor × the scale.
         """
         return unit(self.W, 0), torch.linalg.vector_norm(embeddings, dim=1)
 
@@ -539,7 +541,7 @@ def soft_triple(
     distance: Distance = None,
     reducer: Reducer = None,
 ) -> losses.SoftTripleLoss:
-    """SoftTriple: softmax over classes with several centres each, softly the nearest.
+    """SoftTriple: softmax over classes with several centres each; nearer ones weigh more.
 
     Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss: Deep Metric Learning Without Triplet Sampling,
     ICCV 2019; the paper merges centres with the weight regulariser `pml.sparse_centers`.

@@ -269,8 +269,8 @@ def export_backbone(
             the features.
         dimensions: dimension of whitened vectors, by default 128 or the backbone's number of
             features if that is smaller.
-        photos: files and folders of photos that verify the bundle and calibrate int8 (half each);
-            by default those of `whiten`.
+        photos: files and folders of photos that verify the bundle, by default those of `whiten`.
+            With the int8 variant, half of them calibrate it instead.
         most_photos: most photos for whitening; of more, a random sample is used.
         seed: seed of the random order of photos.
         random_weights: allow a backbone whose weights are random, as a baseline.

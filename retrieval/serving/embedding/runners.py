@@ -196,7 +196,7 @@ class _Lost(Exception):
 
 
 _ready: dict[str, Callable[[Any], Any]] = {}
-"""Task function of this worker process, by the id of the call that it works for."""
+"""What `setup` returned in this worker process, by the id of the `Cluster` call it works for."""
 
 
 def _do(version: str, shared: list[Any], task: Any) -> Any:

@@ -43,12 +43,12 @@ class Job:
             measures the test side; "untrained" measures the untrained net; "frozen" measures the
             backbone's features.
         table: the recipe's table.
-        folder: the folder of the run; only a training with a seed keeps it.
+        folder: the folder of the run, which is deleted afterwards unless the kind is "seed".
         result: the file for the metrics.
-        fold: the fold's number, and the number of folds of a division. Numbers continue over
-            repeated divisions.
+        fold: a fold's number, and the number of folds in one division of the training side.
+            Numbers count on over repeated divisions: with 5 folds, the second begins at 5.
         fold_by: "class" holds out whole classes, "item" items of every class.
-        track: trackers of a training with a seed.
+        track: trackers of a job of the kind "seed".
         group: the comparison's name in the trackers.
     """
 
@@ -63,7 +63,7 @@ class Job:
 
 
 Figures = dict[str, dict[str, float]]
-"""Metrics by contestant; empty for a training that diverged."""
+"""Metrics by what was measured, such as "trained"; empty for a fold whose training diverged."""
 
 
 def known(job: Job) -> Figures | None:
