@@ -21,15 +21,18 @@ from retrieval.errors import StoreError
 Floats = NDArray[np.float32]
 
 BATCH_BYTES = 8 << 20
-PASSING = (408, 429, 500, 502, 503, 504)
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses of faults that pass
 EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
-NOTES = str(uuid.UUID(int=0))
+NOTES = str(uuid.UUID(int=0))  # id of the register's only point
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 
 
 def point_of(text: str) -> str:
-    """Return the point id of an item's id: 128 bits of its SHA-256. Pages are sorted by it."""
+    """Return an item's point id: the first 128 bits of the SHA-256 of its id.
+
+    `_page` lists items in the order of their point ids.
+    """
     return str(uuid.UUID(bytes=hashlib.sha256(text.encode()).digest()[:16]))
 
 
@@ -38,11 +41,11 @@ class QdrantStore(stores.RemoteStore):
 
     Args:
         client: connected client.
-        address: name of the index in messages.
-        name: name of the index, which is its alias.
+        address: text that stands for the index in error messages.
+        name: name of the index. The Qdrant alias of this name points to one of its collections.
         timeout: time limit of one request in seconds.
         exact: whether a server searches exactly rather than by its HNSW graph.
-        local: whether the client is the in-process mode.
+        local: whether the client runs Qdrant in this process, without a server.
     """
 
     engine, errors = "Qdrant", (ApiException, ValueError)
@@ -105,7 +108,7 @@ class QdrantStore(stores.RemoteStore):
             if collection.name.startswith(prefix):
                 self._ask(self._client.delete_collection, collection.name)
 
-    # The register
+    # The register: collection 0, whose only point has the index's notes as its payload
 
     def _note(self, notes: Mapping[str, Any]) -> None:
         payload = dict(notes)
@@ -211,7 +214,10 @@ class QdrantStore(stores.RemoteStore):
         return [[(point.payload or {})["id"] for point in answer.points] for answer in answers]
 
     def _combined(self, joint: str, parts: Sequence[Any]) -> models.Condition:
-        """Return a condition of Qdrant, in which a value can never become a condition."""
+        """Return one Qdrant filter that joins conditions.
+
+        It is built from objects, not parsed from text, so no value can act as a condition.
+        """
         kind = {"and": "must", "or": "should", "not": "must_not"}[joint]
         return models.Filter.model_validate({kind: list(parts)})
 

@@ -94,7 +94,10 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG: one query per class, the others in a folder per class."""
+    """Write the test digits as PNG files and return the paths of the queries.
+
+    The first digit of each class is a query and goes to `queries/CLASS`, others to `images/CLASS`.
+    """
     import numpy as np
 
     from retrieval.serving.images import from_array

@@ -115,10 +115,11 @@ class FilePlugin:
             ) from error
 
     def load(self) -> ModuleType:
-        """Import the plugin, again on each call, and return its module."""
+        """Import the plugin anew on each call and return its module."""
         root = PREFIX + self.name
         _forget(root)
         entry = self.path / "__init__.py" if self.is_folder else self.path
+        # Let `_Loader` import the modules inside a folder, too.
         for folder in {str(file.parent) for file in self.files.values()} if self.is_folder else ():
             sys.path_importer_cache[folder] = importlib.machinery.FileFinder(
                 folder, (_Loader, [".py"])

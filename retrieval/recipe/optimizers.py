@@ -1,4 +1,4 @@
-"""Checks of the optimisers and schedules that a recipe names by their torch classes."""
+"""Check a recipe's `[optimizer]` and `[schedule]`: torch's classes, or the shapes below."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ SHAPES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
 }
+"""Factor of the learning rate for each built-in schedule, by the part of it that is done (0–1)."""
 
 
 def _classes(module: Any, base: type) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Embedded:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Plan:
-    """Content of a folder of embeddings; equal plans have equal parts.
+    """What a folder of embeddings holds. Folders with equal plans hold equal parts.
 
     Attributes:
         bundle: SHA-256 of the bundle's manifest.
@@ -82,7 +82,7 @@ class Plan:
         part: items per part; the last part has the rest.
         batch: number of items per batch.
         widths: width of each column: "vector" and, if present, "code" and "features".
-        limits: largest images to decode: pixels, bytes.
+        limits: most pixels, then most bytes, of an image that is decoded.
         complete: whether every part exists.
         bad: number of items that could not be used. `None` until the folder is complete.
     """
@@ -269,7 +269,7 @@ class Vectors:
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
     def embedded(self, items: Sequence[Source]) -> Iterator[list[tuple[Source, Embedded]]]:
-        """Yield batches of items with their arrays, in the order of `sources`.
+        """Yield `items`, which must be in the order of `sources`, in batches with their arrays.
 
         Raises:
             DataError: a folder is damaged or has changed since it was opened.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.locations import Location
 
 ITEM_CHARACTERS = 1_000_000
-"""Most characters of one item's texts; an index returns no longer ones."""
+"""Most characters of all texts of one item; an index cannot return longer ones."""
 MAX_WIDTH = 1_000_000
 """Most numbers per vector."""
 _GROUP_BYTES = 1 << 30
@@ -74,7 +74,7 @@ def pyarrow() -> Any:
 
 @contextmanager
 def sentences(location: Location) -> Iterator[None]:
-    """Context manager that turns errors of pyarrow or the file system into a sentence."""
+    """Context manager that turns errors of pyarrow or the file system into a `DataError`."""
     try:
         yield
     except RetrievalError:
@@ -243,7 +243,7 @@ class Table:
         )
 
     def _chunks(self, group: int, columns: Sequence[str]) -> Iterator[Any]:
-        """Yield the metadata of a row group's stored columns."""
+        """Yield a row group's metadata of the stored columns that make up `columns`."""
         row_group = self._file.metadata.row_group(group)
         for number in range(row_group.num_columns):
             chunk = row_group.column(number)
@@ -273,7 +273,7 @@ class Table:
         """Yield all rows; `take` is called with each batch of features.
 
         Raises:
-            DataError: some rows cannot be used. The check stops at the hundredth.
+            DataError: some rows cannot be used; reading stops at the hundredth such row.
         """
         names = [name for name in (self.key, self.label, self.path, *self.metadata) if name]
         columns = [*names, *([self.vector] if self.vector else [])]
@@ -360,7 +360,10 @@ class TableImages:
         self._images: Iterator[Any] = iter(())
 
     def read(self, part: str, most: int) -> bytes:
-        """Return the image of a row; see `retrieval.serving.index.sources.Readers`."""
+        """Return the image of row `part`, a number as text.
+
+        See `retrieval.serving.index.sources.Readers`.
+        """
         starts = self._table.starts
         if not part.isascii() or not part.isdigit() or not int(part) < starts[-1]:
             raise DataError(f"{self._location} has no row '{part[:40]}'.")

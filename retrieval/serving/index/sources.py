@@ -47,10 +47,10 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
       the folder's own name for images directly in it.
     - A `.csv` has a column `path` (relative to the CSV), optionally `label` and `key` or `id`.
       Other columns become metadata (see `retrieval.serving.files.csv_table`).
-    - A Parquet table has a column `path`, or `image` with bytes (or a struct of `bytes` and
-      `path`), or for features a list column `features` or `vector`; optionally `label` and `key`
-      or `id`. Other columns become metadata: NaN and infinity as null, times and decimal numbers
-      as text.
+    - A Parquet table of images has a column `path`, or a column `image` of bytes or of structs
+      with `bytes` and `path`. A table of features has a list column `features` or `vector`. Both
+      may have `label` and `key` or `id`. Other columns become metadata: NaN and infinity as null,
+      times and decimal numbers as text.
     - An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
     - An address that fsspec opens (`s3://bucket/photos`) may be any of these except `.npz`. A
       manifest at an address may only name files below its own folder.
@@ -119,7 +119,7 @@ def _file(
     label: str | None = None,
     metadata: dict[str, object] | None = None,
 ) -> Source:
-    """Return a whole file as an item; `stamp` is for a file at an address, if already known."""
+    """Return a file as one item. A file at an address takes its `stamp`, if that is known."""
     if location.remote:
         return Source(key, label, None, metadata or {}, origin=Origin(location, None, stamp))
     return Source(key, label, location.path, metadata or {})
@@ -189,7 +189,8 @@ def _csv(manifest: Location) -> list[Source]:
             rows.append((line, row))
     locations = [manifest.beside(row["path"]) for _, row in rows]
     if problems:
-        # A missing file is not a problem here; it is an unusable image that may be skipped.
+        # Missing files are only listed beside other problems: alone, they are unusable images,
+        # which may be skipped.
         problems += [
             (line, f"{location} does not exist.")
             for (line, _), location in zip(rows, locations, strict=True)
