@@ -275,7 +275,8 @@ class Attack:
     def _judge(self, name: str, answer: Answer) -> None:
         if answer.status == 503 and "retry-after" in answer.headers:
             self.result.overload[answer.error] += 1
-        elif self._proxy is None or answer.status != 505:  # the proxy's, to an unknown HTTP version
+        # the proxy's own: an unknown transfer coding (501), an unknown HTTP version (505)
+        elif self._proxy is None or answer.status not in (501, 505):
             self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
 
 
