@@ -59,7 +59,7 @@ def test_figures_move_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     before, lines = cards.block("digits"), []
     for line in cards.KEPT.read_text(encoding="utf-8").splitlines():
         entry: dict[str, Any] = json.loads(line)
-        entry["metrics"]["trained"]["map_at_r"] -= 0.01
+        entry["figures"]["trained"]["map_at_r"] -= 0.01
         lines.append(json.dumps(entry, ensure_ascii=False))
     (tmp_path / "cards.jsonl").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(cards, "KEPT", tmp_path / "cards.jsonl")

@@ -96,7 +96,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         "_PAIR_NUMBERS": 700,
         "_PAIRS": 500,
         "_QUERIES": 5,
-        "_DOUBT_LEAST": 0,
+        "_MIN_DOUBT": 0,
         "_COMPANION_NUMBERS": 0,
     }.items():
         monkeypatch.setattr(search, name, value)

@@ -215,7 +215,7 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) ->
         ("phase.0.epochs=2", r"the phase 'head' is over, after 1 epochs"),
         (
             "train.epochs=5",
-            r"train\.epochs says nothing beside \[\[phase\]\]s\. Set .*phase\.1\.epochs",
+            r"train\.epochs has no effect with \[\[phase\]\]\. Set .*phase\.1\.epochs",
         ),
     ):
         with pytest.raises(RetrievalError, match=said):
