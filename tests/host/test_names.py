@@ -1,0 +1,64 @@
+"""Names are nouns of the field: a participle or a pronoun names no thing."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NAMELESS = set(
+    [
+        "asked",
+        "at",
+        "each",
+        "few",
+        "figures",
+        "found",
+        "given",
+        "good",
+        "here",
+        "made",
+        "meant",
+        "one",
+        "others",
+        "said",
+        "several",
+        "taken",
+        "there",
+        "told",
+        "wanted",
+    ]
+)
+
+
+def nameless(text: str) -> Iterator[str]:
+    """Yield the variables, arguments, functions and attributes of a module that name no thing."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                pass
+            case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                pass
+            case _:
+                continue
+        if name.strip("_") in NAMELESS:
+            yield f"{name} (line {node.lineno})"
+
+
+def test_names_are_nouns() -> None:
+    faults = {
+        path.relative_to(ROOT).as_posix(): names
+        for folder in ("retrieval", "plugins")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if (names := list(nameless(path.read_text(encoding="utf-8"))))
+    }
+    assert not faults
+
+
+def test_a_nameless_name_is_reported() -> None:
+    code = "def made(one):\n    found = 1\n    self.given_ = hits = 2\n    return found"
+    assert list(nameless(code)) == [
+        "made (line 1)",
+        "one (line 1)",
+        "found (line 2)",
+        "given_ (line 3)",
+    ]
