@@ -88,7 +88,7 @@ class Load:
                     self.answers.append((at, [hit.id for hit in hits.results]))
                 except ServerError as fault:
                     self.answers.append((at, fault.status or 0))
-                    self.said.add(str(fault))
+                    self.message.add(str(fault))
                     time.sleep(0.05)
 
 
@@ -295,10 +295,12 @@ class Scene:
             until(lambda: all(isinstance(load.answers[-1][1], list) for load in loads))
         assert ended.is_set() and writer.refused
         for load in loads:
-            assert {hits for _, hits in load.answers if isinstance(hits, int)} == {503}, load.said
+            assert {hits for _, hits in load.answers if isinstance(hits, int)} == {503}, (
+                load.message
+            )
             assert all(
-                "The store of this index cannot be reached now." in entry for entry in load.said
-            ), load.said
+                "The store of this index cannot be reached now." in entry for entry in load.message
+            ), load.message
 
     def agrees(self) -> None:
         """The index, and whoever serves it, finds what the folder finds."""
