@@ -5,12 +5,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMELESS = set(
-    """
-    asked at each few figures found given good here made meant one others said several taken there
-    told wanted
-""".split()
-)  # noqa: SIM905
+NAMELESS = frozenset(
+    (
+        "asked",
+        "at",
+        "each",
+        "few",
+        "figures",
+        "found",
+        "given",
+        "good",
+        "here",
+        "made",
+        "meant",
+        "one",
+        "others",
+        "said",
+        "several",
+        "taken",
+        "there",
+        "told",
+        "wanted",
+    )
+)
 
 
 def nameless(text: str) -> Iterator[str]:
