@@ -101,7 +101,7 @@ def test_different_budgets_are_named_and_allowed_only_when_told(
         assert each in said
     found = go([write("triplet"), different], tmp_path / "out", search=0, allow_different=True)
     assert (
-        "Not the same for all: the epochs: 1 in triplet, 2 in proxy."
+        "The recipes differ in the epochs: 1 in triplet, 2 in proxy."
         in (tmp_path / "out" / "comparison.md").read_text()
     )
     assert len(found.different) == 4

@@ -173,11 +173,11 @@ class Comparison:
         interval = (
             f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each the"
             f" mean over {plan.seeds} seeds: it holds split and seed. Splits share classes or"
-            " items, so it is rather too narrow."
+            " items, so it is somewhat too narrow."
             if plan.splits > 1
             else f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds, which"
-            " all rows share. A seed decides on weights and batches; the split is the same, so an"
-            " interval is of seeds only and says nothing of other test items (--splits does)."
+            " all rows share. The seed sets the initial weights and the batches. The split is"
+            " fixed, so the interval covers seeds only. Use --splits to cover other test items."
         )
         notes = [interval, self._tuning()]
         if any(difference.p is not None for difference in self.differences):
@@ -185,15 +185,15 @@ class Comparison:
             notes.append(f"p values: {tests}")
         fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
         if fixed and self.plan.splits == 1:
-            notes.append(f"No seed changes {', '.join(fixed)}: one value, without an interval.")
-        notes.append(f"Baselines have the data and the net of {self.base}.")
+            notes.append(f"{', '.join(fixed)}: the same with every seed, so there is no interval.")
+        notes.append(f"Baselines use the data and the net of {self.base}.")
         if self.missing:
             notes.append(f"There is no row {self.missing}.")
         for row in self.contestants:
             for number, search in enumerate(row.searches):
                 split = f" on split {number}" if plan.splits > 1 else ""
                 notes += search.notes(row.name + split)
-        return [*notes, *(f"Not the same for all: {difference}" for difference in self.different)]
+        return [*notes, *(f"The recipes differ in {difference}" for difference in self.different)]
 
     def _tuning(self) -> str:
         plan = self.plan
