@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from retrieval.data.error_lists import refuse, some
     from retrieval.data.gate import is_missing, usable
     from retrieval.data.idx import read_idx
+    from retrieval.data.objects import as_dataset
     from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
     from retrieval.data.records import read_records
     from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
@@ -86,6 +87,7 @@ __all__ = [
     "Tracker",
     "Transform",
     "TripletIndices",
+    "as_dataset",
     "as_given",
     "cache_folder",
     "class_codes",
@@ -127,6 +129,7 @@ if not TYPE_CHECKING:
             "retrieval.data.gate": ["is_missing", "usable"],
             "retrieval.data.idx": ["read_idx"],
             "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
+            "retrieval.data.objects": ["as_dataset"],
             "retrieval.data.records": ["read_records"],
             "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
             "retrieval.host.factory": ["Part", "traits"],
