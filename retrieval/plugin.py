@@ -1,4 +1,4 @@
-"""The API for plugins: the contract of each kind of part, and helpers.
+"""The API for plugins: the mark of a hook, the contract of each kind of part, and helpers.
 
 Each name is imported on first use, so that a plugin for serving needs no torch.
 """
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
+    import retrieval.serving.store as stores
+    import retrieval.serving.store.testing as testing
     from retrieval.data.counts import Count, Counts, differing
     from retrieval.data.datasets import ArrayDataset, Box, FileDataset
     from retrieval.data.error_lists import refuse, some
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
     from retrieval.host.factory import Part, traits
     from retrieval.host.files import cache_folder, write_bytes
-    from retrieval.host.hookspecs import Factories
+    from retrieval.host.hookspecs import Factories, hookimpl
     from retrieval.model.contracts import (
         Backbone,
         Combiner,
@@ -97,6 +99,7 @@ __all__ = [
     "find_images",
     "first_row",
     "full_precision",
+    "hookimpl",
     "is_missing",
     "is_missing_text",
     "lazy",
@@ -111,8 +114,10 @@ __all__ = [
     "sides",
     "skip_unreadable",
     "some",
+    "stores",
     "strict_loads",
     "summed",
+    "testing",
     "traits",
     "typed",
     "usable",
@@ -134,7 +139,7 @@ if not TYPE_CHECKING:
             "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
             "retrieval.host.factory": ["Part", "traits"],
             "retrieval.host.files": ["cache_folder", "write_bytes"],
-            "retrieval.host.hookspecs": ["Factories"],
+            "retrieval.host.hookspecs": ["Factories", "hookimpl"],
             "retrieval.model.contracts": [
                 "Backbone",
                 "Combiner",
@@ -170,4 +175,5 @@ if not TYPE_CHECKING:
             "retrieval.serving.images": ["Preprocessing", "decode"],
             "retrieval.serving.index.index_backend": ["IndexBackend"],
         },
+        {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"},
     )

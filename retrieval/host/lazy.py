@@ -15,21 +15,31 @@ from typing import Any
 
 
 def lazy(
-    package: str, homes: Mapping[str, Iterable[str]]
+    package: str, homes: Mapping[str, Iterable[str]], modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`; they import names in `homes` on first use."""
+    """Return a package's `__getattr__` and `__dir__`, which import on first use.
+
+    Args:
+        package: the package's name.
+        homes: names by the module that has them.
+        modules: modules by the name that the package gives them.
+    """
     home = {name: module for module, names in homes.items() for name in names}
+    modules = modules or {}
 
     def getter(name: str) -> Any:
-        if name not in home:
+        if name in modules:
+            value: Any = importlib.import_module(modules[name])
+        elif name in home:
+            value = getattr(importlib.import_module(home[name]), name)
+        else:
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=sys.modules[package]
             )
-        value = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, value)  # later look-ups skip this function
         return value
 
-    return getter, lambda: sorted({*home, *vars(sys.modules[package])})
+    return getter, lambda: sorted({*home, *modules, *vars(sys.modules[package])})
 
 
 @contextmanager

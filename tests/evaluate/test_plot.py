@@ -265,4 +265,4 @@ def test_no_picture_touches_pyplot(process: Any) -> None:
         " print('matplotlib.pyplot' in sys.modules)",
     )
     assert done.out.strip() == "False", done.err
-    assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot
+    assert "plot" in dir(retrieval) and sys.modules["retrieval.plot"] is retrieval.plot

@@ -22,7 +22,7 @@ from retrieval.training.trainer import train
 PLUGIN = '''
 """Digits whose labels are markup, one of them wrong."""
 import numpy as np
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.data.datasets import ArrayDataset
 
 SVG = (

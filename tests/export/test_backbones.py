@@ -165,7 +165,7 @@ def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
 
 OWN = """
 import torch
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.plugin import Backbone, Preprocessing
 
 class Edges(Backbone):

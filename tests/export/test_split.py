@@ -131,7 +131,7 @@ def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, tmp_path):
 
 FROZEN = """
 import torch
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.plugin import Backbone, Preprocessing
 
 class Filters(Backbone):

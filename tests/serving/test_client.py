@@ -266,8 +266,11 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path):
 
 
 def test_the_names_are_of_the_face_and_light():
-    assert retrieval.Client is Client and retrieval.client.AsyncClient is AsyncClient
-    code = "import sys, retrieval; retrieval.Client('http://a').close(); print(sorted(sys.modules))"
+    assert retrieval.client.Client is Client and retrieval.client.AsyncClient is AsyncClient
+    code = (
+        "import sys; from retrieval.client import Client; Client('http://a').close();"
+        " print(sorted(sys.modules))"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
@@ -313,7 +316,7 @@ def test_a_proxy_of_the_environment_is_named(monkeypatch):
 
 
 def test_without_httpx_the_extra_is_named():
-    code = "import sys; sys.modules['httpx'] = None; import retrieval; retrieval.Client"
+    code = "import sys; sys.modules['httpx'] = None; from retrieval.client import Client"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (
         "MissingDependency" in done.stderr

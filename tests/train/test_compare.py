@@ -36,7 +36,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from pytorch_metric_learning.losses import ContrastiveLoss
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 
 HERE = Path(os.environ["NOTED"])

@@ -26,7 +26,7 @@ from retrieval.training.trainer import train
 Make = Callable[..., Any]
 NO_GRADIENT = '''
 import torch
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Deaf(torch.nn.Module):
     """A loss without gradient."""

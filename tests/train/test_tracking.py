@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 TOLD = Path(os.environ["TOLD"])
 

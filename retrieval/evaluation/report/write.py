@@ -15,7 +15,6 @@ from jinja2 import Environment, StrictUndefined
 
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.evaluation.plot import Picture, curves
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
@@ -28,6 +27,7 @@ from retrieval.evaluation.report.measured import (
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
+from retrieval.plot import Picture, curves
 from retrieval.run.open import Run, load_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import from_array, to_mode
