@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from retrieval.serving.encoder import Encoder
     from retrieval.serving.files.places import StrPath
     from retrieval.serving.http.server import serve
-    from retrieval.serving.index.creating import Index
+    from retrieval.serving.index.index import Index
     from retrieval.serving.runtime import Device
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import Run, train
@@ -87,7 +87,7 @@ _load, _ = lazy(
         "retrieval.run.check_data": ["check_data"],
         "retrieval.serving.encoder": ["Encoder"],
         "retrieval.serving.http.server": ["serve"],
-        "retrieval.serving.index.creating": ["Index"],
+        "retrieval.serving.index.index": ["Index"],
         "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["Run", "train"],
     },
@@ -133,24 +133,17 @@ def load(
     path = Path(source)
     kind = kind_of(path)
     if kind == "run":
-        from retrieval.run.open import load_run
-        from retrieval.training.train import whole
-
-        return whole(load_run(path, **objects))
+        return _load("Run").open(path, **objects)
     if objects:
         raise DataError(f"{path} is not a run, so {', '.join(objects)} cannot belong to it.")
+    types = _load("results")
     if kind == "bundle":
-        from retrieval.serving.bundle import Bundle
-        from retrieval.serving.encoder import BundleEncoder
-
-        return BundleEncoder(Bundle.open(path, variant=variant, device=device))
+        return types.BundleEncoder(types.Bundle.open(path, variant=variant, device=device))
     if kind == "index":
         raise DataError(f"{path} is an index. Open it with retrieval.Index.open.")
     if not path.exists() and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", str(source)):
-        from retrieval.training.train import BackboneEncoder
-
         try:
-            return BackboneEncoder(str(source), parameters or {}, plugins, random_weights)
+            return types.BackboneEncoder(str(source), parameters, plugins, random_weights)
         except PluginError as error:
             raise PluginError(f"{error} Nor is there a folder of that name.") from error
     raise DataError(

@@ -85,7 +85,7 @@ class Attacked:
 
     def __init__(self, folder: Path, *options: str) -> None:
         from retrieval.serving.http.keys import add_key, new_key
-        from retrieval.serving.index.creating import create_index
+        from retrieval.serving.index.index import create_index
 
         bundles = makers()
         bundles.write_digits(folder / "photos", 200)

@@ -128,9 +128,9 @@ def test_a_file_and_a_module_serve_as_plugins(
 def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None:
     code = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom"
-        ' retrieval.plugin import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n        size:'
-        ' pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n    return'
-        " {'data': Data}\n"
+        ' retrieval.plugin import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n'
+        '        size: pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n'
+        "    return {'data': Data}\n"
     )
     plugins = load_plugins([write(tmp_path, "datas.py", code)])
     assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5

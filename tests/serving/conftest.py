@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import httpx
 import pytest
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 _spec = importlib.util.spec_from_file_location(
     "serving_makers", Path(__file__).with_name("makers.py")

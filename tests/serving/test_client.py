@@ -19,8 +19,7 @@ import retrieval
 from PIL import Image
 from retrieval.client import AsyncClient, Client, Hit, NewItem
 from retrieval.errors import DataError, ServerError
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 WRITE = "--open=admin"
 ID = "3/0003.png"

@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError, StoreError
 from retrieval.host.files import rename_whole
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.store.record import FILE as RECORD
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -114,7 +113,7 @@ def test_no_index_is_a_sentence(tmp_path):
 LIMITED = textwrap.dedent("""
     import resource, sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
     try:
         create_index(sys.argv[4], sys.argv[2], [sys.argv[3]], progress=False)
@@ -151,7 +150,7 @@ def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
 BUILD = textwrap.dedent("""
     import sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
     print("ready", flush=True)
     sys.stdin.readline()
     try:

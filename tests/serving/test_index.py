@@ -12,8 +12,7 @@ from PIL import Image
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store import structure

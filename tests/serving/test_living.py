@@ -17,8 +17,7 @@ import wire
 from PIL import Image
 from retrieval.errors import StoreError
 from retrieval.serving.index.creating import Index as CreatedIndex
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.contract import Item, TooSlow, patience
 
 WIDTH = 16
