@@ -26,7 +26,7 @@ from PIL import Image
 
 from retrieval.errors import DataError, MissingDependency
 from retrieval.model.labels import read_labels
-from retrieval.serving.images import decode, from_array, to_mode
+from retrieval.serving.images import as_list, decode, from_pixels, to_mode
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
@@ -56,7 +56,7 @@ class Picture(Figure):
 
 def neighbours(
     index: Index,
-    queries: ImageLike | Sequence[ImageLike],
+    queries: Any,
     k: int = 10,
     *,
     labels: Sequence[str] | None = None,
@@ -68,7 +68,7 @@ def neighbours(
 
     Args:
         index: an opened index of images.
-        queries: an image (path, bytes, Pillow image, or array of pixels) or a list of up to 50.
+        queries: an image, as `Encoder.encode` takes it, or up to 50 images.
         k: number of results, or all items if there are fewer.
         labels: each query's label; `None` marks no result as right or wrong.
 
@@ -83,11 +83,7 @@ def neighbours(
             "Pass an opened index, then the queries:"
             " neighbours(retrieval.Index.open(path), queries)."
         )
-    images = (
-        list(queries)
-        if isinstance(queries, Sequence) and not isinstance(queries, str | bytes)
-        else [queries]
-    )
+    images = as_list(queries)
     if not images or len(images) > MOST_QUERIES:
         raise DataError(
             f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}."
@@ -111,7 +107,7 @@ def neighbours(
         label = None if names is None else str(names[row])
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
-            _answer(cell, hit, label)
+            _answer(cell, hit, hits.image(hit), label)
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
     marks = "" if names is None else ": ✓ right, ✗ wrong"
@@ -121,17 +117,14 @@ def neighbours(
     return figure
 
 
-def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
-    """Draw one result; a missing file becomes an empty cell with its name."""
+def _answer(cell: Axes, hit: Hit, image: Image.Image | None, label: str | None) -> None:
+    """Draw one result; an image that cannot be read becomes an empty cell with its name."""
     right = hit.label == label
     mark, colour = (
         ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
     )
     title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
-    try:
-        pixels = None if hit.path is None else _pixels(hit.path)
-    except DataError:
-        pixels = None
+    pixels = None if image is None else _pixels(image)
     _cell(cell, pixels, title, colour, 2.5)
     if pixels is None:
         cell.text(
@@ -154,7 +147,7 @@ def _cell(
 def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
     """Return an image's pixels (H, W) or (H, W, 3), reduced to `LARGEST`."""
     if isinstance(image, np.ndarray):
-        opened = from_array(image)
+        opened = from_pixels(image)
     else:
         opened = image if isinstance(image, Image.Image) else decode(image)
     small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
