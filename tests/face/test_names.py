@@ -96,7 +96,7 @@ def test_all_that_is_returned_is_public() -> None:
         "AbstractContextManager",
     }
     public = {*retrieval.__all__, *retrieval.results.__all__, *retrieval.plugin.__all__}
-    assert {"RunEvaluation", "Hits", "BundleEncoder"} <= names
+    assert {"RunEvaluation", "Migrated", "BundleEncoder"} <= names
     assert not names - public - other - {"Embeddings", "Floats", "True", "False"}
 
 
