@@ -26,6 +26,7 @@ COMMANDS = {
     "evaluate": "evaluate:evaluate",
     "compare": "compare:compare",
     "sweep": "compare:sweep",
+    "distill": "distill:distill",
     "report": "report:report",
     "export": "export:export_command",
     "embed": "embed:embed_command",
