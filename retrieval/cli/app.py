@@ -20,6 +20,7 @@ from retrieval.errors import PluginError, RetrievalError, did_you_mean, printabl
 COMMANDS = {
     "demo": "demo:demo",
     "plugins": "plugins:plugins",
+    "init": "init:init",
     "data": "data:data",
     "check": "train:check",
     "train": "train:train",
