@@ -222,7 +222,8 @@ def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embedd
 def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
     """Return the projection (D, C) that keeps most of the inner products (Eckart & Young, 1936)."""
     _, directions = np.linalg.eigh(vectors.T.astype(np.float64) @ vectors)
-    return directions[:, ::-1][:, :dimensions].astype(np.float32)
+    basis: Embeddings = directions[:, ::-1][:, :dimensions].astype(np.float32)
+    return basis
 
 
 def _unit(vectors: NDArray[np.float32]) -> Embeddings:
