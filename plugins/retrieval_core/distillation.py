@@ -65,10 +65,10 @@ class Distillation(nn.Module):
         if indices_tuple is not None or ref_emb is not None:
             raise ValueError("distillation compares with the teacher: no miner, no ref_emb")
         x = full_precision(embeddings)
-        wanted = self.teacher[labels].to(x.dtype)
-        total = self.cosine * (1 - nn.functional.cosine_similarity(x, wanted)).mean()
+        target = self.teacher[labels].to(x.dtype)
+        total = self.cosine * (1 - nn.functional.cosine_similarity(x, target)).mean()
         if self.relational:
-            total = total + self.relational * relations(x, wanted)
+            total = total + self.relational * relations(x, target)
         if self.loss is not None:
             total = total + self.loss_weight * self.loss(x, self.classes[labels])
         return as_given(total, embeddings)
@@ -86,8 +86,8 @@ def relations(student: Tensor, teacher: Tensor) -> Tensor:
     """
     if len(student) < 2:
         return student.sum() * 0
-    own, wanted = (_relative_distances(x) for x in (student, teacher))
-    return nn.functional.smooth_l1_loss(own, wanted)
+    own, target = (_relative_distances(x) for x in (student, teacher))
+    return nn.functional.smooth_l1_loss(own, target)
 
 
 def _relative_distances(x: Tensor) -> Tensor:

@@ -63,13 +63,10 @@ def distill(
 
     quiet_threads()
     with loading():
-        import retrieval
         from retrieval.training.distill import distill as distilled
-
-        encoder = retrieval.load(teacher, plugins=extra)
     try:
         result = distilled(
-            encoder,
+            teacher,
             photos,
             output,
             run=run or Path("runs") / output.stem,

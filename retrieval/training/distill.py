@@ -23,10 +23,13 @@ from retrieval.export.export_run import export_run
 from retrieval.host.files import whole_file, write_json
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
+from retrieval.run.open import load_run
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
-from retrieval.serving.files.places import StrPath
+from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.image_files import find_images
 from retrieval.serving.progress import Progress, shown
+from retrieval.training.train import BackboneEncoder, whole
 from retrieval.training.trainer import train
 
 DIMENSIONS = 128
@@ -75,7 +78,7 @@ class Distillation:
 
 @shown
 def distill(
-    teacher: Encoder,
+    teacher: Encoder | StrPath,
     photos: StrPath,
     output: StrPath,
     *,
@@ -98,7 +101,7 @@ def distill(
     no labels. A twentieth of the photos, 1,000 at most, only measures the agreement.
 
     Args:
-        teacher: the large model, as `retrieval.load` returns it.
+        teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
         photos: a folder of photos; photos that cannot be read are skipped and logged.
         output: folder of the student's bundle.
         run: folder to work in. It keeps `photos.csv`, the teacher's embeddings and the run.
@@ -120,6 +123,8 @@ def distill(
     """
     work, goal = Path(run), Path(output)
     refuse_existing(goal, replace)
+    if not isinstance(teacher, Encoder):
+        teacher = _encoder(teacher, plugins)
     files, classes = _photos(Path(photos), labels)
     name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
     plan = {"photos": files_identity(files), "teacher": name}
@@ -153,6 +158,15 @@ def distill(
         neighbours=_overlap(student_vectors, _unit(vectors[held_out])),
         images_per_second=(student_speed, teacher_speed),
     )
+
+
+def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
+    kind = kind_of(Path(teacher))
+    if kind == "bundle":
+        return BundleEncoder(Bundle.open(teacher))
+    if kind == "run":
+        return whole(load_run(Path(teacher)))
+    return BackboneEncoder(str(teacher), {}, plugins, random_weights=False)
 
 
 def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
@@ -228,7 +242,8 @@ def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
 
 def _unit(vectors: NDArray[np.float32]) -> Embeddings:
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.maximum(length, np.finfo(np.float32).tiny)
+    unit: Embeddings = vectors / np.maximum(length, np.finfo(np.float32).tiny)
+    return unit
 
 
 def _write_table(

@@ -46,7 +46,7 @@ class Facts:
         per_class: smallest, median and largest number of photos of a class.
         side: median of the photos' shorter sides in pixels.
         grey: whether all photos of a sample are grey.
-        given: whether the folder's own subfolders split it.
+        divided: whether the folder's own subfolders split it.
         duplicates: number of groups of the same photo in several classes; `None` if not counted.
     """
 
@@ -56,7 +56,7 @@ class Facts:
     per_class: tuple[int, int, int]
     side: int
     grey: bool
-    given: bool
+    divided: bool
     duplicates: int | None
 
     def __str__(self) -> str:
@@ -123,11 +123,11 @@ def propose(
     facts = look(Path(photos))
     folder, proposed = Path(output), []
     texts = recipes_for(facts, find_spec(WEIGHTS) is not None)
-    taken = [name for name in texts if (folder / f"{name}.toml").exists()]
-    if taken and not replace:
+    existing = [name for name in texts if (folder / f"{name}.toml").exists()]
+    if existing and not replace:
         raise DataError(
-            f"{folder / taken[0]}.toml exists already. Replace it with --replace, or name another"
-            " folder with --output."
+            f"{folder / existing[0]}.toml exists already. Replace it with --replace, or name"
+            " another folder with --output."
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -283,7 +283,7 @@ def _recipe(
 ) -> list[str]:
     """Return a recipe's lines."""
     items = max(2, min(4, facts.per_class[1]))
-    training = facts.classes * (0.5 if facts.given or facts.classes >= _MANY_CLASSES else 1)
+    training = facts.classes * (0.5 if facts.divided or facts.classes >= _MANY_CLASSES else 1)
     classes = max(2, min(32, int(training)))
     sampler = [
         "[sampler]",
@@ -318,7 +318,7 @@ def _quoted(path: Path) -> str:
 
 
 def _split(facts: Facts) -> list[str]:
-    if facts.given:
+    if facts.divided:
         return ["[split]", 'by = "given"             # the folders train, validation, test']
     if facts.classes < _MANY_CLASSES:
         return [

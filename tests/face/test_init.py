@@ -12,7 +12,7 @@ from PIL import Image
 from retrieval.recipe.read import read_recipe
 from retrieval.training.proposal import Facts, recipes_for
 
-FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, given=False, duplicates=0)
+FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_every_recipe_is_one_and_compares_the_same_split(tmp_path: Path) -> None
 
 
 def test_few_photos_are_not_for_a_net_from_scratch() -> None:
-    few = Facts(Path("photos"), 120, 10, (3, 12, 20), 300, grey=True, given=True, duplicates=None)
+    few = Facts(Path("photos"), 120, 10, (3, 12, 20), 300, grey=True, divided=True, duplicates=None)
     recipes = recipes_for(few, weights=True)
     assert "scratch" not in recipes
     assert 'by = "given"             # the folders train, validation, test' in recipes["frozen"][1]
