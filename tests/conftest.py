@@ -76,6 +76,14 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def makers() -> Any:
+    """tests/helpers/makers.py: real bundles and images on demand."""
+    import makers as module
+
+    return module
+
+
 @pytest.fixture
 def cli(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

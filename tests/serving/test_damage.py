@@ -104,13 +104,6 @@ def test_replacing_without_the_system_call(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "new").exists()
 
 
-def test_no_index_is_a_sentence(tmp_path):
-    with pytest.raises(StoreError, match="no such folder"):
-        open_index(tmp_path / "nowhere")
-    with pytest.raises(StoreError, match="is not an index"):
-        open_index(tmp_path)
-
-
 LIMITED = textwrap.dedent("""
     import resource, sys
     from retrieval.errors import StoreError

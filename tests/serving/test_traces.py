@@ -130,16 +130,6 @@ def test_an_exporter_that_is_not_there_is_a_sentence(environment):
         traces_of_environment()
 
 
-def test_the_console_exporter_by_its_variable(environment):
-    pytest.importorskip(
-        "opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed"
-    )
-    environment.setenv("OTEL_TRACES_EXPORTER", "console")
-    traces = traces_of_environment()
-    assert traces is not None
-    traces.close()
-
-
 def test_it_costs_no_import_where_it_is_not_asked_for():
     code = (
         "import sys, retrieval.serving.http.monitoring as t; assert t.traces_of_environment() is"

@@ -4,11 +4,11 @@ layouts, whole and damaged.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import layouts
 import numpy as np
 import pytest
 from retrieval.data.splits import make_splits
@@ -28,11 +28,6 @@ from retrieval_sets import (
     vehicle_id,
     veri776,
 )
-
-spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
-assert spec is not None and spec.loader is not None
-layouts: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layouts)
 
 SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
     "vehicle_id": (

@@ -4,13 +4,13 @@ layouts, whole and damaged.
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import layouts
 import pytest
 from PIL import Image
 from retrieval.data.cache import dataset_identity
@@ -23,11 +23,6 @@ from retrieval.recipe.tables import Split
 from retrieval_sets import cars196, cub200, in_shop, stanford_online_products
 from retrieval_sets.fine_grained import CUB
 from retrieval_sets.published import Published, Row, count_problems
-
-spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
-assert spec is not None and spec.loader is not None
-layouts: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layouts)
 
 SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path]]] = {
     "cub": (cub200, layouts.cub),

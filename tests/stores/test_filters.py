@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import retrieval
+from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
@@ -66,7 +67,7 @@ def hits(store: LocalStore, where: Any) -> set[str]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_columns_agree_with_python(store: LocalStore, agree: Any, data: st.DataObject) -> None:
+def test_columns_agree_with_python(store: LocalStore, data: st.DataObject) -> None:
     agree(store, data)
 
 
