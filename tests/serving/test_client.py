@@ -310,12 +310,3 @@ def test_a_proxy_of_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent")
     with pytest.raises(DataError, match="certificate that the environment names"):
         Client("https://photos.example")
-
-
-def test_without_httpx_the_extra_is_named():
-    code = "import sys; sys.modules['httpx'] = None; import retrieval; retrieval.Client"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (
-        "MissingDependency" in done.stderr
-        and "pip install 'embedding-retrieval[client]'" in done.stderr
-    )

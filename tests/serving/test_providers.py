@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,7 +22,7 @@ from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import open_index
-from retrieval.serving.runtime import checked_device, load_libraries, load_onnxruntime
+from retrieval.serving.runtime import load_libraries, load_onnxruntime
 
 GPU = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
@@ -94,26 +93,6 @@ def test_a_graph_that_no_device_can_load_is_the_graphs_fault(
 def split_path(makers: Any, tmp_path: Path) -> Path:
     path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / "b"))
     return path
-
-
-def test_what_is_tried_for_which_device(
-    without_driver: WithoutDriver, bundle_path: Path, makers: Any
-) -> None:
-    gpu = SimpleNamespace(get_available_providers=lambda: GPU)
-    cpu = SimpleNamespace(get_available_providers=lambda: GPU[1:])
-    assert checked_device(gpu, "auto") == checked_device(gpu, "cuda") == ["cuda", "cpu"]
-    assert checked_device(cpu, "auto") == checked_device(gpu, "cpu") == ["cpu"]
-    with pytest.raises(BundleError, match="has no CUDA"):
-        checked_device(cpu, "cuda")
-    with pytest.raises(BundleError, match="it is 'auto', 'cpu' or 'cuda'"):
-        checked_device(gpu, "tpu")  # type: ignore[arg-type]
-    Bundle.open(bundle_path)
-    assert dict(without_driver.asked[0])[GPU[0]]["cudnn_conv_algo_search"] == "HEURISTIC"
-
-
-def test_libraries_are_loaded_in_silence(without_driver: WithoutDriver, capfd: Any) -> None:
-    assert load_libraries(without_driver) == "Failed to load libcudnn.so.9"
-    assert capfd.readouterr().out == ""
 
 
 def test_a_fault_of_a_run_is_a_sentence(split_path: Path) -> None:
