@@ -283,8 +283,8 @@ def test_the_names_are_of_the_face_and_light():
         assert f"'{heavy}'" not in loaded
 
 
-def test_no_proxy_stands_before_this_machine_itself(served, empty, folder):
-    server = served(empty, WRITE)
+def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):
+    server = served(empty)
     for variables in (
         {"http_proxy": "http://127.0.0.1:9"},
         {"http_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.0/8"},
@@ -292,8 +292,10 @@ def test_no_proxy_stands_before_this_machine_itself(served, empty, folder):
         {"NO_PROXY": "[::1]"},
         {"SSL_CERT_FILE": "/nonexistent"},
     ):
-        done = push(server, folder, env={**os.environ, **variables})
-        assert done.returncode == 0, (variables, done.stderr)
+        with monkeypatch.context() as patch, Client(server.url) as client:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            assert client.index().items == 0, variables
 
 
 def test_a_proxy_of_the_environment_is_named(monkeypatch):

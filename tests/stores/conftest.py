@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,21 +22,6 @@ def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another one, whose vectors are as wide. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
-
-
-@pytest.fixture(scope="session")
-def killed() -> Callable[[Callable[[], object]], None]:
-    """Run a call in a child, which must die of SIGKILL in it."""
-
-    def run(call: Callable[[], object]) -> None:
-        if not (child := os.fork()):
-            try:
-                call()
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-    return run
 
 
 @pytest.fixture(scope="session")
