@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 import attack
 
-REQUESTS = 600
+REQUESTS = 300
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("attacked")
     index, sound = attack.prepare(folder)
-    worst = (case for case in attack.worst(0) if len(case[1]) < 2_000_000)
-    images = [*worst, *attack.damaged(0, 2)]
+    images = [*islice(attack.worst(0), 4), *attack.damaged(0, 2)]  # the others: test_hostile_images
     return index, folder / "log", attack.Generator(images, sound, 16)
 
 
@@ -26,15 +27,15 @@ def test_an_attack_costs_others_nothing(prepared):
     sound = generator.sound
     server = attack.Server.start(index, log)
     try:
-        attack.Attack(server, generator, sound, 10**6).run(150, 32)
-        result = attack.Attack(server, generator, sound).run(REQUESTS, 32)
+        attack.Attack(server, generator, sound, 10**6).run(50, 16)
+        result = attack.Attack(server, generator, sound).run(REQUESTS, 16)
     finally:
         took, code = server.end()
     text = attack.report(result, [took], 0, REQUESTS)
     assert not result.faults, text
     assert not result.honest.wrong, text
     assert not result.honest.late, text
-    assert len(result.honest.answered) > 50, text
+    assert len(result.honest.answered) > 20, text
     before, after = result.memory
     assert after.total - before.total < 60_000_000, text
     assert (took < attack.GRACE, code) == (True, 0)

@@ -47,6 +47,13 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         server.stop()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a real server of Milvus."""
+    for item in items:
+        if "milvus" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for server in _running if _of_milvus(item) else ():
         server.start()
