@@ -11,7 +11,7 @@ import pytest
 from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.serving import runtime
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import Manifest, checksum_of, read_manifest, write_manifest
+from retrieval.serving.manifest import checksum_of, read_manifest, write_manifest
 
 
 def copied(bundle: Path, folder: Path) -> Path:
@@ -240,21 +240,6 @@ def test_a_graph_that_onnx_runtime_refuses_is_a_sentence(bundle_path, tmp_path):
     write_manifest(path, read_manifest(path))
     with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
         Bundle.open(path)
-
-
-def test_writing_a_manifest(bundle_path, tmp_path):
-    path = copied(bundle_path, tmp_path)
-    before = read_manifest(path)
-    (path / "README.md").write_text("A card.")
-    (path / ".hidden").write_text("")
-    written = write_manifest(path, before)
-    assert written.files.keys() == {"encoder.onnx", "encoder.fp16.onnx", "README.md"}
-    assert read_manifest(path) == written
-    assert not [file for file in path.iterdir() if "manifest.json." in file.name]
-    assert Manifest.model_validate_json(written.model_dump_json()) == written
-    (path / "encoder.onnx").unlink()
-    with pytest.raises(BundleError, match=r"encoder.* was not written"):
-        write_manifest(path, before)
 
 
 def test_a_device_that_is_not_there(bundle_path):

@@ -125,28 +125,14 @@ def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bund
     assert "bad.png is empty" in skipped.err
 
 
-def test_every_fault_of_a_csv_is_listed_at_once(retrieval, makers, bundle_path, tmp_path):
+def test_every_fault_of_a_csv_is_listed_at_once(cli, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "photos", 1)
-    rows = [
-        "path,label",
-        "photos/0/0000.png,0",
-        "a.png,1,2",
-        ",x",
-        "gone.png,3",
-        "b.png",
-        *["x.png"] * 8,
-    ]
+    rows = ["path,label", "photos/0/0000.png,0", "a.png,1,2", ",x", "gone.png,3", *["x.png"] * 9]
     (tmp_path / "bad.csv").write_text("\n".join(rows))
-    run = retrieval("index", "create", "i", "bad.csv", "--bundle", bundle_path)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.splitlines() == [
-        "Error: bad.csv has 12 problems:",
-        "  - line 3: it has 3 values; the header names 2 columns.",
-        "  - line 4: 'path' is empty or is not a path.",
-        f"  - line 5: {tmp_path / 'gone.png'} does not exist.",
-        *(f"  - line {line}: it has 1 value; the header names 2 columns." for line in range(6, 13)),
-        "  - … and 2 more.",
-    ]
+    run = cli("index", "create", "i", tmp_path / "bad.csv", "--bundle", bundle_path)
+    assert (run.code, run.out) == (2, "") and "bad.csv has 12 problems:" in run.err
+    for words in ("line 3: it has 3", "line 4: 'path' is", "line 5: ", "does not exist", "2 more"):
+        assert words in run.err, run.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "photos"]
 
 

@@ -302,13 +302,13 @@ except DataError as fault:
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="the system has no limit on memory")
 def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path):
-    text = "x" * 3_000_000  # 2.7 GB in 900 rows, and some kB in the file
-    column = pa.DictionaryArray.from_arrays(pa.array([0] * 900, pa.int32()), [text])
-    table = pa.table({"path": [f"{row}.png" for row in range(900)], "note": column})
+    text = "x" * 3_000_000  # 4.8 GB in 1,600 rows, and some kB in the file
+    column = pa.DictionaryArray.from_arrays(pa.array([0] * 1600, pa.int32()), [text])
+    table = pa.table({"path": [f"{row}.png" for row in range(1600)], "note": column})
     pq.write_table(table, tmp_path / "t.parquet", compression="zstd")
     assert (tmp_path / "t.parquet").stat().st_size < 1_000_000
     done = subprocess.run(
-        [sys.executable, "-c", BOMB, str(tmp_path / "t.parquet"), str(2 << 30), "image"],
+        [sys.executable, "-c", BOMB, str(tmp_path / "t.parquet"), str(4 << 30), "image"],
         capture_output=True,
         text=True,
         timeout=200,

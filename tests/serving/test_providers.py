@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from retrieval.errors import BundleError
@@ -18,7 +16,6 @@ from retrieval.serving import sessions
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import open_index
@@ -119,18 +116,3 @@ def test_the_log_says_once_that_the_cpu_stands_in(
         if "so the encoder runs on the CPU" in record.message
     ]
     assert len(said) == 1
-
-
-def test_readyz_says_that_the_cpu_stands_in(
-    without_driver: WithoutDriver, index_path: Path
-) -> None:
-    for device in ("auto", "cpu"):
-        with serve(index_path, port=0, wait=False, device=device) as serving:  # type: ignore[union-attr, arg-type]
-            until = time.monotonic() + 60
-            while (
-                answer := httpx.get(f"{serving.url}readyz")
-            ).status_code != 200 and time.monotonic() < until:
-                time.sleep(0.05)
-        found = answer.json()
-        assert found["status"] == "ready"
-        assert ("fallback" in found) == (device == "auto")
