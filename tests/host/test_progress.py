@@ -39,22 +39,6 @@ def test_long_work_is_a_plain_line_now_and_then(
     assert lines[-1].startswith("encoding: 12,000 of 12,000 images (100 %), 100 a second, 0 s left")
 
 
-def test_steps_that_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with Meter("export", 0, "steps") as meter:
-        meter.reach(0, 3, "exporting")
-        now[0] = 7200.0
-        meter.reach(1, 3, "measuring")
-        meter.say("a note")
-    assert capsys.readouterr().err.splitlines() == [
-        "measuring: 1 of 3 steps (33 %), 0.00014 a second, 4 h 0 min left",
-        "a note",
-    ]
-
-
 def test_no_standard_error_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", None)
     with Meter("encoding", 3, "images") as meter:

@@ -13,6 +13,7 @@ import wire
 from retrieval.serving.http.keys import add_key, new_key, remove_key
 
 BODY = json.dumps({"vector": [0.25] * 16, "k": 1}).encode()
+METRICS = wire.get("/metrics")
 
 
 def made(path: Path, name: str, role="read", indexes=()) -> str:
@@ -38,20 +39,8 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
     port = served(index_path, "--keys", str(keys)).port
     for path in ("/", "/page.js", "/livez", "/readyz", "/v1/openapi.json"):
         assert wire.ask(port, wire.get(path)).status == 200, path
-    for request in (
-        wire.post(BODY),
-        wire.get("/v1/index"),
-        wire.get("/v1/items/x/image"),
-        wire.get("/nowhere"),
-        wire.get("/metrics"),
-        wire.get("/v1/items"),
-        wire.get("/v1/indexes"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/search/batch"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/items"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/delete"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/snapshots"),
-        wire.get("/v1/items/x").replace(b"GET", b"DELETE"),
-    ):
+    # each route of the document: test_openapi.py
+    for request in (wire.post(BODY), wire.get("/v1/index"), wire.get("/nowhere"), METRICS):
         answer = wire.ask(port, request)
         assert (
             answer.status == 401
@@ -71,20 +60,9 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         answer = wire.ask(port, request)
         assert answer.status == 403, method
         assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
-        assert (
-            answer.error
-            == "This key has the role read; adding, changing and deleting takes a key with the role"
-            " write."
-        )
-    for request in (
-        wire.get("/metrics"),
-        wire.get("/v1/indexes/digits/snapshots").replace(b"GET", b"POST"),
-    ):
-        requests = wire.ask(
-            port,
-            request.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {reader}\r\n\r\n".encode()),
-        )
-        assert requests.status == 403 and "role admin" in requests.error
+        assert "has the role read" in answer.error and "takes a key with the role" in answer.error
+    refused = wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {reader}"))
+    assert refused.status == 403 and "role admin" in refused.error
     admin = made(keys, "admin", "admin")
     wire.until(
         lambda: wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {admin}")).status == 200

@@ -24,7 +24,8 @@ from retrieval.serving.index.index import open_index
 
 WRITE = "--open=admin"
 ID = "3/0003.png"
-IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", ".."]
+IDS = ["plain", "a/b/image", "100% sure?#&=+", "日本語 🐟", "line\nbreak", "..", ".", "%2e%2e"]
+IDS += ["image", "é" * 900]
 
 
 @pytest.fixture

@@ -143,6 +143,9 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
 
 
 def test_filters(living, photos, served):
+    """In a form and in JSON, as text and as an object; what is none is refused (the rest:
+    filters/test_bounds.py).
+    """
     server = served(living)
     image = next(photos.rglob("*.png")).read_bytes()
 
@@ -160,40 +163,24 @@ def test_filters(living, photos, served):
     ):
         hits = answer.json()["results"]
         assert len(hits) == wanted and {hit["label"] for hit in hits} == {"3", "7"}
-    assert len(form("").json()["results"]) == len(form(" ").json()["results"]) == 200
-    assert len(found(server, filter=None, k=300)) == 200
+    assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
     for where, status, says in (
         ("label ==", 400, "filter"),
-        ("label = '3", 400, "filter"),
         ({}, 400, "empty object"),
         ([], 400, "must be text or an object"),
-        (7, 400, "must be text or an object"),
-        ({"lable": "3"}, 422, "no item of this index has a field 'lable'".capitalize()),
-        ("lable = '3'", 422, "field 'lable'"),
+        ({"lable": "3"}, 422, "No item of this index has a field 'lable'"),
         ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
         ({"or": [{"label": str(n)} for n in range(101)]}, 400, "too large"),
-        ("not " * 5000 + "label = '3'", 400, "filter"),
         ("(" * 9000, 400, "filter"),
-        ("label = '3' or " * 20_000 + "label = '3'", 400, "filter"),
     ):
         answer = post(server, filter=where)
         assert answer.status_code == status, (where, answer.text)
-        sentence = answer.json()["detail"]
-        assert says in sentence and str(living) not in sentence, sentence
-    for where in (
-        '{"label": "3", "label": "4"}',
-        "{",
-        "{" * 10_000,
-        '{"a":' * 5000,
-        b"\xff",
-        "label = ",
-    ):
+        assert says in answer.json()["detail"] and str(living) not in answer.text, answer.text
+    for where in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
         assert form(where).status_code == 400, where
-    nested = '{"vector": [' + "0," * 15 + '0], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
-    answer = server.client.post(
-        "/v1/search", content=nested, headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 400
+    nested = '{"vector": [0.5], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
+    kind = {"Content-Type": "application/json"}
+    assert server.client.post("/v1/search", content=nested, headers=kind).status_code == 400
     assert len(found(server)) == 10
 
 

@@ -68,6 +68,7 @@ def test_pages_and_health(server, index_path):
     assert set(ready.pop("checks").values()) == {"ok"}
     assert len(ready.pop("bundle")) == 64 and ready == {"status": "ready", "items": 200}
     about = server.client.get("/v1/index").json()
+    assert str(index_path.parent) not in str(about)
     assert about["items"] == 200
     assert about["limits"] == {
         "bytes": 100_000,
