@@ -65,8 +65,8 @@ TRACK_OPTION = click.option(
     multiple=True,
     metavar="TRACKER",
     help=(
-        "Log the run to a tracker: wandb, mlflow, or a plugin's; repeatable. The tracker's own"
-        " environment variables set the server."
+        "Log the run to a tracker: tensorboard, wandb, mlflow, or a plugin's; repeatable. The"
+        " tracker's own environment variables set the server."
     ),
 )
 

@@ -426,9 +426,11 @@ class Step:
             schedule.epoch_end()
 
     def rates(self) -> dict[str, float]:
-        """Return each side's learning rate (the rate of its first part)."""
+        """Return the learning rate of each part that trains."""
         return {
-            name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()
+            group["name"]: group["lr"]
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
         }
 
     @optimizing()
