@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from retrieval import hookimpl
@@ -107,6 +108,16 @@ def retrieval_augmentations() -> Factories:
     from retrieval_core.augmentations import every
 
     return every()
+
+
+if find_spec("tensorboard") is not None:
+
+    @hookimpl
+    def retrieval_trackers() -> Factories:
+        """Files for TensorBoard."""
+        from retrieval_core.board import Board
+
+        return {"tensorboard": Board}
 
 
 @hookimpl

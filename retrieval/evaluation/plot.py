@@ -119,12 +119,44 @@ def neighbours(
     return figure
 
 
+def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
+    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3).
+
+    Raises:
+        DataError: an item cannot be read.
+    """
+    from retrieval.evaluation.neighbors import Search
+    from retrieval.run.open import ItemCodes
+
+    items, combiner = run.splits.validation, run.model.combiner
+    rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
+    codes = ItemCodes(run, run.device)(items)
+    search = Search(codes, None, None, combiner and combiner.compute_mat, device=run.device.type)
+    near, distances = search.nearest(min(k, len(items) - 1), rows)
+    figure = Picture(near.shape[1] + 1.6, 1.18 * len(rows))
+    grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
+    names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
+    for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
+        pixels = _pixels(run.dataset[int(items[row])])
+        _cell(cells[0], pixels, f"query: {names[row]}", "black", 1)
+        for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
+            mark, colour = _mark(names[hit], names[row])
+            title = f"{names[hit]}{mark} {distance:.2f}"
+            _cell(cell, _pixels(run.dataset[int(items[hit])]), title, colour, 2.5)
+    figure.canvas.draw()
+    return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+
+
+def _mark(name: str | None, label: str | None) -> tuple[str, str]:
+    """Return the mark and the colour of a result; without a label there is no right one."""
+    if label is None:
+        return "", "0.4"
+    return (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
+
+
 def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
     """Draw one result; a missing file becomes an empty cell with its name."""
-    right = hit.label == label
-    mark, colour = (
-        ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
-    )
+    mark, colour = _mark(hit.label, label)
     title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
     try:
         pixels = None if hit.path is None else _pixels(hit.path)

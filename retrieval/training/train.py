@@ -244,8 +244,8 @@ def train(
         miner: replaces `[miner]`.
         generator: replaces `[generator]`.
         learner: replaces `[learner]` by an unfitted estimator.
-        track: trackers that log the run: "wandb", "mlflow", or a plugin's. If a tracker fails, the
-            run reports it and continues.
+        track: trackers that log the run: "tensorboard", "wandb", "mlflow", or a plugin's. If a
+            tracker fails, the run reports it and continues.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with one line per epoch. By default the lines are printed if `progress` is
             True.

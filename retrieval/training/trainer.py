@@ -50,7 +50,6 @@ from retrieval.training.process import (
     plain,
     repeating,
     stopping,
-    tensorboard,
     together,
     validate,
 )
@@ -160,18 +159,15 @@ class Trainer:
             self.report(f"note: {note}")
         for warning in self.warnings if self.main else ():
             self.report(f"warning: {warning}")
-        board_folder = self.run.path / "tensorboard" if self.main else None
-        board_of = tensorboard(board_folder, self.progress.total)
         with (
             self.batches,
             stopping(self._stop),
             repeating(self.recipe.train),
             meter,
-            board_of as board,
         ):
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
-                    self._end_epoch(self._epoch(meter), board)
+                    self._end_epoch(self._epoch(meter))
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
@@ -184,6 +180,7 @@ class Trainer:
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started, first = time.perf_counter(), progress.step
+        self._told = dict(progress.sums), dict(progress.counts)
         self.step.set_modes()
         for inputs, labels in self.batches.epoch(
             progress.epoch, start=progress.step, rank=rank, world=world
@@ -193,6 +190,8 @@ class Trainer:
             progress.total += 1
             loss = progress.sums.get("loss", 0.0) / progress.counts.get("loss", 1)
             meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
+            if progress.total % EVERY == 0 or progress.step == len(self.batches):
+                self._end_steps()
             if self._stop.is_set():
                 self.save()
                 raise Interrupted(f"Stopped after step {progress.total}.")
@@ -218,6 +217,21 @@ class Trainer:
         self.tally.add(losses)
         return losses.all_metrics()
 
+    def _end_steps(self) -> None:
+        """Tell the plugins the means of the metrics since the last call, and the learning rates."""
+        self.tally.read()
+        progress, (sums, counts) = self.progress, self._told
+        self._told = dict(progress.sums), dict(progress.counts)
+        metrics = {
+            name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
+            for name, total in progress.sums.items()
+            if progress.counts[name] > counts.get(name, 0)
+        }
+        rates = {f"lr_{name}": rate for name, rate in self.step.rates().items()}
+        self.run.plugins.notify(
+            "retrieval_steps_end", run=self.run, step=progress.total, metrics={**metrics, **rates}
+        )
+
     def _stopped(self, step: int, what: str) -> Diverged:
         return Diverged(
             f"Training stopped at step {step} (epoch {self.progress.epoch + 1}):"
@@ -240,7 +254,7 @@ class Trainer:
         )
         return patience is not None and trains_metric and self.progress.stale >= patience
 
-    def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
+    def _end_epoch(self, metrics: dict[str, float]) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
         self._refuse_nan()  # before validation, which may save the weights as the best
@@ -277,8 +291,6 @@ class Trainer:
             for warning in warnings:
                 self.report(f"warning: {warning}")
             self.run.log(record)
-            for name, value in metrics.items():
-                board(name, value, progress.total)
             shown = [
                 f"{name} {value:.4f}"
                 for name, value in metrics.items()
