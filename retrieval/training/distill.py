@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from retrieval.data.cache import files_identity
 from retrieval.data.readable import skip_unreadable
 from retrieval.errors import DataError
+from retrieval.export.export_backbone import BackboneEncoder
 from retrieval.export.export_model import refuse_existing
-from retrieval.export.export_run import export_run
+from retrieval.export.export_run import export
 from retrieval.host.files import whole_file, write_json
 from retrieval.recipe.read import read_recipe
 from retrieval.run.folder import is_run
-from retrieval.run.open import load_run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.image_files import find_images
 from retrieval.serving.progress import Progress, shown
-from retrieval.training.train import BackboneEncoder, whole
+from retrieval.training.train import Run
 from retrieval.training.trainer import train
 
 DIMENSIONS = 128
@@ -144,9 +144,9 @@ def distill(
         plugins,
     )
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
-    bundle = export_run(trained, goal, replace=replace, progress=progress)
+    bundle = export(trained, goal, replace=replace, progress=progress)
     shown_files = [files[i] for i in held_out]
-    vectors_of_student, student_speed = _timed(BundleEncoder(bundle), shown_files)
+    vectors_of_student, student_speed = _timed(bundle, shown_files)
     _, teacher_speed = _timed(teacher, shown_files[:_FEWEST])
     student_vectors = _unit(vectors_of_student)
     return Distillation(
@@ -165,8 +165,9 @@ def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
     if kind == "bundle":
         return BundleEncoder(Bundle.open(teacher))
     if kind == "run":
-        return whole(load_run(Path(teacher)))
-    return BackboneEncoder(str(teacher), {}, plugins, random_weights=False)
+        encoder: Encoder = Run.open(teacher)
+        return encoder
+    return BackboneEncoder(str(teacher), {}, plugins)
 
 
 def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:

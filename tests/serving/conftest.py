@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import httpx
 import makers
 import pytest
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 
 @pytest.fixture(scope="session")
