@@ -398,6 +398,15 @@ class Train(Section):
     precision: Literal["no", "bf16", "fp16"] = Field(
         "no", description="Mixed precision; `bf16` is faster on CPUs too."
     )
+    chunk: Count | None = Field(
+        None,
+        description=(
+            "Number of a batch's rows that pass through the model at a time, on each process. The"
+            " loss still compares the whole batch, and gradients are the same; memory holds the"
+            " activations of one chunk, and a step computes each twice. Batch norm that trains sees"
+            " one chunk at a time. The default is the whole batch."
+        ),
+    )
     channels_last: bool = Field(
         False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
     )

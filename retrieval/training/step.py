@@ -34,6 +34,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase, Trainable
 from retrieval.run.build import Objective
 from retrieval.training.batch import Batch, Losses, Watch
+from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
 from retrieval.training.optim import (
     build_optimizers,
@@ -382,6 +383,15 @@ class Step:
         ]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features (B, F) and codes (B, C), computed in chunks if the recipe says so."""
+        chunk = self.train_table.chunk
+        if chunk is None or chunk >= len(inputs):
+            return self._forward(inputs)
+        parts = [in_little_memory(self._forward, self.model, rows) for rows in inputs.split(chunk)]
+        features, codes = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(codes)
+
+    def _forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), checked against the backbone's width, and codes (B, C)."""
         model, size, who = self.model, len(inputs), self._the("backbone")
         with self.accelerator.autocast(), self.devices.statistics():

@@ -40,6 +40,7 @@ from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
 from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
 from retrieval.training.check import look_ahead
+from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import nothing_to_train, write_untrained
 from retrieval.training.process import (
@@ -113,6 +114,10 @@ class Trainer:
         shares_batches = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
         if shares_batches and trains_batch_norm(run.model, self.recipe):
             self.warnings.append(NOT_SYNCHRONISED.format(processes=accelerator.num_processes))
+        chunk = self.recipe.train.chunk
+        share = self.recipe.batch_size // accelerator.num_processes
+        if chunk and chunk < share and trains_batch_norm(run.model, self.recipe):
+            self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
         self.tally = Tally(lambda: self.progress, every, self._stopped)
         self._enter_phase()
