@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from retrieval.data.idx import read_idx
     from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
     from retrieval.data.records import read_records
+    from retrieval.data.samplers import rows_by_class, rows_of
     from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
     from retrieval.host.factory import Part, traits
     from retrieval.host.files import cache_folder, write_bytes
     from retrieval.host.hookspecs import Factories
     from retrieval.model.contracts import (
         Backbone,
+        BatchSampler,
         Combiner,
         Dataset,
         Generator,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         Subspace,
         TrackedRun,
         Tracker,
+        TrainingItems,
         Transform,
         TripletIndices,
     )
@@ -56,6 +59,7 @@ __all__ = [
     "SPLITS",
     "ArrayDataset",
     "Backbone",
+    "BatchSampler",
     "Box",
     "CheckedLoss",
     "Combiner",
@@ -84,6 +88,7 @@ __all__ = [
     "Sums",
     "TrackedRun",
     "Tracker",
+    "TrainingItems",
     "Transform",
     "TripletIndices",
     "as_given",
@@ -106,6 +111,8 @@ __all__ = [
     "read_records",
     "refuse",
     "report_left_out",
+    "rows_by_class",
+    "rows_of",
     "sides",
     "skip_unreadable",
     "some",
@@ -128,12 +135,14 @@ if not TYPE_CHECKING:
             "retrieval.data.idx": ["read_idx"],
             "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
             "retrieval.data.records": ["read_records"],
+            "retrieval.data.samplers": ["rows_by_class", "rows_of"],
             "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
             "retrieval.host.factory": ["Part", "traits"],
             "retrieval.host.files": ["cache_folder", "write_bytes"],
             "retrieval.host.hookspecs": ["Factories"],
             "retrieval.model.contracts": [
                 "Backbone",
+                "BatchSampler",
                 "Combiner",
                 "Dataset",
                 "Generator",
@@ -144,6 +153,7 @@ if not TYPE_CHECKING:
                 "Subspace",
                 "TrackedRun",
                 "Tracker",
+                "TrainingItems",
                 "Transform",
                 "TripletIndices",
             ],

@@ -237,9 +237,10 @@ class Split(Section):
     )
 
 
-class Sampler(Section):
-    """`[sampler]`: a batch is P classes × M items."""
+class Sampler(Component):
+    """`[sampler]`: which items a batch holds, by default P classes × M items."""
 
+    name: str = Field("core.class_balanced", description="The sampler: `PLUGIN.NAME`.")
     classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
     items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
@@ -634,4 +635,5 @@ class Tables(Section):
 
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
-    return set(Backbone.model_fields) - {"name"} if table == "backbone" else set()
+    section = {"backbone": Backbone, "sampler": Sampler}.get(table, Component)
+    return set(section.model_fields) - {"name"}

@@ -193,6 +193,7 @@ def load_run(
     *,
     or_kept: bool = False,
     dataset: Dataset | None = None,
+    sampler: Any = None,
     backbone: nn.Module | None = None,
     combiner: Combiner | None = None,
     loss: Callable[..., Any] | None = None,
@@ -209,6 +210,7 @@ def load_run(
         or_kept: if the data cannot be opened, use the held-out inputs that the run keeps. The
             dataset is then a `KeptInputs`, and a note of the splits says why.
         dataset: the object that the run was trained with; `None` if a plugin made this part.
+        sampler: see `dataset`.
         backbone: see `dataset`.
         combiner: see `dataset`.
         loss: see `dataset`.
@@ -229,6 +231,7 @@ def load_run(
         raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
     objects = objects_of(
         dataset=dataset,
+        sampler=sampler,
         backbone=backbone,
         combiner=combiner,
         loss=loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from html import escape
@@ -27,7 +27,7 @@ from retrieval.evaluation.verify_run import verify_run
 from retrieval.export.export_backbone import export_backbone, named_backbone
 from retrieval.export.export_run import export_run
 from retrieval.host.plugins import load_plugins
-from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
+from retrieval.model.contracts import BatchSampler, Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.folder import objects_of
@@ -208,6 +208,7 @@ def train(
     replace: bool = False,
     replace_plugins: bool = False,
     dataset: Dataset | None = None,
+    sampler: Iterable[Sequence[int]] | BatchSampler | None = None,
     backbone: nn.Module | None = None,
     combiner: Combiner | None = None,
     loss: Callable[..., Any] | None = None,
@@ -234,6 +235,8 @@ def train(
         replace: replace an existing run.
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
         dataset: replaces `[data]`.
+        sampler: replaces `[sampler]`: a batch sampler of torch, which yields positions among the
+            items that train, or a `retrieval.plugin.BatchSampler`.
         backbone: replaces `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
             (B, channels, H, W) or vectors (B, F') to features (B, F). The number of features is
             measured. Images are preprocessed according to the module's attribute `preprocessing`, a
@@ -259,6 +262,7 @@ def train(
     """
     objects = objects_of(
         dataset=dataset,
+        sampler=sampler,
         backbone=backbone,
         combiner=combiner,
         loss=loss,
