@@ -88,6 +88,14 @@ def retrieval_learners() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_samplers() -> Factories:  # type: ignore[empty-body]
+    """Called when a recipe's `[sampler]` is looked up.
+
+    Each factory returns a `retrieval.plugin.BatchSampler`, or a batch sampler of torch.
+    """
+
+
+@hookspec
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[augmentation] transforms` are looked up.
 
@@ -148,6 +156,15 @@ def retrieval_regularizers() -> Factories:  # type: ignore[empty-body]
 @hookspec
 def retrieval_run_start(run: Any) -> None:
     """Called when training starts or resumes, before the first batch."""
+
+
+@hookspec
+def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    """Called every 50 steps and at the end of an epoch, with the number of all steps so far.
+
+    `metrics` has the mean of each loss since the last call, and the learning rate of each part that
+    trains, as `lr_PART`.
+    """
 
 
 @hookspec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -37,16 +36,6 @@ EPOCHS = [
         "validation_recall_at_1": 0.8,
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def makers() -> ModuleType:
-    path = Path(__file__).parents[1] / "serving" / "makers.py"
-    spec = importlib.util.spec_from_file_location("plot_makers", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError, PluginError
+from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
@@ -369,5 +369,5 @@ def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
         ({"tags": "tag"}, "no column 'tag' of metadata"),
         ({"gallery_items": 99}, "no class has so many test items"),
     ):
-        with pytest.raises(DataError, match=sentence):
+        with pytest.raises((DataError, RecipeError), match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)

@@ -5,7 +5,6 @@ learner, a bundle, and by command.
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -205,14 +204,9 @@ def test_a_bundles_distances_by_loops(
     fresh: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    makers: Any,
     kind: dict[str, bool],
 ) -> None:
-    spec = importlib.util.spec_from_file_location(
-        "makers", Path(__file__).parents[1] / "serving" / "makers.py"
-    )
-    assert spec is not None and spec.loader is not None
-    makers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(makers)
     folder = makers.make_bundle(tmp_path / "bundle", **kind)
     run = Run.open(fresh("plain"))
     seen: dict[str, Any] = {}

@@ -23,11 +23,10 @@ FLOORS = [
     {"recipe"},
     {"data"},
     {"run"},
-    {"plot"},
     {"evaluation", "export"},
     {"training"},
     {"cli"},
-    {"plugin", "results"},
+    {"plot", "plugin", "results"},
     {"__init__"},
 ]
 """Lowest first.
@@ -47,6 +46,7 @@ MOST_INNER = 10
 # here.
 INNER = {
     "retrieval.data.pairs": {"find_pairs", "read_people"},
+    "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.shards": {"Shard", "world_of"},
     "retrieval.serving.index.backends": {"retrieval_indexes"},

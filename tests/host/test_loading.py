@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from retrieval.errors import MissingDependency, PluginError
-from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
+from retrieval.host.plugins import Plugins, load_plugins
 
 LOSS = '''
 from retrieval.plugin import hookimpl
@@ -39,21 +39,6 @@ def refused(*items: str, **kwargs: Any) -> str:
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?"))
     return sentence
-
-
-def test_bundled_plugins_come_by_entry_points() -> None:
-    plugins = load_plugins()
-    origins = {source.plugin: source.origin for source in plugins.sources}
-    assert {"core", "pml"} <= set(origins)
-    assert origins["core"].startswith("embedding-retrieval ")
-    assert installed_plugins().keys() == origins.keys()
-
-
-def test_the_source_root_of_the_plugins_is_never_a_package() -> None:
-    plugins = load_plugins()
-    for kind in ("losses", "backbones", "datasets", "metrics"):
-        assert plugins.factories(kind)
-    assert "plugins" not in sys.modules
 
 
 def test_a_third_party_distribution_lists_beside_ours(

@@ -25,6 +25,7 @@ pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not ins
 
 # what Ray itself leaves open, and says of its next versions
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

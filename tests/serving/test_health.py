@@ -90,15 +90,6 @@ def until(what: Callable[[], bool]) -> bool:
     return False
 
 
-def test_asking_costs_no_search(probed):
-    probed.probe()
-    encode, calls = probed.index.bundle.encode, []
-    probed.index.bundle.encode = lambda pixels: calls.append(1) or encode(pixels)
-    for _ in range(1000):
-        assert probed.readiness.reason() is None
-    assert not calls
-
-
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
     folder.mkdir()

@@ -85,6 +85,7 @@ def light_python(tmp_path_factory) -> Path:
     return python
 
 
+@pytest.mark.long
 def test_everything_works_without_torch(
     light_python, bundle_path, index_path, photos, served, tmp_path, capfd
 ):

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: hooks' figures, TensorBoard's, checkpoints; and the folders that
+"""What a run leaves in its folder: hooks' figures, checkpoints; and the folders that
 are refused.
 """
 
@@ -37,15 +37,6 @@ def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
     assert lines[3]["metrics"]["map_at_r"] == max(
         line["metrics"]["validation_map_at_r"] for line in lines[1:3]
     )
-
-
-def test_tensorboard_gets_the_figures_when_installed(make: Make, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(fit(tmp_path, make()) / "tensorboard"))
-    board.Reload()
-    assert [event.step for event in board.Scalars("loss")] == [5, 10]
 
 
 def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def compare(
         allow_different: compare recipes that differ in data, backbone or budget; the table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
-        track: trackers of the comparison and of each training with a seed: "wandb", "mlflow", or a
-            plugin's.
+        track: trackers of the comparison and of each training with a seed: "tensorboard", "wandb",
+            "mlflow", or a plugin's.
         latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with the messages of trackers. By default they are printed if `progress` is

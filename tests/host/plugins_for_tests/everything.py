@@ -387,6 +387,11 @@ def retrieval_run_start(run: Any) -> None:
 
 
 @hookimpl
+def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    _note(hook="steps_end", run=run, step=step, metrics=metrics)
+
+
+@hookimpl
 def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
     _note(hook="epoch_end", run=run, epoch=epoch, metrics=metrics)
 
