@@ -348,14 +348,14 @@ def _plane(
             "t-SNE",
         )
     if method == "umap":
-        try:
-            from umap import UMAP
-        except ImportError as error:
-            raise MissingDependency(
-                "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
-            ) from error
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # UMAP says that a seed takes one thread
+            try:
+                from umap import UMAP
+            except ImportError as error:
+                raise MissingDependency(
+                    "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
+                ) from error
             near = min(15, len(points) - 1)
             umap = UMAP(n_neighbors=near, init="random", random_state=seed, n_jobs=1)
             return np.asarray(umap.fit_transform(points)), "UMAP"
