@@ -164,7 +164,7 @@ def test_an_object_of_another_class_is_refused(own: retrieval.Run) -> None:
 def test_changed_items_are_refused(own: retrieval.Run) -> None:
     given = objects()
     given["dataset"].arrays[17, 3, 3] ^= 1
-    with pytest.raises(retrieval.errors.DataError, match="its items or their labels differ"):
+    with pytest.raises(retrieval.errors.DataError, match="its items, their labels or sides differ"):
         retrieval.load(own.path, **given)
 
 
@@ -309,6 +309,8 @@ def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
     again = retrieval.Run.open("run", dataset=Pairs())
     first, second = (r.evaluate(metrics="map_at_r", progress=False) for r in (run, again))
     assert first.metrics == second.metrics and again.labels("test").tolist()[0].isdigit()
+    data = retrieval.as_dataset(Pairs())
+    assert len(again.encode(data, progress=False)) == len(data.labels) == 300
     page = retrieval.report(again, map="none", progress=False).read_text(encoding="utf-8")
     assert "map" in page
     with pytest.raises(retrieval.errors.DataError, match="was trained with another dataset"):
