@@ -289,7 +289,7 @@ def ends(
 
 def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
 
     makers.write_digits(folder / "photos", 200)
     create_index(

@@ -86,7 +86,7 @@ class Attacked:
 
     def __init__(self, folder: Path, *options: str) -> None:
         from retrieval.serving.http.keys import add_key, new_key
-        from retrieval.serving.index.creating import create_index
+        from retrieval.serving.index.index import create_index
 
         makers.write_digits(folder / "photos", 200)
         bundle = makers.make_bundle(folder / "bundle")

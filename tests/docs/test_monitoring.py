@@ -13,8 +13,7 @@ from typing import Any
 import makers
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.stages import STAGES
 
 

@@ -16,8 +16,7 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
@@ -254,4 +253,4 @@ def test_no_picture_touches_pyplot(process: Any) -> None:
         " print('matplotlib.pyplot' in sys.modules)",
     )
     assert done.out.strip() == "False", done.err
-    assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot
+    assert "plot" in dir(retrieval) and sys.modules["retrieval.plot"] is retrieval.plot

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import filter_strategies as strategies
 from hypothesis import strategies as st
-from retrieval import stores
 from retrieval.errors import DataError
+from retrieval.plugin import stores
 from retrieval.serving.filters import matches, metadata_text
 from retrieval.serving.store.testing.bench import item, normal, scanned
 from retrieval.serving.store.testing.bundles import WIDTH, opened

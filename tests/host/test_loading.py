@@ -14,7 +14,7 @@ from retrieval.errors import MissingDependency, PluginError
 from retrieval.host.plugins import Plugins, load_plugins
 
 LOSS = '''
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Plain:
     """A loss."""
@@ -112,10 +112,10 @@ def test_a_file_and_a_module_serve_as_plugins(
 
 def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None:
     code = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom retrieval"
-        ' import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n        size:'
-        ' pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n    return'
-        " {'data': Data}\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom"
+        ' retrieval.plugin import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n'
+        '        size: pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n'
+        "    return {'data': Data}\n"
     )
     plugins = load_plugins([write(tmp_path, "datas.py", code)])
     assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5
@@ -175,7 +175,7 @@ def test_missing_and_misnamed_files_and_modules(tmp_path: Path) -> None:
             LOSS.replace("@hookimpl", "@hookimpl(specname='retrieval_loss')"),
             ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
         ),
-        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.hookimpl"]),
+        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.plugin.hookimpl"]),
         (
             LOSS.replace("losses():", "losses(recipe):"),
             ["it defines retrieval_losses(recipe), and the host calls retrieval_losses()"],
@@ -232,7 +232,9 @@ def test_an_entry_point_that_names_no_module(
 def test_factory_hooks_that_give_something_else(
     tmp_path: Path, body: str, words: list[str]
 ) -> None:
-    code = f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
+    code = (
+        f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
+    )
     plugins = load_plugins([write(tmp_path, "gives.py", code)])
     assert all(
         name.startswith(("core.", "pml.", "daml.", "anml.", "aml.", "oahu."))

@@ -136,7 +136,7 @@ def test_show_gives_hints_and_lines_to_paste(styles: Plugins) -> None:
 
 
 FAULTY = '''
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Good:
     """A loss."""

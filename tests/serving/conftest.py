@@ -15,7 +15,7 @@ import httpx
 import makers
 import pytest
 from forking import Forked, Forker
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 PROGRAM = ("-m", "retrieval.cli")
 

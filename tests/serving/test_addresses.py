@@ -6,8 +6,7 @@ import sys
 
 import pytest
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.locations import stamp_of
 from retrieval.serving.index.sources import collect
 

@@ -19,7 +19,7 @@ from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.problems import RequestError
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 
 def change(what: str, ids=(), where=None) -> Change:

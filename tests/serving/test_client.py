@@ -19,8 +19,7 @@ import retrieval
 from PIL import Image
 from retrieval.client import AsyncClient, Client, Hit, NewItem
 from retrieval.errors import DataError, ServerError
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 WRITE = "--open=admin"
 ID = "3/0003.png"
@@ -267,8 +266,11 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path):
 
 
 def test_the_names_are_of_the_face_and_light():
-    assert retrieval.Client is Client and retrieval.client.AsyncClient is AsyncClient
-    code = "import sys, retrieval; retrieval.Client('http://a').close(); print(sorted(sys.modules))"
+    assert retrieval.client.Client is Client and retrieval.client.AsyncClient is AsyncClient
+    code = (
+        "import sys; from retrieval.client import Client; Client('http://a').close();"
+        " print(sorted(sys.modules))"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

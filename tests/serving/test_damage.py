@@ -15,8 +15,7 @@ from limits import files_of_at_most
 from PIL import Image
 from retrieval.errors import DataError, StoreError
 from retrieval.host.files import rename_whole
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.store.record import FILE as RECORD
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -124,7 +123,7 @@ def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
 BUILD = textwrap.dedent("""
     import sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
     print("ready", flush=True)
     sys.stdin.readline()
     try:

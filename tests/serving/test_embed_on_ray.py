@@ -18,8 +18,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")

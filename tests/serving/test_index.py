@@ -11,8 +11,7 @@ import pytest
 from retrieval.errors import DataError, PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store import structure
@@ -182,7 +181,7 @@ def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
 
 PLUGIN = '''
 import numpy as np
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.plugin import IndexBackend
 
 class Brute(IndexBackend):

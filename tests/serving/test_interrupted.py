@@ -13,8 +13,7 @@ import time
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -28,7 +27,7 @@ def folder(makers, tmp_path):
 SLOW = textwrap.dedent("""
     import sys, time
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
     encode = Bundle.encode
     batches = 0
     def slow(self, inputs, **options):

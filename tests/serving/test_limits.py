@@ -19,7 +19,7 @@ from retrieval.serving.http import bodies
 from retrieval.serving.http.bodies import BodyMemory
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.server import KEEP_ALIVE_SECONDS
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 from starlette.requests import ClientDisconnect, Request
 
 LIVE = wire.get("/livez")

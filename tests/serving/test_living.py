@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import wire
 from PIL import Image
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import wire
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 from retrieval.serving.stages import STAGES
 
 

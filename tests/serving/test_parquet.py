@@ -18,8 +18,7 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError, MissingDependency
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 from retrieval.serving.index.sources import collect
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")

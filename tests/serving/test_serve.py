@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from PIL import Image
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from starlette.requests import ClientDisconnect
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]

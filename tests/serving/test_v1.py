@@ -13,8 +13,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import wire
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 
 WIDTH = 16
 

@@ -18,8 +18,7 @@ from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import migrating
 from retrieval.serving.index.checking import check_index
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store import local
 from retrieval.serving.store.local import LocalStore

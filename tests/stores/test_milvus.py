@@ -21,7 +21,7 @@ import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from retrieval import stores, testing
+from retrieval.plugin import stores, testing
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, normal, some
@@ -83,7 +83,7 @@ def spares(milvus: Any) -> Iterator[Spares]:
 
 
 class TestMilvus(testing.StoreSuite):
-    """`retrieval.testing` holds the cases.
+    """`retrieval.plugin.testing` holds the cases.
 
     More items than an answer has rows (1,000 with their text) are enough for all but `many`.
     """

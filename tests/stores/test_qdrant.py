@@ -16,7 +16,7 @@ import retrieval
 from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from retrieval import stores, testing
+from retrieval.plugin import stores, testing
 from retrieval.serving.store.testing.bench import item, some
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 

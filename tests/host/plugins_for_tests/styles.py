@@ -12,7 +12,7 @@ from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from torch import nn
 
 
