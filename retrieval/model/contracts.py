@@ -8,7 +8,7 @@ own losses and miners work here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -69,6 +69,9 @@ class Dataset(ABC):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __iter__(self) -> Iterator[Image | NDArray[Any]]:
+        return (self[index] for index in range(len(self)))
 
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:

@@ -93,7 +93,7 @@ def file(run_folder: Path) -> Path:
 
 def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
-    theirs = evaluate(run_folder, metrics=names, progress=False).metrics["trained"]
+    theirs = evaluate(Run.open(run_folder), metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == found.query_count == 100
     for name in names:
         mean, low, high = found.intervals[name]
