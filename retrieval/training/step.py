@@ -401,7 +401,10 @@ class Step:
         chunk = self.train_table.chunk
         if chunk is None or chunk >= len(inputs):
             return self._forward(inputs)
-        parts = [in_little_memory(self._forward, self.model, rows) for rows in inputs.split(chunk)]
+        parts = [
+            in_little_memory(self._forward, self.model, inputs[start : start + chunk])
+            for start in range(0, len(inputs), chunk)
+        ]
         features, codes = zip(*parts, strict=True)
         return torch.cat(features), torch.cat(codes)
 

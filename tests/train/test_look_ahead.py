@@ -184,3 +184,10 @@ def test_principal_components_of_few_features() -> None:
     x = np.random.default_rng(0).normal(size=(50, 10))
     assert PCA().fit_transform(x).shape == (50, 10)
     assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)
+
+
+def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
+    """The check and the run say so, for nothing else would."""
+    run = build_run(tmp_path, make(evaluate={"tags": "colours"}))
+    assert any("one label" in note and '"colours"' in note for note in run.splits.notes)
+    assert not any("one label" in note for note in build_run(tmp_path, make()).splits.notes)
