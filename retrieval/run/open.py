@@ -176,8 +176,8 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
     splits = make_splits(dataset, recipe.split)
     if recipe.evaluate.tags is not None:
         splits.notes.append(
-            f'training compares items by their one label; [evaluate] tags = "{recipe.evaluate.tags}"'
-            " counts in evaluation only."
+            "training compares items by their one label;"
+            f' [evaluate] tags = "{recipe.evaluate.tags}" counts in evaluation only.'
         )
     model = build_model(recipe, dataset)
     objective = build_objective(recipe, model, _classes(recipe, splits))
