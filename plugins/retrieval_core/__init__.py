@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories, lazy
+from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
     from retrieval_core.barlow_twins import BarlowTwins as BarlowTwins
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
     from retrieval_core.convnet import Features as Features
     from retrieval_core.convnet import Pixels as Pixels
+    from retrieval_core.distillation import distillation as distillation
     from retrieval_core.embedding_generators import EmbeddingExpansion as EmbeddingExpansion
     from retrieval_core.embedding_generators import SymmetricalSynthesis as SymmetricalSynthesis
     from retrieval_core.folders import image_folder as image_folder
@@ -46,6 +47,7 @@ __getattr__, __dir__ = lazy(
         "retrieval_core.barlow_twins": ["BarlowTwins"],
         "retrieval_core.contextual_loss": ["Contextual"],
         "retrieval_core.convnet": ["ConvNet", "Features", "Pixels"],
+        "retrieval_core.distillation": ["distillation"],
         "retrieval_core.embedding_generators": ["EmbeddingExpansion", "SymmetricalSynthesis"],
         "retrieval_core.folders": ["image_folder", "manifest"],
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
@@ -106,10 +108,11 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Losses of whole rankings, neighbourhoods, mixtures, views and very many classes."""
+    """Losses of rankings, neighbourhoods, mixtures, views, a teacher and very many classes."""
     return {
         "barlow_twins": "retrieval_core.barlow_twins:BarlowTwins",
         "contextual": "retrieval_core.contextual_loss:Contextual",
+        "distillation": "retrieval_core.distillation:distillation",
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "metrix": "retrieval_core.metrix_loss:Metrix",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",
@@ -145,6 +148,16 @@ def retrieval_augmentations() -> Factories:
     from retrieval_core.augmentations import every
 
     return every()
+
+
+if find_spec("tensorboard") is not None:
+
+    @hookimpl
+    def retrieval_trackers() -> Factories:
+        """Files for TensorBoard."""
+        from retrieval_core.board import Board
+
+        return {"tensorboard": Board}
 
 
 @hookimpl

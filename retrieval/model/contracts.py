@@ -420,12 +420,14 @@ class TrackedRun:
         group: the comparison that this training belongs to, or `None`.
         configuration: the recipe, or the comparison's settings, as JSON values.
         key: for a resumed run, the key that `begin` returned at first; otherwise `None`.
+        folder: the folder of the run or the comparison.
     """
 
     name: str
     group: str | None
     configuration: Mapping[str, Any]
     key: str | None
+    folder: str
 
 
 class Tracker(Protocol):
@@ -435,6 +437,10 @@ class Tracker(Protocol):
     in the training thread, before anything else; import the tracker's packages there.
 
     If a tracker raises an error, the user gets a message and the run continues without the tracker.
+
+    A tracker may also have `log_steps(step, metrics)`, which gets what the hook
+    `retrieval_steps_end` gets, and `image(title, pixels)`, which gets a sheet of validation queries
+    with their nearest items at the end of training, as an array (H, W, 3) of uint8.
     """
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:

@@ -32,7 +32,7 @@ from retrieval.model.rows import Rows, compares_with_classes, rows_of
 from retrieval.model.shards import shards_of
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase, Trainable
-from retrieval.run.build import Objective
+from retrieval.run.build import Objective, loss_sizes
 from retrieval.training.batch import Batch, Losses, Watch
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
@@ -438,7 +438,7 @@ class Step:
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
         """Return the loss, passing indices only if there are any."""
-        with calling(self._the("loss")):
+        with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
         return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
@@ -453,9 +453,11 @@ class Step:
             schedule.epoch_end()
 
     def rates(self) -> dict[str, float]:
-        """Return each side's learning rate (the rate of its first part)."""
+        """Return the learning rate of each part that trains."""
         return {
-            name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()
+            group["name"]: group["lr"]
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
         }
 
     @optimizing()

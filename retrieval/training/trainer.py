@@ -38,7 +38,7 @@ from retrieval.run.folder import (
     refuse_taken,
     write_json,
 )
-from retrieval.run.open import Run, begin_folder, build_run, load_run
+from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
@@ -55,7 +55,6 @@ from retrieval.training.process import (
     plain,
     repeating,
     stopping,
-    tensorboard,
     together,
     validate,
 )
@@ -170,18 +169,15 @@ class Trainer:
             self.report(f"note: {note}")
         for warning in self.warnings if self.main else ():
             self.report(f"warning: {warning}")
-        board_folder = self.run.path / "tensorboard" if self.main else None
-        board_of = tensorboard(board_folder, self.progress.total)
         with (
             self.batches,
             stopping(self._stop),
             repeating(self.recipe.train),
             meter,
-            board_of as board,
         ):
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
-                    self._end_epoch(self._epoch(meter), board)
+                    self._end_epoch(self._epoch(meter))
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
@@ -194,6 +190,7 @@ class Trainer:
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started = time.perf_counter()
+        self._told = dict(progress.sums), dict(progress.counts)
         self.step.set_modes()
         rows = 0
         for inputs, labels in self.batches.epoch(
@@ -205,6 +202,8 @@ class Trainer:
             progress.total += 1
             loss = progress.sums.get("loss", 0.0) / progress.counts.get("loss", 1)
             meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
+            if progress.total % EVERY == 0 or progress.step == len(self.batches):
+                self._end_steps()
             if self._stop.is_set():
                 self.save()
                 raise Interrupted(f"Stopped after step {progress.total}.")
@@ -251,6 +250,21 @@ class Trainer:
         self.tally.add(losses)
         return losses.all_metrics()
 
+    def _end_steps(self) -> None:
+        """Tell the plugins the means of the metrics since the last call, and the learning rates."""
+        self.tally.read()
+        progress, (sums, counts) = self.progress, self._told
+        self._told = dict(progress.sums), dict(progress.counts)
+        metrics = {
+            name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
+            for name, total in progress.sums.items()
+            if progress.counts[name] > counts.get(name, 0)
+        }
+        rates = {f"lr_{name}": rate for name, rate in self.step.rates().items()}
+        self.run.plugins.notify(
+            "retrieval_steps_end", run=self.run, step=progress.total, metrics={**metrics, **rates}
+        )
+
     def _stopped(self, step: int, what: str) -> Diverged:
         return Diverged(
             f"Training stopped at step {step} (epoch {self.progress.epoch + 1}):"
@@ -273,7 +287,7 @@ class Trainer:
         )
         return patience is not None and trains_metric and self.progress.stale >= patience
 
-    def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
+    def _end_epoch(self, metrics: dict[str, float]) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
         self._refuse_nan()  # before validation, which may save the weights as the best
@@ -310,8 +324,6 @@ class Trainer:
             for warning in warnings:
                 self.report(f"warning: {warning}")
             self.run.log(record)
-            for name, value in metrics.items():
-                board(name, value, progress.total)
             shown = [
                 f"{name} {value:.4f}"
                 for name, value in metrics.items()
@@ -439,7 +451,7 @@ def train(
         stands, changed, complete = together(accelerator, look)
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
-            return load_run(path)
+            return Run.open(path)
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:
