@@ -315,7 +315,8 @@ class Step:
         with calling(who):
             synthetic = generator(*triplets, *classmates)
         like = len(a), rows.shape[1]
-        checked_rows(synthetic, who, like, rows.device, "a synthetic row a triplet")
+        what = f"a synthetic {'feature' if in_features else 'embedding'} a triplet"
+        checked_rows(synthetic, who, like, rows.device, what)
         self._watch.rows(synthetic, self.who["generator"])
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
