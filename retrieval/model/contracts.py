@@ -219,8 +219,8 @@ class Generator(nn.Module):
         replaces: "positive" or "negative", the member of the triplet whose place and label a
             synthetic sample takes.
         space: "features" or "embeddings", what the generator works on.
-        classmates: whether `forward` gets a fourth argument, for each triplet a random other item
-            of the negative's class, or the negative itself if the batch has no other.
+        classmates: whether `forward` gets a fourth argument: rows of a random other item of each
+            negative's class, or of the negative itself if the batch has no other.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
@@ -237,16 +237,13 @@ class Generator(nn.Module):
             head: maps features (B, F) to codes (B, C).
         """
 
-    def forward(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, *classmate: Tensor
-    ) -> Tensor:
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Return synthetic rows (T, F) to replace the triplets' negatives (or positives).
 
         Args:
             anchor: rows (T, F).
             positive: rows (T, F).
             negative: rows (T, F).
-            classmate: rows (T, F), if `classmates`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(anchor, positive, negative)"
