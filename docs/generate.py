@@ -37,8 +37,8 @@ def hooks() -> str:
         "# Hooks\n",
         f"{inspect.cleandoc(hookspecs.__doc__ or '')}\n",
         (
-            "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use"
-            " for.\n"
+            "Mark a hook with `retrieval.plugin.hookimpl`. It may leave out arguments that it has"
+            " no use for.\n"
         ),
         (
             "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is the run that is trained,"

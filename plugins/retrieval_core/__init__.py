@@ -5,13 +5,13 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories, lazy
+from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
     from retrieval_core.convnet import Features as Features
     from retrieval_core.convnet import Pixels as Pixels
+    from retrieval_core.distillation import distillation as distillation
     from retrieval_core.folders import image_folder as image_folder
     from retrieval_core.folders import manifest as manifest
     from retrieval_core.learners import LDA as LDA
@@ -36,6 +36,7 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "retrieval_core.convnet": ["ConvNet", "Features", "Pixels"],
+        "retrieval_core.distillation": ["distillation"],
         "retrieval_core.folders": ["image_folder", "manifest"],
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
         "retrieval_core.lfw": ["lfw_people"],
@@ -92,8 +93,9 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Softmax over very many classes, and a wrapper for embeddings that can be truncated."""
+    """A teacher's embeddings, softmax over very many classes, and embeddings to truncate."""
     return {
+        "distillation": "retrieval_core.distillation:distillation",
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",
     }

@@ -1,9 +1,9 @@
 """The plugin hooks.
 
 A plugin is a module or package whose functions have one of these names and the decorator
-`retrieval.hookimpl`. A hook for factories takes no arguments and returns `{name: factory}`. Recipes
-refer to each factory as `PLUGIN.NAME`. A factory is a class or function: a recipe may set the
-parameters in its signature, and its docstring describes them. A faulty factory disables only
+`retrieval.plugin.hookimpl`. A hook for factories takes no arguments and returns `{name: factory}`.
+Recipes refer to each factory as `PLUGIN.NAME`. A factory is a class or function: a recipe may set
+the parameters in its signature, and its docstring describes them. A faulty factory disables only
 itself; `retrieval plugins list` shows the reason.
 
 A new kind of part needs, besides its hook here, an entry in `KINDS` of `retrieval.host.factory`,
@@ -117,7 +117,7 @@ def retrieval_stores() -> Factories:  # type: ignore[empty-body]
     """Called for an index at an address, such as `milvus://host:19530/photos`.
 
     For an index in a folder, only the package's own plugin is called. Each factory's name is the
-    scheme of its addresses. Each factory returns a `retrieval.stores.StorePlace`.
+    scheme of its addresses. Each factory returns a `retrieval.plugin.stores.StorePlace`.
     """
 
 

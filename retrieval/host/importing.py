@@ -281,8 +281,8 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
         elif name in hooks and inspect.isfunction(value):
             raise PluginError(
                 f"The plugin '{source.plugin}' ({source.origin}) defines {name} without"
-                " @retrieval.hookimpl above it, so it would never be called. Add that line, or"
-                " rename the function."
+                " @retrieval.plugin.hookimpl above it, so it would never be called. Add that line,"
+                " or rename the function."
             )
     if not marks and source.origin.startswith(("file ", "folder ", "module ")):
         raise PluginError(

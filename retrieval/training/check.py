@@ -58,7 +58,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(Path(folder), recipe)
     lines = [_items(recipe, run.splits), _model(recipe, run.model)]
-    lines += [f"note: {note}" for note in run.splits.notes]
+    lines += [f"note: {note}" for note in (*run.dataset.notes, *run.splits.notes)]
     if nothing_to_train(run):
         open_some(run)
         return [*lines, f"{NOTHING} The recipe is fine."]
@@ -84,7 +84,7 @@ def _check_learner(recipe: Recipe) -> list[str]:
     return [
         _items(recipe, splits),
         _model(recipe, Model(backbone, head, combiner)),
-        *(f"note: {note}" for note in splits.notes),
+        *(f"note: {note}" for note in (*dataset.notes, *splits.notes)),
         f"fitted {count:,} items. The recipe is fine.",
     ]
 

@@ -34,7 +34,7 @@ from retrieval.run.folder import (
     refuse_taken,
     write_json,
 )
-from retrieval.run.open import Run, begin_folder, build_run, load_run
+from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
@@ -418,7 +418,7 @@ def train(
         stands, changed, complete = together(accelerator, look)
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
-            return load_run(path)
+            return Run.open(path)
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:

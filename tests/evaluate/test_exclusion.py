@@ -18,7 +18,7 @@ from retrieval.evaluation.protocol import Protocol, expanded, open_set, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
 from retrieval.recipe.tables import Expansion, Rerank
-from retrieval.run.open import ItemCodes, load_run
+from retrieval.run.open import ItemCodes, Run
 
 ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
 
@@ -339,7 +339,7 @@ def check_the_rows() -> Any:
     """Rows after expansion, and open-set rates, are of what a query may see; returns the codes of
     all items.
     """
-    run = load_run(Path("runs/r"))
+    run = Run.open(Path("runs/r"))
     table = run.recipe.evaluate.model_copy(
         update={"expand": Expansion(k=3), "rerank": Rerank(k1=4, k2=2), "open_set": [0.5]}
     )
@@ -377,7 +377,7 @@ def check_the_rows() -> Any:
 
 def check_the_report(codes: Any) -> None:
     """The report's neighbours and figures are of what a query may see, and so are its pairs."""
-    run = load_run(Path("runs/r"))
+    run = Run.open(Path("runs/r"))
     labels, cameras = run.splits.labels, [row["camera"] for row in run.dataset.metadata or []]
     found = measured.measure(run, 100, 100)
     apart = distances(codes, codes)

@@ -17,7 +17,7 @@ from retrieval.recipe.read import read_table
 PLUGIN = '''
 """A plugin of several modules."""
 import json
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from . import helpers
 from .kit.inner import value as taken
 

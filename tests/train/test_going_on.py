@@ -41,7 +41,7 @@ device = "cpu"
 PLUGIN = '''
 """A loss and its neighbour."""
 from pytorch_metric_learning import losses
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from .factors import FACTOR
 
 

@@ -16,7 +16,7 @@ import tomli_w
 from retrieval.errors import Interrupted, PluginError
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
 from retrieval.training.comparison.written import differences, metric_table
@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 TOLD = Path(os.environ["TOLD"])
 
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
     (tmp_path / "run" / FILE).write_text(
         "{", encoding="utf-8"
     )  # what is damaged is no key, and no fault
-    assert load_run(tmp_path / "run").recipe.name == "test"
+    assert Run.open(tmp_path / "run").recipe.name == "test"
 
 
 def test_no_tracker_stops_a_training(

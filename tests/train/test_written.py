@@ -13,7 +13,7 @@ import pytest
 import torch
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -53,10 +53,10 @@ def test_a_damaged_checkpoint_is_one_sentence(make: Make, tmp_path: Path) -> Non
     content = best.read_bytes()
     best.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
-        load_run(folder)
+        Run.open(folder)
     best.write_bytes(b"\x80\x04K\x01.")  # a pickle is never opened
     with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
-        load_run(folder)
+        Run.open(folder)
 
 
 def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.evaluation.plot import Picture, curves
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
@@ -32,8 +32,9 @@ from retrieval.evaluation.report.measured import (
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
+from retrieval.plot import Picture, curves
 from retrieval.recipe.read import to_toml
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.run.resume import flat
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import from_array, to_mode
@@ -46,7 +47,7 @@ METHODS = ("tsne", "pca", "none")
 
 @shown
 def report(
-    runs: Sequence[StrPath],
+    runs: StrPath | Run | Sequence[StrPath | Run],
     output: StrPath = "report.html",
     *,
     queries: int = 2000,
@@ -62,7 +63,7 @@ def report(
     than its embeddings.
 
     Args:
-        runs: folders of finished runs, at most `MOST_RUNS`.
+        runs: one or more finished runs, or their folders, at most `MOST_RUNS`.
         output: the file to write; an existing one is replaced.
         queries: most test items to use as queries. The gallery is always complete.
         sample: most test items for the map and for the distances of pairs.
@@ -80,6 +81,7 @@ def report(
         RecipeError: `[evaluate]` names a column that the data lack.
         PluginError: a plugin's panels are not valid.
     """
+    runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report is of 1 to {MOST_RUNS} runs, not of {len(runs)}.")
     for name, value, least, most in (
@@ -101,7 +103,7 @@ def report(
     method = None if map == "none" else map
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
-        for run, name in zip(opened, _names(runs), strict=True):
+        for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
             thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
             measured = measure(run, queries, sample, label_column=label_column)
             sections.append(Section(name, measured, thumbnails_of_run, method, panels(run)))
@@ -111,16 +113,16 @@ def report(
     return target
 
 
-def _opened(runs: Sequence[StrPath]) -> list[Run]:
+def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
     """Open the runs.
 
     Raises:
         DataError: runs cannot be opened; the message lists them.
     """
     opened, problems = [], []
-    for path in runs:
+    for run in runs:
         try:
-            opened.append(load_run(path))
+            opened.append(run if isinstance(run, Run) else Run.open(run))
         except RetrievalError as error:
             problems.append(str(error))
     if problems:

@@ -17,7 +17,6 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.plugin import (
     Backbone,
@@ -27,6 +26,7 @@ from retrieval.plugin import (
     IndexBackend,
     Part,
     TripletIndices,
+    hookimpl,
     traits,
 )
 from retrieval.serving.store.address import Address
