@@ -86,6 +86,8 @@ def recipe() -> str:
                 f" {KINDS[COMPONENTS[name]]}'s parameters.\n"
             ]
             lines += [] if field.is_required() else ["Optional.\n"]
+            keys = {k: f for k, f in _section(field).model_fields.items() if k != "name"}
+            lines += _keys(keys) if keys else []
         elif section := _section(field):
             title = f"`[[{name}]]`" if get_origin(field.annotation) is list else f"`[{name}]`"
             text = inspect.cleandoc(section.__doc__ or "").partition(": ")[2]

@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from retrieval.data.objects import as_dataset
     from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
     from retrieval.data.records import read_records
+    from retrieval.data.samplers import rows_by_class, rows_of
     from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
     from retrieval.host.factory import Part, traits
     from retrieval.host.files import cache_folder, write_bytes
     from retrieval.host.hookspecs import Factories, hookimpl
     from retrieval.model.contracts import (
         Backbone,
+        BatchSampler,
         Combiner,
         Dataset,
         Generator,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         Subspace,
         TrackedRun,
         Tracker,
+        TrainingItems,
         Transform,
         TripletIndices,
     )
@@ -59,6 +62,7 @@ __all__ = [
     "SPLITS",
     "ArrayDataset",
     "Backbone",
+    "BatchSampler",
     "Box",
     "CheckedLoss",
     "Combiner",
@@ -87,6 +91,7 @@ __all__ = [
     "Sums",
     "TrackedRun",
     "Tracker",
+    "TrainingItems",
     "Transform",
     "TripletIndices",
     "as_dataset",
@@ -111,6 +116,8 @@ __all__ = [
     "read_records",
     "refuse",
     "report_left_out",
+    "rows_by_class",
+    "rows_of",
     "sides",
     "skip_unreadable",
     "some",
@@ -136,12 +143,14 @@ if not TYPE_CHECKING:
             "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
             "retrieval.data.objects": ["as_dataset"],
             "retrieval.data.records": ["read_records"],
+            "retrieval.data.samplers": ["rows_by_class", "rows_of"],
             "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
             "retrieval.host.factory": ["Part", "traits"],
             "retrieval.host.files": ["cache_folder", "write_bytes"],
             "retrieval.host.hookspecs": ["Factories", "hookimpl"],
             "retrieval.model.contracts": [
                 "Backbone",
+                "BatchSampler",
                 "Combiner",
                 "Dataset",
                 "Generator",
@@ -152,6 +161,7 @@ if not TYPE_CHECKING:
                 "Subspace",
                 "TrackedRun",
                 "Tracker",
+                "TrainingItems",
                 "Transform",
                 "TripletIndices",
             ],

@@ -88,6 +88,14 @@ def retrieval_learners() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_samplers() -> Factories:  # type: ignore[empty-body]
+    """Called when a recipe's `[sampler]` is looked up.
+
+    Each factory returns a `retrieval.plugin.BatchSampler`, or a batch sampler of torch.
+    """
+
+
+@hookspec
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[augmentation] transforms` are looked up.
 

@@ -63,7 +63,9 @@ class CheckedDataset(Dataset):
             parts = ", ".join(f"{n} {part}" for part, n in lengths.items())
             wrong.append(f"its parts differ in length: {parts}")
         lists = {
-            part: _listed(column) if part in lengths else None for part, column in columns.items()
+            part: _listed(column) if part in lengths else None
+            for part, column in columns.items()
+            if part != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
         }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", wrong)
         faults_before = len(wrong)

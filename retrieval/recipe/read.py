@@ -216,7 +216,9 @@ def check_recipe(
         values = table.get(name)
         if isinstance(values, Mapping):
             values = {k: v for k, v in values.items() if k not in host_keys(name)}
-            problems += plugins.check(kind, values, f"[{name}]")
+            if name == "sampler":
+                values = {"name": recipe.sampler.name, **values}
+            problems += plugins.check(kind, values, f"[{name}]", host_keys(name))
     recipe = recipe.with_plugins(plugins)
     problems += check_names(recipe)
     problems += check_together(recipe, {name for name in COMPONENTS if name in table})

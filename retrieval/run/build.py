@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from retrieval.data.gate import usable
+from retrieval.data.samplers import as_batch_sampler
 from retrieval.errors import PluginError, RecipeError, did_you_mean
 from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import is_object
 from retrieval.model.checked_dataset import check_dataset
-from retrieval.model.contracts import Backbone, Dataset, Generator
+from retrieval.model.contracts import Backbone, BatchSampler, Dataset, Generator
 from retrieval.model.model import Model, build_head
 from retrieval.model.products import (
     as_backbone,
@@ -64,6 +65,11 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
         if name not in known
     ]:
         raise RecipeError(problems)
+
+
+def build_sampler(recipe: Recipe) -> BatchSampler:
+    """Return the sampler that chooses the items of the recipe's batches."""
+    return as_batch_sampler(recipe.build("sampler"), recipe.sampler.name, recipe.seed)
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:

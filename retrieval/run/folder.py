@@ -207,7 +207,7 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)
-        if part is not None:
+        if part is not None and table in recipe.model_fields_set:
             written = part.model_dump(exclude_unset=True)
             tables[table] = type(part)(**_absolute(recipe.loaded, kind, written))
     if recipe.train.start_from is not None:

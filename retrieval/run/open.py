@@ -72,6 +72,7 @@ class Run:
         *,
         or_kept: bool = False,
         dataset: Any = None,
+        sampler: Any = None,
         backbone: nn.Module | None = None,
         combiner: Combiner | None = None,
         loss: Callable[..., Any] | None = None,
@@ -89,6 +90,7 @@ class Run:
                 dataset is then a `KeptInputs`, and a note of the splits says why.
             dataset: the object that the run was trained with, as `train` took it; `None` if a
                 plugin made this part.
+            sampler: see `dataset`.
             backbone: see `dataset`.
             combiner: see `dataset`.
             loss: see `dataset`.
@@ -109,6 +111,7 @@ class Run:
             raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
         objects = objects_of(
             dataset=dataset,
+            sampler=sampler,
             backbone=backbone,
             combiner=combiner,
             loss=loss,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.allow import require
 from retrieval.host.importing import FilePlugin, is_file_plugin
@@ -44,6 +46,8 @@ class Position:
     """Sums of this epoch's metrics so far."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of steps in each sum; a batch without triplets has no generator loss, for example."""
+    drawn: list[Tensor] | None = None
+    """This epoch's batches, if their sampler uses embeddings."""
 
 
 MAY_CHANGE = re.compile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from html import escape
@@ -22,7 +22,7 @@ from retrieval.errors import DataError, Interrupted
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.verify_run import verify
 from retrieval.export.export_run import export
-from retrieval.model.contracts import Combiner, Generator, Learner
+from retrieval.model.contracts import BatchSampler, Combiner, Generator, Learner
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run.folder import objects_of
 from retrieval.run.open import ItemCodes
@@ -131,6 +131,7 @@ def train(
     replace: bool = False,
     replace_plugins: bool = False,
     dataset: Any = None,
+    sampler: Iterable[Sequence[int]] | BatchSampler | None = None,
     backbone: nn.Module | None = None,
     combiner: Combiner | None = None,
     loss: Callable[..., Any] | None = None,
@@ -157,6 +158,8 @@ def train(
         replace: replace an existing run.
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
         dataset: replaces `[data]`: anything that `retrieval.as_dataset` takes.
+        sampler: replaces `[sampler]`: a batch sampler of torch, which yields positions among the
+            items that train, or a `retrieval.plugin.BatchSampler`.
         backbone: replaces `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
             (B, channels, H, W) or vectors (B, F') to features (B, F). The number of features is
             measured. Images are preprocessed according to the module's attribute `preprocessing`, a
@@ -182,6 +185,7 @@ def train(
     """
     objects = objects_of(
         dataset=dataset,
+        sampler=sampler,
         backbone=backbone,
         combiner=combiner,
         loss=loss,

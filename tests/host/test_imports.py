@@ -47,6 +47,7 @@ MOST_INNER = 10
 # here.
 INNER = {
     "retrieval.data.pairs": {"find_pairs", "read_people"},
+    "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.shards": {"Shard", "world_of"},
     "retrieval.serving.index.backends": {"retrieval_indexes"},
