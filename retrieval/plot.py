@@ -121,30 +121,21 @@ def neighbours(
     return figure
 
 
-def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
-    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3).
+def sheet(run: Run, queries: Any, neighbours: Any, distances: Any) -> np.ndarray[Any, Any]:
+    """Draw items of a run (Q,) with their neighbours and distances (Q, k), as pixels (H, W, 3).
 
     Raises:
         DataError: an item cannot be read.
     """
-    from retrieval.evaluation.neighbors import Search
-    from retrieval.run.open import ItemCodes
-
-    items, combiner = run.splits.validation, run.model.combiner
-    rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
-    codes = ItemCodes(run, run.device)(items)
-    search = Search(codes, None, None, combiner and combiner.compute_mat, device=run.device.type)
-    near, distances = search.nearest(min(k, len(items) - 1), rows)
-    figure = Picture(near.shape[1] + 1.6, 1.18 * len(rows))
-    grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
-    names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
-    for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
-        pixels = _pixels(run.dataset[int(items[row])])
-        _cell(cells[0], pixels, f"query: {names[row]}", "black", 1)
-        for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
-            mark, colour = _mark(names[hit], names[row])
-            title = f"{names[hit]}{mark} {distance:.2f}"
-            _cell(cell, _pixels(run.dataset[int(items[hit])]), title, colour, 2.5)
+    figure = Picture(len(neighbours[0]) + 1.6, 1.18 * len(queries))
+    grid = figure.subplots(len(queries), len(neighbours[0]) + 1, squeeze=False)
+    names = [run.splits.classes[number] for number in run.splits.labels]
+    for cells, query, near, apart in zip(grid, queries, neighbours, distances, strict=True):
+        _cell(cells[0], _pixels(run.dataset[int(query)]), f"query: {names[query]}", "black", 1)
+        for cell, item, distance in zip(cells[1:], near, apart, strict=True):
+            mark, colour = _mark(names[item], names[query])
+            title = f"{names[item]}{mark} {distance:.2f}"
+            _cell(cell, _pixels(run.dataset[int(item)]), title, colour, 2.5)
     figure.canvas.draw()
     return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
 
