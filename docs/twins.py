@@ -80,11 +80,17 @@ def write(app: Any, error: Exception | None) -> None:
         target = out / f"{page}.md"
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(written, encoding="utf-8")
-        first = re.search(r"^(?![#`!|<\[-])\S.*?[.:](?=\s)", written, re.M | re.S)
-        about = f": {' '.join(first[0].split())}" if first else ""
-        lines.append(f"- [{env.titles[page].astext()}]({page}.md){about}")
+        lines.append(f"- [{env.titles[page].astext()}]({page}.md){beginning(written)}")
     head = f"# {app.config.project}\n\n> {lines[0].partition(': ')[2]}\n\n## Pages\n\n"
     (out / "llms.txt").write_text(head + "\n".join(lines[1:]) + "\n", encoding="utf-8")
+
+
+def beginning(text: str) -> str:
+    """Return the first sentence of a page's first paragraph after a colon; empty without any."""
+    for paragraph in text.split("\n\n"):
+        if re.match(r"[\w*`](?!``)", paragraph):
+            return f": {re.split('(?<=[.])[ ]', ' '.join(paragraph.split()))[0]}"
+    return ""
 
 
 def order(includes: dict[str, list[str]], page: str) -> Iterator[str]:
