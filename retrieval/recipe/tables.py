@@ -125,7 +125,8 @@ class Evaluate(Section):
         None,
         description=(
             "A column of metadata with several labels per item, separated by `;`. Items match if"
-            " they share a label; `ndcg_at_K` grades by the number of shared labels."
+            " they share a label; `ndcg_at_K` grades by the number of shared labels. Training"
+            " compares items by their one label, not by these."
         ),
     )
     by: str | None = Field(
@@ -635,5 +636,6 @@ class Tables(Section):
 
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
-    section = {"backbone": Backbone, "sampler": Sampler}.get(table, Component)
+    sections: dict[str, type[Component]] = {"backbone": Backbone, "sampler": Sampler}
+    section = sections.get(table, Component)
     return set(section.model_fields) - {"name"}

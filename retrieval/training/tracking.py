@@ -15,9 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrieval.errors import Interrupted, PluginError, RetrievalError, did_you_mean
 from retrieval.host.files import write_json
 from retrieval.host.hookspecs import hookimpl
@@ -25,7 +22,7 @@ from retrieval.host.plugin_calls import failure
 from retrieval.host.plugins import Plugins
 from retrieval.model.contracts import TrackedRun, Tracker
 from retrieval.recipe.read import Recipe
-from retrieval.run.open import ItemCodes, Run, run_versions
+from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"
 """File in the folder of a run or comparison: each tracker's run id, or its failure."""
@@ -92,6 +89,8 @@ class Tracking:
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
         drawn = run.dataset.kind == "image" and len(run.splits.validation) > 1
         if drawn and any(follower.takes("image") for follower in self._followers):
+            from retrieval.evaluation.plot import validation_sheet
+
             try:
                 pixels = validation_sheet(run)
             except RetrievalError as error:
@@ -132,24 +131,6 @@ class Tracking:
         self._tell(lambda tracker: tracker.end(how))
         for follower in self._followers if self._begun else ():
             follower.close(PATIENCE)
-
-
-def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> NDArray[Any]:
-    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3).
-
-    Raises:
-        DataError: an item cannot be read.
-    """
-    # slow to import, and only for trackers that take images
-    from retrieval.evaluation.neighbors import Search
-    from retrieval.plot import sheet
-
-    items, combiner = run.splits.validation, run.model.combiner
-    rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
-    distance = None if combiner is None else combiner.compute_mat
-    search = Search(ItemCodes(run, run.device)(items), None, None, distance, None, run.device.type)
-    near, distances = search.nearest(min(k, len(items) - 1), rows)
-    return sheet(run, items[rows], items[near], distances)
 
 
 class _Follower(threading.Thread):
