@@ -190,7 +190,7 @@ class Trainer:
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started = time.perf_counter()
-        self._told = dict(progress.sums), dict(progress.counts)
+        self._step_sums = dict(progress.sums), dict(progress.counts)
         self.step.set_modes()
         rows = 0
         for inputs, labels in self.batches.epoch(
@@ -253,8 +253,8 @@ class Trainer:
     def _end_steps(self) -> None:
         """Tell the plugins the means of the metrics since the last call, and the learning rates."""
         self.tally.read()
-        progress, (sums, counts) = self.progress, self._told
-        self._told = dict(progress.sums), dict(progress.counts)
+        progress, (sums, counts) = self.progress, self._step_sums
+        self._step_sums = dict(progress.sums), dict(progress.counts)
         metrics = {
             name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
             for name, total in progress.sums.items()

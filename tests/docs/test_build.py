@@ -146,3 +146,19 @@ def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
                 text.partition(". ")[0].rstrip(".").replace("`", "").split(" (")[0].split(":")[0]
             )
             assert first and first.replace("'", "’") in shown.replace("'", "’"), f"{name}: {first}"
+
+
+def test_each_page_has_a_markdown_twin_which_llms_txt_lists(root: Path, site: Path) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[.+?\]\((\S+\.md)\)", text, re.M)
+    pages = {page.name for page in (root / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(listed) and "generated/plugins/losses.md" in listed
+    for target in listed:
+        text = (site / target).read_text(encoding="utf-8")
+        assert text.startswith("# ") and (site / target).with_suffix(".html").is_file(), target
+        assert not re.search(r"^(```\{(eval-rst|toctree|include)|\.\. auto)", text, re.M), target
+    twin = (site / "api.md").read_text(encoding="utf-8")
+    assert "### retrieval.train(recipe: " in twin and "#### Index.search(" in twin
+    assert "Train a recipe into a run's folder" in twin
+    assert "MAP@R" in (site / "benchmarks.md").read_text(encoding="utf-8")  # files are included
+    assert (site / "researcher.md").read_text(encoding="utf-8").count("`my_loss.py`:\n") == 1
