@@ -372,6 +372,9 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
             raise DataError("The vectors of one request must have the same number of numbers.")
         stacked = np.stack(vectors)
         if bundle.manifest.input.kind != "features":
+            width, length = bundle.manifest.vector, stacked.shape[1]
+            if length != width:  # `search` would take the array for the pixels of an image
+                raise DataError(f"A vector for this index has {width} numbers, not {length}.")
             return stacked
     with stage("encode", len(queries)):
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
