@@ -44,8 +44,6 @@ from retrieval.serving.store.place import store_place
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _TRIES = 5
-MARGIN = 8
-"""Extra candidates beyond k, because FAISS may swap neighbours that differ in the seventh digit."""
 _QUERIES_AT_ONCE = 256  # bounds the memory for measuring candidates
 
 
@@ -601,7 +599,7 @@ def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floa
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     """Return the number of candidates to fetch per sub-space."""
     rescorer = bundle.manifest.rescorer
-    return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
+    return max(k, candidates or (rescorer.candidates if rescorer else 0))
 
 
 def _sorted_by_id(proposed: Candidates) -> Candidates:
