@@ -152,8 +152,8 @@ def render(raw: dict[str, Any]) -> str:
     return (
         "# The whole path of a search\n\n`python benchmarks/index_search.py`: CPU milliseconds of"
         f" a call on one thread, ten nearest of Fashion-MNIST's {ROWS:,} × {WIDTH}. `Index.search`"
-        " gives ids, labels and exact distances, the libraries row numbers. FAISS's flat index is measured as it comes"
-        " and with the setting that our `hnsw` makes. The recall of our"
+        " gives ids, labels and exact distances, the libraries row numbers. FAISS's flat index is"
+        " measured as it comes, and with the setting that our `hnsw` makes. The recall of our"
         f" `hnsw` is {raw['recall of hnsw']:.4f}.\n\n{markdown(['queries', *names], lines)}\n"
     )
 

@@ -151,7 +151,7 @@ class Companion:
 
     PART = 8
     """Columns that lie together."""
-    ENERGY = 0.75
+    ENERGY = 0.8
     """The basis explains this share of the variance. If D > P / 2 for that, none is built."""
     SAMPLE_ROWS = 16_384
     """Maximum number of rows that the principal components are computed from."""
