@@ -145,7 +145,7 @@ def near_pairs(
                 close: NDArray[np.bool_] = apart <= within
                 more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
                 if count >= min(_MOST, size):  # otherwise there may be more pairs
-                    cut += np.count_nonzero(more) if count < size else 0
+                    cut += int(np.count_nonzero(more)) if count < size else 0
                     more[:] = False
                 row, place = np.nonzero(close & ~more[:, None])
                 item, neighbor = queries[row], rows[row, place]

@@ -298,8 +298,8 @@ class LocalStore(Store):
 
         Without a connection, return None if an item is not in memory.
         """
-        more = squared is not None and rows.shape[1] > count
-        if more and (squared[:, count - 1] < squared[:, count]).all():
+        wide = squared is not None and rows.shape[1] > count
+        if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
             squared, rows = squared[:, :count], rows[:, :count]  # no others are as near
         present = rows >= 0
         ends = np.cumsum(present.sum(1)).tolist()

@@ -356,12 +356,13 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
 def _sums(query: Floats, block: Floats) -> Floats:
     """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the rows of a block (B, N, W)."""
     faiss, (size, width) = load_faiss(), block.shape[1:]
-    sums = np.empty((len(block), size), np.float32)
+    sums: Floats = np.empty((len(block), size), np.float32)
     for out, *pair in zip(sums, query, block, strict=True):
         faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, *pair)), width, size)
     for more in sums[1:]:
         sums[0] += more
-    return sums[0]
+    first: Floats = sums[0]
+    return first
 
 
 def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
