@@ -249,7 +249,7 @@ class LocalStore(Store):
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
         answers = []
-        for proposed in self.propose(queries, count, bundle, where=where):
+        for proposed in self._proposed(queries, count, 0, bundle, where):
             arrays = dict(proposed.arrays)
             items = [
                 replace(
@@ -266,6 +266,12 @@ class LocalStore(Store):
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
         """Propose the nearest items with their distances; see `Store`."""
+        return self._proposed(queries, count, MARGIN, bundle, where)
+
+    def _proposed(
+        self, queries: Floats, count: int, margin: int, bundle: str, where: Filter | None
+    ) -> list[Candidates]:
+        """Return what `propose` does, of `count` + `margin` rows in each sub-space."""
 
         def check(view: View) -> None:
             if view.generation.bundle != bundle:
@@ -276,14 +282,14 @@ class LocalStore(Store):
         only = None if view is None or where is None else view.matched.get(where)
         if view is not None and (where is None or only is not None):
             check(view)
-            hits = view.search(queries, min(count + MARGIN, view.count), only)
+            hits = view.search(queries, min(count + margin, view.count), only)
             if (answers := self._candidates(view, *hits, count, None)) is not None:
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
                 check(current)
                 only = None if where is None else self.masks.of(connection, current, where)
-                hits = current.search(queries, min(count + MARGIN, current.count), only)
+                hits = current.search(queries, min(count + margin, current.count), only)
             return cast(list[Candidates], self._candidates(current, *hits, count, connection))
 
     def _candidates(

@@ -121,8 +121,8 @@ def nearest(
     own = np.ascontiguousarray(queries[:, columns], np.float32)
     rows = np.asarray(vectors)  # slices of np.memmap cost more
     task = _Task(rows, columns, k, keep, threads)
-    few = companion is None and len(own) <= _FEW
-    step = 1 if few else max(1, min(_QUERIES, _ANSWERS // k))
+    alone = companion is None and len(own) <= _FEW
+    step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
     if 0 < len(own) <= step and len(rows):
         return _search(task, own, companion)
     squared = np.full((len(own), k), np.inf)
