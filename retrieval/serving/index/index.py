@@ -30,6 +30,7 @@ from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import (
     CODE,
+    MARGIN,
     VECTOR,
     Candidates,
     Generation,
@@ -571,7 +572,8 @@ def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floa
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     """Return the number of candidates to fetch per sub-space."""
     rescorer = bundle.manifest.rescorer
-    return max(k, candidates or (rescorer.candidates if rescorer else 0))
+    least = k if measured_alone(bundle) else k + MARGIN  # the store's order may not be the bundle's
+    return max(least, candidates or (rescorer.candidates if rescorer else 0))
 
 
 def _sorted_by_id(proposed: Candidates) -> Candidates:
