@@ -26,7 +26,7 @@ from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.index import Hit, Index
 from retrieval.serving.queries import encode_vectors
-from retrieval.serving.stages import stage
+from retrieval.serving.stages import Span, Trail, current, stage
 from retrieval.serving.store import contract
 from retrieval.serving.store.contract import (
     CODE,
@@ -68,11 +68,12 @@ class _Held:
 class _Vector:
     """A query of one vector that waits for a thread, or its hits from another query's batch."""
 
-    __slots__ = ("hits", "options", "vector")
+    __slots__ = ("hits", "options", "spans", "vector")
 
     def __init__(self, vector: NDArray[np.float64], options: tuple[Any, ...]) -> None:
         self.vector, self.options = vector, options
         self.hits: list[Hit] | None = None
+        self.spans: list[Span] = []
 
 
 class Served:
@@ -183,7 +184,10 @@ class Served:
 
         Eight queries at once take half the time or less of eight searches.
         """
+        trail = current() or Trail()
+        trail.spans += own.spans
         if own.hits is None:
+            first = len(trail.spans)
             others = [other for other in self._vectors if other.options == own.options]
             batch = [own, *(other for other in others if other is not own)][:_TOGETHER]
             for vector in batch:
@@ -198,6 +202,7 @@ class Served:
                 return _hits(index, query, None)
             for vector, own_hits in zip(batch, hits, strict=True):
                 vector.hits = own_hits
+                vector.spans = [span._replace(items=0) for span in trail.spans[first:]]
         assert own.hits is not None
         return [own.hits]
 
