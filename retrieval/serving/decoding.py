@@ -287,7 +287,7 @@ def _answer(
             assert preprocessing is not None
             image = decode(content, limits, name)
             pixels = preprocessing(image)
-            return b"".join((_ANSWER.pack(True, *full_size(image), pixels.nbytes), pixels))
+            return b"".join((_ANSWER.pack(True, *full_size(image), pixels.nbytes), pixels.data))
         # Originals of stored items may be larger than uploads.
         image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
         file = to_png(image) if kind == "png" else thumbnail(image)
