@@ -13,9 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
+from retrieval.export.export_run import export
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run
+from retrieval.run.open import Run, build_run
 from retrieval.serving.bundle import Bundle
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
@@ -189,7 +190,7 @@ def test_two_processes_train_and_export_the_same(
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
     vectors = []
     for name in ("whole", "one"):
-        export_run(load_run(tmp_path / name), progress=False, exporter="torchscript")
+        export(Run.open(tmp_path / name), progress=False, exporter="torchscript")
         bundle = Bundle.open(tmp_path / name / "bundle", threads=1, device="cpu")
         vectors.append(bundle.encode(pixels).vector)
     assert np.allclose(*vectors, atol=1e-4)
