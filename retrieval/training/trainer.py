@@ -221,8 +221,10 @@ class Trainer:
         if not self.batches.batch_sampler.uses_embeddings:
             return None
         if self.progress.drawn is None:
-            drawn: list[Any] = [None]
-            if self.main:
+
+            def draw() -> list[NDArray[np.int64]] | None:
+                if not self.main:
+                    return None
                 embeddings = encode(
                     self.run.model,
                     self.dataset,
@@ -232,10 +234,10 @@ class Trainer:
                     from_features=self.recipe.backbone.frozen,
                     raw=self.raw,
                 )
-                drawn = [self.batches.draw(self.progress.epoch, embeddings.numpy())]
-            self.progress.drawn = [
-                torch.from_numpy(batch) for batch in broadcast_object_list(drawn)[0]
-            ]
+                return self.batches.draw(self.progress.epoch, embeddings.numpy())
+
+            drawn: list[Any] = broadcast_object_list([together(self.accelerator, draw)])
+            self.progress.drawn = [torch.from_numpy(batch) for batch in drawn[0]]
         return [batch.numpy() for batch in self.progress.drawn]
 
     def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
