@@ -15,7 +15,7 @@ from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
 from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Evaluate
+from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train
 
