@@ -12,7 +12,7 @@ Count = Annotated[int, Field(ge=1)]
 Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
-def _selector(text: str) -> str:
+def selector(text: str) -> str:
     """Check that a text can name parameters; whether any has such a name is known later."""
     if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
         return text
@@ -24,7 +24,7 @@ def _selector(text: str) -> str:
     return text
 
 
-Selector = Annotated[str, AfterValidator(_selector)]
+Selector = Annotated[str, AfterValidator(selector)]
 """Parameters of the model and the loss.
 
 A part; `stages:N`, the backbone's first N stages; `vectors`, parameters of one dimension (biases

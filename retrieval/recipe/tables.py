@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_vali
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.recipe.evaluate_table import Evaluate
-from retrieval.recipe.section import Count, Fraction, Section, Selector, Trainable
+from retrieval.recipe.section import Count, Fraction, Section, Selector, Trainable, selector
 
 
 class Range(Section):
@@ -222,7 +222,7 @@ class Optimizer(Section):
 
     name: str = Field("AdamW", description="A class of `torch.optim`.")
     lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
-    lr_factor: dict[Selector, Annotated[float, Field(ge=0)]] = Field(
+    lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
         description=(
             "Factors of the learning rate by part (`{ head = 10, loss = 100 }`), by the backbone's"
@@ -237,7 +237,7 @@ class Optimizer(Section):
             " last stage has it once."
         ),
     )
-    weight_decay: dict[Selector, Annotated[float, Field(ge=0)]] = Field(
+    weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
         description=(
             "Weight decay by the same keys as `lr_factor`: `{ backbone = 0.05, vectors = 0 }`. For"
@@ -247,6 +247,13 @@ class Optimizer(Section):
     options: dict[str, Any] = Field(
         {}, description="Further arguments of that class, such as `weight_decay`."
     )
+
+    @field_validator("lr_factor", "weight_decay")
+    @classmethod
+    def _selectors(cls, values: dict[str, float]) -> dict[str, float]:
+        for key in values:
+            selector(key)
+        return values
 
 
 class Schedule(Section):

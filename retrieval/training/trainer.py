@@ -277,7 +277,8 @@ class Trainer:
     def _average_buffers(self) -> None:
         """Average the batch statistics over all processes, which see different images."""
         if self.accelerator.num_processes > 1:
-            for buffer in {*self.run.model.buffers(), *self.average.model.buffers()}:
+            averaged = [] if self.average.model is self.run.model else self.average.model.buffers()
+            for buffer in (*self.run.model.buffers(), *averaged):
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 

@@ -14,8 +14,8 @@ from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate_run
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
-from retrieval.recipe.read import check_recipe
 from retrieval.recipe.evaluate_table import Evaluate
+from retrieval.recipe.read import check_recipe
 from retrieval.run.open import Run, load_run
 from retrieval.training.trainer import train
 
