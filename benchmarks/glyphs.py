@@ -23,9 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
-from retrieval import hookimpl
 from retrieval.errors import DataError
-from retrieval.plugin import Dataset
+from retrieval.plugin import Dataset, hookimpl
 
 FONTS = Path("/usr/share/fonts")
 FAMILIES = {

@@ -29,7 +29,8 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """Check a dataset's columns and return a dataset that checks each item when it is read."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
-            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
+            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset,"
+            " which retrieval.as_dataset(…) makes of most objects."
         )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)
@@ -62,7 +63,9 @@ class CheckedDataset(Dataset):
             parts = ", ".join(f"{n} {part}" for part, n in lengths.items())
             wrong.append(f"its parts differ in length: {parts}")
         lists = {
-            part: _listed(column) if part in lengths else None for part, column in columns.items()
+            part: _listed(column) if part in lengths else None
+            for part, column in columns.items()
+            if part != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
         }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", wrong)
         faults_before = len(wrong)

@@ -55,9 +55,15 @@ def _check_metric(
 
 
 def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
-    """Return a hint if an unknown key is an argument of the optimiser's or schedule's class."""
+    """Return advice for an unknown key: `accumulate`, or an argument of the class that is named."""
     from retrieval.recipe.optimizers import takes
 
+    if place == ("train", "accumulate"):
+        return (
+            " Adding up the gradients of several batches does not make a large one: a loss of pairs"
+            " would never compare items of different batches. Set the batch in [sampler], and chunk"
+            " to the rows that fit into memory."
+        )
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
     if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
         return ""
@@ -254,6 +260,7 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
             + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
         )
     problems += _compiled(recipe, present)
+    problems += _chunked(recipe, present)
     problems += _views(recipe)
     if (mix := recipe.augmentation.mix) is not None:
         problems += [
@@ -346,6 +353,17 @@ def _compiled(recipe: Tables, present: set[str]) -> list[str]:
             " where a compiled backbone cannot wait for them. Remove one of the two."
         )
     return problems
+
+
+def _chunked(recipe: Tables, present: set[str]) -> list[str]:
+    """Return conflicts of `[train] chunk`."""
+    if recipe.train.chunk is None or not (recipe.backbone.frozen or "learner" in present):
+        return []
+    once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
+    return [
+        f"[train] chunk saves the memory of a training backbone, and with {once} its features are"
+        " computed once. Remove chunk."
+    ]
 
 
 def _views(recipe: Tables) -> list[str]:

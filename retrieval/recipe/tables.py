@@ -119,9 +119,10 @@ class Split(Section):
     )
 
 
-class Sampler(Section):
-    """`[sampler]`: a batch is P classes × M items."""
+class Sampler(Component):
+    """`[sampler]`: which items a batch holds, by default P classes × M items."""
 
+    name: str = Field("core.class_balanced", description="The sampler: `PLUGIN.NAME`.")
     classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
     items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
@@ -364,6 +365,15 @@ class Train(Section):
     epochs: Count = Field(10, description="Number of epochs, if there is no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
         "no", description="Mixed precision; `bf16` is faster on CPUs too."
+    )
+    chunk: Count | None = Field(
+        None,
+        description=(
+            "Number of a batch's rows that pass through the model at a time, on each process. The"
+            " loss still compares the whole batch, and gradients are the same; memory holds the"
+            " activations of one chunk, and a step computes each twice. Batch norm that trains sees"
+            " one chunk at a time. The default is the whole batch."
+        ),
     )
     channels_last: bool = Field(
         False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
@@ -624,4 +634,5 @@ class Tables(Section):
 
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
-    return set(Backbone.model_fields) - {"name"} if table == "backbone" else set()
+    section = {"backbone": Backbone, "sampler": Sampler}.get(table, Component)
+    return set(section.model_fields) - {"name"}

@@ -17,14 +17,14 @@ from PIL import Image, ImageDraw
 
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
-from retrieval.data.loading import BatchMaker, Job, RawInputs, check_sampler, draw_epoch
+from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
 from retrieval.data.near import WIDTH, Fingerprint, Measure, Near, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import OfDataset, OfSources, Subjects
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
-from retrieval.run.build import build_backbone, build_dataset
+from retrieval.run.build import build_backbone, build_dataset, build_sampler
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
@@ -419,14 +419,21 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     if preprocessing is None:
         raise RecipeError(["[data]: its items are vectors, of which there is nothing to show."])
     splits = make_splits(dataset, recipe.split)
-    check_sampler(splits.train_labels, recipe.sampler)
-    drawn = draw_epoch(splits.train_labels, recipe.sampler, recipe.seed, 0)[0]
+    raw = RawInputs(dataset, preprocessing, budget=0)
+    drawn = TrainBatches(
+        dataset,
+        splits.train,
+        splits.train_labels,
+        preprocessing,
+        sampler=recipe.sampler,
+        batch_sampler=build_sampler(recipe),
+        augmentation=recipe.augmentation,
+        seed=recipe.seed,
+        raw=raw,
+    ).draw(0)[0]
     places = np.linspace(0, len(drawn) - 1, min(items, MOST, len(drawn))).astype(np.int64)
     chosen = splits.train[drawn[places]]
-    raw = RawInputs(dataset, preprocessing, budget=0)
-    make = BatchMaker(
-        raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed, len(chosen)
-    )
+    make = BatchMaker(raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed)
     whole = slice(0, len(chosen))
     columns = [raw.batch(chosen)]
     if recipe.augmentation.active:

@@ -25,6 +25,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from retrieval.data.cache import dataset_identity
+from retrieval.data.objects import as_dataset
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.files import whole_folder, write_text
@@ -206,7 +207,7 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)
-        if part is not None:
+        if part is not None and table in recipe.model_fields_set:
             written = part.model_dump(exclude_unset=True)
             tables[table] = type(part)(**_absolute(recipe.loaded, kind, written))
     if recipe.train.start_from is not None:
@@ -254,8 +255,15 @@ def _refused(path: Path, error: OSError) -> DataError:
 
 
 def objects_of(**objects: Any) -> dict[str, Any]:
-    """Return the objects that are not `None`, by the recipe's table."""
+    """Return the objects that are not `None`, by the recipe's table.
+
+    A dataset may be any object that `as_dataset` takes; a name or a table is left to be refused.
+    """
     tables = {word: table for table, word in WORDS.items()}
+    dataset = objects.get("dataset")
+    named = isinstance(dataset, Mapping) and isinstance(dataset.get("name"), str)
+    if not named and not isinstance(dataset, type | str | PurePath | None):
+        objects["dataset"] = as_dataset(dataset)
     return {tables[word]: value for word, value in objects.items() if value is not None}
 
 

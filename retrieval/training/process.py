@@ -214,30 +214,6 @@ def ending_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def tensorboard(folder: Path | None, step: int) -> Iterator[Callable[[str, float, int], None]]:
-    """Context manager that yields a function (name, value, step) writing to TensorBoard.
-
-    Without TensorBoard or without a folder the function does nothing.
-    """
-    writer: Any = None
-    if folder is not None:
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(folder), purge_step=step)
-
-    def write(name: str, value: float, step: int) -> None:
-        if writer is not None:
-            writer.add_scalar(name, value, step)
-
-    try:
-        yield write
-    finally:
-        if writer is not None:
-            writer.close()
-
-
 def forget_after(log: Path, step: int) -> None:
     """Drop a log's records of steps after `step`, because they will be repeated."""
     if not log.is_file():

@@ -33,8 +33,9 @@ from retrieval.model.shards import shards_of
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
 from retrieval.recipe.tables import Phase
-from retrieval.run.build import Objective
+from retrieval.run.build import Objective, loss_sizes
 from retrieval.training.batch import Batch, Losses, Watch
+from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
 from retrieval.training.groups import Groups
 from retrieval.training.optim import (
@@ -45,7 +46,14 @@ from retrieval.training.optim import (
     schedules_of,
     set_modes,
 )
-from retrieval.training.synthetic import Made, Metrics, choose_triplets, extend, mine
+from retrieval.training.synthetic import (
+    Made,
+    Metrics,
+    choose_triplets,
+    classmates_of,
+    extend,
+    mine,
+)
 
 
 class Step:
@@ -303,19 +311,22 @@ class Step:
             return None
         a, p, n = choose_triplets(None if self._mines_after else batch.indices, batch.labels)
         metrics: dict[str, Tensor | int] = {"triplets": int(a.numel())}
-        triplets = batch.features[a], batch.features[p], batch.features[n]
+        in_features = generator.space == "features"
+        rows = batch.features if in_features else batch.codes
+        triplets = rows[a], rows[p], rows[n]
         if a.numel() == 0:
-            return Made(batch.features[:0], triplets, None, None, metrics)
+            return Made(rows[:0], triplets, None, None, metrics)
+        classmates = [rows[classmates_of(n, batch.labels)]] if generator.classmates else []
         with calling(who):
-            synthetic = generator(*triplets)
-        like = len(a), batch.features.shape[1]
-        checked_rows(synthetic, who, like, batch.features.device, "a synthetic feature a triplet")
+            synthetic = generator(*triplets, *classmates)
+        like = len(a), rows.shape[1]
+        checked_rows(synthetic, who, like, rows.device, "a synthetic row a triplet")
         self._watch.rows(synthetic, self.who["generator"])
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
             return Made(synthetic, triplets, None, None, metrics)
-        codes = self.model.head(synthetic).float()
+        codes = self.model.head(synthetic).float() if in_features else synthetic
         extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
         chosen: TripletIndices = extended.triplets
         if self._mines_after and self.objective.miner is not None:
@@ -350,15 +361,19 @@ class Step:
     def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
         """Return the generator's objective; `None` if it does not train or made no samples."""
         generator, who = self.objective.generator, self._the("generator")
-        if synthetic is None or generator is None or not len(synthetic.features):
+        if synthetic is None or generator is None or not len(synthetic.rows):
             return None
         if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
             return None
         with calling(who):
             objective = generator.objective(
-                *synthetic.triplets, synthetic.features, self.model.feature_distance
+                *synthetic.triplets,
+                synthetic.rows,
+                self.model.feature_distance
+                if generator.space == "features"
+                else self.model.code_distance,
             )
-        value = checked_scalar(objective, f"{who}'s objective", synthetic.features, generator)
+        value = checked_scalar(objective, f"{who}'s objective", synthetic.rows, generator)
         return self._watch.loss("generator loss", value, self.who["generator"])
 
     def _metrics(self, batch: Batch, synthetic: Made | None, metric: Tensor | None) -> Metrics:
@@ -387,6 +402,15 @@ class Step:
         ]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features (B, F) and codes (B, C), computed in chunks if the recipe says so."""
+        chunk = self.train_table.chunk
+        if chunk is None or chunk >= len(inputs):
+            return self._forward(inputs)
+        parts = [in_little_memory(self._forward, self.model, rows) for rows in inputs.split(chunk)]
+        features, codes = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(codes)
+
+    def _forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), checked against the backbone's width, and codes (B, C)."""
         model, size, who = self.model, len(inputs), self._the("backbone")
         with self.accelerator.autocast(), self.devices.statistics():
@@ -416,7 +440,7 @@ class Step:
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
         """Return the loss, passing indices only if there are any."""
-        with calling(self._the("loss")):
+        with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
         return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
@@ -431,9 +455,11 @@ class Step:
             schedule.epoch_end(monitored)
 
     def rates(self) -> dict[str, float]:
-        """Return each side's learning rate (the rate of its first part)."""
+        """Return the learning rate of each part that trains."""
         return {
-            name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()
+            group["name"]: group["lr"]
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
         }
 
     @optimizing()

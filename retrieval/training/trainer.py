@@ -13,11 +13,15 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.augment import Labels, built_transforms
+from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
@@ -28,7 +32,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
 from retrieval.run.adapters import merge, without_additions
-from retrieval.run.build import Objective, drawn_at_random
+from retrieval.run.build import Objective, build_sampler, drawn_at_random
 from retrieval.run.folder import (
     absolute_paths,
     claimed,
@@ -37,13 +41,14 @@ from retrieval.run.folder import (
     refuse_taken,
     write_json,
 )
-from retrieval.run.open import Run, begin_folder, build_run, load_run
+from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
 from retrieval.training.averaging import Average
 from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
 from retrieval.training.check import look_ahead
+from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import nothing_to_train, write_untrained
 from retrieval.training.monitor import Monitor
@@ -55,7 +60,6 @@ from retrieval.training.process import (
     plain,
     repeating,
     stopping,
-    tensorboard,
     together,
     validate,
 )
@@ -101,6 +105,10 @@ class Trainer:
         shares_batches = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
         if shares_batches and trains_batch_norm(run.model, self.recipe):
             self.warnings.append(NOT_SYNCHRONISED.format(processes=accelerator.num_processes))
+        chunk = self.recipe.train.chunk
+        share = self.recipe.batch_size // accelerator.num_processes
+        if chunk and chunk < share and trains_batch_norm(run.model, self.recipe):
+            self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
         self.tally = Tally(lambda: self.progress, every, self._stopped)
 
@@ -132,6 +140,7 @@ class Trainer:
             run.splits.train_labels,
             preprocessing,
             sampler=recipe.sampler,
+            batch_sampler=build_sampler(recipe),
             augmentation=recipe.augmentation if augments else Augmentation(),
             transforms=built_transforms(recipe) if augments else (),
             seed=recipe.seed,
@@ -187,14 +196,11 @@ class Trainer:
             self.report(f"note: {note}")
         for warning in self.warnings if self.main else ():
             self.report(f"warning: {warning}")
-        board_folder = self.run.path / "tensorboard" if self.main else None
-        board_of = tensorboard(board_folder, self.progress.total)
         with (
             closing(self),
             stopping(self._stop),
             repeating(self.recipe.train),
             meter,
-            board_of as board,
         ):
             if self.progress.total == 0:
                 if self.validates and self.progress.start is None:
@@ -202,7 +208,7 @@ class Trainer:
                 self._begin_phase()
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
-                    self._end_epoch(self._epoch(meter), board)
+                    self._end_epoch(self._epoch(meter))
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
@@ -231,16 +237,21 @@ class Trainer:
         progress = self.progress
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
-        started, first = time.perf_counter(), progress.step
+        started = time.perf_counter()
+        self._told = dict(progress.sums), dict(progress.counts)
         self.step.set_modes()
+        rows = 0
         for inputs, labels in self.batches.epoch(
-            progress.epoch, start=progress.step, rank=rank, world=world
+            progress.epoch, start=progress.step, rank=rank, world=world, drawn=self._drawn()
         ):
+            rows += len(inputs) * world
             self._train_batch(*moved(inputs, labels, self.run.device))
             progress.step += 1
             progress.total += 1
             loss = progress.sums.get("loss", 0.0) / progress.counts.get("loss", 1)
             meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
+            if progress.total % EVERY == 0 or progress.step == len(self.batches):
+                self._end_steps()
             if self._stop.is_set():
                 self.save()
                 raise Interrupted(f"Stopped after step {progress.total}.")
@@ -249,10 +260,31 @@ class Trainer:
         self.tally.read()
         self._average_buffers()
         seconds = time.perf_counter() - started
-        size = self.recipe.batch_size
         metrics = {name: value / progress.counts[name] for name, value in progress.sums.items()}
-        metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
+        metrics["images_per_second"] = rows / max(seconds, 1e-9)
         return metrics
+
+    def _drawn(self) -> list[NDArray[np.int64]] | None:
+        """Return the epoch's batches if they follow from embeddings; a checkpoint keeps them."""
+        if not self.batches.batch_sampler.uses_embeddings:
+            return None
+        if self.progress.drawn is None:
+            drawn: list[Any] = [None]
+            if self.main:
+                embeddings = encode(
+                    self.run.model,
+                    self.dataset,
+                    self.run.splits.train,
+                    batch=self.recipe.evaluate.batch,
+                    device=self.run.device,
+                    from_features=self.from_features,
+                    raw=self.raw,
+                )
+                drawn = [self.batches.draw(self.progress.epoch, embeddings.numpy())]
+            self.progress.drawn = [
+                torch.from_numpy(batch) for batch in broadcast_object_list(drawn)[0]
+            ]
+        return [batch.numpy() for batch in self.progress.drawn]
 
     def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
         """Train on one batch, and return its metrics without waiting for the device."""
@@ -266,6 +298,21 @@ class Trainer:
         self.tally.add(losses)
         self.average.step()
         return losses.all_metrics()
+
+    def _end_steps(self) -> None:
+        """Tell the plugins the means of the metrics since the last call, and the learning rates."""
+        self.tally.read()
+        progress, (sums, counts) = self.progress, self._told
+        self._told = dict(progress.sums), dict(progress.counts)
+        metrics = {
+            name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
+            for name, total in progress.sums.items()
+            if progress.counts[name] > counts.get(name, 0)
+        }
+        rates = {f"lr_{name}": rate for name, rate in self.step.rates().items()}
+        self.run.plugins.notify(
+            "retrieval_steps_end", run=self.run, step=progress.total, metrics={**metrics, **rates}
+        )
 
     def _stopped(self, step: int, what: str) -> Diverged:
         return Diverged(
@@ -290,7 +337,7 @@ class Trainer:
         )
         return patience is not None and trains_metric and self.progress.stale >= patience
 
-    def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
+    def _end_epoch(self, metrics: dict[str, float]) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
         self._refuse_nan()  # before validation, which may save the weights as the best
@@ -329,8 +376,6 @@ class Trainer:
             for warning in warnings:
                 self.report(f"warning: {warning}")
             self.run.log(record)
-            for name, value in metrics.items():
-                board(name, value, progress.total)
             values = [
                 f"{name} {value:.4f}"
                 for name, value in metrics.items()
@@ -344,7 +389,7 @@ class Trainer:
         progress.epoch += 1
         progress.phase_epoch += 1
         progress.step = 0
-        progress.sums, progress.counts = {}, {}
+        progress.sums, progress.counts, progress.drawn = {}, {}, None
         if improved and self.main:
             self._save_best()
         self.save()
@@ -475,7 +520,7 @@ def train(
         stands, changed, complete = together(accelerator, look)
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
-            return load_run(path)
+            return Run.open(path)
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:

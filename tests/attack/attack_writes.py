@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]  # its neighbours
 
+import makers  # noqa: E402
 from hostile_images import damaged, worst  # noqa: E402
 from hostile_writes import WritingGenerator  # noqa: E402
 from wire import FORM, ask, form, get, post  # noqa: E402
 
-from attack import _WARM, DEADLINE, Attack, Result, Server, makers, report  # noqa: E402
+from attack import _WARM, DEADLINE, Attack, Result, Server, report  # noqa: E402
 
 OPEN, STILL = "open", "still"
 BOMBS = (
@@ -85,11 +86,10 @@ class Attacked:
 
     def __init__(self, folder: Path, *options: str) -> None:
         from retrieval.serving.http.keys import add_key, new_key
-        from retrieval.serving.index.creating import create_index
+        from retrieval.serving.index.index import create_index
 
-        bundles = makers()
-        bundles.write_digits(folder / "photos", 200)
-        bundle = bundles.make_bundle(folder / "bundle")
+        makers.write_digits(folder / "photos", 200)
+        bundle = makers.make_bundle(folder / "bundle")
         self.sound = (folder / "photos" / "3" / "0003.png").read_bytes()
         self.index, self.temporary = folder / f"{OPEN}.index", folder / "temporary"
         for path in (self.index, folder / f"{STILL}.index"):

@@ -322,8 +322,8 @@ class TestFaults:
     def test_a_plugins_own_by_its_name(self, tmp_path: Path) -> None:
         plugin = tmp_path / "fog.py"
         plugin.write_text(
-            '"""Fog."""\nimport torch\nfrom retrieval import hookimpl\n\nclass Fog:\n    """Lighter'
-            ' by chance.\n\n    Args:\n        most: added at most.\n    """\n\n    def'
+            '"""Fog."""\nimport torch\nfrom retrieval.plugin import hookimpl\n\nclass Fog:\n    """'
+            'Lighter by chance.\n\n    Args:\n        most: added at most.\n    """\n\n    def'
             " __init__(self, most: int = 40) -> None:\n        self.most = most\n\n    def"
             " __call__(self, pixels):\n        return (pixels.int() + torch.randint(1, self.most,"
             " (1,))).clamp(max=255).to(torch.uint8)\n\n@hookimpl\ndef retrieval_augmentations():\n "

@@ -39,18 +39,6 @@ def parse(arguments: list[str]) -> click.Context:
     raise AssertionError
 
 
-def test_a_wrong_option_or_command_is_noticed() -> None:
-    assert parse(["train", "recipe.toml", "--set", "a=1"]).params["overrides"] == ("a=1",)
-    for wrong in (
-        ["train", "recipe.toml", "--sett", "a=1"],
-        ["trian"],
-        ["search", "index"],
-        ["plugins", "shwo", "x"],
-    ):
-        with pytest.raises(click.ClickException):
-            parse(wrong)
-
-
 def test_the_limits_on_the_operators_page_are_the_defaults(root: Path) -> None:
     from retrieval.cli.serving import serve_command
 

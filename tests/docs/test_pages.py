@@ -18,7 +18,7 @@ import pytest
 from retrieval.errors import RecipeError
 from retrieval.host.factory import COMPONENTS
 from retrieval.recipe.read import Recipe, read_recipe
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import filter_from_json, parse_filter
 from retrieval.serving.http.openapi import document
@@ -48,8 +48,8 @@ def test_tutorial(tutorial: Any, root: Path) -> None:
         line.startswith("curl ") for line in lines
     )
     with contextlib.chdir(tutorial.folder):  # the recipe's paths start there
-        run = load_run(Path("runs", "photos"))
-        second = load_run(Path("runs", "beta20")).recipe
+        run = Run.open(Path("runs", "photos"))
+        second = Run.open(Path("runs", "beta20")).recipe
     assert (len(run.splits.train), len(run.splits.validation), len(run.splits.query)) == (
         1007,
         250,
@@ -153,7 +153,7 @@ def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     assert printed == shown and len(shown) == 5
     assert (reader.folder / "learners_map.png").read_bytes().startswith(b"\x89PNG")
     assert Bundle.open(reader.folder / "digits_nca.bundle").manifest.distance.exact
-    run = load_run(reader.folder / "runs" / "digits_nca")
+    run = Run.open(reader.folder / "runs" / "digits_nca")
     assert run.recipe.learner is not None and run.recipe.learner.parameters["random_state"] == 1
 
 

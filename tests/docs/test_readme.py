@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 
 
 def test_set_up_is_two_lines_that_name_real_extras(root: Path, blocks: Callable[..., Any]) -> None:
@@ -49,7 +49,7 @@ def test_the_loss_has_under_twenty_lines_and_trains(
     (line,) = commands_in(text)
     assert "--plugin my_loss.py" in line
     reader.call(shlex.split(line), "README.md")
-    run = load_run(Path("runs", "margin"))
+    run = Run.open(Path("runs", "margin"))
     assert (
         run.recipe.loss
         and run.recipe.loss.table == {"name": "my_loss.margin", "gap": 0.3}

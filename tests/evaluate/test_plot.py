@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -17,8 +16,7 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
@@ -38,16 +36,6 @@ EPOCHS = [
         "validation_recall_at_1": 0.8,
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def makers() -> ModuleType:
-    path = Path(__file__).parents[1] / "serving" / "makers.py"
-    spec = importlib.util.spec_from_file_location("plot_makers", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -265,4 +253,4 @@ def test_no_picture_touches_pyplot(process: Any) -> None:
         " print('matplotlib.pyplot' in sys.modules)",
     )
     assert done.out.strip() == "False", done.err
-    assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot
+    assert "plot" in dir(retrieval) and sys.modules["retrieval.plot"] is retrieval.plot

@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError, PluginError
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
 from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 PLUGIN = '''
 """Digits whose labels are markup, one of them wrong."""
 import numpy as np
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.data.datasets import ArrayDataset
 
 SVG = (
@@ -81,7 +81,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(run_folder: Path) -> measured.Measured:
-    return measured.measure(load_run(run_folder), queries=1000, sample=100)
+    return measured.measure(Run.open(run_folder), queries=1000, sample=100)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def file(run_folder: Path) -> Path:
 
 def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
-    theirs = evaluate_run(run_folder, metrics=names, progress=False).metrics["trained"]
+    theirs = evaluate(run_folder, metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == found.query_count == 100
     for name in names:
         mean, low, high = found.intervals[name]
@@ -154,7 +154,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
         "train": {"device": "cpu"},
     }
     train(tmp_path / "run", check_recipe(table))
-    seen = measured.measure(load_run(tmp_path / "run"), 1000, 48)
+    seen = measured.measure(Run.open(tmp_path / "run"), 1000, 48)
     assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
     assert measured.confusions(seen) == [("6", "7", 1, 13)]
     text = write.report(
@@ -165,7 +165,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
         and "t-SNE by the learned distance" in text
         and 'alt="" src=' not in text
     )
-    sampled = measured.measure(load_run(tmp_path / "run"), 10, 20)
+    sampled = measured.measure(Run.open(tmp_path / "run"), 10, 20)
     assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
 
 
@@ -250,7 +250,7 @@ def test_a_plugin_that_gives_something_else_is_told(
         def retrieval_report_panels(self, run: Run) -> Any:
             return eval(given)
 
-    run = load_run(run_folder)
+    run = Run.open(run_folder)
     run.plugins.manager.register(Bad())
     with pytest.raises(PluginError, match=sentence):
         write.panels(run)
@@ -295,7 +295,7 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
 
 def protocol(folder: Path, **evaluate: Any) -> Run:
     """The run, with an `[evaluate]`."""
-    run = load_run(folder)
+    run = Run.open(folder)
     run.recipe = run.recipe.model_copy(update={"evaluate": Evaluate(**evaluate)})
     return run
 
@@ -327,7 +327,7 @@ def test_the_protocols_figures_are_those_of_evaluate(
 ) -> None:
     run = protocol(run_folder, **given)
     seen = measured.measure(run, queries=1000, sample=100)
-    theirs = evaluate_run(run, metrics=NAMES, progress=False).metrics["trained"]
+    theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
     graded = "levels" in given or "tags" in given
     assert ("ndcg_at_8" in seen.intervals) == graded
     for name in NAMES[: None if graded else -1]:
@@ -369,5 +369,5 @@ def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
         ({"tags": "tag"}, "no column 'tag' of metadata"),
         ({"gallery_items": 99}, "no class has so many test items"),
     ):
-        with pytest.raises(DataError, match=sentence):
+        with pytest.raises((DataError, RecipeError), match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)

@@ -17,7 +17,7 @@ from retrieval.recipe.read import read_table
 PLUGIN = '''
 """A plugin of several modules."""
 import json
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from . import helpers
 from .kit.inner import value as taken
 
@@ -172,6 +172,8 @@ def test_what_is_no_plugin_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"odd\.py, line 1"):
         load_plugins([str(tmp_path / "odd.py")])
     (tmp_path / "empty" / "__init__.py").write_text("")
+    with pytest.raises(PluginError, match=r"'empty' .* marks no hook.*retrieval_losses"):
+        load_plugins([f"{tmp_path / 'empty'}/"])
     for i in range(1_001):
         (tmp_path / "empty" / f"{i}.txt").touch()
     with pytest.raises(PluginError, match=r"more than 1,000 files"):

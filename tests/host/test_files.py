@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from limits import files_of_at_most
 from retrieval.errors import DataError
 from retrieval.host import files
-
-
-@contextmanager
-def full_disk(most: int) -> Iterator[None]:
-    """Let no file grow beyond `most` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
 
 
 def names(folder: Path) -> list[str]:
@@ -48,7 +32,7 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
 def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, shared: bool) -> None:
     path = tmp_path / "x"
     files.write_bytes(path, b"old", shared=shared)
-    with full_disk(1000):
+    with files_of_at_most(1000):
         with pytest.raises(DataError, match=r"x cannot be written: File too large\."):
             files.write_bytes(path, bytes(5000), DataError, shared=shared)
         with pytest.raises(OSError, match="File too large"):
@@ -67,16 +51,18 @@ def test_any_fault_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
         files.write_text(tmp_path / "none" / "x", "", DataError)
 
 
-def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(
+    tmp_path: Path, killed: Callable[[Callable[[], object]], None]
+) -> None:
     path = tmp_path / "x"
     path.write_text("old")
-    code = (
-        "import os, signal, sys; from pathlib import Path; from retrieval.host.files import"
-        " whole_file\nwith whole_file(Path(sys.argv[1])) as temporary:\n   "
-        " temporary.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+
+    def die() -> None:
+        with files.whole_file(path) as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(die)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["x", "x.tmp"]
     files.write_text(path, "new")
@@ -134,7 +120,7 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
     assert names(target) == ["b"]
     assert names(target.parent) == ["folder"]
     with (
-        full_disk(1000),
+        files_of_at_most(1000),
         pytest.raises(OSError, match="File too large"),
         files.whole_folder(target, replace=True, exists_error=taken) as other,
     ):

@@ -23,6 +23,7 @@ FLOORS = [
     {"recipe"},
     {"data"},
     {"run"},
+    {"plot"},
     {"evaluation", "export"},
     {"training"},
     {"cli"},
@@ -38,7 +39,7 @@ PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
 
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 
-MOST_ENTRIES = 15
+MOST_ENTRIES = 16
 
 MOST_INNER = 10
 
@@ -46,6 +47,7 @@ MOST_INNER = 10
 # here.
 INNER = {
     "retrieval.data.pairs": {"find_pairs", "read_people"},
+    "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.shards": {"Shard", "world_of"},
     "retrieval.serving.index.backends": {"retrieval_indexes"},
@@ -228,12 +230,11 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
 
 
 def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
-    found = loaded(process, "import retrieval; retrieval.hookimpl")
+    found = loaded(process, "import retrieval")
     assert not found & HEAVY
     assert {m for m in found if m.startswith("retrieval.")} == {
         "retrieval.host",
         "retrieval.host.cores",
-        "retrieval.host.hookspecs",
         "retrieval.host.lazy",
     }
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import shutil
 import ssl
@@ -10,37 +9,26 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import httpx
+import makers
 import pytest
-from retrieval.serving.index.creating import create_index
-
-_spec = importlib.util.spec_from_file_location(
-    "serving_makers", Path(__file__).with_name("makers.py")
-)
-_makers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_makers)
-
-
-@pytest.fixture(scope="session")
-def makers() -> ModuleType:
-    """makers.py: real bundles and images on demand."""
-    return _makers
+from retrieval.serving.index.index import create_index
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 handwritten digits as PNG files, one folder per class. Not to be changed."""
     folder = tmp_path_factory.mktemp("photos") / "digits"
-    _makers.write_digits(folder, 200)
+    makers.write_digits(folder, 200)
     return folder
 
 
 @pytest.fixture(scope="session")
 def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of images without a rescorer. Not to be changed."""
-    return _makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
+    return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +110,7 @@ def _until_ready(client: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="session")
-def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos: Path) -> Path:
+def honest(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
     """An index of 20 items by inverted lists. Not to be changed."""
     folder = tmp_path_factory.mktemp("honest")
     bundle = makers.make_bundle(folder / "b")

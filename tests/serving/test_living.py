@@ -6,33 +6,17 @@ from __future__ import annotations
 
 import io
 import shutil
-import threading
 import time
 from pathlib import Path
-from urllib.parse import quote
 
 import numpy as np
 import pytest
 import wire
 from PIL import Image
-from retrieval.errors import StoreError
-from retrieval.serving.index.creating import Index as CreatedIndex
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
-from retrieval.serving.store.contract import Item, TooSlow, patience
+from retrieval.serving.index.index import Index, create_index
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
-IDS = [
-    "a/b/image",
-    "100% sure?#&=+",
-    "日本語 🐟",
-    "line\nbreak",
-    "image",
-    "%2e%2e",
-    "x" * 1000,
-    "é" * 900,
-    "a..b/../c",
-]
 
 
 def with_limits(**limits: float) -> list[str]:
@@ -56,30 +40,6 @@ def found(server, **content):
     answer = post(server, **content)
     assert answer.status_code == 200, answer.text
     return answer.json()["results"]
-
-
-def test_an_image_by_any_id(makers, bundle_path, served, tmp_path):
-    paths = makers.write_digits(tmp_path / "photos", len(IDS))
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", "--images", str(tmp_path / "photos"))
-    with Index.open(tmp_path / "i", threads=1) as index:
-        vectors = np.eye(len(IDS), WIDTH, dtype=np.float32)
-        index.upsert(
-            [
-                Item(id, path=path, arrays={"vector": vector})
-                for id, path, vector in zip(IDS, paths, vectors, strict=True)
-            ]
-        )
-        hits = {hit["id"]: hit for hit in found(server, k=20)}
-        assert set(hits) == set(IDS)
-        for id, path in zip(IDS, paths, strict=True):
-            answer = server.client.get(hits[id]["image_url"])
-            assert (answer.status_code, answer.content) == (200, path.read_bytes()), id
-        assert server.client.get("/v1/items/a/b/image/image").content == paths[0].read_bytes()
-        for id in ("no such", "\0", "a", "%ff", "x" * 1001, "\N{REPLACEMENT CHARACTER}"):
-            answer = server.client.get(f"/v1/items/{quote(id, safe='')}/image")
-            assert (answer.status_code, answer.json()["detail"]) == (404, "There is no such item.")
-        assert server.client.get("/v1/items/%FF%FE/image").status_code == 404
 
 
 def test_the_tag_changes_with_the_item(makers, bundle_path, served, tmp_path):
@@ -182,6 +142,9 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
 
 
 def test_filters(living, photos, served):
+    """In a form and in JSON, as text and as an object; what is none is refused (the rest:
+    filters/test_bounds.py).
+    """
     server = served(living)
     image = next(photos.rglob("*.png")).read_bytes()
 
@@ -199,49 +162,25 @@ def test_filters(living, photos, served):
     ):
         hits = answer.json()["results"]
         assert len(hits) == wanted and {hit["label"] for hit in hits} == {"3", "7"}
-    assert len(form("").json()["results"]) == len(form(" ").json()["results"]) == 200
-    assert len(found(server, filter=None, k=300)) == 200
+    assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
     for where, status, says in (
         ("label ==", 400, "filter"),
-        ("label = '3", 400, "filter"),
         ({}, 400, "empty object"),
         ([], 400, "must be text or an object"),
-        (7, 400, "must be text or an object"),
-        ({"lable": "3"}, 422, "no item of this index has a field 'lable'".capitalize()),
-        ("lable = '3'", 422, "field 'lable'"),
+        ({"lable": "3"}, 422, "No item of this index has a field 'lable'"),
         ({"label": {"in": list(map(str, range(1001)))}}, 400, "too large"),
         ({"or": [{"label": str(n)} for n in range(101)]}, 400, "too large"),
-        ("not " * 5000 + "label = '3'", 400, "filter"),
         ("(" * 9000, 400, "filter"),
-        ("label = '3' or " * 20_000 + "label = '3'", 400, "filter"),
     ):
         answer = post(server, filter=where)
         assert answer.status_code == status, (where, answer.text)
-        sentence = answer.json()["detail"]
-        assert says in sentence and str(living) not in sentence, sentence
-    for where in (
-        '{"label": "3", "label": "4"}',
-        "{",
-        "{" * 10_000,
-        '{"a":' * 5000,
-        b"\xff",
-        "label = ",
-    ):
+        assert says in answer.json()["detail"] and str(living) not in answer.text, answer.text
+    for where in ('{"label": "3", "label": "4"}', "{" * 10_000, '{"a":' * 5000, b"\xff"):
         assert form(where).status_code == 400, where
-    nested = '{"vector": [' + "0," * 15 + '0], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
-    answer = server.client.post(
-        "/v1/search", content=nested, headers={"Content-Type": "application/json"}
-    )
-    assert answer.status_code == 400
+    nested = '{"vector": [0.5], "filter": ' + '{"not":' * 50_000 + "1" + "}" * 50_001
+    kind = {"Content-Type": "application/json"}
+    assert server.client.post("/v1/search", content=nested, headers=kind).status_code == 400
     assert len(found(server)) == 10
-
-
-def test_python_builds_an_index_that_takes_more(bundle_path, photos, tmp_path):
-    with CreatedIndex.create(
-        tmp_path / "b", [photos / "1"], model=bundle_path, progress=False
-    ) as index:
-        assert index.summary.count == len(index)
-        assert index.add([photos / "2"], progress=False).added
 
 
 def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
@@ -299,27 +238,6 @@ def test_damage_found_while_serving(bundle_path, served, tmp_path):
     assert server.client.get("/livez").status_code == 200
 
 
-def test_closing_waits_for_searches(living):
-    index = Index.open(living, threads=1)
-    ends = []
-
-    def search_on():
-        try:
-            while True:
-                index.search(np.zeros(WIDTH), 3)
-        except StoreError as fault:
-            ends.append(str(fault))
-
-    threads = [threading.Thread(target=search_on) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    time.sleep(0.2)
-    index.close()
-    for thread in threads:
-        thread.join(30)
-    assert len(ends) == 4 and all("was closed" in said for said in ends)
-
-
 def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path, served, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     tags = {"tags": [f"tag {n}" for n in range(10_000)]}
@@ -331,25 +249,6 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path
     answer = post(server, filter=slow, k=1)
     assert answer.status_code == 503 and "retry-after" in answer.headers
     wire.until(lambda: post(server, k=1).status_code == 200, 10)
-
-
-def test_a_reader_without_the_right_to_write_sees_what_others_write(living, photos):
-    from retrieval.serving.store.record import Record, value
-
-    reader = Record(living, read_only=True)
-
-    def count():
-        with reader.reading() as connection:
-            return value(connection, "select count(*) from items")
-
-    before = count()
-    with Index.open(living, threads=1) as index:
-        index.delete([index.scan(limit=1)[0].id])
-        assert count() == before - 1
-        index.delete([index.scan(limit=1)[0].id])
-        assert count() == before - 2
-    assert count() == before - 2  # the log is written back and gone
-    reader.close()
 
 
 def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
@@ -378,14 +277,3 @@ def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
         assert all(
             "mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits
         )
-
-
-def test_a_question_that_takes_too_long_is_stopped(living):
-    endless = (
-        "with recursive n(i) as (select 1 union all select i + 1 from n) select count(*) from n"
-    )
-    with Index.open(living, threads=1) as index:
-        record = index.store.record
-        with pytest.raises(TooSlow), patience(0.2), record.reading() as connection:
-            connection.execute(endless).fetchall()
-        assert index.search(np.zeros(WIDTH), 1)

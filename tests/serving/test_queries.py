@@ -10,8 +10,7 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving import bundle as bundle_module
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from retrieval.serving.http.models import Options, Query, QueryInput
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from retrieval.errors import BundleError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 
 def rewritten(path: Path) -> None:

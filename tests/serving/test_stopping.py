@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import wire
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 
 WIDTH = 16
 

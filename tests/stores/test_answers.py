@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.index import index as index_module
-from retrieval.serving.index.index import Hit, Index, open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.merging import merged
 from retrieval.serving.store import masks, structure
 from retrieval.serving.store import search as distances
@@ -161,24 +160,6 @@ def test_a_pair_has_one_distance_whoever_measures_it() -> None:
             )
 
 
-def test_what_the_store_measured_is_not_measured_again(
-    tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = Known(tmp_path / "i", plain_bundle)
-    with known.index as index:
-        known.put(names(range(80)), vectors(80))
-        wanted = index.search(vectors(5, seed=1), 7)
-        with monkeypatch.context() as patch:
-            patch.setattr(index_module, "measured", None)
-            patch.setattr(
-                "retrieval.serving.store.local._Arrays.__getitem__", None
-            )  # nor are vectors read for it
-            assert index.search(vectors(5, seed=1), 7) == wanted
-        # a store that leaves it to the index has the same answers
-        monkeypatch.setattr(type(index.store), "propose", handed_over)
-        assert index.search(vectors(5, seed=1), 7) == wanted
-
-
 @pytest.mark.parametrize(
     "options",
     [{"rescorer": True}, {"subspaces": True}, {"inner": True}, {}],
@@ -213,35 +194,3 @@ def test_whatever_a_bundle_measures(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(index.store), "propose", handed_over)
             assert [index.search(queries, k) for k in (1, 4, 50)] == found
-
-
-def test_candidates_are_as_the_contract_says(tmp_path: Path, plain_bundle: Path) -> None:
-    known = Known(tmp_path / "i", plain_bundle)
-    base = vectors(30)
-    with known.index as index:
-        known.put(names(range(90)), np.tile(base, (3, 1)))
-        for found in index.store.propose(base[:4], 9, index.bundle.sha256):
-            assert isinstance(found, Candidates) and found.distances is not None
-            keys = list(
-                zip(found.distances.tolist(), [entry.id for entry in found.items], strict=True)
-            )
-            assert keys == sorted(keys) and len(found.items) == len(found.arrays["vector"]) == 9
-            assert set(found.arrays) == {"vector"} and len(found.arrays) == 1
-            for item, row in zip(found.items, found.arrays["vector"], strict=True):
-                assert np.array_equal(row, known.items[item.id][0])
-        for items in index.store.search(base[:4], 9, index.bundle.sha256):
-            assert [entry.id for entry in items] == sorted(entry.id for entry in items)
-
-
-def test_a_hit_is_a_plain_value() -> None:
-    entry = Hit("a", None, 0.5, {"b": 1})
-    assert (
-        entry
-        == Hit(id="a", label=None, distance=0.5, metadata={"b": 1}, path=None)
-        != Hit("a", "b", 0.5, {})
-    )
-    assert repr(entry).startswith(
-        "Hit(id='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'"
-    )
-    with pytest.raises(AttributeError):
-        entry.distance = 1.0  # type: ignore[misc]

@@ -60,7 +60,7 @@ store.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize(("backend", "queries"), [("flat", 1), ("hnsw", 64), ("ivf", 64)])
+@pytest.mark.parametrize(("backend", "queries"), [("flat", 1), ("hnsw", 64)])
 def test_a_child_searches_and_writes(
     backend: str, queries: int, tmp_path: Path, plain_bundle: Path
 ) -> None:

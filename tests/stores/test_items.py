@@ -1,4 +1,4 @@
-"""What every store takes and refuses of items, beside the cases of `retrieval.testing`."""
+"""What every store takes and refuses of items, beside the cases of `retrieval.plugin.testing`."""
 
 from __future__ import annotations
 

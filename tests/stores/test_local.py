@@ -11,7 +11,7 @@ from pathlib import Path
 import apsw
 import numpy as np
 import pytest
-from retrieval.errors import DataError, PluginError, StoreError
+from retrieval.errors import PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.faiss_backends import Flat
 from retrieval.serving.index.index import Index, open_index
@@ -56,14 +56,6 @@ def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
         )
         assert isinstance(living.store, LocalStore)
         living.store.compact()
-
-
-def test_no_page_begins_behind_what_is_no_id(living: Index) -> None:
-    living.upsert([item(1)])
-    for after in ("\ud83d", "id\0"):
-        with pytest.raises(DataError, match="no id that an item can have"):
-            living.scan(after=after)
-    assert [entry.id for entry in living.scan(after="")] == ["id1"]
 
 
 def test_a_record_with_other_tables_says_what_to_do(living: Index, tmp_path: Path) -> None:

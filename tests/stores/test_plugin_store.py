@@ -20,7 +20,7 @@ import retrieval
 from retrieval.errors import StoreError
 from retrieval.host.scaffold import write_package
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 Call = Callable[..., Any]
 
@@ -122,7 +122,7 @@ KILLED = """
 import os, sys
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import adding
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 encode, seen = Bundle.encode, []
 def counted(self, *given, **named):

@@ -25,7 +25,7 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 
 FLAKY = """
-from retrieval import hookimpl, stores
+from retrieval.plugin import hookimpl, stores
 from retrieval.serving.store.local import LocalPlace
 from retrieval.serving.store.local import LocalStore
 

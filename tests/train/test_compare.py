@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from comparing import LOSSES, RECIPE, go
 from retrieval.errors import DataError, Interrupted
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
@@ -36,7 +36,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from pytorch_metric_learning.losses import ContrastiveLoss
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 
 HERE = Path(os.environ["NOTED"])
@@ -102,7 +102,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     )
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
-    measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
+    measured = evaluate(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
     assert measured.metrics["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
     (searched,) = figures[2]["searches"]
     best = int(np.argmax([trial["score"] for trial in searched["trials"]]))

@@ -13,7 +13,7 @@ import torch
 from retrieval.errors import RecipeError
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run, load_run
+from retrieval.run.open import Run, build_run
 from retrieval.training.groups import stages
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
@@ -345,7 +345,7 @@ def test_ema_is_the_average_by_hand_and_is_what_is_kept(make: Make, tmp_path: Pa
     for name, value in kept.items():
         torch.testing.assert_close(value, expected[name])
     assert all(
-        torch.equal(v, kept[f"model.{k}"]) for k, v in load_run(folder).model.state_dict().items()
+        torch.equal(v, kept[f"model.{k}"]) for k, v in Run.open(folder).model.state_dict().items()
     )
 
 
@@ -383,7 +383,7 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
     assert changed == {
         f"model.backbone.layers.4.lora_{x}.default.weight" for x in "AB"
     }  # so batch statistics are kept, too
-    run = load_run(folder)
+    run = Run.open(folder)
     assert not [name for name in run.model.state_dict() if "lora" in name]
     checkpoint.seed_everything(0)
     unmerged = build_run(tmp_path, recipe).model.eval()
@@ -396,7 +396,7 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
     bundle = export_run(run, tmp_path / "bundle", progress=False)
     np.testing.assert_allclose(bundle.encode(images).vector, expected, atol=1e-4)
     (folder / "checkpoints" / "best.safetensors").unlink()  # as in a run that was stopped
-    assert not [name for name in load_run(folder).model.state_dict() if "lora" in name]
+    assert not [name for name in Run.open(folder).model.state_dict() if "lora" in name]
 
 
 def test_lora_names_the_layers_there_are(make: Make, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from PIL import Image
 from retrieval.errors import DataError, PluginError
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.export.export_run import export_run
+from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.export.export_run import export
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run, load_run
+from retrieval.run.open import Run, build_run
 from retrieval.training import check
 from retrieval.training.check import run_one_batch
 from retrieval.training.process import make_accelerator
@@ -26,7 +26,7 @@ from retrieval.training.trainer import train
 Make = Callable[..., Any]
 NO_GRADIENT = '''
 import torch
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Deaf(torch.nn.Module):
     """A loss without gradient."""
@@ -148,10 +148,10 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
         train(tmp_path / "run", made, report=said.append)
     assert said == ["The model has nothing to train: its features are taken as they are."]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said
-    run = load_run(tmp_path / "run")
-    figures = evaluate_run(run, baseline=True).metrics
+    run = Run.open(tmp_path / "run")
+    figures = evaluate(run, baseline=True).metrics
     assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
-    manifest = export_run(run).manifest
+    manifest = export(run).manifest
     assert manifest.vector == 16
 
 

@@ -20,7 +20,8 @@ from retrieval.serving.http.models import Query
 from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
-from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.index.hits import Hit
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import current
 from retrieval.serving.store.contract import Item
 

@@ -24,7 +24,8 @@ from retrieval.serving.http.models import NewItem, Query, QueryInput
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
-from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.index.hits import Hit
+from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
 from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import stage

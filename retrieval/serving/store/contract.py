@@ -200,7 +200,7 @@ class Store(ABC):
         """Return a local folder that holds a generation's bundle.
 
         The store keeps the bundle's files beside the items. A remote store fetches them into the
-        user's cache (`retrieval.stores.kept_bundle`).
+        user's cache (`retrieval.plugin.stores.kept_bundle`).
 
         Raises:
             StoreError: the generation was dropped.
