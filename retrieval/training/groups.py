@@ -138,7 +138,7 @@ class Groups:
     def of(
         self, section: Optimizer, part: Trainable, lr: float, frozen: set[int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the optimiser's groups of a part, those of the largest rate first."""
+        """Yield the optimiser's groups of a part, those of the largest rate last."""
         groups: dict[tuple[float, float | None], list[Parameter]] = {}
         for parameter in self.parts[part]:
             if id(parameter) in frozen:
@@ -150,7 +150,7 @@ class Groups:
                 factor *= section.layer_decay ** (self.stages + 1 - entry.stage)
             decay = entry.last_of(section.weight_decay)
             groups.setdefault((factor, decay), []).append(parameter)
-        for (factor, decay), parameters in sorted(groups.items(), key=lambda group: -group[0][0]):
+        for (factor, decay), parameters in sorted(groups.items(), key=lambda group: group[0][0]):
             yield {
                 "params": parameters,
                 "lr": lr * factor,

@@ -455,7 +455,7 @@ class Step:
             schedule.epoch_end(monitored)
 
     def rates(self) -> dict[str, float]:
-        """Return the learning rate of each part that trains."""
+        """Return the largest learning rate of each part that trains."""
         return {
             group["name"]: group["lr"]
             for optimizer in self.optimizers.values()

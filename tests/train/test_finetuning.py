@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import RecipeError
-from retrieval.recipe.read import Recipe, check_recipe
+from retrieval.recipe.read import Recipe, check_recipe, read_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.training.groups import stages
@@ -198,7 +198,7 @@ def test_the_run_says_how_long_the_rate_rises(make: Make, tmp_path: Path) -> Non
 
 def _lr_after(step: Step) -> float:
     step.update()
-    return step.rates()["metric"]
+    return step.rates()["head"]
 
 
 def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make: Make, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make: Make, tmp_path:
         expected.append(rate)
     assert expected[-1] < 1e-7
     # a record has the rate of its epoch's end
-    assert [line["lr"]["metric"] for line in lines] == pytest.approx(expected)
+    assert [line["lr"]["head"] for line in lines] == pytest.approx(expected)
 
 
 def log(folder: Path) -> list[dict[str, Any]]:
@@ -264,7 +264,7 @@ def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(
 
 METRICS = '''
 import numpy as np
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Missed:
     """The share of queries whose first hit is of another class; smaller is better."""
@@ -368,7 +368,8 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
     make: Make, tmp_path: Path
 ) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
-    from retrieval.export.export_run import export_run
+    from retrieval.export.export_run import export
+    from retrieval.serving.bundle import Bundle
 
     recipe = make(
         backbone={"name": "toolbox.net"},
@@ -393,7 +394,8 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
     images = np.stack([run.dataset[i] for i in range(20)])[:, None]
     with torch.inference_mode():
         expected = unmerged(torch.from_numpy(images))[1].numpy()
-    bundle = export_run(run, tmp_path / "bundle", progress=False)
+    export(run, tmp_path / "bundle", progress=False)
+    bundle = Bundle.open(tmp_path / "bundle", threads=1)
     np.testing.assert_allclose(bundle.encode(images).vector, expected, atol=1e-4)
     (folder / "checkpoints" / "best.safetensors").unlink()  # as in a run that was stopped
     assert not [name for name in Run.open(folder).model.state_dict() if "lora" in name]
@@ -469,3 +471,19 @@ def test_two_processes_fine_tune_as_one(
     two = weights(tmp_path / "two", "best")
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path: Path) -> None:
+    """As on the page, on small digits and for a few steps."""
+    pytest.importorskip("timm", reason="the extra efficientnet is not installed")
+    page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")
+    text = page.split(":caption: finetuned.toml\n")[1].split("```")[0]
+    (tmp_path / "finetuned.toml").write_text(text, encoding="utf-8")
+    small = ["backbone.size=32", "sampler.classes=3", "sampler.batches=2", "evaluate.batch=512"]
+    digits = ["data={name='core.digits'}", "phase.0.epochs=2", "phase.1.epochs=1"]
+    lines: list[str] = []
+    recipe = read_recipe(tmp_path / "finetuned.toml", [*digits, *small])
+    run = train(tmp_path / "run", recipe, report=lines.append)
+    assert [line["phase"] for line in log(run.path)] == ["head", "head", "whole"]
+    assert any(line.startswith("Kept: ") for line in lines)
+    assert any("the frozen backbone with a trained head" in line for line in lines)
