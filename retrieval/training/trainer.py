@@ -128,7 +128,9 @@ class Trainer:
         if self._source is None or self._source[0] != self.from_features:
             dataset: Dataset = run.dataset
             if self.from_features:
-                dataset = backbone_features(run.model, dataset, run.device, recipe.evaluate.batch)
+                dataset = backbone_features(
+                    without_additions(run.model), dataset, run.device, recipe.evaluate.batch
+                )
             # shared, so that validation does not decode images again
             self._source = self.from_features, dataset, RawInputs(dataset, preprocessing)
         _, self.dataset, self.raw = self._source
@@ -169,9 +171,10 @@ class Trainer:
         if warmup and self.main:
             rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
             whole = self.phase.epochs * steps
+            unit = "" if isinstance(warmup, str) else ", a share of its steps"
             self.report(
                 f"note: in phase '{self.phase.name}' the learning rate rises for {rises:,} of"
-                f" {whole:,} steps (warmup = {shown(warmup)})."
+                f" {whole:,} steps (warmup = {shown(warmup)}{unit})."
             )
         self.save()
 

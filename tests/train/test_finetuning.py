@@ -410,8 +410,9 @@ def test_lora_names_the_layers_there_are(make: Make, tmp_path: Path) -> None:
 # --- resume and several processes
 
 
-def everything(plugins: list[str], lora: bool) -> dict[str, Any]:
-    """A recipe with all of it at once."""
+def everything(plugins: list[str], variant: str = "") -> dict[str, Any]:
+    """A recipe with all that goes together."""
+    lora, plateau = variant == "lora", variant == "plateau"
     return {
         "name": "tuned",
         "plugins": plugins,
@@ -426,9 +427,15 @@ def everything(plugins: list[str], lora: bool) -> dict[str, Any]:
             "layer_decay": 0.5,
             "weight_decay": {"backbone": 0.1, "vectors": 0},
         },
-        "schedule": {"name": "cosine", "warmup": "2 steps"},
+        "schedule": {"name": "ReduceLROnPlateau", "options": {"patience": 0}}
+        if plateau
+        else {"name": "cosine", "warmup": "2 steps"},
         **({"lora": {"rank": 2, "dropout": 0.1}} if lora else {}),
-        "train": {"checkpoint_every": 1, "ema": 0.8, "monitor": "recall_at_2"},
+        "train": {
+            "checkpoint_every": 1,
+            "monitor": "recall_at_2",
+            **({"average_last": 2} if plateau else {"ema": 0.8}),
+        },
         "phase": [
             {"name": "head", "epochs": 1, "train": ["head", "loss"], "augment": False},
             {"name": "whole", "epochs": 2, "lr": 1e-2, **({} if lora else {"freeze": "stages:1"})},
@@ -436,15 +443,15 @@ def everything(plugins: list[str], lora: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("variant", ["", "lora", "plateau"])
 def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    if lora:
+    if variant == "lora":
         pytest.importorskip("peft", reason="the extra lora is not installed")
-    recipe = check_recipe(everything(make().plugins, lora))
+    recipe = check_recipe(everything(make().plugins, variant))
     train(tmp_path / "whole", recipe)
-    for step in (1, 3, 5):
+    for step in (1, 3, 5, 8):
         folder = tmp_path / f"stopped{step}"
         monkeypatch.setenv("NAN_AT", str(step + 1))  # the loss refuses the next step
         with pytest.raises(Exception, match="Training stopped"):
@@ -463,7 +470,7 @@ def test_two_processes_fine_tune_as_one(
 ) -> None:
     from retrieval.recipe.read import to_toml
 
-    table = everything(make().plugins, False)
+    table = everything(make().plugins)
     recipe = check_recipe({**table, "optimizer": {**table["optimizer"], "name": "SGD", "lr": 0.05}})
     one = weights(fit(tmp_path, recipe, "one"), "best")
     (tmp_path / "two.toml").write_text(to_toml(recipe))
