@@ -8,7 +8,7 @@ from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     from retrieval.data.findings import Findings
-    from retrieval.evaluation.evaluate_run import RunEvaluation
+    from retrieval.evaluation.evaluate_run import CandidateStep, RunEvaluation
     from retrieval.evaluation.evaluation import Evaluation
     from retrieval.evaluation.verify_run import RunVerification
     from retrieval.export.export_backbone import BackboneEncoder
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from retrieval.serving.encoder import BundleEncoder
     from retrieval.serving.http.server import Serving
     from retrieval.serving.index.adding import Added, Summary
+    from retrieval.serving.index.duplicates import Duplicates
     from retrieval.serving.index.hits import Hit, Hits
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.contract import Generation, Item, Stats
@@ -26,8 +27,10 @@ __all__ = [
     "BackboneEncoder",
     "Bundle",
     "BundleEncoder",
+    "CandidateStep",
     "Comparison",
     "Contestant",
+    "Duplicates",
     "Encoded",
     "Evaluation",
     "Findings",
@@ -48,7 +51,7 @@ if not TYPE_CHECKING:
         __name__,
         {
             "retrieval.data.findings": ["Findings"],
-            "retrieval.evaluation.evaluate_run": ["RunEvaluation"],
+            "retrieval.evaluation.evaluate_run": ["CandidateStep", "RunEvaluation"],
             "retrieval.evaluation.evaluation": ["Evaluation"],
             "retrieval.evaluation.verify_run": ["RunVerification"],
             "retrieval.serving.bundle": ["Bundle", "Encoded"],
@@ -56,6 +59,7 @@ if not TYPE_CHECKING:
             "retrieval.serving.http.server": ["Serving"],
             "retrieval.export.export_backbone": ["BackboneEncoder"],
             "retrieval.serving.index.adding": ["Added", "Summary"],
+            "retrieval.serving.index.duplicates": ["Duplicates"],
             "retrieval.serving.index.hits": ["Hit", "Hits"],
             "retrieval.serving.index.migrating": ["Migrated"],
             "retrieval.serving.store.contract": ["Generation", "Item", "Stats"],

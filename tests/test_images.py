@@ -367,8 +367,8 @@ def test_a_client_leaves_the_rule_to_the_server(mode):
 def test_whatever_shows_an_image_shows_what_a_model_gets():
     pytest.importorskip("matplotlib")
     from retrieval.data.datasets import ArrayDataset
+    from retrieval.evaluation.plot import _pixels
     from retrieval.evaluation.report.write import Thumbnails
-    from retrieval.plot import _pixels
 
     class Sixteen(ArrayDataset):
         def __getitem__(self, index: int) -> Image.Image:

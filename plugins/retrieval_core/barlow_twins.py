@@ -53,8 +53,8 @@ class BarlowTwins(CheckedLoss):
         first = ((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1])).nonzero().squeeze(1)
         if len(first) < 2:  # one pair has no correlation
             return {"loss": nothing(embeddings)}
-        one, other = (_standard(embeddings[order[rows]]) for rows in (first, first + 1))
-        correlation = one.T @ other / len(first)
+        x, y = (_standard(embeddings[order[rows]]) for rows in (first, first + 1))
+        correlation = x.T @ y / len(first)
         apart = correlation - torch.eye(len(correlation)).to(correlation)
         weights = torch.full_like(apart, self.weight).fill_diagonal_(1)
         total = (weights * apart.square()).sum()

@@ -86,8 +86,8 @@ class Contextual(CheckedLoss):
         unit = functional.normalize(embeddings)
         similarity = unit @ unit.T
         same = (labels[:, None] == labels).to(similarity.dtype)
-        others = 1 - torch.eye(count).to(similarity)
-        error = (contextual(similarity, self.neighbors, self.epsilon) - same).square() * others
+        pairs = 1 - torch.eye(count).to(similarity)
+        error = (contextual(similarity, self.neighbors, self.epsilon) - same).square() * pairs
         contrast = _mean((self.positive_margin - similarity).relu() * same) + _mean(
             (similarity - self.negative_margin).relu() * (1 - same)
         )

@@ -18,10 +18,14 @@ class HardestOfClass(Generator):
     classmates = True
 
     def forward(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, *classmate: Tensor
+        self,
+        anchor: Tensor,
+        positive: Tensor,
+        negative: Tensor,
+        classmate: Tensor | None = None,
     ) -> Tensor:
-        """Return synthetic negatives (T, C)."""
-        points = torch.stack(self.points(negative, classmate[0]))
+        """Return synthetic negatives (T, C); without a classmate, the negatives themselves."""
+        points = torch.stack(self.points(negative, negative if classmate is None else classmate))
         apart = (points - anchor).square().sum(2)
         return points[apart.argmin(0), torch.arange(len(anchor), device=anchor.device)]
 

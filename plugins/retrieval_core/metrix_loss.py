@@ -52,7 +52,8 @@ class Metrix(CheckedLoss):
 
     def get_default_reducer(self) -> nn.Module:
         """Return the mean over numbers above 0."""
-        return AvgNonZeroReducer()
+        reducer: nn.Module = AvgNonZeroReducer()
+        return reducer
 
     def _sub_loss_names(self) -> list[str]:
         return ["positive", "negative", "mixed_positive", "mixed_negative"]
@@ -82,7 +83,7 @@ class Metrix(CheckedLoss):
         length = part**2 + rest**2 + 2 * part * rest * cosine[positive, negative]
         mixed = part * cosine[anchor, positive] + rest * cosine[anchor, negative]
         distance = _distance(mixed / length.clamp(min=1e-6).sqrt())
-        losses = {
+        losses: dict[str, tuple[Tensor, tuple[Tensor, Tensor], float | Tensor]] = {
             "positive": (_distance(cosine[a, p]) - self.positive_margin, (a, p), 1.0),
             "negative": (self.negative_margin - _distance(cosine[b, n]), (b, n), 1.0),
             "mixed_positive": (

@@ -60,7 +60,8 @@ class RecallAtK(CheckedLoss):
 
     def get_default_distance(self) -> nn.Module:
         """Return the cosine."""
-        return CosineSimilarity()
+        cosine: nn.Module = CosineSimilarity()
+        return cosine
 
     def compute_loss(
         self,
@@ -87,8 +88,15 @@ class RecallAtK(CheckedLoss):
         size = max(1, ENTRIES // len(labels))
         ranks = torch.cat(
             [
-                checkpoint(self._ranks, similarity, queries, items, use_reentrant=False)
-                for queries, items in zip(query.split(size), item.split(size), strict=True)
+                checkpoint(
+                    self._ranks,
+                    similarity,
+                    query[start : start + size],
+                    item[start : start + size],
+                    use_reentrant=False,
+                    preserve_rng_state=False,  # the block draws no random numbers
+                )
+                for start in range(0, len(query), size)
             ]
         )
         count = positive.sum(1)

@@ -28,8 +28,8 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
         DataError: the folder exists.
     """
     from retrieval.evaluation.evaluate_run import evaluate
+    from retrieval.evaluation.plot import neighbours
     from retrieval.export.export_run import export
-    from retrieval.plot import neighbours
     from retrieval.recipe.read import read_recipe
     from retrieval.serving.index.index import Index
     from retrieval.training.trainer import train

@@ -139,7 +139,8 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
             if not is_image(image):
                 raise DataError(
                     f"images[{number}]: an image is a path, bytes, a Pillow image, pixels or a"
-                    f" tensor, not an object of type {type(image).__name__}."
+                    f" tensor, not an object of type {type(image).__name__}. A dataset with labels"
+                    " is given as retrieval.as_dataset(…)."
                 )
         dataset = _Images(listed)
     before = next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -148,7 +148,7 @@ def _image(item: Any, where: str) -> Image:
     """Return an image of any form, decoded."""
     if isinstance(item, Mapping):  # as `datasets.Image(decode=False)` gives it
         item = item.get("bytes") or item.get("path")
-    (pixels,) = as_list(item) if item is not None else [None]
+    pixels: Any = as_list(item)[0] if item is not None else None
     try:
         if isinstance(pixels, np.ndarray):
             return from_pixels(pixels)
@@ -225,7 +225,7 @@ class _Table:
         rest = [c for c in self.columns if c not in named] if metadata is None else metadata
         kept = {c: v for c in rest if (v := self._plain(c, metadata is not None)) is not None}
         rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
-        further = {
+        further: dict[str, Any] = {
             "splits": sides(
                 [str(s) for s in self.column(split)] if isinstance(split, str) else split
             ),
@@ -260,11 +260,9 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
             f"{name} gave an object of type {type(first).__name__} for item 0, and an item is a"
             ' tuple (image, label) or a dictionary {"image": …, "label": …}.'
         )
-    default = ("image", "label") if isinstance(first, Mapping) else (0, 1)
-    place, other = (
-        chosen if chosen is not None else usual
-        for chosen, usual in zip((image, label), default, strict=True)
-    )
+    default: tuple[Any, Any] = ("image", "label") if isinstance(first, Mapping) else (0, 1)
+    place: Any = default[0] if image is None else image
+    other: Any = default[1] if label is None else label
     held = list(first) if isinstance(first, Mapping) else range(len(first))
     for chosen in (place, other):
         if chosen not in held:
@@ -312,11 +310,11 @@ def _listed_labels(obj: Any) -> list[Any] | None:
         whole = _listed_labels(obj.dataset)
         return None if whole is None else [whole[i] for i in obj.indices]
     for attribute in _LABELS:
-        values = getattr(obj, attribute, None)
+        values: Any = getattr(obj, attribute, None)
         if hasattr(values, "__len__") and len(values) == len(obj):
             return list(values)
     for attribute in _PAIRS:
-        pairs = getattr(obj, attribute, None)
+        pairs: Any = getattr(obj, attribute, None)
         if hasattr(pairs, "__len__") and len(pairs) == len(obj):
             return [pair[1] for pair in pairs]
     return None

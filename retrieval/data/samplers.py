@@ -109,7 +109,7 @@ def _seeded(seed: int) -> Iterator[None]:
     numpy_state, python_state = np.random.get_state(), python_random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             np.random.seed(seed)
             python_random.seed(seed)
             yield

@@ -290,11 +290,11 @@ class Factory:
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
     def check(
-        self, values: Mapping[str, Any], where: str, others: Collection[str] = ()
+        self, values: Mapping[str, Any], where: str, host_keys: Collection[str] = ()
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the checked values of a recipe, and all problems as sentences.
 
-        `others` are keys of the table that the host reads.
+        `host_keys` are keys of the table that the host reads.
         """
         settable = {p.name: p for p in self.parameters if not p.by_host}
         problems = []
@@ -305,7 +305,7 @@ class Factory:
                         f"{where} {key}: is given by the host ({GIVEN[key]}); remove it."
                     )
                 else:
-                    known = [*sorted(others), *settable]
+                    known = [*sorted(host_keys), *settable]
                     problems.append(
                         f"{where} {key}: {self.name} has no such parameter (it has:"
                         f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"

@@ -287,7 +287,7 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     if not marks and source.origin.startswith(("file ", "folder ", "module ")):
         raise PluginError(
             f"The plugin '{source.plugin}' ({source.origin}) marks no hook, so it offers nothing."
-            " Define a function such as retrieval_losses, with @retrieval.hookimpl above it."
+            " Define a function such as retrieval_losses, with @retrieval.plugin.hookimpl above it."
         )
 
 

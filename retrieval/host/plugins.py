@@ -251,7 +251,7 @@ class Plugins:
         kind: str,
         values: Mapping[str, Any] | str,
         where: str,
-        others: Collection[str] = (),
+        host_keys: Collection[str] = (),
     ) -> list[str]:
         """Return every problem of a table `{name = …, parameters}`, nested parts included.
 
@@ -259,9 +259,9 @@ class Plugins:
             kind: one of `KINDS`.
             values: the table.
             where: its place, such as `[loss]`.
-            others: keys that the table may have besides, for the message on an unknown one.
+            host_keys: keys that the table may have besides, for the message on an unknown one.
         """
-        return list(self._check(kind, values, where, others))
+        return list(self._check(kind, values, where, host_keys))
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
         """Return whether a factory and all parts of its kind nested in it pass a test.
@@ -281,7 +281,7 @@ class Plugins:
         )
 
     def _check(
-        self, kind: str, values: Any, where: str, others: Collection[str] = ()
+        self, kind: str, values: Any, where: str, host_keys: Collection[str] = ()
     ) -> Iterator[str]:
         if is_made(values):
             return
@@ -292,7 +292,7 @@ class Plugins:
         try:
             factory = self.find(kind, values["name"])
             own = {k: v for k, v in values.items() if k != "name"}
-            _, problems = factory.check(own, where, others)
+            _, problems = factory.check(own, where, host_keys)
         except (PluginError, MissingDependency) as error:
             yield f"{where} name: {error}"
             return

@@ -8,7 +8,7 @@ own losses and miners work here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -69,6 +69,9 @@ class Dataset(ABC):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __iter__(self) -> Iterator[Image | NDArray[Any]]:
+        return (self[index] for index in range(len(self)))
 
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:
@@ -216,8 +219,8 @@ class Generator(nn.Module):
         replaces: "positive" or "negative", the member of the triplet whose place and label a
             synthetic sample takes.
         space: "features" or "embeddings", what the generator works on.
-        classmates: whether `forward` gets a fourth argument, for each triplet a random other item
-            of the negative's class, or the negative itself if the batch has no other.
+        classmates: whether `forward` gets a fourth argument: rows of a random other item of each
+            negative's class, or of the negative itself if the batch has no other.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
@@ -234,16 +237,13 @@ class Generator(nn.Module):
             head: maps features (B, F) to codes (B, C).
         """
 
-    def forward(
-        self, anchor: Tensor, positive: Tensor, negative: Tensor, *classmate: Tensor
-    ) -> Tensor:
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         """Return synthetic rows (T, F) to replace the triplets' negatives (or positives).
 
         Args:
             anchor: rows (T, F).
             positive: rows (T, F).
             negative: rows (T, F).
-            classmate: rows (T, F), if `classmates`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(anchor, positive, negative)"

@@ -69,7 +69,8 @@ class Evaluate(Section):
         None,
         description=(
             "A column of metadata with several labels per item, separated by `;`. Items match if"
-            " they share a label; `ndcg_at_K` grades by the number of shared labels."
+            " they share a label; `ndcg_at_K` grades by the number of shared labels. Training"
+            " compares items by their one label, not by these."
         ),
     )
     by: str | None = Field(

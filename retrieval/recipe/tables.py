@@ -634,5 +634,6 @@ class Tables(Section):
 
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
-    section = {"backbone": Backbone, "sampler": Sampler}.get(table, Component)
+    sections: dict[str, type[Component]] = {"backbone": Backbone, "sampler": Sampler}
+    section = sections.get(table, Component)
     return set(section.model_fields) - {"name"}

@@ -6,6 +6,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
@@ -453,15 +454,38 @@ def _picture(pixels: np.ndarray) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
+def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
+    """Return the first font with all letters of the names, or the one with most, and the names.
+
+    Fonts are DejaVu Sans, then those of the system. A letter that the font lacks becomes its escape
+    in Python.
+    """
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    letters = set(map(ord, "".join(names)))
+    file, lacking = font_manager.findfont("DejaVu Sans"), letters
+    for candidate in dict.fromkeys([file, *(f.fname for f in font_manager.fontManager.ttflist)]):
+        with suppress(RuntimeError, OSError):  # a damaged font
+            if len(rest := letters - FT2Font(candidate).get_charmap().keys()) < len(lacking):
+                file, lacking = candidate, rest
+        if not lacking:
+            break
+    escapes = {letter: chr(letter).encode("unicode_escape").decode() for letter in lacking}
+    return ImageFont.truetype(file, 11), [name.translate(escapes) for name in names]
+
+
 def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
     width, height = rows[0][0].size
     across, down = width + _GAP, height + _GAP + _TEXT
     sheet = Image.new("RGB", (across * len(rows[0]) + 3 * _GAP, down * len(rows) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
+    font, names = font_of(names)
     for number, (row, name) in enumerate(zip(rows, names, strict=True)):
         top = _GAP + number * down
-        fits = sheet.width // 6  # a letter of Pillow's default font is about six pixels wide
-        draw.text((_GAP, top), name if len(name) <= fits else f"{name[: fits - 1]}…", fill="black")
+        while font.getlength(name) > sheet.width - 2 * _GAP:
+            name = f"{name[:-2]}…"
+        draw.text((_GAP, top), name, fill="black", font=font)
         for column, image in enumerate(row):
             # a wider gap after the unchanged image
             left = _GAP + column * across + (2 * _GAP if column else 0)

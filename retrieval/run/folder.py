@@ -275,7 +275,10 @@ def record(recipe: Recipe) -> dict[str, Any]:
 def _recorded(value: Any) -> dict[str, Any]:
     description = described(value)
     if isinstance(value, Dataset):
-        names = json.dumps([list(map(str, value.labels)), list(map(str, value.keys))])
+        columns = (value.labels, value.keys, value.splits or (), value.roles or ())
+        names = json.dumps([list(map(str, column)) for column in columns])
+        settings = description["settings"]
+        description["settings"] = {k: v for k, v in settings.items() if not hasattr(Dataset, k)}
         description["items"] = len(value)
         description["content"] = (
             f"{dataset_identity(value)}"
@@ -334,4 +337,4 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             return f"{name} was {old.get(name)}, and is {new.get(name)}"
     if before.get("items") != now.get("items"):
         return f"{before.get('items'):,} items then, {now.get('items'):,} now"
-    return "its items or their labels differ"
+    return "its items, their labels or sides differ"

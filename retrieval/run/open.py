@@ -248,6 +248,11 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
     """Build everything that a recipe with a loss names; seed the random generators first."""
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
+    if recipe.evaluate.tags is not None:
+        splits.notes.append(
+            "training compares items by their one label;"
+            f' [evaluate] tags = "{recipe.evaluate.tags}" counts in evaluation only.'
+        )
     model = build_model(recipe, dataset)
     objective = build_objective(recipe, model, _classes(recipe, splits))
     if standing is None:

@@ -320,7 +320,8 @@ class Step:
         with calling(who):
             synthetic = generator(*triplets, *classmates)
         like = len(a), rows.shape[1]
-        checked_rows(synthetic, who, like, rows.device, "a synthetic row a triplet")
+        what = f"a synthetic {'feature' if in_features else 'embedding'} a triplet"
+        checked_rows(synthetic, who, like, rows.device, what)
         self._watch.rows(synthetic, self.who["generator"])
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
@@ -406,7 +407,10 @@ class Step:
         chunk = self.train_table.chunk
         if chunk is None or chunk >= len(inputs):
             return self._forward(inputs)
-        parts = [in_little_memory(self._forward, self.model, rows) for rows in inputs.split(chunk)]
+        parts = [
+            in_little_memory(self._forward, self.model, inputs[start : start + chunk])
+            for start in range(0, len(inputs), chunk)
+        ]
         features, codes = zip(*parts, strict=True)
         return torch.cat(features), torch.cat(codes)
 

@@ -127,9 +127,9 @@ def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
 
 def classmates_of(rows: Tensor, labels: Tensor) -> Tensor:
     """Return a random other item of each row's class, or the row itself if it is the only one."""
-    others = (labels[rows, None] == labels).float()
-    others[torch.arange(len(rows), device=rows.device), rows] = 1e-12  # drawn only if alone
-    return torch.multinomial(others, 1).squeeze(1)
+    weights = (labels[rows, None] == labels).float()
+    weights[torch.arange(len(rows), device=rows.device), rows] = 1e-12  # drawn only if alone
+    return torch.multinomial(weights, 1).squeeze(1)
 
 
 def _one_negative(labels: Tensor) -> Triplets:

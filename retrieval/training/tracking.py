@@ -89,7 +89,7 @@ class Tracking:
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
         drawn = run.dataset.kind == "image" and len(run.splits.validation) > 1
         if drawn and any(follower.takes("image") for follower in self._followers):
-            from retrieval.plot import validation_sheet
+            from retrieval.evaluation.plot import validation_sheet
 
             try:
                 pixels = validation_sheet(run)

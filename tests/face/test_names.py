@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,6 +66,66 @@ def test_the_serving_half_needs_no_torch(process: Callable[..., Any]) -> None:
         " print('torch' in sys.modules)"
     )
     assert process("-c", code).out.split() == ["False"]
+
+
+def returned(owner: Any) -> set[str]:
+    """Return the names of types that an object's public methods, or a function, return."""
+    functions = (
+        [owner]
+        if inspect.isfunction(owner)
+        else [
+            getattr(value, "__func__", value)
+            for name, value in inspect.getmembers(owner)
+            if callable(value) and not name.startswith("_") and name in dir(owner)
+        ]
+    )
+    texts = [str(getattr(function, "__annotations__", {}).get("return")) for function in functions]
+    return {name for text in texts for name in re.findall(r"\b[A-Z]\w+", text)}
+
+
+def test_all_that_is_returned_is_public() -> None:
+    names = {name for item in (*VERBS, *CLASSES) for name in returned(getattr(retrieval, item))}
+    other = {
+        "Any",
+        "None",
+        "Iterator",
+        "NDArray",
+        "Path",
+        "Mapping",
+        "Self",
+        "AbstractContextManager",
+    }
+    public = {*retrieval.__all__, *retrieval.results.__all__, *retrieval.plugin.__all__}
+    assert {"RunEvaluation", "Migrated", "BundleEncoder"} <= names
+    assert not names - public - other - {"Embeddings", "Floats", "True", "False"}
+
+
+def test_what_a_bare_install_lacks_is_said_in_python_and_on_the_command_line(
+    process: Callable[..., Any],
+) -> None:
+    bare = """
+import importlib.abc, sys
+class Bare(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "faiss", "onnxruntime", "sklearn", "starlette"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Bare())
+import importlib.util
+real = importlib.util.find_spec
+def find_spec(name, package=None):
+    try:
+        return real(name, package)
+    except ModuleNotFoundError:
+        return None
+importlib.util.find_spec = find_spec
+"""
+    said = r"needs torch, .*pip install 'embedding-retrieval\[cpu,train,serve\]'"
+    done = process("-c", bare + "import retrieval; retrieval.load('core.convnet')")
+    assert re.search(rf"MissingDependency: .*{said}", done.err)
+    call = "sys.argv = ['retrieval', 'demo']\nfrom retrieval.cli.app import main\nmain()"
+    done = process("-c", bare + call)
+    assert done.code == 2 and re.search(f"^Error: this command {said}", done.err)
+    assert "Traceback" not in done.err
 
 
 TYPED = """

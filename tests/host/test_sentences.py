@@ -101,7 +101,7 @@ def test_none_unsets_a_key_that_the_recipe_sets(recipe: Path, cli: Callable[...,
 def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]) -> None:
     Path("sized.py").write_text(
         "from pytorch_metric_learning.losses import ArcFaceLoss\n"
-        "from retrieval import hookimpl\n\n"
+        "from retrieval.plugin import hookimpl\n\n"
         "def arc(size: int, number: int):\n"
         "    return ArcFaceLoss(num_classes=number, embedding_size=size)\n\n"
         "@hookimpl\n"

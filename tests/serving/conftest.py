@@ -14,7 +14,10 @@ from types import SimpleNamespace
 import httpx
 import makers
 import pytest
+from forking import Forked, Forker
 from retrieval.serving.index.index import create_index
+
+PROGRAM = ("-m", "retrieval.cli")
 
 
 @pytest.fixture(scope="session")
@@ -39,24 +42,32 @@ def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_pa
     return path
 
 
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """What servers are forked from."""
+    started = Forker()
+    yield started
+    started.close()
+
+
 @pytest.fixture
-def served() -> Iterator[Callable[..., SimpleNamespace]]:
+def served(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
-    gives its url and process.
+    gives its url and process. One that is to start as a user starts it is given its `program`.
     """
-    yield from _servers()
+    yield from _servers(forker)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Callable[..., SimpleNamespace]]:
+def shared(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     """As `served`, but the tests of a module share one server for each index and its options. Not
     to be stopped.
     """
-    for start in _servers():
+    for start in _servers(forker):
         yield functools.cache(start)
 
 
-def _servers() -> Iterator[Callable[..., SimpleNamespace]]:
+def _servers(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     started, clients = [], []
 
     def start(
@@ -65,16 +76,21 @@ def _servers() -> Iterator[Callable[..., SimpleNamespace]]:
         python: str = sys.executable,
         verify: ssl.SSLContext | bool = True,
         wait: bool = True,
-        program: Sequence[str] = ("-m", "retrieval.cli"),
+        program: Sequence[str] = (),
     ) -> SimpleNamespace:
-        process = subprocess.Popen(
-            [python, *program, "serve", str(index), "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=index.parent,  # `-m` looks here first: not the source tree
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        words = ["serve", str(index), "--port", "0", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if program or python != sys.executable:
+            process = subprocess.Popen(
+                [python, *(program or PROGRAM), *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=index.parent,  # `-m` looks here first: not the source tree
+                env=environment,
+            )
+        else:
+            process = Forked(forker, words, index.parent, environment)
         started.append(process)
         line = process.stdout.readline()
         assert "Serving" in line, line + process.stderr.read()

@@ -13,10 +13,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
-from retrieval.export.export_run import export_run
+from retrieval.export.export_run import export
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run, load_run
+from retrieval.run.open import Run, build_run
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor
@@ -188,7 +188,7 @@ def test_two_processes_train_and_export_the_same(
         assert max(float((state[key] - whole[key]).abs().max()) for key in whole) < 2e-5, name
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
     vectors = [
-        export_run(load_run(tmp_path / name), progress=False, exporter="torchscript")
+        export(Run.open(tmp_path / name), progress=False, exporter="torchscript")
         .encode(pixels)
         .vector
         for name in ("whole", "one")

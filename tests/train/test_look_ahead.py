@@ -13,15 +13,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import DataError, PluginError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
+from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.training import check
 from retrieval.training.check import run_one_batch
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import train
+
+from .conftest import BASE
 
 Make = Callable[..., Any]
 NO_GRADIENT = '''
@@ -184,3 +188,13 @@ def test_principal_components_of_few_features() -> None:
     x = np.random.default_rng(0).normal(size=(50, 10))
     assert PCA().fit_transform(x).shape == (50, 10)
     assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)
+
+
+def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
+    """The check and the run say so, for nothing else would."""
+    columns = [{"colours": "red;blue"}] * 80
+    data = ArrayDataset(np.zeros((80, 8, 8), np.uint8), list("abcdefgh") * 10, metadata=columns)
+    table = {**BASE, "evaluate": {"tags": "colours"}}
+    run = build_run(tmp_path, check_recipe(table, objects={"data": data}))
+    assert any("one label" in note and '"colours"' in note for note in run.splits.notes)
+    assert not any("one label" in note for note in build_run(tmp_path, make()).splits.notes)

@@ -244,7 +244,7 @@ def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path)
 def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
     plugin.write_text(
-        "from retrieval import hookimpl\n"
+        "from retrieval.plugin import hookimpl\n"
         "from torch.utils.data import BatchSampler\n"
         "def forwards(first: int = 0):\n"
         "    '''Items in order.\n\n    Args:\n        first: the first item.\n    '''\n"

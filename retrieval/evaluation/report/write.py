@@ -19,6 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
+from retrieval.evaluation.plot import Picture, curves
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
@@ -32,7 +33,6 @@ from retrieval.evaluation.report.measured import (
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
-from retrieval.plot import Picture, curves
 from retrieval.recipe.read import to_toml
 from retrieval.run.open import Run
 from retrieval.run.resume import flat

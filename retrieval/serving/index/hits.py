@@ -9,6 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL.Image import Image
+
 from retrieval.errors import RetrievalError, printable
 from retrieval.serving.images import decode, to_mode
 
@@ -73,18 +75,25 @@ class Hits(list[Hit]):
         head = "<tr><th></th><th>distance</th><th>label</th><th>id</th></tr>"
         return f"<table>{head}{rows}</table>"
 
-    def _picture(self, hit: Hit) -> str:
-        """Return a hit's picture in HTML, or "" if its original is not kept or cannot be read."""
+    def image(self, hit: Hit) -> Image | None:
+        """Return a hit's original as an image, or `None` if it is not kept or cannot be read."""
         try:
-            kept = None if self._original is None else self._original(hit.id)
-            if kept is None and (hit.path is None or hit.keep != "reference"):
-                return ""
-            image = to_mode(decode(hit.path if kept is None else kept), "RGB").copy()
+            source: Path | bytes | None = self._original(hit.id) if self._original else None
+            if source is None and hit.keep == "reference":
+                source = hit.path
+            return None if source is None else decode(source)
         except RetrievalError:
+            return None
+
+    def _picture(self, hit: Hit) -> str:
+        """Return a hit's picture in HTML, or "" without an image."""
+        image = self.image(hit)
+        if image is None:
             return ""
-        image.thumbnail((PICTURE, PICTURE))
+        small = to_mode(image, "RGB").copy()
+        small.thumbnail((PICTURE, PICTURE))
         content = io.BytesIO()
-        image.save(content, "png")
+        small.save(content, "png")
         data = base64.b64encode(content.getvalue()).decode()
         return f'<img src="data:image/png;base64,{data}">'
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from retrieval.errors import DataError, Interrupted, did_you_mean
 from retrieval.recipe.read import Recipe
-from retrieval.run.folder import record
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
@@ -121,15 +120,7 @@ def compare(
     read = [recipe for settings in by_file for recipe in settings]
     base = next((recipe for recipe in read if recipe.learner is None), read[0])
     backbone, why = pretrained_backbone(base, pretrained)
-    if any(recipe.objects for recipe in read) and (workers > 1 or ray is not None):
-        raise DataError(
-            "Recipes with Python objects train in this process: leave out workers, ray."
-        )
-    tables = {
-        recipe.name: recipe.model_dump(exclude_unset=True)
-        | ({"objects": record(recipe)} if recipe.objects else {})
-        for recipe in read
-    }
+    tables = plan.tables(read, in_process=workers == 1 and ray is None)
     planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
     titles = baseline_names(base, base.learner is None, backbone)
     if against is not None and against not in (*tables, *titles.values()):

@@ -228,7 +228,7 @@ def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
 
 def _trained(recipe: Recipe, folder: Path) -> Run:
     if is_complete(folder):
-        return Run.open(folder, **{WORDS[part]: given for part, given in recipe.objects.items()})
+        return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
     return train(folder, recipe, resume=is_run(folder))
 
 

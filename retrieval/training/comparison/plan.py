@@ -116,8 +116,26 @@ def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
     """Return a run's recipe, or the file of a run's folder, in place of the run."""
     if isinstance(source, Run):
         return source.recipe
-    is_path = isinstance(source, str | os.PathLike)
-    return Path(source) / "recipe.toml" if is_path and is_run(Path(source)) else source
+    if isinstance(source, str | os.PathLike) and is_run(Path(source)):
+        return Path(source) / "recipe.toml"
+    return source
+
+
+def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
+    """Return each recipe's table by name; a description of its Python objects belongs to it.
+
+    Raises:
+        DataError: recipes have Python objects, and are trained in other processes.
+    """
+    if not in_process and any(recipe.objects for recipe in recipes):
+        raise DataError(
+            "Recipes with Python objects train in this process: leave workers and ray out."
+        )
+    return {
+        recipe.name: recipe.model_dump(exclude_unset=True)
+        | ({"objects": record(recipe)} if recipe.objects else {})
+        for recipe in recipes
+    }
 
 
 def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:

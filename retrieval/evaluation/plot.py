@@ -1,0 +1,358 @@
+"""Plots: the `neighbours` of queries, `curves` of training, and a `map` of codes.
+
+`retrieval.plot` is this module.
+
+Each function returns a matplotlib `Figure`. A notebook shows it, and `figure.savefig("file.png")`
+saves it. No function needs a display or changes pyplot's state.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+from PIL import Image
+
+from retrieval.errors import DataError, MissingDependency
+from retrieval.model.labels import read_labels
+from retrieval.serving.images import as_list, decode, from_pixels, to_mode
+
+if TYPE_CHECKING:
+    from retrieval.run.open import Run
+    from retrieval.serving.bundle import ImageLike
+    from retrieval.serving.index.hits import Hit
+    from retrieval.serving.index.index import Index
+
+__all__ = ["curves", "map", "neighbours"]
+
+MOST_QUERIES = 50
+LARGEST = 256  # pixels of a drawn image's longer side
+NAMED = 10  # most classes in a legend, and number of colours
+
+
+class Picture(Figure):
+    """A `Figure` with a canvas of its own, which notebooks show without pyplot."""
+
+    def __init__(self, width: float, height: float) -> None:
+        super().__init__(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self)
+
+    def _repr_png_(self) -> bytes:
+        out = io.BytesIO()
+        self.savefig(out, format="png")
+        return out.getvalue()
+
+
+def neighbours(
+    index: Index,
+    queries: Any,
+    k: int = 10,
+    *,
+    labels: Sequence[str] | None = None,
+) -> Figure:
+    """Draw queries with their nearest items in an index, with labels and distances.
+
+    Each query is a row. If the queries have labels, right results have a blue frame and ✓, wrong
+    ones an orange frame and ✗.
+
+    Args:
+        index: an opened index of images.
+        queries: an image, as `Encoder.encode` takes it, or up to 50 images.
+        k: number of results, or all items if there are fewer.
+        labels: each query's label; `None` marks no result as right or wrong.
+
+    Raises:
+        DataError: there is no query, or more than 50; a query is not an image; a label is missing
+            or not text; the index holds vectors, not images.
+    """
+    from retrieval.serving.index.index import Index
+
+    if not isinstance(index, Index):
+        raise DataError(
+            "Pass an opened index, then the queries:"
+            " neighbours(retrieval.Index.open(path), queries)."
+        )
+    images = as_list(queries)
+    if not images or len(images) > MOST_QUERIES:
+        raise DataError(
+            f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}."
+        )
+    if labels is not None and len(labels) != len(images):
+        raise DataError(
+            f"There are {len(labels)} labels for {len(images)} queries; give each query one."
+        )
+    names = None if labels is None else read_labels(labels)
+    if names is not None and names.dtype.kind != "U":
+        raise DataError(
+            "An index's labels are text, which no number equals: give the queries' labels as text."
+        )
+    if index.bundle.manifest.input.preprocessing is None:
+        raise DataError(f"{index.path} holds vectors, not images: there is nothing to draw.")
+    answers = index.search(list(images), k=k)
+    columns = 1 + max(len(hits) for hits in answers)
+    figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
+    grid = figure.subplots(len(images), columns, squeeze=False)
+    for row, (cells, query, hits) in enumerate(zip(grid, images, answers, strict=True)):
+        label = None if names is None else str(names[row])
+        _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
+        for cell, hit in zip(cells[1:], hits, strict=False):
+            _answer(cell, hit, hits.image(hit), label)
+        for cell in cells[1 + len(hits) :]:
+            cell.set_visible(False)
+    marks = "" if names is None else ": ✓ right, ✗ wrong"
+    figure.suptitle(
+        f"Queries with their {columns - 1} nearest{marks}, and the distance", fontsize=10
+    )
+    return figure
+
+
+def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
+    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3).
+
+    Raises:
+        DataError: an item cannot be read.
+    """
+    from retrieval.evaluation.neighbors import Search
+    from retrieval.run.open import ItemCodes
+
+    items, combiner = run.splits.validation, run.model.combiner
+    rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
+    codes = ItemCodes(run, run.device)(items)
+    search = Search(codes, None, None, combiner and combiner.compute_mat, device=run.device.type)
+    near, distances = search.nearest(min(k, len(items) - 1), rows)
+    figure = Picture(near.shape[1] + 1.6, 1.18 * len(rows))
+    grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
+    names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
+    for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
+        pixels = _pixels(run.dataset[int(items[row])])
+        _cell(cells[0], pixels, f"query: {names[row]}", "black", 1)
+        for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
+            mark, colour = _mark(names[hit], names[row])
+            title = f"{names[hit]}{mark} {distance:.2f}"
+            _cell(cell, _pixels(run.dataset[int(items[hit])]), title, colour, 2.5)
+    figure.canvas.draw()
+    return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+
+
+def _mark(name: str | None, label: str | None) -> tuple[str, str]:
+    """Return the mark and the colour of a result; without a label there is no right one."""
+    if label is None:
+        return "", "0.4"
+    return (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
+
+
+def _answer(cell: Axes, hit: Hit, image: Image.Image | None, label: str | None) -> None:
+    """Draw one result; an image that cannot be read becomes an empty cell with its name."""
+    mark, colour = _mark(hit.label, label)
+    title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
+    pixels = None if image is None else _pixels(image)
+    _cell(cell, pixels, title, colour, 2.5)
+    if pixels is None:
+        cell.text(
+            0.5, 0.5, f"cannot read\n{Path(hit.id).name}", ha="center", va="center", fontsize=6
+        )
+
+
+def _cell(
+    cell: Axes, pixels: np.ndarray[Any, Any] | None, title: str, colour: str, width: float
+) -> None:
+    if pixels is not None:
+        top = 1 if pixels.dtype == np.bool_ else 255
+        cell.imshow(pixels, cmap="gray", vmin=0, vmax=top, interpolation="nearest")
+    cell.set(xticks=[], yticks=[])
+    for side in cell.spines.values():
+        side.set(color=colour, linewidth=width)
+    cell.set_title(title if len(title) <= 18 else f"{title[:17]}…", fontsize=8, color=colour, pad=3)
+
+
+def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
+    """Return an image's pixels (H, W) or (H, W, 3), reduced to `LARGEST`."""
+    if isinstance(image, np.ndarray):
+        opened = from_pixels(image)
+    else:
+        opened = image if isinstance(image, Image.Image) else decode(image)
+    small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
+    small.thumbnail((LARGEST, LARGEST))
+    return np.asarray(small)
+
+
+def curves(run: Run | str | os.PathLike[str]) -> Figure:
+    """Draw a run's losses (above) and validation metrics (below) by epoch.
+
+    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best
+    validation, whose weights the run keeps, unless these are the start's.
+
+    Args:
+        run: a run, or its folder.
+
+    Raises:
+        DataError: `metrics.jsonl` is missing or damaged, or the run has a learner and so no epochs.
+    """
+    records = _records(Path(run if isinstance(run, str | os.PathLike) else run.path))
+    names = dict.fromkeys(key for record in records for key in record)  # unique, in order
+    losses = [key for key in names if key == "loss" or key.endswith("_loss")]
+    validated = [key for key in names if key.startswith("validation_")]
+    figure = Picture(6.4, 4.8 if validated else 2.8)
+    panels = figure.subplots(2 if validated else 1, sharex=True, squeeze=False)[:, 0]
+    for panel, keys, name in zip(panels, (losses, validated), ("loss", "validation"), strict=False):
+        for key in keys:
+            points = [
+                (epoch, r[key])
+                for epoch, r in enumerate(records, 1)
+                if isinstance(r.get(key), int | float)
+            ]
+            label = key.removeprefix("validation_").replace("_", " ")
+            panel.plot(*zip(*points, strict=True), marker=".", label=label)
+        panel.set_ylabel(name)
+        panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        panel.spines[["top", "right"]].set_visible(False)
+    _mark_phases(list(panels), records)
+    best = [epoch for epoch, r in enumerate(records, 1) if r.get("best")]
+    if best:
+        panels[1].axvline(best[-1], color="black", linestyle=":", linewidth=1)
+    panels[-1].set_xlabel("epoch")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
+    """Separate phases by lines and name them, if there are several."""
+    phases = [
+        (name, len(list(group)))
+        for name, group in groupby(str(r.get("phase", "")) for r in records)
+    ]
+    begin = 1
+    for name, epochs in phases if len(phases) > 1 else []:
+        for panel in panels if begin > 1 else []:
+            panel.axvline(begin - 0.5, color="0.75", linewidth=1)
+        panels[0].text(
+            begin, 1.02, name, transform=panels[0].get_xaxis_transform(), fontsize=8, color="0.4"
+        )
+        begin += epochs
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    file = folder / "metrics.jsonl"
+    try:
+        records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise DataError(
+            f"{file} cannot be read: {error.strerror or error}. Give the folder of a run that was"
+            " trained in epochs."
+        ) from None
+    except ValueError:
+        raise DataError(f"{file} is damaged: a line of it is not JSON.") from None
+    if not records or not all(
+        isinstance(r, dict) and isinstance(r.get("loss"), int | float) for r in records
+    ):
+        raise DataError(f"{file} has no epoch with a loss to draw.")
+    return records
+
+
+def map(
+    codes: ArrayLike,
+    labels: Sequence[Any] | ArrayLike,
+    *,
+    method: Literal["pca", "tsne", "umap"] = "pca",
+    seed: int = 0,
+) -> Figure:
+    """Draw codes as points of a plane, coloured by class.
+
+    Args:
+        codes: (N, C), codes, embeddings or features, with N and C at least 2.
+        labels: (N,), numbers or text. A legend names up to ten classes.
+        method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`). "tsne"
+            preserves neighbourhoods, but neither distances nor sizes of clusters (van der Maaten &
+            Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow for more than ten thousand items).
+            "umap" does too, faster (McInnes, Healy & Melville, arXiv 1802.03426, 2018), and needs
+            the extra `umap`.
+        seed: seed of t-SNE and UMAP. The same seed, codes and versions give the same figure.
+
+    Raises:
+        DataError: codes have another shape or are not finite, the number of labels differs from
+            that of items, labels are missing or of two kinds, or the method is unknown.
+        MissingDependency: umap-learn is not installed.
+    """
+    points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
+    if points.ndim != 2 or min(points.shape) < 2:
+        raise DataError(
+            f"A map is drawn of codes (N, C), N and C at least 2, not of shape {points.shape}."
+        )
+    if not np.isfinite(points).all():
+        raise DataError(
+            "The codes hold NaN or infinity; there is no place for those items on a map."
+        )
+    if names.shape != points.shape[:1]:
+        raise DataError(
+            f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one"
+            " label."
+        )
+    plane, title = _plane(points, method, seed)
+    figure = Picture(6.4, 4.8)
+    panel = figure.subplots()
+    classes, numbers = np.unique(names, return_inverse=True)
+    if len(classes) <= NAMED:
+        for number, name in enumerate(classes):
+            own = plane[numbers == number]
+            panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=str(name))
+        panel.legend(
+            frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class"
+        )
+    else:
+        panel.scatter(plane[:, 0], plane[:, 1], s=8, c=numbers, cmap="turbo")
+    panel.set(
+        title=f"{title}, {len(points):,} items of {len(classes):,} classes", xticks=[], yticks=[]
+    )
+    panel.set_aspect("equal", adjustable="datalim")
+    return figure
+
+
+def _plane(
+    points: np.ndarray[Any, Any], method: str, seed: int
+) -> tuple[np.ndarray[Any, Any], str]:
+    """Return the items' positions (N, 2), and a description of the map."""
+    if method == "pca":
+        from sklearn.decomposition import PCA
+
+        pca = PCA(2, svd_solver="full")
+        plane = pca.fit_transform(points)
+        total = points.var(axis=0, ddof=1).sum()
+        return (
+            plane,
+            (
+                f"PCA: {100 * pca.explained_variance_.sum() / total if total else 100:.0f} % of the"
+                " variance"
+            ),
+        )
+    if method == "tsne":
+        from sklearn.manifold import TSNE
+
+        perplexity = min(30.0, (len(points) - 1) / 3)
+        return (
+            TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(points),
+            "t-SNE",
+        )
+    if method == "umap":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # UMAP says that a seed takes one thread
+            try:
+                from umap import UMAP
+            except ImportError as error:
+                raise MissingDependency(
+                    "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
+                ) from error
+            near = min(15, len(points) - 1)
+            umap = UMAP(n_neighbors=near, init="random", random_state=seed, n_jobs=1)
+            return np.asarray(umap.fit_transform(points)), "UMAP"
+    raise DataError(f"A map's method is 'pca', 'tsne' or 'umap', not {method!r}.")
