@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from retrieval.plugin import Preprocessing
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+T = TypeVar("T")
 MapPool = Literal["mean", "max", "gem", "grid"]
 TokenPool = Literal["cls", "mean", "cls+mean", "gem", "grid"]
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
@@ -87,7 +88,7 @@ class Pooled(nn.Module):
         super().__init__()
         self.network, self.prefix, self.channels_last = network, prefix, channels_last
         self.kinds = pool.split("+")
-        output = _tried(network, preprocessing)
+        output = tried(self, self.output, preprocessing)
         if "cls" in self.kinds and not (prefix and output.ndim == 3):
             raise ValueError(
                 f'pool = "{pool}": the model has no class token. Use mean, gem or grid'
@@ -103,11 +104,17 @@ class Pooled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images."""
-        output = self.network(x)
+        output = self.output(x)
         parts = [output[:, 0]] if "cls" in self.kinds else []
         if self.kinds[-1] != "cls":
             parts.append(self.pool(self._maps(output)))
         return torch.cat(parts, dim=1)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the network's maps or tokens; timm's models have a method for it."""
+        network: Any = self.network
+        output: Tensor = getattr(network, "forward_features", network)(x)
+        return output
 
     def _maps(self, output: Tensor) -> Tensor:
         """Return a network's output as maps (B, C, h, w)."""
@@ -115,16 +122,6 @@ class Pooled(nn.Module):
             positions = output[:, self.prefix :].transpose(1, 2)
             return positions.unflatten(2, (self.side, self.side))
         return output.permute(0, 3, 1, 2) if self.channels_last else output
-
-
-def _tried(network: nn.Module, preprocessing: Preprocessing) -> Any:
-    """Return a network's output of one black image, in evaluation mode."""
-    training = network.training
-    try:
-        with torch.no_grad():
-            return network.eval()(torch.zeros(1, *preprocessing.shape))
-    finally:
-        network.train(training)
 
 
 class Levels(nn.Module):
@@ -136,24 +133,30 @@ class Levels(nn.Module):
     that all levels have the same weight.
 
     Args:
-        network: an EfficientNet of timm, or a list of levels as made by timm's `features_only`.
+        network: an EfficientNet of timm, or a net of timm's `features_only`.
         preprocessing: how images are prepared; the level "image" undoes the normalisation.
         levels: number of grid cells per side for each level.
+        names: the levels whose maps a net of `features_only` returns, in its order.
 
     Raises:
-        ValueError: there is no level or none of that name, or a grid is finer than its level's map.
+        ValueError: there is no level, or a grid is finer than its level's map.
     """
 
     mean: Tensor
     std: Tensor
 
     def __init__(
-        self, network: nn.Module, preprocessing: Preprocessing, levels: Mapping[Any, int]
+        self,
+        network: nn.Module,
+        preprocessing: Preprocessing,
+        levels: Mapping[Any, int],
+        names: list[str] | None = None,
     ) -> None:
         super().__init__()
         if not levels:
             raise ValueError("levels: name at least one, such as {last = 1}")
         self.network: Any = network
+        self.names = names
         self.grids = {str(level): grid for level, grid in levels.items()}
         channels = preprocessing.channels
         self.register_buffer(
@@ -162,7 +165,7 @@ class Levels(nn.Module):
         self.register_buffer(
             "std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False
         )
-        maps = _tried(_Maps(self), preprocessing)
+        maps = tried(self, self._maps, preprocessing)
         too_fine = [
             f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have"
             f" {grid} × {grid}"
@@ -178,7 +181,7 @@ class Levels(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return features (B, F) of images (B, 3, H, W), level by level."""
-        maps, parts = self.maps(x), []
+        maps, parts = self._maps(x), []
         for level in self.grids:
             cells = (
                 getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
@@ -186,14 +189,16 @@ class Levels(nn.Module):
             parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
         return torch.cat(parts, dim=1)
 
-    def maps(self, x: Tensor) -> dict[str, Tensor]:
+    def _maps(self, x: Tensor) -> dict[str, Tensor]:
         """Return the feature maps (B, C, h, w) of the requested levels."""
-        maps = {"image": x * self.std + self.mean} if "image" in self.grids else {}
-        return maps | self.network_maps(x)
-
-    def network_maps(self, x: Tensor) -> dict[str, Tensor]:
-        """Return the maps of the network's levels."""
         network, maps = self.network, {}
+        if "image" in self.grids:
+            maps["image"] = x * self.std + self.mean
+        if self.names is not None:
+            last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+            listed = network(x) if self.names else []
+            listed = [level.permute(0, 3, 1, 2) if last else level for level in listed]
+            return maps | dict(zip(self.names, listed, strict=True))
         deepest = max(get_args(Level).index(level) for level in self.grids)
         h = network.bn1(network.conv_stem(x)) if deepest else x
         for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
@@ -205,44 +210,15 @@ class Levels(nn.Module):
         return maps
 
 
-class ListedLevels(Levels):
-    """Levels of a network that returns a list of maps: timm's `features_only`.
-
-    Args:
-        network: the network; it returns the maps of `names`.
-        preprocessing: see `Levels`.
-        levels: see `Levels`.
-        names: the levels that the network returns, in its order.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        preprocessing: Preprocessing,
-        levels: Mapping[str, int],
-        names: list[str],
-    ) -> None:
-        nn.Module.__init__(self)
-        self.names = names
-        super().__init__(network, preprocessing, levels)
-
-    def network_maps(self, x: Tensor) -> dict[str, Tensor]:
-        """Return the maps of the network's levels."""
-        maps = self.network(x) if self.names else []
-        if getattr(self.network, "output_fmt", "NCHW") == "NHWC":
-            maps = [level.permute(0, 3, 1, 2) for level in maps]
-        return dict(zip(self.names, maps, strict=True))
-
-
-class _Maps(nn.Module):
-    """The maps of `Levels` as a module, to try it."""
-
-    def __init__(self, levels: Levels) -> None:
-        super().__init__()
-        self.levels = levels
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return self.levels.maps(x)
+def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preprocessing) -> T:
+    """Return what a method of a module gives for one black image, in evaluation mode."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            return call(torch.zeros(1, *preprocessing.shape))
+    finally:
+        module.train(training)
 
 
 def averages(cells: int, length: int) -> Tensor:

@@ -18,7 +18,7 @@ from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_
 from retrieval.plugin import Backbone, Preprocessing, some
 from torch import Tensor, nn
 
-from retrieval_core.pooling import Level, Levels, ListedLevels, Pooled, TokenPool
+from retrieval_core.pooling import Level, Levels, Pooled, TokenPool, tried
 
 T = TypeVar("T")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
@@ -45,18 +45,15 @@ class Network(Backbone):
         super().__init__()
         self.network = network
         self.preprocessing = preprocessing
-        training = network.training
         try:
             # evaluation mode, so that no batch statistic changes and no random number is drawn
-            with torch.no_grad():
-                shape = tuple(network.eval()(torch.zeros(1, *preprocessing.shape)).shape)
+            shape = tuple(tried(network, network, preprocessing).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
                 f"{name} does not take images of {height} × {width} pixels ({reason})"
             ) from error
-        network.train(training)
         if len(shape) != 2:
             raise ValueError(f"{name} gives {shape} for one image, not a vector")
         self.features = shape[1]
@@ -344,27 +341,12 @@ def timm_model(
     preprocessing = _timm_preprocessing(timm.data.resolve_model_data_config(network), size)
     if levels is not None:
         numbered = {names[-1] if level == "last" else level: n for level, n in levels.items()}
-        network = ListedLevels(network, preprocessing, numbered, names)
+        network = Levels(network, preprocessing, numbered, names)
     elif pool is not None:
         prefix = getattr(network, "num_prefix_tokens", 0)
         last = getattr(network, "output_fmt", "NCHW") == "NHWC"
-        network = Pooled(
-            _Unpooled(network), pool, cells, preprocessing, prefix=prefix, channels_last=last
-        )
+        network = Pooled(network, pool, cells, preprocessing, prefix=prefix, channels_last=last)
     return Network(network, preprocessing, model)
-
-
-class _Unpooled(nn.Module):
-    """A timm model up to its last map or tokens."""
-
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return maps (B, C, h, w) or (B, h, w, C), or tokens (B, N, C)."""
-        output: Tensor = self.network.forward_features(x)
-        return output
 
 
 def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, int]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
@@ -42,8 +42,7 @@ class Average:
         """The model to validate and to keep: the average, once it differs from the weights."""
         if self.averaged is None or int(self.averaged.n_averaged) < 2:
             return self.trained
-        averaged: Model = self.averaged.module
-        return averaged
+        return cast(Model, self.averaged.module)
 
     def step(self) -> None:
         """Take in the weights after a step."""

@@ -67,7 +67,7 @@ def test_the_pools_of_other_libraries_nets(name: str, model: str, pool: str) -> 
     with torch.no_grad():
         actual = built(images)
         plain = net(name, model=model, size=64)
-        output = built.network.network(images)
+        output = built.network.output(images)
         if model.startswith("vit"):
             tokens = output[:, 1:].transpose(1, 2).unflatten(2, (4, 4))
             expected = torch.cat([output[:, 0].double(), by_hand(tokens, "mean", 2)], dim=1)
