@@ -14,8 +14,8 @@ from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
+from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Evaluate
 from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
