@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from retrieval_core.other_libraries import torchvision_dataset as torchvision_dataset
     from retrieval_core.partial_fc import PartialFC as PartialFC
     from retrieval_core.pretrained import efficientnet_lite0 as efficientnet_lite0
+    from retrieval_core.pretrained import efficientnet_lite1 as efficientnet_lite1
+    from retrieval_core.pretrained import efficientnet_lite2 as efficientnet_lite2
     from retrieval_core.pretrained import timm_model as timm_model
     from retrieval_core.pretrained import torchvision_model as torchvision_model
     from retrieval_core.recall_loss import RecallAtK as RecallAtK
@@ -56,7 +58,13 @@ __getattr__, __dir__ = lazy(
         "retrieval_core.metrix_loss": ["Metrix"],
         "retrieval_core.other_libraries": ["huggingface", "torchvision_dataset"],
         "retrieval_core.partial_fc": ["PartialFC"],
-        "retrieval_core.pretrained": ["efficientnet_lite0", "timm_model", "torchvision_model"],
+        "retrieval_core.pretrained": [
+            "efficientnet_lite0",
+            "efficientnet_lite1",
+            "efficientnet_lite2",
+            "timm_model",
+            "torchvision_model",
+        ],
         "retrieval_core.recall_loss": ["RecallAtK"],
         "retrieval_core.samplers": ["HardClasses", "Hierarchical", "RandomItems"],
         "retrieval_core.small_images": ["cifar10", "digits", "emnist", "fashion_mnist"],
@@ -67,10 +75,12 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small nets, torchvision's and timm's models, EfficientNet-Lite0, pixels and vectors."""
+    """Small nets, torchvision's and timm's models, EfficientNet-Lite, pixels and vectors."""
     return {
         "convnet": "retrieval_core.convnet:ConvNet",
         "efficientnet_lite0": "retrieval_core.pretrained:efficientnet_lite0",
+        "efficientnet_lite1": "retrieval_core.pretrained:efficientnet_lite1",
+        "efficientnet_lite2": "retrieval_core.pretrained:efficientnet_lite2",
         "features": "retrieval_core.convnet:Features",
         "pixels": "retrieval_core.convnet:Pixels",
         "timm": "retrieval_core.pretrained:timm_model",

@@ -120,12 +120,14 @@ class RunEvaluation:
 
 
 def resolve_metrics(
-    names: Sequence[str | Mapping[str, Any]], plugins: Plugins, always: Sequence[str] = ()
+    names: Sequence[str | Mapping[str, Any]],
+    plugins: Plugins,
+    always: Sequence[str | Mapping[str, Any]] = (),
 ) -> dict[str, Metric]:
     """Return metrics by the names of their values.
 
     A metric is the short name of a built-in, `PLUGIN.NAME`, or a table `{name = …, parameters}`,
-    whose value is named `NAME(parameter=value, …)`. `always` holds short names to add.
+    whose value is named `NAME(parameter=value, …)`. `always` holds metrics to add.
 
     Raises:
         RetrievalError: a metric does not exist, or its parameters do not fit.

@@ -190,8 +190,8 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
     """Draw a run's losses (above) and validation metrics (below) by epoch.
 
-    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best validation
-    MAP@R, whose weights the run keeps.
+    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best
+    validation, whose weights the run keeps, unless these are the start's.
 
     Args:
         run: a run, or its folder.
@@ -218,13 +218,9 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
         panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         panel.spines[["top", "right"]].set_visible(False)
     _mark_phases(list(panels), records)
-    best = [
-        (r["validation_map_at_r"], -epoch)
-        for epoch, r in enumerate(records, 1)
-        if "validation_map_at_r" in r
-    ]
+    best = [epoch for epoch, r in enumerate(records, 1) if r.get("best")]
     if best:
-        panels[1].axvline(-max(best)[1], color="black", linestyle=":", linewidth=1)
+        panels[1].axvline(best[-1], color="black", linestyle=":", linewidth=1)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure

@@ -30,6 +30,7 @@ from retrieval.model.guard import check_width
 from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
+from retrieval.run.build import differing
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.serving.files.places import StrPath
@@ -443,7 +444,7 @@ def named_backbone(
         raise BundleError(
             f"{name} takes vectors, not images: it has no features of photos to export."
         )
-    if not random_weights and (drawn := _differing(backbone, build(1))):
+    if not random_weights and (drawn := differing(backbone, build(1))):
         asking = next((p.name for p in factory.parameters if p.name in _ASKING), None)
         advice = (
             f"Ask for its pretrained weights by its parameter '{asking}', which `retrieval plugins"
@@ -457,13 +458,3 @@ def named_backbone(
             " it as it is, say --random-weights (in Python random_weights=True)."
         )
     return backbone
-
-
-def _differing(first_build: Backbone, other: Backbone) -> list[str]:
-    """Return the names of the tensors in which two builds differ."""
-    theirs = other.state_dict()
-    return [
-        name
-        for name, value in first_build.state_dict().items()
-        if name not in theirs or not torch.equal(value, theirs[name])
-    ]

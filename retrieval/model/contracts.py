@@ -393,6 +393,8 @@ class Metric(Protocol):
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has
             relevant items), or "all".
+        larger_is_better: false if smaller values are better, which `[train] monitor` follows. The
+            attribute may be missing.
     """
 
     depth: int | Literal["relevant", "all"]

@@ -167,6 +167,12 @@ class CheckedMetric:
                 ' depth a number of neighbours, "relevant" or "all".'
             )
         self.depth = cast("int | Literal['relevant', 'all']", depth)
+        self.larger_is_better = getattr(metric, "larger_is_better", True)
+        if not isinstance(self.larger_is_better, bool):
+            raise PluginError(
+                f"{self.what} has larger_is_better = {self.larger_is_better!r}; it must be true or"
+                " false."
+            )
 
     def __call__(
         self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]

@@ -22,7 +22,8 @@ from retrieval.host.importing import is_file_plugin
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
-from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
+from retrieval.recipe.section import Section
+from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
 
 if TYPE_CHECKING:
     from retrieval.serving.files.places import StrPath

@@ -24,8 +24,8 @@ from retrieval.model.products import (
     check_generator,
     check_head,
 )
+from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.tables import Evaluate
 from retrieval.run.checkpoint import python_random_kept
 
 
@@ -48,20 +48,20 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     Raises:
         RecipeError: columns are missing; the message lists them.
     """
-    wanted = [
+    columns = [
         (key, name)
         for key in ("exclude", "levels", "tags", "by")
         for names in [getattr(evaluate, key) or []]
         for name in ([names] if isinstance(names, str) else names)
     ]
-    if not wanted:
+    if not columns:
         return
     known = sorted({str(name) for row in dataset.metadata or [] for name in row})
     listing = f"they have: {', '.join(known)}" if known else "they have none"
     if problems := [
         f"[evaluate] {key}: the data have no column '{name}' of metadata"
         f" ({listing}).{did_you_mean(name, known)}"
-        for key, name in wanted
+        for key, name in columns
         if name not in known
     ]:
         raise RecipeError(problems)
@@ -97,6 +97,32 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
             ]
         )
     return backbone
+
+
+def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """Return the names of the backbone's tensors that differ between builds with two seeds.
+
+    This does not detect a factory that seeds torch itself. Weights of `[train] start_from` are not
+    random.
+    """
+    if recipe.train.start_from is not None and "backbone" in recipe.train.start_parts:
+        return []
+    builds = []
+    with torch.random.fork_rng(devices=[]), python_random_kept():
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            builds.append(build_backbone(recipe, dataset))
+    return differing(*builds)
+
+
+def differing(backbone: Backbone, other: Backbone) -> list[str]:
+    """Return the names of the tensors in which two builds of a backbone differ."""
+    theirs = other.state_dict()
+    return [
+        name
+        for name, value in backbone.state_dict().items()
+        if name not in theirs or not torch.equal(value, theirs[name])
+    ]
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> Model:

@@ -27,6 +27,7 @@ from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
+from retrieval.run.adapters import adapt, merge
 from retrieval.run.build import Objective, build_dataset, build_model, build_objective
 from retrieval.run.folder import (
     INPUTS,
@@ -132,7 +133,10 @@ class Run:
             model = load_learned(recipe, items, checkpoint_file(path, "best"))
         else:
             chosen, advice = _weights_to_use(path)
+            if recipe.lora is not None and chosen != checkpoint_file(path, "best"):
+                adapt(model, recipe.lora)  # the best weights are merged, those of a resume are not
             load_weights(model, checkpoint.load(chosen, advice), chosen)
+            merge(model)
         return cls(path, recipe, items, splits, model.eval())
 
     def __repr__(self) -> str:
@@ -160,7 +164,7 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The weights with the best validation MAP@R; without validation, the final weights."""
+        """The weights of the best validation; without validation, the final weights."""
         return checkpoint_file(self.path, "best")
 
     @cached_property
@@ -251,10 +255,12 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
         )
     model = build_model(recipe, dataset)
     objective = build_objective(recipe, model, _classes(recipe, splits))
+    if standing is None:
+        take_weights(model, recipe)
+    if recipe.lora is not None:
+        adapt(model, recipe.lora)
     if standing is not None:
         load_weights(model, standing.state, standing.file)
-    else:
-        take_weights(model, recipe)
     return Run(path, recipe, dataset, splits, model, objective)
 
 

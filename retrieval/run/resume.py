@@ -39,6 +39,15 @@ class Position:
     total: int = 0
     """Steps done in all."""
     best: float | None = None
+    """The best value of `[train] monitor`."""
+    best_epoch: int = 0
+    """The epoch that it belongs to, from 1; 0 for the weights before the first step."""
+    start: float | None = None
+    """The value before the first step."""
+    with_frozen: float | None = None
+    """The best value of an epoch before the backbone was trained."""
+    with_trained: float | None = None
+    """The best value of an epoch after it was."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     stale: int = 0
     """Validations since the best one."""

@@ -33,7 +33,7 @@ from retrieval.run.weights import build_learner
 from retrieval.serving.images import decode
 from retrieval.training.batch import Losses
 from retrieval.training.comparison import space
-from retrieval.training.learn import NOTHING, fit, nothing_to_train
+from retrieval.training.learn import NOTHING, fit, nothing_to_train, random_frozen
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 
@@ -85,6 +85,7 @@ def _check_learner(recipe: Recipe) -> list[str]:
         _items(recipe, splits),
         _model(recipe, Model(backbone, head, combiner)),
         *(f"note: {note}" for note in (*dataset.notes, *splits.notes)),
+        *(f"warning: {warning}" for warning in random_frozen(recipe, dataset)),
         f"fitted {count:,} items. The recipe is fine.",
     ]
 
@@ -171,6 +172,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
     random = checkpoint.random_state()
     try:
         _warn_of_sampler(run, seen)
+        seen.warnings.extend(random_frozen(run.recipe, run.dataset))
         model, objective = copy.deepcopy((run.model, run.objective))
         objective.to(accelerator.device)
         batches = _batches(run, smaller(run.recipe))
@@ -180,7 +182,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
                 objective,
                 run.recipe,
                 phase,
-                1,
+                len(batches),
                 accelerator,
                 tried=True,
             )

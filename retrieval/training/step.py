@@ -31,11 +31,13 @@ from retrieval.model.model import Model
 from retrieval.model.rows import Rows, compares_with_classes, rows_of
 from retrieval.model.shards import shards_of
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.tables import Phase, Trainable
+from retrieval.recipe.section import Trainable
+from retrieval.recipe.tables import Phase
 from retrieval.run.build import Objective, loss_sizes
 from retrieval.training.batch import Batch, Losses, Watch
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
+from retrieval.training.groups import Groups
 from retrieval.training.optim import (
     build_optimizers,
     names_of,
@@ -109,10 +111,13 @@ class Step:
             {"backbone"} if recipe.backbone.frozen else set()
         )
         self.parts = parts_of(model, objective, recipe.backbone.frozen)
+        groups = Groups(recipe, model, objective, self.parts)
+        frozen = groups.frozen(phase)
         for name, parameters in self.parts.items():
             for parameter in parameters:
-                parameter.requires_grad_(name in phase.train)
-        model.backbone.requires_grad_("backbone" in self.trains)
+                parameter.requires_grad_(name in phase.train and id(parameter) not in frozen)
+        if "backbone" not in self.trains:
+            model.backbone.requires_grad_(False)
         self.divided = frozenset(id(objective.get_parameter(name)) for name in shards_of(objective))
         self.rows = self._rows()
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
@@ -123,8 +128,8 @@ class Step:
                     " that compares them with classes, such as pml.arc_face, or remove it."
                 ]
             )
-        optimizers = build_optimizers(recipe, phase, self.parts)
-        self.schedules = schedules_of(recipe.schedule, optimizers, phase.epochs * steps)
+        optimizers = build_optimizers(recipe, phase, groups, frozen)
+        self.schedules = schedules_of(recipe, phase, optimizers, steps)
         self.optimizers: Mapping[str, Any] = (
             optimizers if tried else prepared(optimizers, accelerator)
         )
@@ -448,13 +453,13 @@ class Step:
         """Put the parts that train into training mode, the others into evaluation mode."""
         set_modes(self.model, self.objective, self.trains)
 
-    def end_epoch(self) -> None:
-        """Advance the schedules that change once per epoch."""
+    def end_epoch(self, monitored: float | None) -> None:
+        """Advance the schedules that change once per epoch, or by the monitored metric."""
         for schedule in self.schedules.values():
-            schedule.epoch_end()
+            schedule.epoch_end(monitored)
 
     def rates(self) -> dict[str, float]:
-        """Return the learning rate of each part that trains."""
+        """Return the largest learning rate of each part that trains."""
         return {
             group["name"]: group["lr"]
             for optimizer in self.optimizers.values()

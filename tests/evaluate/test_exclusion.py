@@ -17,7 +17,7 @@ from retrieval.evaluation.neighbors import Exclusion, Search
 from retrieval.evaluation.protocol import Protocol, expanded, open_set, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
-from retrieval.recipe.tables import Expansion, Rerank
+from retrieval.recipe.evaluate_table import Expansion, Rerank
 from retrieval.run.open import ItemCodes, Run
 
 ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]

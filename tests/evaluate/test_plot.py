@@ -20,13 +20,20 @@ from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
-    {"phase": "first", "loss": 1.5, "validation_map_at_r": 0.2, "validation_recall_at_1": 0.5},
+    {
+        "phase": "first",
+        "loss": 1.5,
+        "validation_map_at_r": 0.2,
+        "validation_recall_at_1": 0.5,
+        "best": True,
+    },
     {
         "phase": "first",
         "loss": 0.9,
         "validation_map_at_r": 0.6,
         "validation_recall_at_1": 0.9,
         "gamma_max": 0.3,
+        "best": True,
     },
     {
         "phase": "second",
@@ -34,6 +41,7 @@ EPOCHS = [
         "generator_loss": 3.0,
         "validation_map_at_r": 0.6,
         "validation_recall_at_1": 0.8,
+        "best": False,
     },
 ]
 

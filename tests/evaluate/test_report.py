@@ -14,8 +14,8 @@ from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
+from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Evaluate
 from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
@@ -205,7 +205,7 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
 def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     run_folder: Path, file: Path, tmp_path: Path
 ) -> None:
-    recipe = load_run(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
+    recipe = Run.open(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
     train(tmp_path / "second", recipe)
     runs = [run_folder, tmp_path / "second"]
     two = write.report(runs, tmp_path / "two.html", map="none", thumbnails=50, progress=False)
@@ -219,7 +219,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     assert gaps == sorted(gaps, reverse=True) and gaps[0] > 0
     rows = dict(re.findall(r'<tr><th scope="row">([\w.]+)</th>(.*?)</tr>', text))
     assert rows["seed"] == "<td>0</td><td>3</td>" and "embedding-retrieval" in rows["versions"]
-    count = sum(p.numel() for p in load_run(run_folder).model.parameters())
+    count = sum(p.numel() for p in Run.open(run_folder).model.parameters())
     assert rows["parameters"] == f"<td>{count:,}</td>" * 2 and "loss.name" not in rows
     assert "[backbone]" in text and "because --thumbnails is used up" in text
     assert "used up" not in file.read_text(encoding="utf-8")
@@ -231,7 +231,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
 def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = load_run(run_folder)
+    run = Run.open(run_folder)
     monkeypatch.setattr(measured, "PER_CLASS", 4)  # five classes, and so less than the sample
     seen = measured.measure(run, 1000, 60, label_column="parity")
     assert {seen.name(int(item)) for item in seen.query} == {"0", "1"}

@@ -69,7 +69,9 @@ def trainer(folder: Path, **tables: Any) -> Trainer:
     assert run.objective is not None and run.objective.generator is not None
     for parameter in run.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return Trainer(run, Accelerator(cpu=True))
+    trainer = Trainer(run, Accelerator(cpu=True))
+    trainer.enter_phase()
+    return trainer
 
 
 def batch(of: Trainer) -> tuple[torch.Tensor, torch.Tensor]:
