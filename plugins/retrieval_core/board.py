@@ -23,18 +23,18 @@ class Board:
 
     def __init__(self) -> None:
         """Load the package in the calling thread; see `retrieval.plugin.Tracker`."""
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils import tensorboard
 
-        self._writer_class: Any = SummaryWriter
+        self._module: Any = tensorboard
         self._writer: Any = None
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
         """Begin a run, or add to its folder; see `retrieval.plugin.Tracker`."""
-        from torch.utils.tensorboard.summary import hparams
-
         folder = str(Path(run.folder) / "tensorboard")
-        self._writer = self._writer_class(folder)
-        for summary in hparams(dict(_flat(run.configuration)), dict.fromkeys(METRICS, 0.0)):
+        self._writer = self._module.SummaryWriter(folder)
+        for summary in self._module.summary.hparams(
+            dict(_flat(run.configuration)), dict.fromkeys(METRICS, 0.0)
+        ):
             self._writer.file_writer.add_summary(summary)
         return folder, folder
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.error_lists import refuse
 from retrieval.data.gate import is_missing
-from retrieval.data.splits import sides
+from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import as_list, decode, from_pixels
@@ -48,7 +48,7 @@ def as_dataset(
     Args:
         obj: a dataset of PyTorch with `len` and items (image, label) or {"image": …, "label": …}; a
             Hugging Face `Dataset`; a pandas `DataFrame`; a pair `(images, labels)`; or a dictionary
-            of any of these by side, such as `{"train": …, "test": …}`.
+            of any of these by side: "train", "validation", "test", or "query" and "gallery".
         image: column, key or position of the image, by default "image" or 0.
         label: column, key or position of the label, by default "label" or 1.
         split: column of the sides ("train", "validation" or "test"), by default "split" if there
@@ -103,6 +103,7 @@ class ItemDataset(Dataset):
         keys: one name per item; the default is the item's number.
         name: name of the data in error messages.
         splits: see `Dataset`.
+        roles: see `Dataset`.
         metadata: see `Dataset`.
     """
 
@@ -114,10 +115,11 @@ class ItemDataset(Dataset):
         *,
         name: str,
         splits: Sequence[str] | None = None,
+        roles: Sequence[str] | None = None,
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self._read, self._name, self._lock = read, name, threading.Lock()
-        self.labels, self.splits, self.metadata = labels, splits, metadata
+        self.labels, self.splits, self.roles, self.metadata = labels, splits, roles, metadata
         self.keys = [str(i) for i in range(len(labels))] if keys is None else keys
 
     def __getitem__(self, index: int) -> Image:
@@ -339,10 +341,16 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
 
 def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     """Return datasets end to end, each as one side."""
+    known = [
+        SIDES.get(str(side).lower(), (str(side), ""))
+        for side, part in parts.items()
+        for _ in part.labels
+    ]
     columns: dict[str, Any] = {
         "labels": [label for part in parts.values() for label in part.labels],
         "keys": [f"{side}/{key}" for side, part in parts.items() for key in part.keys],
-        "splits": sides([side for side, part in parts.items() for _ in part.labels]),
+        "splits": [side for side, _ in known],
+        "roles": [role for _, role in known] if any(role for _, role in known) else None,
     }
     if all(part.metadata is not None for part in parts.values()):
         columns["metadata"] = [row for part in parts.values() for row in part.metadata or ()]

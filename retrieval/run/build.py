@@ -48,20 +48,20 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     Raises:
         RecipeError: columns are missing; the message lists them.
     """
-    wanted = [
+    columns = [
         (key, name)
         for key in ("exclude", "levels", "tags", "by")
         for names in [getattr(evaluate, key) or []]
         for name in ([names] if isinstance(names, str) else names)
     ]
-    if not wanted:
+    if not columns:
         return
     known = sorted({str(name) for row in dataset.metadata or [] for name in row})
     listing = f"they have: {', '.join(known)}" if known else "they have none"
     if problems := [
         f"[evaluate] {key}: the data have no column '{name}' of metadata"
         f" ({listing}).{did_you_mean(name, known)}"
-        for key, name in wanted
+        for key, name in columns
         if name not in known
     ]:
         raise RecipeError(problems)

@@ -464,8 +464,8 @@ def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
     from matplotlib.ft2font import FT2Font
 
     letters = set(map(ord, "".join(names)))
-    file, lacking = font_manager.findfont("DejaVu Sans"), letters
-    for candidate in dict.fromkeys([file, *(f.fname for f in font_manager.fontManager.ttflist)]):
+    file, lacking = str(font_manager.findfont("DejaVu Sans")), letters
+    for candidate in [file, *(str(font.fname) for font in font_manager.fontManager.ttflist)]:
         with suppress(RuntimeError, OSError):  # a damaged font
             if len(rest := letters - FT2Font(candidate).get_charmap().keys()) < len(lacking):
                 file, lacking = candidate, rest

@@ -247,7 +247,7 @@ class Trainer:
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
         started = time.perf_counter()
-        self._told = dict(progress.sums), dict(progress.counts)
+        self._step_sums = dict(progress.sums), dict(progress.counts)
         self.step.set_modes()
         rows = 0
         for inputs, labels in self.batches.epoch(
@@ -278,8 +278,10 @@ class Trainer:
         if not self.batches.batch_sampler.uses_embeddings:
             return None
         if self.progress.drawn is None:
-            drawn: list[Any] = [None]
-            if self.main:
+
+            def draw() -> list[NDArray[np.int64]] | None:
+                if not self.main:
+                    return None
                 embeddings = encode(
                     self.run.model,
                     self.dataset,
@@ -289,10 +291,10 @@ class Trainer:
                     from_features=self.from_features,
                     raw=self.raw,
                 )
-                drawn = [self.batches.draw(self.progress.epoch, embeddings.numpy())]
-            self.progress.drawn = [
-                torch.from_numpy(batch) for batch in broadcast_object_list(drawn)[0]
-            ]
+                return self.batches.draw(self.progress.epoch, embeddings.numpy())
+
+            drawn: list[Any] = broadcast_object_list([together(self.accelerator, draw)])
+            self.progress.drawn = [torch.from_numpy(batch) for batch in drawn[0]]
         return [batch.numpy() for batch in self.progress.drawn]
 
     def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
@@ -311,8 +313,8 @@ class Trainer:
     def _end_steps(self) -> None:
         """Tell the plugins the means of the metrics since the last call, and the learning rates."""
         self.tally.read()
-        progress, (sums, counts) = self.progress, self._told
-        self._told = dict(progress.sums), dict(progress.counts)
+        progress, (sums, counts) = self.progress, self._step_sums
+        self._step_sums = dict(progress.sums), dict(progress.counts)
         metrics = {
             name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
             for name, total in progress.sums.items()

@@ -14,8 +14,10 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
+from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
 from retrieval_core.small_images import DEBIAN
@@ -530,3 +532,23 @@ def test_csv_of_oml(plugins: Plugins, tmp_path: Path) -> None:
     file.write_text(head + train.replace("1,3,0,2", "3,1,0,2").replace(",,,,,\n", ",x,1,2,3,\n"))
     with pytest.raises(DataError, match=r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is"):
         build(plugins, "csv", manifest=file)
+
+
+def test_check_says_how_deep_it_read(tmp_path: Path) -> None:
+    for number in range(16):
+        name = f"{'ab'[number % 2]}/{'cd'[number // 2 % 2]}/{number}.png"
+        picture(tmp_path / "photos" / name, 10 * number)
+    data = {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
+    recipe = {
+        "name": "deep",
+        "data": {**data, "levels": ["brand", "model"], "label": "brand"},
+        "split": {"by": "item", "validation": 0},
+        "sampler": {"classes": 2, "items": 2},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1, "layers": 1},
+        "loss": {"name": "pml.triplet_margin"},
+        "train": {"epochs": 1},
+    }
+    lines = run_one_batch(read_recipe(recipe))
+    assert any(
+        line.startswith("note: ") and "2 levels of folders (brand/model)" in line for line in lines
+    )

@@ -311,4 +311,4 @@ def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path:
     assert sentence == "weight_1 is 0.010."
     from retrieval.export.export_run import export
 
-    assert export(Run.open(run.path)).manifest.rescorer is not None
+    assert export(Run.open(run.path)).bundle.manifest.rescorer is not None

@@ -59,7 +59,7 @@ class Served:
         self.run: Run = Run.open(folder / "run")
         assert self.run.model.combiner is not None
         self.combiner: Combiner = self.run.model.combiner
-        self.manifest = export(self.run).manifest
+        self.manifest = export(self.run).bundle.manifest
         self.items: NDArray[np.float32] = vectors[self.run.splits.query]
         np.savez(
             folder / "gallery.npz",

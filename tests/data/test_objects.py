@@ -75,6 +75,11 @@ def test_sides_and_parts_lie_end_to_end() -> None:
     assert data.splits == ["train"] * 3 + ["validation"] * 6 and data.keys[3] == "val/0"
     assert np.array_equal(pixels(data), np.concatenate([PIXELS[:3], PIXELS]))
     assert len(as_dataset(ConcatDataset([Torch(tensor), Torch(tensor)]))) == 12
+    roles = as_dataset(
+        {"train": Torch(pillow), "query": Torch(pillow), "gallery": (PIXELS, LABELS)}
+    )
+    assert roles.splits == ["train"] * 6 + ["test"] * 12
+    assert roles.roles == [""] * 6 + ["query"] * 6 + ["gallery"] * 6
     arrays = as_dataset({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)})
     assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
 

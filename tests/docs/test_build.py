@@ -124,7 +124,7 @@ def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
     for module, text in zip(parts[1::2], parts[2::2], strict=True):
         entries = re.findall(r"^\.\. (?:auto\w+|py:data):: (?!retrieval\.)(\w+)$", text, re.M)
         named.setdefault(module, set()).update(entries)
-    elsewhere = {"RetrievalError", "errors", "plot", "plugin", "results", "stores", "testing"}
+    elsewhere = {"errors", "plot", "plugin", "results"}
     assert named["retrieval"] == set(dir(retrieval)) - elsewhere
     _, _, helpers = source.partition("## Helpers for plugins' authors")
     in_table = set(re.findall(r"`(\w+)`", helpers)) & set(retrieval.plugin.__all__)
@@ -146,3 +146,19 @@ def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
                 text.partition(". ")[0].rstrip(".").replace("`", "").split(" (")[0].split(":")[0]
             )
             assert first and first.replace("'", "’") in shown.replace("'", "’"), f"{name}: {first}"
+
+
+def test_each_page_has_a_markdown_twin_which_llms_txt_lists(root: Path, site: Path) -> None:
+    text = (site / "llms.txt").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[.+?\]\((\S+\.md)\)", text, re.M)
+    pages = {page.name for page in (root / "docs").glob("*.md")} - {"index.md"}
+    assert pages <= set(listed) and "generated/plugins/losses.md" in listed
+    for target in listed:
+        text = (site / target).read_text(encoding="utf-8")
+        assert text.startswith("# ") and (site / target).with_suffix(".html").is_file(), target
+        assert not re.search(r"^(```\{(eval-rst|toctree|include)|\.\. auto)", text, re.M), target
+    twin = (site / "api.md").read_text(encoding="utf-8")
+    assert "### retrieval.train(recipe: " in twin and "#### Index.search(" in twin
+    assert "Train a recipe into a run's folder" in twin
+    assert "MAP@R" in (site / "benchmarks.md").read_text(encoding="utf-8")  # files are included
+    assert (site / "researcher.md").read_text(encoding="utf-8").count("`my_loss.py`:\n") == 1

@@ -166,8 +166,7 @@ def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
 
 OWN = """
 import torch
-from retrieval.plugin import hookimpl
-from retrieval.plugin import Backbone, Preprocessing
+from retrieval.plugin import Backbone, Preprocessing, hookimpl
 
 class Edges(Backbone):
     '''Differences of neighbouring pixels.'''

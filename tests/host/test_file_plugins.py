@@ -126,15 +126,6 @@ def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
-def test_a_folder_is_a_plugin_by_its_name(tmp_path: Path) -> None:
-    item = write(tmp_path / "shapes", 1)
-    plugins = load_plugins([item])
-    assert "shapes.rank" in plugins.factories("metrics")
-    assert [source.origin for source in plugins.sources if source.plugin == "shapes"] == [
-        f"folder {tmp_path / 'shapes'}"
-    ]
-
-
 def test_absolute_imports_of_its_own_modules_are_explained(tmp_path: Path) -> None:
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")

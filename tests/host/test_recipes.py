@@ -339,23 +339,6 @@ def test_frozen_is_the_host_s_and_never_the_backbone_s(table: dict[str, Any]) ->
     assert recipe.build("backbone", features=2).features == 2
 
 
-def test_every_problem_of_the_metrics_is_told_at_once(
-    table: dict[str, Any], problems: Problems
-) -> None:
-    wrong = [
-        "recal_at_1",
-        {"name": "core.recall_at", "k": 0, "depth": 3},
-        {"name": "core.precison_at"},
-    ]
-    found = problems({**table, "evaluate": {"metrics": wrong}})
-    assert [sentence.partition(": ")[0] for sentence in found] == [
-        "[evaluate] metrics",
-        "[evaluate] metrics.1 depth",
-        "[evaluate] metrics.1 k",
-        "[evaluate] metrics.2 name",
-    ]
-
-
 def test_a_metric_s_parameters_survive_set_and_toml(tmp_path: Path, table: dict[str, Any]) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(tomli_w.dumps(table), encoding="utf-8")

@@ -181,8 +181,7 @@ def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
 
 PLUGIN = '''
 import numpy as np
-from retrieval.plugin import hookimpl
-from retrieval.plugin import IndexBackend
+from retrieval.plugin import IndexBackend, hookimpl
 
 class Brute(IndexBackend):
     """Compare with everything, in NumPy.

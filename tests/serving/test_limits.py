@@ -116,6 +116,11 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
         assert memory.held == 600_000
         memory.release(first)
         assert memory.held == 0
+        most = await memory.read(request(bytes(500_000), b"x" * 400_000), limits, "")
+        assert most.content == bytes(500_000) + b"x" * 400_000 and memory.held == 900_000
+        memory.release(most)
+        with pytest.raises(RequestError, match="too large"):
+            await memory.read(request(bytes(900_001)), limits, "")
 
     asyncio.run(scenario())
 

@@ -91,6 +91,7 @@ def test_closing_waits_for_the_search_that_runs(
     living: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     living.upsert([item(number) for number in range(50)])
+    reader = open_index(living.path, threads=1)  # one that writes waits for its log, too
     running, go = threading.Event(), threading.Event()
     search = View.search
 
@@ -101,16 +102,16 @@ def test_closing_waits_for_the_search_that_runs(
 
     monkeypatch.setattr(View, "search", slow)
     with ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(living.search, VECTORS[3], 1)
+        answer = pool.submit(reader.search, VECTORS[3], 1)
         assert running.wait(30)
-        closed = pool.submit(living.close)
+        closed = pool.submit(reader.close)
         with pytest.raises(TimeoutError):
             closed.result(0.2)
         go.set()
         assert [hit.id for hit in answer.result(30)] == ["id3"]
         closed.result(30)
     with pytest.raises(StoreError, match="closed"):
-        living.search(VECTORS[3], 1)
+        reader.search(VECTORS[3], 1)
 
 
 def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path) -> None:

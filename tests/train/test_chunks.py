@@ -17,6 +17,7 @@ from retrieval.export.export_run import export
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
+from retrieval.serving.bundle import Bundle
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor
@@ -187,12 +188,11 @@ def test_two_processes_train_and_export_the_same(
         state = last(tmp_path / name)["model"]
         assert max(float((state[key] - whole[key]).abs().max()) for key in whole) < 2e-5, name
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
-    vectors = [
+    vectors = []
+    for name in ("whole", "one"):
         export(Run.open(tmp_path / name), progress=False, exporter="torchscript")
-        .encode(pixels)
-        .vector
-        for name in ("whole", "one")
-    ]
+        bundle = Bundle.open(tmp_path / name / "bundle", threads=1, device="cpu")
+        vectors.append(bundle.encode(pixels).vector)
     assert np.allclose(*vectors, atol=1e-4)
 
 

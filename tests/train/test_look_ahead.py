@@ -155,7 +155,7 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     run = Run.open(tmp_path / "run")
     figures = evaluate(run, baseline=True).metrics
     assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
-    manifest = export(run).manifest
+    manifest = export(run).bundle.manifest
     assert manifest.vector == 16
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import retrieval
 import torch
 from numpy.typing import NDArray
 from pytorch_metric_learning.samplers import MPerClassSampler
@@ -168,6 +169,17 @@ def test_torch_batch_samplers_resume_exactly(
     train(tmp_path / "stopped", made(), resume=True)
     assert len(sizes) > count  # from a checkpoint within the last epoch
     assert same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> None:
+    table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
+    sampler = of_torch("own generator")
+    retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
+    assert retrieval.load(tmp_path / "run", sampler=sampler).recipe.sampler.name.startswith(
+        "object"
+    )
+    with pytest.raises(RecipeError, match=r"sampler=…"):
+        retrieval.load(tmp_path / "run")
 
 
 def same(one: Path, other: Path) -> bool:

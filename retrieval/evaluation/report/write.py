@@ -266,9 +266,9 @@ class Section:
             (f"{100 * x:.2f}", f"{100 * y:.2f}", hues[label])
             for (x, y), label in zip(plane, names, strict=True)
         ]
-        others = pairs.matrix + np.diag(np.full(len(items), np.inf))
-        near = np.argsort(others, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
-        apart = np.take_along_axis(others, near, 1)
+        matrix = pairs.matrix + np.diag(np.full(len(items), np.inf))
+        near = np.argsort(matrix, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
+        apart = np.take_along_axis(matrix, near, 1)
         keys = self.measured.run.dataset.keys
         data = {
             "points": [[label, keys[item]] for item, label in zip(items, names, strict=True)],

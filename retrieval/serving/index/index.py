@@ -30,6 +30,7 @@ from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import (
     CODE,
+    MARGIN,
     VECTOR,
     Candidates,
     Generation,
@@ -45,8 +46,6 @@ from retrieval.serving.store.place import store_place
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _TRIES = 5
-MARGIN = 8
-"""Extra candidates beyond k, because FAISS may swap neighbours that differ in the seventh digit."""
 _QUERIES_AT_ONCE = 256  # bounds the memory for measuring candidates
 
 
@@ -573,7 +572,8 @@ def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floa
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     """Return the number of candidates to fetch per sub-space."""
     rescorer = bundle.manifest.rescorer
-    return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
+    least = k if measured_alone(bundle) else k + MARGIN  # the store's order may not be the bundle's
+    return max(least, candidates or (rescorer.candidates if rescorer else 0))
 
 
 def _sorted_by_id(proposed: Candidates) -> Candidates:

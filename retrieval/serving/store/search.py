@@ -121,8 +121,8 @@ def nearest(
     own = np.ascontiguousarray(queries[:, columns], np.float32)
     rows = np.asarray(vectors)  # slices of np.memmap cost more
     task = _Task(rows, columns, k, keep, threads)
-    few = companion is None and len(own) <= _FEW
-    step = 1 if few else max(1, min(_QUERIES, _ANSWERS // k))
+    alone = companion is None and len(own) <= _FEW
+    step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
     if 0 < len(own) <= step and len(rows):
         return _search(task, own, companion)
     squared = np.full((len(own), k), np.inf)
@@ -202,8 +202,9 @@ class Companion:
         whole = np.einsum("ij,ij->i", apart, apart)
         rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
         lost = (2.0**-23 + np.sqrt((len(self.mean) + 8) * 2.0**-50)) * np.sqrt(whole) + 2.0**-120
+        table = np.empty((len(vectors), along.shape[1] + 1), np.float32)
         with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
-            table = np.column_stack([along, rest]).astype(np.float32)
+            table[:, :-1], table[:, -1] = along, rest
         parts = table.reshape(len(table), -1, self.PART).swapaxes(0, 1)
         return np.ascontiguousarray(parts), lost
 
@@ -318,13 +319,14 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     """
     exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
     near, lost = companion.project(queries)
+    table = np.asarray(companion.table)  # slices of np.memmap cost more
     slack = (lost + companion.error).tolist()
     best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
     reach = [math.inf] * count  # squared distances within which k rows lie
-    compared = doubtful = 0
+    compared, doubtful, width = 0, 0, near.size // count
     with _one_thread():
         for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _LINE, _LINE):
-            block = companion.table[:, rows]
+            block = table[:, rows]
             hidden = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
             numbers = []
             for place, query in enumerate(queries):
@@ -334,9 +336,8 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                 if reach[place] == math.inf:
                     reach[place] = _first_reach(query, task.vectors, rows, sums, k)
                 # "not above" also keeps NaN, which means that a square overflowed
-                row = np.flatnonzero(
-                    ~(sums > _limit(reach[place], near.size // count, slack[place]))
-                )
+                limit = _limit(reach[place], width, slack[place])
+                row = np.flatnonzero(~(sums > limit))
                 compared, doubtful = compared + len(sums), doubtful + len(row)
                 if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                     return None
@@ -345,11 +346,9 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
                 limit = _limit(reach[place], queries.shape[1])
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
-            row, pair = (
-                np.concatenate(numbers),
-                np.repeat(np.arange(count), list(map(len, numbers))),
-            )
-            best = _entered(best, pair, row, measured(exact, task.vectors, pair, row))
+            number = np.concatenate(numbers)
+            pair = np.repeat(np.arange(count), [len(part) for part in numbers])
+            best = _entered(best, pair, number, measured(exact, task.vectors, pair, number))
             reach = np.minimum(reach, best[0][:, -1]).tolist()
     return best
 
@@ -357,10 +356,13 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
 def _sums(query: Floats, block: Floats) -> Floats:
     """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the rows of a block (B, N, W)."""
     faiss, (size, width) = load_faiss(), block.shape[1:]
-    sums = np.empty((len(block), size), np.float32)
+    sums: Floats = np.empty((len(block), size), np.float32)
     for out, *pair in zip(sums, query, block, strict=True):
         faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, *pair)), width, size)
-    return sums[0] if len(sums) == 1 else sums.sum(axis=0)  # type: ignore[no-any-return]
+    for more in sums[1:]:
+        sums[0] += more
+    first: Floats = sums[0]
+    return first
 
 
 def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
@@ -397,7 +399,7 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     return reach if reach < _LARGEST else math.inf
 
 
-def _limit(squared: float, width: int, slack: float = 0.0) -> np.float32:
+def _limit(squared: float, width: int, slack: float = 0.0) -> float:
     """Return an upper bound of the float32 sum of a row within a squared distance.
 
     Args:
@@ -407,8 +409,9 @@ def _limit(squared: float, width: int, slack: float = 0.0) -> np.float32:
     """
     radius = (math.sqrt(squared) * (1 + 2.0**-40) + slack) * (1 + 2.0**-40)
     size = radius * radius
-    limit = size * (1 + _gamma(width)) + width * _TINY if size < _LARGEST else math.inf
-    return np.nextafter(np.float32(limit), np.float32(np.inf))
+    if not size < _LARGEST:
+        return math.inf
+    return (size * (1 + _gamma(width)) + width * _TINY) * (1 + 2.0**-22)  # room for rounding
 
 
 class _Scan:

@@ -161,9 +161,9 @@ def _refused(problems: Sequence[str]) -> DataError:
 
 def same(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that all recipes must share, by name."""
-    train = recipe.train.model_dump()
+    train, data = recipe.train.model_dump(), record(recipe).get("data")
     shared: dict[str, Any] = {
-        "[data]": {**recipe.data.table, **record(recipe).get("data", {})},
+        "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
         "[split]": recipe.split.model_dump(),
         "[sampler]": recipe.sampler.model_dump(),
         "[augmentation]": recipe.augmentation.model_dump(),
