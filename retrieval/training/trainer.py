@@ -81,10 +81,15 @@ class Trainer:
         accelerator: Accelerate's `Accelerator`, which sets device, precision and number of
             processes.
         report: called with one line per epoch.
+        progress: how far the run has come, if it is resumed.
     """
 
     def __init__(
-        self, run: Run, accelerator: Accelerator, report: Callable[[str], None] = lambda line: None
+        self,
+        run: Run,
+        accelerator: Accelerator,
+        report: Callable[[str], None] = lambda line: None,
+        progress: Position | None = None,
     ) -> None:
         self.run = run
         self.recipe: Recipe = run.recipe
@@ -97,7 +102,7 @@ class Trainer:
         self.monitor = Monitor(self.recipe)
         self._source: tuple[bool, Dataset, RawInputs] | None = None
         self._batches: TrainBatches | None = None
-        self.progress = Position()
+        self.progress = progress or Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
         self._files: list[str] = []
@@ -111,6 +116,7 @@ class Trainer:
             self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
         self.tally = Tally(lambda: self.progress, every, self._stopped)
+        self._enter_phase()
 
     # --- phases
     # ------------------------------------------------------------------------------------------
@@ -120,7 +126,7 @@ class Trainer:
         """The current phase."""
         return self.recipe.phases[self.progress.phase]
 
-    def enter_phase(self) -> None:
+    def _enter_phase(self) -> None:
         """Start a phase with its inputs, fresh optimisers and a fresh average of the weights."""
         run, recipe = self.run, self.recipe
         self.from_features = recipe.from_features(self.progress.phase)
@@ -215,7 +221,7 @@ class Trainer:
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
-                    self.enter_phase()
+                    self._enter_phase()
                     self._begin_phase()
         return self._finish()
 
@@ -475,8 +481,6 @@ class Trainer:
             DataError: the checkpoint belongs to another recipe or plugin.
         """
         with fitting(standing.file):
-            self.progress = standing.progress
-            self.enter_phase()
             restore(standing, self.run, self.step, self.average, self.accelerator.scaler)
             self._files = list(standing.state.get("shards", {}).get("files", []))
         checkpoint.restore_random_state(standing.state["random"])
@@ -537,13 +541,11 @@ def train(
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
             run.splits.notes.extend(look_ahead(run, accelerator).warnings)
-        trainer = Trainer(run, accelerator, report)
+        trainer = Trainer(run, accelerator, report, stands.progress if stands else None)
 
         def begin() -> None:
             if stands is not None:
                 trainer.resume(stands)
-            else:
-                trainer.enter_phase()
             if main and not resume:
                 begin_folder(run, report, replace=replace)
             elif main and (changed or replace_plugins):

@@ -69,9 +69,7 @@ def trainer(folder: Path, **tables: Any) -> Trainer:
     assert run.objective is not None and run.objective.generator is not None
     for parameter in run.objective.generator.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    trainer = Trainer(run, Accelerator(cpu=True))
-    trainer.enter_phase()
-    return trainer
+    return Trainer(run, Accelerator(cpu=True))
 
 
 def batch(of: Trainer) -> tuple[torch.Tensor, torch.Tensor]:

@@ -136,7 +136,7 @@ def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) 
     lines = [
         json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
     ]
-    assert list(lines[0]["lr"]) == ["metric"]
+    assert list(lines[0]["lr"]) == ["backbone", "head"]
     assert lines[0]["triplets"] > 0
     assert "generator_loss" not in lines[0]
 
