@@ -205,7 +205,7 @@ def train_and_judge(
     Returns:
         The figures by title ("trained", and the baseline's), and CPU seconds of training.
     """
-    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import check_recipe
     from retrieval.training.trainer import train
 
@@ -214,7 +214,7 @@ def train_and_judge(
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars
         run = train(folder, check_recipe(table), report=len)
         seconds = time.process_time() - began
-        return evaluate_run(run, baseline=baseline).metrics, seconds
+        return evaluate(run, baseline=baseline).metrics, seconds
 
 
 def child(script: str, *words: object, limit: float | None = None) -> Any:

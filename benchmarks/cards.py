@@ -127,11 +127,11 @@ def kept() -> dict[str, dict[str, Any]]:
 def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
     """Train and evaluate one row once; raw pixels beside it if asked for."""
     import torch
-    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.recipe.read import apply_overrides, check_recipe
     from retrieval.run import checkpoint
     from retrieval.run.folder import create_folder
-    from retrieval.run.open import build_run, load_run, run_versions
+    from retrieval.run.open import Run, build_run, run_versions
     from retrieval.training.trainer import train
 
     torch.set_num_threads(1)
@@ -148,9 +148,9 @@ def measure(row: Row, seed: int, baseline: bool) -> dict[str, Any]:
             run = build_run(folder, made)
         else:
             train(folder, made, report=lambda line: None)
-            run = load_run(folder)
+            run = Run.open(folder)
         trained = time.process_time()
-        found = evaluate_run(run, metrics=METRICS, baseline=baseline)
+        found = evaluate(run, metrics=METRICS, baseline=baseline)
     return {
         "figures": {
             name: {metric: round(value, 6) for metric, value in values.items()}

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.recipe.read import read_recipe
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training.learn import fit_learner
 
 from bench import WORK, arguments
@@ -96,9 +96,7 @@ def main() -> None:
         for seed in SEEDS:
             folder = options.output / f"{name}-{best}-{seed}"
             if not (folder / "evaluation-test.json").is_file():
-                evaluate_run(
-                    load_run(folder), metrics=METRICS, baseline=name == options.learners[0]
-                )
+                evaluate(Run.open(folder), metrics=METRICS, baseline=name == options.learners[0])
             figures = json.loads((folder / "evaluation-test.json").read_text())["figures"]
             rows[title].append(figures["trained"])
             rows["raw pixels"] += [figures["raw pixels"]] if "raw pixels" in figures else []

@@ -36,8 +36,7 @@ import numpy as np
 from retrieval.client import Client, NewItem, Retries
 from retrieval.errors import ServerError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.testing.bundles import FEATURES, make_bundle
 
 from soak_server import Server

@@ -21,7 +21,7 @@ except importlib.metadata.PackageNotFoundError:
     release = "0"
 
 sys.path.insert(0, str(Path(__file__).parent))  # generate.py is an extension of this site
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generate"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "generate", "twins"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_math_renderer = "mathml"

@@ -37,8 +37,8 @@ def hooks() -> str:
         "# Hooks\n",
         f"{inspect.cleandoc(hookspecs.__doc__ or '')}\n",
         (
-            "Mark a hook with `retrieval.hookimpl`. It may leave out arguments that it has no use"
-            " for.\n"
+            "Mark a hook with `retrieval.plugin.hookimpl`. It may leave out arguments that it has"
+            " no use for.\n"
         ),
         (
             "`Factories` is `Mapping[str, Callable[..., Any]]`; `run` is the run that is trained,"
@@ -66,7 +66,8 @@ def recipe() -> str:
         (
             "A recipe is a TOML file. `retrieval check` reports everything that is wrong in it at"
             " once. Any value can be changed on the command line: `--set head.embedding_size=128`,"
-            " `--set phase.0.epochs=3`.\n"
+            " `--set phase.0.epochs=3`. `--set train.clip_norm=none` removes a key that the recipe"
+            " sets.\n"
         ),
         "## Top level\n",
         *_keys(
@@ -85,6 +86,8 @@ def recipe() -> str:
                 f" {KINDS[COMPONENTS[name]]}'s parameters.\n"
             ]
             lines += [] if field.is_required() else ["Optional.\n"]
+            keys = {k: f for k, f in _section(field).model_fields.items() if k != "name"}
+            lines += _keys(keys) if keys else []
         elif section := _section(field):
             title = f"`[[{name}]]`" if get_origin(field.annotation) is list else f"`[{name}]`"
             text = inspect.cleandoc(section.__doc__ or "").partition(": ")[2]

@@ -8,15 +8,15 @@
     retrieval.serve(index)
 
 Users import everything from here. Authors of plugins also use `retrieval.plugin`. Errors are in
-`retrieval.errors`, and the types of results in `retrieval.results`. Each name is imported on first
-use, along with torch or FAISS if it needs them. Paths are text or `pathlib.Path`. With
-`progress=True`, a function shows the bars of the command line, with `False` nothing; a function
-passed as `progress` is called with the name of the work, how much is done, and the total.
+`retrieval.errors`, the types of results in `retrieval.results`, and a server's clients in
+`retrieval.client`. Each name is imported on first use, along with torch or FAISS if it needs them.
+Paths are text or `pathlib.Path`. With `progress=True`, a function shows the bars of the command
+line, with `False` nothing; a function passed as `progress` is called with the name of the work, how
+much is done, and the total.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,18 +24,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrieval.host.cores import limit_threads
-from retrieval.host.hookspecs import hookimpl
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     import retrieval.errors as errors
-    import retrieval.evaluation.plot as plot
+    import retrieval.plot as plot
     import retrieval.plugin as plugin
     import retrieval.results as results
-    import retrieval.serving.store as stores
-    import retrieval.serving.store.testing as testing
-    from retrieval.client.clients import AsyncClient, Client
-    from retrieval.errors import RetrievalError
+    from retrieval.data.objects import as_dataset
     from retrieval.evaluation.evaluation import evaluate
     from retrieval.evaluation.report.write import report
     from retrieval.host.plugins import create, names
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
     from retrieval.serving.encoder import Encoder
     from retrieval.serving.files.places import StrPath
     from retrieval.serving.http.server import serve
-    from retrieval.serving.index.creating import Index
+    from retrieval.serving.index.index import Index
     from retrieval.serving.runtime import Device
     from retrieval.training.comparison.compare import compare
     from retrieval.training.train import Run, train
@@ -52,20 +48,17 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "AsyncClient",
-    "Client",
     "Encoder",
     "Index",
     "Recipe",
-    "RetrievalError",
     "Run",
     "__version__",
+    "as_dataset",
     "check_data",
     "compare",
     "create",
     "errors",
     "evaluate",
-    "hookimpl",
     "load",
     "names",
     "plot",
@@ -74,8 +67,6 @@ __all__ = [
     "report",
     "results",
     "serve",
-    "stores",
-    "testing",
     "train",
 ]
 
@@ -85,19 +76,10 @@ __all__ = [
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 limit_threads()
 
-_MODULES = {
-    "errors": "retrieval.errors",
-    "plot": "retrieval.evaluation.plot",
-    "plugin": "retrieval.plugin",
-    "results": "retrieval.results",
-    "stores": "retrieval.serving.store",
-    "testing": "retrieval.serving.store.testing",
-}
 _load, _ = lazy(
     __name__,
     {
-        "retrieval.client.clients": ["AsyncClient", "Client"],
-        "retrieval.errors": ["RetrievalError"],
+        "retrieval.data.objects": ["as_dataset"],
         "retrieval.evaluation.evaluation": ["evaluate"],
         "retrieval.evaluation.report.write": ["report"],
         "retrieval.host.plugins": ["create", "names"],
@@ -105,10 +87,11 @@ _load, _ = lazy(
         "retrieval.run.check_data": ["check_data"],
         "retrieval.serving.encoder": ["Encoder"],
         "retrieval.serving.http.server": ["serve"],
-        "retrieval.serving.index.creating": ["Index"],
+        "retrieval.serving.index.index": ["Index"],
         "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["Run", "train"],
     },
+    {name: f"retrieval.{name}" for name in ("errors", "plot", "plugin", "results")},
 )
 
 
@@ -150,24 +133,17 @@ def load(
     path = Path(source)
     kind = kind_of(path)
     if kind == "run":
-        from retrieval.run.open import load_run
-        from retrieval.training.train import whole
-
-        return whole(load_run(path, **objects))
+        return _load("Run").open(path, **objects)
     if objects:
         raise DataError(f"{path} is not a run, so {', '.join(objects)} cannot belong to it.")
+    types = _load("results")
     if kind == "bundle":
-        from retrieval.serving.bundle import Bundle
-        from retrieval.serving.encoder import BundleEncoder
-
-        return BundleEncoder(Bundle.open(path, variant=variant, device=device))
+        return types.BundleEncoder(types.Bundle.open(path, variant=variant, device=device))
     if kind == "index":
         raise DataError(f"{path} is an index. Open it with retrieval.Index.open.")
     if not path.exists() and re.fullmatch(r"[A-Za-z_]\w*(\.\w+)+", str(source)):
-        from retrieval.training.train import BackboneEncoder
-
         try:
-            return BackboneEncoder(str(source), parameters or {}, plugins, random_weights)
+            return types.BackboneEncoder(str(source), parameters, plugins, random_weights)
         except PluginError as error:
             raise PluginError(f"{error} Nor is there a folder of that name.") from error
     raise DataError(
@@ -183,8 +159,6 @@ if not TYPE_CHECKING:  # a type checker would accept any name, with any type
             from retrieval.host.version import installed_version
 
             return installed_version()
-        if name in _MODULES:
-            return importlib.import_module(_MODULES[name])
         return _load(name)
 
 

@@ -1,4 +1,4 @@
-"""The API for plugins: the contract of each kind of part, and helpers.
+"""The API for plugins: the mark of a hook, the contract of each kind of part, and helpers.
 
 Each name is imported on first use, so that a plugin for serving needs no torch.
 """
@@ -10,19 +10,24 @@ from typing import TYPE_CHECKING
 from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
+    import retrieval.serving.store as stores
+    import retrieval.serving.store.testing as testing
     from retrieval.data.counts import Count, Counts, differing
     from retrieval.data.datasets import ArrayDataset, Box, FileDataset
     from retrieval.data.error_lists import refuse, some
     from retrieval.data.gate import is_missing, usable
     from retrieval.data.idx import read_idx
+    from retrieval.data.objects import as_dataset
     from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
     from retrieval.data.records import read_records
+    from retrieval.data.samplers import rows_by_class, rows_of
     from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
     from retrieval.host.factory import Part, traits
     from retrieval.host.files import cache_folder, write_bytes
-    from retrieval.host.hookspecs import Factories
+    from retrieval.host.hookspecs import Factories, hookimpl
     from retrieval.model.contracts import (
         Backbone,
+        BatchSampler,
         Combiner,
         Dataset,
         Generator,
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
         Subspace,
         TrackedRun,
         Tracker,
+        TrainingItems,
         Transform,
         TripletIndices,
     )
@@ -56,6 +62,7 @@ __all__ = [
     "SPLITS",
     "ArrayDataset",
     "Backbone",
+    "BatchSampler",
     "Box",
     "CheckedLoss",
     "Combiner",
@@ -84,8 +91,10 @@ __all__ = [
     "Sums",
     "TrackedRun",
     "Tracker",
+    "TrainingItems",
     "Transform",
     "TripletIndices",
+    "as_dataset",
     "as_given",
     "cache_folder",
     "class_codes",
@@ -95,6 +104,7 @@ __all__ = [
     "find_images",
     "first_row",
     "full_precision",
+    "hookimpl",
     "is_missing",
     "is_missing_text",
     "lazy",
@@ -106,11 +116,15 @@ __all__ = [
     "read_records",
     "refuse",
     "report_left_out",
+    "rows_by_class",
+    "rows_of",
     "sides",
     "skip_unreadable",
     "some",
+    "stores",
     "strict_loads",
     "summed",
+    "testing",
     "traits",
     "typed",
     "usable",
@@ -127,13 +141,16 @@ if not TYPE_CHECKING:
             "retrieval.data.gate": ["is_missing", "usable"],
             "retrieval.data.idx": ["read_idx"],
             "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
+            "retrieval.data.objects": ["as_dataset"],
             "retrieval.data.records": ["read_records"],
+            "retrieval.data.samplers": ["rows_by_class", "rows_of"],
             "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
             "retrieval.host.factory": ["Part", "traits"],
             "retrieval.host.files": ["cache_folder", "write_bytes"],
-            "retrieval.host.hookspecs": ["Factories"],
+            "retrieval.host.hookspecs": ["Factories", "hookimpl"],
             "retrieval.model.contracts": [
                 "Backbone",
+                "BatchSampler",
                 "Combiner",
                 "Dataset",
                 "Generator",
@@ -144,6 +161,7 @@ if not TYPE_CHECKING:
                 "Subspace",
                 "TrackedRun",
                 "Tracker",
+                "TrainingItems",
                 "Transform",
                 "TripletIndices",
             ],
@@ -167,4 +185,5 @@ if not TYPE_CHECKING:
             "retrieval.serving.images": ["Preprocessing", "decode"],
             "retrieval.serving.index.index_backend": ["IndexBackend"],
         },
+        {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"},
     )

@@ -8,26 +8,29 @@ from retrieval.host.lazy import lazy
 
 if TYPE_CHECKING:
     from retrieval.data.findings import Findings
-    from retrieval.evaluation.evaluate_run import RunEvaluation
+    from retrieval.evaluation.evaluate_run import CandidateStep, RunEvaluation
     from retrieval.evaluation.evaluation import Evaluation
     from retrieval.evaluation.verify_run import RunVerification
+    from retrieval.export.export_backbone import BackboneEncoder
     from retrieval.serving.bundle import Bundle, Encoded
     from retrieval.serving.encoder import BundleEncoder
     from retrieval.serving.http.server import Serving
     from retrieval.serving.index.adding import Added, Summary
-    from retrieval.serving.index.index import Hit, Hits
+    from retrieval.serving.index.duplicates import Duplicates
+    from retrieval.serving.index.hits import Hit, Hits
     from retrieval.serving.index.migrating import Migrated
     from retrieval.serving.store.contract import Generation, Item, Stats
     from retrieval.training.comparison.result import Comparison, Contestant
-    from retrieval.training.train import BackboneEncoder
 
 __all__ = [
     "Added",
     "BackboneEncoder",
     "Bundle",
     "BundleEncoder",
+    "CandidateStep",
     "Comparison",
     "Contestant",
+    "Duplicates",
     "Encoded",
     "Evaluation",
     "Findings",
@@ -48,15 +51,16 @@ if not TYPE_CHECKING:
         __name__,
         {
             "retrieval.data.findings": ["Findings"],
-            "retrieval.evaluation.evaluate_run": ["RunEvaluation"],
+            "retrieval.evaluation.evaluate_run": ["CandidateStep", "RunEvaluation"],
             "retrieval.evaluation.evaluation": ["Evaluation"],
             "retrieval.evaluation.verify_run": ["RunVerification"],
             "retrieval.serving.bundle": ["Bundle", "Encoded"],
             "retrieval.serving.encoder": ["BundleEncoder"],
             "retrieval.serving.http.server": ["Serving"],
-            "retrieval.training.train": ["BackboneEncoder"],
+            "retrieval.export.export_backbone": ["BackboneEncoder"],
             "retrieval.serving.index.adding": ["Added", "Summary"],
-            "retrieval.serving.index.index": ["Hit", "Hits"],
+            "retrieval.serving.index.duplicates": ["Duplicates"],
+            "retrieval.serving.index.hits": ["Hit", "Hits"],
             "retrieval.serving.index.migrating": ["Migrated"],
             "retrieval.serving.store.contract": ["Generation", "Item", "Stats"],
             "retrieval.training.comparison.result": ["Comparison", "Contestant"],

@@ -76,6 +76,32 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def makers() -> Any:
+    """tests/helpers/makers.py: real bundles and images on demand."""
+    import makers as module
+
+    return module
+
+
+@pytest.fixture(scope="session")
+def killed() -> Callable[[Callable[[], object]], None]:
+    """Run a call in a child, which must die of SIGKILL in it.
+
+    A child of a process that has searched with several threads would wait for threads it has not.
+    """
+
+    def run(call: Callable[[], object]) -> None:
+        if not (child := os.fork()):
+            try:
+                call()
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+    return run
+
+
 @pytest.fixture
 def cli(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

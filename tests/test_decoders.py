@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -121,8 +121,8 @@ class Evil:
     "answer",
     [
         b"",
-        _ANSWER.pack(True, 80, 60) + bytes(24 * 32 * 3 + 1),
-        _ANSWER.pack(True, 80, 60) + bytes(1_000_000),
+        _ANSWER.pack(True, 80, 60, 24 * 32 * 3 + 1) + bytes(24 * 32 * 3 + 1),
+        _ANSWER.pack(True, 80, 60, 1_000_000),
         None,
     ],
     ids=["empty", "too many pixels", "too many bytes", "a pickle"],
@@ -133,13 +133,13 @@ def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_
     """
     (worker,) = pool._idle
     own = worker.pipe  # as long as it is open, the process lives
-    worker.pipe, theirs = multiprocessing.Pipe()
+    worker.pipe, theirs = socket.socketpair()
     sent = pickle.dumps(Evil(tmp_path / "run")) if answer is None else answer
 
     def take_over() -> None:
-        theirs.recv()
-        with suppress(OSError):  # the server hangs up
-            theirs.send_bytes(sent)
+        with theirs, suppress(OSError):  # the server hangs up
+            theirs.recv(65_536)
+            theirs.sendall(sent)
 
     with ThreadPoolExecutor(1) as threads:
         threads.submit(take_over)
@@ -151,12 +151,26 @@ def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_
     assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
+def test_an_answer_that_does_not_end_meets_the_deadline(share):
+    pool = Decoders(seconds=0.5)
+    (worker,) = pool._idle
+    own = worker.pipe  # as long as it is open, the process lives
+    worker.pipe, theirs = socket.socketpair()
+    theirs.sendall(_ANSWER.pack(True, 80, 60, 24 * 32 * 3) + bytes(int(24 * 32 * 3 * share)))
+    with theirs, pytest.raises(DataError, match="takes longer than"):
+        pool.decode("pixels", photo(), PREPROCESSING)
+    own.close()
+    pool.close()
+
+
 def test_a_decoders_sentence_is_cut_and_printable(pool):
     (worker,) = pool._idle
     own = worker.pipe  # as long as it is open, the process lives
-    worker.pipe, theirs = multiprocessing.Pipe()
-    theirs.send_bytes(_ANSWER.pack(False, 0, 0) + b"\x1b[31m\xff" + b"x" * 10_000)
-    with pytest.raises(DataError) as error:
+    worker.pipe, theirs = socket.socketpair()
+    sentence = b"\x1b[31m\xff" + b"x" * 10_000
+    theirs.sendall(_ANSWER.pack(False, 0, 0, len(sentence)) + sentence)
+    with theirs, pytest.raises(DataError) as error:
         pool.decode("pixels", photo(), PREPROCESSING)
     own.close()
     assert str(error.value).isprintable() and len(str(error.value)) < 5000

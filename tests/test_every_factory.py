@@ -4,10 +4,14 @@ survives odd batches.
 
 from __future__ import annotations
 
+import functools
 import math
+import tempfile
 import types
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
 import pytest
 import torch
 from retrieval.errors import RecipeError
@@ -52,8 +56,19 @@ def smallest(annotation: Any) -> Any:
     least = max(
         [getattr(m, "ge", 0) for m in limits if getattr(m, "ge", None) is not None], default=1
     )
+    if kind is Path:
+        return str(teacher_file())
     plain: dict[Any, Any] = {int: max(least, 1), float: float(least or 1), str: "loss", bool: False}
     return plain[kind]
+
+
+@functools.cache
+def teacher_file() -> Path:
+    """Return a file of a teacher's embeddings of twelve items, the only path that a loss takes."""
+    path = Path(tempfile.mkdtemp()) / "teacher.npz"
+    vectors = torch.randn(12, GIVEN["embedding_size"], generator=torch.Generator().manual_seed(1))
+    np.savez(path, vectors=vectors.numpy(), classes=np.arange(12) // 3)
+    return path
 
 
 class Weighted(Combiner):

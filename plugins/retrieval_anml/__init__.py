@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories, lazy
+from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
     from retrieval_anml.linear_learners import LANML as LANML

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories, lazy
+from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
+    from retrieval_core.barlow_twins import BarlowTwins as BarlowTwins
+    from retrieval_core.contextual_loss import Contextual as Contextual
     from retrieval_core.convnet import ConvNet as ConvNet
     from retrieval_core.convnet import Features as Features
     from retrieval_core.convnet import Pixels as Pixels
+    from retrieval_core.distillation import distillation as distillation
+    from retrieval_core.embedding_generators import EmbeddingExpansion as EmbeddingExpansion
+    from retrieval_core.embedding_generators import SymmetricalSynthesis as SymmetricalSynthesis
     from retrieval_core.folders import image_folder as image_folder
     from retrieval_core.folders import manifest as manifest
     from retrieval_core.learners import LDA as LDA
@@ -18,12 +23,19 @@ if TYPE_CHECKING:
     from retrieval_core.learners import PCA as PCA
     from retrieval_core.lfw import lfw_people as lfw_people
     from retrieval_core.matryoshka_loss import matryoshka as matryoshka
+    from retrieval_core.metrix_loss import Metrix as Metrix
     from retrieval_core.other_libraries import huggingface as huggingface
     from retrieval_core.other_libraries import torchvision_dataset as torchvision_dataset
     from retrieval_core.partial_fc import PartialFC as PartialFC
     from retrieval_core.pretrained import efficientnet_lite0 as efficientnet_lite0
+    from retrieval_core.pretrained import efficientnet_lite1 as efficientnet_lite1
+    from retrieval_core.pretrained import efficientnet_lite2 as efficientnet_lite2
     from retrieval_core.pretrained import timm_model as timm_model
     from retrieval_core.pretrained import torchvision_model as torchvision_model
+    from retrieval_core.recall_loss import RecallAtK as RecallAtK
+    from retrieval_core.samplers import HardClasses as HardClasses
+    from retrieval_core.samplers import Hierarchical as Hierarchical
+    from retrieval_core.samplers import RandomItems as RandomItems
     from retrieval_core.small_images import cifar10 as cifar10
     from retrieval_core.small_images import digits as digits
     from retrieval_core.small_images import emnist as emnist
@@ -34,14 +46,27 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy(
     __name__,
     {
+        "retrieval_core.barlow_twins": ["BarlowTwins"],
+        "retrieval_core.contextual_loss": ["Contextual"],
         "retrieval_core.convnet": ["ConvNet", "Features", "Pixels"],
+        "retrieval_core.distillation": ["distillation"],
+        "retrieval_core.embedding_generators": ["EmbeddingExpansion", "SymmetricalSynthesis"],
         "retrieval_core.folders": ["image_folder", "manifest"],
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
         "retrieval_core.lfw": ["lfw_people"],
         "retrieval_core.matryoshka_loss": ["matryoshka"],
+        "retrieval_core.metrix_loss": ["Metrix"],
         "retrieval_core.other_libraries": ["huggingface", "torchvision_dataset"],
         "retrieval_core.partial_fc": ["PartialFC"],
-        "retrieval_core.pretrained": ["efficientnet_lite0", "timm_model", "torchvision_model"],
+        "retrieval_core.pretrained": [
+            "efficientnet_lite0",
+            "efficientnet_lite1",
+            "efficientnet_lite2",
+            "timm_model",
+            "torchvision_model",
+        ],
+        "retrieval_core.recall_loss": ["RecallAtK"],
+        "retrieval_core.samplers": ["HardClasses", "Hierarchical", "RandomItems"],
         "retrieval_core.small_images": ["cifar10", "digits", "emnist", "fashion_mnist"],
         "retrieval_core.vectors": ["features", "parquet"],
     },
@@ -50,10 +75,12 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small nets, torchvision's and timm's models, EfficientNet-Lite0, pixels and vectors."""
+    """Small nets, torchvision's and timm's models, EfficientNet-Lite, pixels and vectors."""
     return {
         "convnet": "retrieval_core.convnet:ConvNet",
         "efficientnet_lite0": "retrieval_core.pretrained:efficientnet_lite0",
+        "efficientnet_lite1": "retrieval_core.pretrained:efficientnet_lite1",
+        "efficientnet_lite2": "retrieval_core.pretrained:efficientnet_lite2",
         "features": "retrieval_core.convnet:Features",
         "pixels": "retrieval_core.convnet:Pixels",
         "timm": "retrieval_core.pretrained:timm_model",
@@ -91,10 +118,37 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Softmax over very many classes, and a wrapper for embeddings that can be truncated."""
+    """Losses of rankings, neighbourhoods, mixtures, views, a teacher and very many classes."""
     return {
+        "barlow_twins": "retrieval_core.barlow_twins:BarlowTwins",
+        "contextual": "retrieval_core.contextual_loss:Contextual",
+        "distillation": "retrieval_core.distillation:distillation",
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
+        "metrix": "retrieval_core.metrix_loss:Metrix",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",
+        "recall_at_k": "retrieval_core.recall_loss:RecallAtK",
+    }
+
+
+@hookimpl
+def retrieval_generators() -> Factories:
+    """Hard negatives from two embeddings of a class, without weights."""
+    return {
+        "embedding_expansion": "retrieval_core.embedding_generators:EmbeddingExpansion",
+        "symmetrical_synthesis": "retrieval_core.embedding_generators:SymmetricalSynthesis",
+    }
+
+
+@hookimpl
+def retrieval_samplers() -> Factories:
+    """What a batch holds: classes × items, any items, classes of a group, classes that are near."""
+    from retrieval.data.samplers import retrieval_samplers as own
+
+    return {
+        **own(),
+        "hard_classes": "retrieval_core.samplers:HardClasses",
+        "hierarchical": "retrieval_core.samplers:Hierarchical",
+        "random": "retrieval_core.samplers:RandomItems",
     }
 
 
@@ -104,6 +158,16 @@ def retrieval_augmentations() -> Factories:
     from retrieval_core.augmentations import every
 
     return every()
+
+
+if find_spec("tensorboard") is not None:
+
+    @hookimpl
+    def retrieval_trackers() -> Factories:
+        """Files for TensorBoard."""
+        from retrieval_core.board import Board
+
+        return {"tensorboard": Board}
 
 
 @hookimpl

@@ -8,13 +8,16 @@ from pydantic import Field
 from retrieval.plugin import Backbone, Preprocessing
 from torch import Tensor, nn
 
+from retrieval_core.pooling import MapPool, Pool
+
 Count = Annotated[int, Field(ge=1)]
 
 
 class ConvNet(Backbone):
-    """Stages of 3 × 3 convolutions, each halving the size and doubling the width, then averaged.
+    """Stages of 3 × 3 convolutions, each halving the size and doubling the width, then a pool.
 
-    It has width × 2^(depth − 1) features, the channels of the last stage. The convolutions follow
+    It has width × 2^(depth − 1) features, the channels of the last stage; with `pool = "grid"`,
+    cells² times as many. The convolutions follow
     Simonyan & Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR
     2015), with batch normalisation; the global average of Lin et al., "Network In Network" (ICLR
     2014), replaces the linear layers. A strided stem follows He et al., "Deep Residual Learning for
@@ -31,6 +34,10 @@ class ConvNet(Backbone):
         std: deviation by which they are then divided.
         stem: stride of the first convolution. 2 (3 × 3 windows) and 4 (7 × 7) reduce the pixels to
             a quarter and a sixteenth, for images of 64 pixels and more.
+        pool: how the last map becomes one vector: its `mean` or `max` over all positions, `gem` (a
+            generalised mean with a learned exponent) or `grid`, the means of cells × cells
+            positions, which keeps where something is.
+        cells: number of cells per side of the grid.
     """
 
     def __init__(
@@ -44,6 +51,8 @@ class ConvNet(Backbone):
         mean: float = 0.5,
         std: Annotated[float, Field(gt=0)] = 0.5,
         stem: Literal[1, 2, 4] = 1,
+        pool: MapPool = "mean",
+        cells: Count = 4,
     ) -> None:
         super().__init__()
         if -(-size // stem) < 2 ** (depth - 1):
@@ -76,11 +85,13 @@ class ConvNet(Backbone):
                 stages.append(nn.ReLU(inplace=True))
                 before = after
         self.stages = nn.Sequential(*stages)
-        self.features = before
+        side = -(-size // stem) // 2 ** (depth - 1)
+        self.pool = Pool(pool, (side, side), cells)
+        self.features = before * (cells**2 if pool == "grid" else 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return features (B, width × 2^(depth − 1)) of images (B, channels, size, size)."""
-        features: Tensor = self.stages(x).mean(dim=(2, 3))
+        """Return features (B, F) of images (B, channels, size, size)."""
+        features: Tensor = self.pool(self.stages(x))
         return features
 
 

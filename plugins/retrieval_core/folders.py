@@ -11,6 +11,7 @@ from retrieval.plugin import (
     ROLES,
     SIDES,
     SPLITS,
+    Box,
     CsvTable,
     Dataset,
     FileDataset,
@@ -26,11 +27,18 @@ from retrieval.plugin import (
 
 Row = dict[str, str]
 log = logging.getLogger(__name__)
-REQUIRED = ("path", "label")
 OPTIONAL = ("split", "role")
+FLAGS = ("is_query", "is_gallery")
+BOX = ("x_1", "x_2", "y_1", "y_2")
+_TRUE = ("true", "1", "1.0")
 
 
-def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
+def image_folder(
+    folder: Path,
+    levels: list[str] | None = None,
+    label: str | None = None,
+    skip_bad: bool = False,
+) -> Dataset:
     """Read a folder that has one folder of images per class: `folder/CLASS/*.jpg`.
 
     If all folders in it are called `train`, `validation` (or `val`), `test`, `query` or `gallery`
@@ -39,31 +47,37 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
 
     Args:
         folder: the folder; a relative path starts at the working directory.
+        levels: names of several levels of folders, the highest first, such as ["brand", "model"]
+            for `folder/BRAND/MODEL/*.jpg`. All but the label's become metadata.
+        label: the level whose folder is an item's label; by default the last of `levels`.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
         DataError: the folder does not exist, holds no image, or holds images outside the class
-            folders.
+            folders; or `levels` and `label` do not fit.
     """
     if not folder.is_dir():
         raise DataError(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
+    names = _levels(levels, label)
     top = _folders(folder)
     split = bool(top) and all(place.name.lower() in SIDES and _folders(place) for place in top)
-    depth = 2 if split else 1  # number of folders above an image; the last one is its class
+    above = int(split)  # number of folders above the levels
+    depth = above + len(names)
     images = find_images(folder)
     files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder) for file in files]
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:
         plural = len(stray) > 1
+        where = "no class's folder" if levels is None else f"fewer than {len(names)} folders"
         raise DataError(
-            f"{folder}: {len(stray):,} image{'s lie' if plural else ' lies'} in no class's folder,"
+            f"{folder}: {len(stray):,} image{'s lie' if plural else ' lies'} in {where},"
             f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
         )
     classes = [inner for place in top for inner in _folders(place)] if split else top
-    filled = {folder.joinpath(*key.parts[:depth]) for key in keys}
+    filled = {folder.joinpath(*key.parts[: above + 1]) for key in keys}
     empty = [place.relative_to(folder) for place in classes if place not in filled]
     if empty:
         log.warning("%s: no image in %s.", folder, some(empty))
@@ -71,17 +85,50 @@ def image_folder(folder: Path, skip_bad: bool = False) -> Dataset:
         kept, unread = skip_unreadable(files, str(folder))
         notes += unread
         files, keys = [files[i] for i in kept], [keys[i] for i in kept]
+    rows = [dict(zip(names, key.parts[above:], strict=False)) for key in keys]
+    chosen = label or names[-1]
+    deepest = max((len(key.parts) for key in keys), default=0) - 1
+    if levels is not None or deepest > depth:
+        read = f"{len(names)} level{'s' if len(names) > 1 else ''} of folders ({'/'.join(names)})"
+        deeper = f"; images lie up to {deepest - above} deep, which levels = [...] reads"
+        notes = [
+            *notes,
+            f"{folder}: {read}, and the label is the {chosen}{deeper if deepest > depth else ''}.",
+        ]
     sides = [SIDES[key.parts[0].lower()] for key in keys] if split else None
     roles = [role for _, role in sides] if sides else []
+    further = [name for name in names if name != chosen]
     return FileDataset(
         files,
-        [key.parts[depth - 1] for key in keys],
+        [row[chosen] for row in rows],
         [key.as_posix() for key in keys],
         splits=[side for side, _ in sides] if sides else None,
         roles=roles if any(roles) else None,
+        metadata=[{name: row[name] for name in further} for row in rows] if further else None,
         advice=ADVICE,
         notes=notes,
     )
+
+
+def _levels(levels: list[str] | None, label: str | None) -> list[str]:
+    """Return the names of the levels of folders, after checking them and the label's.
+
+    Raises:
+        DataError: names are missing or equal, or the label's level is none of them.
+    """
+    if levels is None and label is None:
+        return ["class"]
+    names = levels or []
+    if not all(name.strip() for name in names) or len({*names}) < max(1, len(names)):
+        raise DataError(
+            "[data] levels: name each level of folders once, the highest first, such as"
+            ' levels = ["brand", "model"].'
+        )
+    if label is not None and label not in names:
+        raise DataError(
+            f"[data] label: '{label}' is none of levels = {names}.{did_you_mean(label, names)}"
+        )
+    return names
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -94,16 +141,28 @@ def _folders(folder: Path) -> list[Path]:
         raise DataError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
 
-def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -> Dataset:
+def manifest(
+    manifest: Path,
+    root: Path | None = None,
+    path: str = "path",
+    label: str = "label",
+    skip_bad: bool = False,
+) -> Dataset:
     r"""Read a CSV file with a header line: `path,label[,split][,role]` and further columns.
 
     `split` is train, validation (or val) or test; `role` is query, gallery or empty. The names of
     these columns and the values of `split` and `role` may be in capitals. The file is UTF-8 and
     separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
+    OML's files (open-metric-learning) are read as they are. Where `is_query` and `is_gallery` are,
+    the rows of `split` validation are the test side: in both roles, or each in one of them. `x_1`,
+    `x_2`, `y_1` and `y_2` are the left, right, top and bottom of an item's box.
+
     Args:
         manifest: the CSV file; a relative path starts at the working directory.
         root: folder that relative image paths start from; by default the CSV file's folder.
+        path: the column of image paths.
+        label: the column of labels.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
@@ -111,17 +170,22 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
     """
     root = manifest.parent if root is None else root
     rows: list[Row] = []
-    table = _read_table(manifest, root)
+    table = _read_table(manifest, root, path, label)
     problems = table.problems
-    seen: dict[str, int] = {}
+    boxed = all(name in table.columns for name in BOX)
+    boxes: list[Box | None] = []
+    seen: dict[tuple[str, Box | None], int] = {}
     for line, row in table.rows:
-        problem = _row_problem(row, root)
+        problem, box = _row_problem(row, root, path, label), None
+        if boxed and not problem:
+            box, problem = _box(row)
         if not problem:
-            first = seen.setdefault(row["path"], line)
+            first = seen.setdefault((row[path], box), line)
             if first == line:
                 rows.append(row)
+                boxes.append(box)
                 continue
-            problem = f"{row['path']} is listed in line {first} already."
+            problem = f"{row[path]} is listed in line {first} already."
         problems.append((line, problem))
     if problems:
         refuse(str(manifest), [f"line {line}: {problem}" for line, problem in sorted(problems)])
@@ -129,52 +193,71 @@ def manifest(manifest: Path, root: Path | None = None, skip_bad: bool = False) -
         refuse(str(manifest), ["it lists no image."])
     notes: list[str] = []
     if skip_bad:
-        kept, notes = skip_unreadable([root / row["path"] for row in rows], str(manifest))
-        rows = [rows[i] for i in kept]
+        kept, notes = skip_unreadable([root / row[path] for row in rows], str(manifest))
+        rows, boxes = [rows[i] for i in kept], [boxes[i] for i in kept]
     columns = list(rows[0])
-    further = [name for name in columns if name not in (*REQUIRED, *OPTIONAL)]
+    read = (path, label, *OPTIONAL, *FLAGS, *(BOX if boxed else ()))
+    further = [name for name in columns if name not in read]
     return FileDataset(
-        [root / row["path"] for row in rows],
-        [row["label"] for row in rows],
-        [row["path"] for row in rows],
+        [root / row[path] for row in rows],
+        [row[label] for row in rows],
+        [
+            row[path] if box is None else f"{row[path]} {','.join(f'{edge:g}' for edge in box)}"
+            for row, box in zip(rows, boxes, strict=True)
+        ],
         splits=[row["split"] for row in rows] if "split" in columns else None,
         roles=[row["role"] for row in rows] if "role" in columns else None,
         metadata=typed([{name: row[name] for name in further} for row in rows])
         if further
         else None,
+        boxes=boxes if boxed else None,
         advice=ADVICE,
         notes=notes,
     )
 
 
-def _row_problem(row: Row, root: Path) -> str:
+def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
     """Return the row's first problem as a sentence, or "" if the row is valid."""
-    if not row["path"]:
-        return "path is empty."
-    if is_missing_text(row["label"]):
-        written = f": '{row['label']}' stands for a missing one" if row["label"] else ""
-        return f"{row['path']} has no label{written}."
+    if not row[path]:
+        return f"{path} is empty."
+    if is_missing_text(row[label]):
+        written = f": '{row[label]}' stands for a missing one" if row[label] else ""
+        return f"{row[path]} has no {label}{written}."
     split, role = row.get("split"), row.get("role")
     if split is not None and split not in SPLITS and not (split == "" and role):
         return f"split must be {', '.join(SPLITS)}, not '{split}'.{did_you_mean(split, SPLITS)}"
     if role is not None and role not in ROLES:
         return f"role must be query, gallery or empty, not '{role}'.{did_you_mean(role, ROLES)}"
     try:
-        if not (root / row["path"]).is_file():
-            return f"{root / row['path']} is not a file."
+        if not (root / row[path]).is_file():
+            return f"{root / row[path]} is not a file."
     except (OSError, ValueError) as error:  # a null character, or a name that is too long
-        return f"{row['path']!r} is not a path: {error}."
+        return f"{row[path]!r} is not a path: {error}."
     return ""
 
 
-def _read_table(path: Path, root: Path) -> CsvTable:
+def _box(row: Row) -> tuple[Box | None, str]:
+    """Return the box of a row of OML's, or `None` for the whole image, and its problem or ""."""
+    edges = [row[name] for name in BOX]
+    if all(is_missing_text(edge) for edge in edges):
+        return None, ""
+    try:
+        left, right, top, bottom = map(float, edges)
+    except ValueError:
+        return None, f"{', '.join(BOX)} must be numbers, not {', '.join(map(repr, edges))}."
+    if not (left < right and top < bottom):
+        return None, f"its box is empty: x_1 must be below x_2, and y_1 below y_2, not {edges}."
+    return (left, top, right, bottom), ""
+
+
+def _read_table(file: Path, root: Path, path: str, label: str) -> CsvTable:
     """Return the file's table, with normalised values of `split` and `role`."""
-    if not path.exists():
+    if not file.exists():
         raise DataError(
-            f"[data] manifest: {path} does not exist. Relative paths start at {Path.cwd()}."
+            f"[data] manifest: {file} does not exist. Relative paths start at {Path.cwd()}."
         )
-    table = CsvTable(str(path), REQUIRED, lambda: path.open("rb"))
-    table.files(root)
+    table = CsvTable(str(file), (path, label), lambda: file.open("rb"))
+    table.files(root, path)
     if "split" in table.columns:
         known = sides([row["split"] for _, row in table.rows]) or []
         for (_, row), side in zip(table.rows, known, strict=True):
@@ -182,4 +265,24 @@ def _read_table(path: Path, root: Path) -> CsvTable:
     if "role" in table.columns:
         for _, row in table.rows:
             row["role"] = row["role"].lower()
+    elif all(flag in table.columns for flag in FLAGS):
+        _flags_to_roles(table)
     return table
+
+
+def _flags_to_roles(table: CsvTable) -> None:
+    """Turn OML's `is_query` and `is_gallery` into roles, and its validation into the test side."""
+    flags = [tuple(row[flag].lower() in _TRUE for flag in FLAGS) for _, row in table.rows]
+    both = [line for (line, _), flag in zip(table.rows, flags, strict=True) if all(flag)]
+    mixed = both and any(query != gallery for query, gallery in flags)
+    for (_, row), (query, gallery) in zip(table.rows, flags, strict=True):
+        if row.get("split") == "validation":
+            row["split"] = "test"
+        row["role"] = "" if both else "query" if query else "gallery" if gallery else ""
+    if mixed:
+        problem = (
+            f"is_query and is_gallery are both true (and in {len(both) - 1:,} more lines), and"
+            " other rows have one role only. Either all rows of the test side have both, or each"
+            " has one of them."
+        )
+        table.problems.append((both[0], problem))

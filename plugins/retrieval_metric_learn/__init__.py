@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories, lazy
+from retrieval.plugin import Factories, hookimpl, lazy
 
 if TYPE_CHECKING:
     from retrieval_metric_learn.learners import ITML as ITML

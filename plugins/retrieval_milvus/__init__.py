@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories
+from retrieval.plugin import Factories, hookimpl
 
 
 @hookimpl

@@ -9,8 +9,8 @@ import ssl
 from importlib.util import find_spec
 from typing import Any
 
-from retrieval import stores
 from retrieval.errors import MissingDependency, StoreError
+from retrieval.plugin import stores
 
 _NAME = re.compile(r"[A-Za-z_](?:_?[A-Za-z0-9])*_?")
 _MAX_NAME = 200

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pymilvus import DataType, MilvusClient, MilvusException
 from pymilvus.client.ts_utils import get_collection_ts
-from retrieval import stores
 from retrieval.errors import DataError, StoreError
+from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories
+from retrieval.plugin import Factories, hookimpl
 
 if find_spec("mlflow") is not None:
 

@@ -7,8 +7,7 @@ distance where the formula holds for one only.
 
 from __future__ import annotations
 
-from retrieval import hookimpl
-from retrieval.plugin import Factories
+from retrieval.plugin import Factories, hookimpl
 
 
 @hookimpl

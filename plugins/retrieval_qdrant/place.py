@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
-from retrieval import stores
 from retrieval.errors import MissingDependency, StoreError
+from retrieval.plugin import stores
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 

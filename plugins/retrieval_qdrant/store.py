@@ -15,8 +15,8 @@ from qdrant_client.http.exceptions import (
     ResponseHandlingException,
     UnexpectedResponse,
 )
-from retrieval import stores
 from retrieval.errors import StoreError
+from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
 

@@ -11,21 +11,23 @@ import io
 import os
 import sys
 import traceback
-from importlib.util import find_spec
 
 import click
 
 from retrieval.errors import PluginError, RetrievalError, did_you_mean, printable
+from retrieval.host.lazy import how_to_have
 
 COMMANDS = {
     "demo": "demo:demo",
     "plugins": "plugins:plugins",
+    "init": "init:init",
     "data": "data:data",
     "check": "train:check",
     "train": "train:train",
     "evaluate": "evaluate:evaluate",
     "compare": "compare:compare",
     "sweep": "compare:sweep",
+    "distill": "distill:distill",
     "report": "report:report",
     "export": "export:export_command",
     "embed": "embed:embed_command",
@@ -165,7 +167,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("retrieval"):
             raise
-        _leave(f"Error: this command needs {error.name}, {_how_to_have(error.name or '')}", 2)
+        _leave(f"Error: this command needs {error.name}, {how_to_have(error.name or '')}", 2)
     except OSError as error:
         if not error.strerror:
             raise
@@ -178,25 +180,3 @@ def main() -> None:
 def _leave(sentence: str, code: int) -> None:
     click.echo(printable(sentence), err=True)
     sys.exit(code)
-
-
-def _how_to_have(module: str) -> str:
-    root, _, inner = module.partition(".")
-    if inner and find_spec(root) is not None:
-        return (
-            f"which the installed {root} lacks: it is too old or damaged. `retrieval doctor` says"
-            " what versions are needed."
-        )
-    extras = {
-        "faiss": "cpu",
-        "httpx": "client",
-        "onnxruntime": "cpu",
-        "starlette": "serve",
-        "uvicorn": "serve",
-        "multipart": "serve",
-        "timm": "timm",
-    }
-    return (
-        "which is not installed. Install it: pip install"
-        f" 'embedding-retrieval[{extras.get(root, 'train')}]'."
-    )

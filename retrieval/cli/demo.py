@@ -27,11 +27,11 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     Raises:
         DataError: the folder exists.
     """
-    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.evaluate_run import evaluate
     from retrieval.evaluation.plot import neighbours
-    from retrieval.export.export_run import export_run
+    from retrieval.export.export_run import export
     from retrieval.recipe.read import read_recipe
-    from retrieval.serving.index.creating import Index
+    from retrieval.serving.index.index import Index
     from retrieval.training.trainer import train
 
     if output.exists() and not output.is_dir():
@@ -49,11 +49,11 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     run = train(output / "run", recipe, report=lambda line: say(f"   {line}"))
 
     say("\n2. Evaluating on held-out digits, beside the raw pixels …")
-    results = evaluate_run(run, baseline=True)
+    results = evaluate(run, baseline=True)
     say(_indented(results.table()))
 
     say("\n3. Exporting to ONNX …")
-    seen = export_run(run, output / "bundle").manifest.verified
+    seen = export(run, output / "bundle").bundle.manifest.verified
     say(
         f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items}"
         " held-out digits"

@@ -136,7 +136,7 @@ def evaluate(
     from retrieval.serving.runtime import quiet_threads
 
     quiet_threads()
-    from retrieval.run.open import load_run
+    from retrieval.run.open import Run
     from retrieval.serving.index.locations import is_embedding
 
     result: RunEvaluation | RunVerification
@@ -161,10 +161,10 @@ def evaluate(
             "--ray belongs to a folder of embeddings; a run is searched on this machine."
         )
     if protocol == "verification":
-        from retrieval.evaluation.verify_run import verify_run
+        from retrieval.evaluation.verify_run import verify
 
-        result = verify_run(
-            load_run(run),
+        result = verify(
+            Run.open(run),
             side=side,
             pairs=pairs,
             draw=draw,
@@ -174,10 +174,10 @@ def evaluate(
             bundle=bundle,
         )
     else:
-        from retrieval.evaluation.evaluate_run import evaluate_run
+        from retrieval.evaluation import evaluate_run
 
-        result = evaluate_run(
-            load_run(run),
+        result = evaluate_run.evaluate(
+            Run.open(run),
             side=side,
             metrics=metrics,
             clusters=clusters,

@@ -151,33 +151,26 @@ def export_command(
         assert run is not None
         _report(_run(run, output, {"dimensions": dimensions, **options}), "held-out items")
         return
-    from retrieval.export.export_backbone import export_backbone
+    from retrieval.export.export_backbone import BackboneEncoder
 
     assert output is not None
-    bundle = export_backbone(
-        model,
-        output,
-        parameters=_parameters(overrides),
-        whiten=whiten,
-        dimensions=dimensions,
-        photos=photos,
-        random_weights=random_weights,
-        plugins=extra,
-        **options,
+    backbone = BackboneEncoder(model, _parameters(overrides), extra, random_weights)
+    encoder = backbone.export(
+        output, whiten=whiten, dimensions=dimensions, photos=photos, **options
     )
-    _report(bundle, "photos" if whiten or photos else "crops of two example photographs")
+    _report(encoder.bundle, "photos" if whiten or photos else "crops of two example photographs")
 
 
 def _run(run: Path, output: Path | None, options: dict[str, Any]) -> Bundle:
     from retrieval.data.kept import KeptInputs
-    from retrieval.export.export_run import export_run
-    from retrieval.run.open import load_run
+    from retrieval.export import export_run
+    from retrieval.run.open import Run
 
-    loaded = load_run(run, or_kept=True)
+    loaded = Run.open(run, or_kept=True)
     if isinstance(loaded.dataset, KeptInputs):
         say(f"note: {loaded.splits.notes[0]}")
         say("note: The bundle is verified on the held-out inputs that the run keeps.")
-    return export_run(loaded, output, **options)
+    return export_run.export(loaded, output, **options).bundle
 
 
 def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def create(
     whole = bundle or _exported(str(model), path, images, whiten, extra)
     quiet_threads()
     from retrieval.serving.images import Limits
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
 
     limits = Limits(max_pixels, max_bytes)
     try:
@@ -151,7 +151,7 @@ def _exported(
     target = target.with_name(f".{target.name}.bundle")
     if target.is_dir():
         return target
-    from retrieval.export.export_backbone import export_backbone
+    from retrieval.export.export_backbone import BackboneEncoder
     from retrieval.serving.index.locations import is_table
 
     # the backbone's export reads only files, so other sources neither verify nor whiten
@@ -160,12 +160,8 @@ def _exported(
         raise click.UsageError(
             "Whitening takes image files and folders: name some, or leave out --whiten."
         )
-    export_backbone(
-        model,
-        target,
-        whiten=photos if whiten else (),
-        photos=() if whiten else photos,
-        plugins=plugins,
+    BackboneEncoder(model, plugins=plugins).export(
+        target, whiten=photos if whiten else (), photos=() if whiten else photos
     )
     return target
 

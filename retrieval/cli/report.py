@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from retrieval.cli import say
 from retrieval.cli.common import Choice
+
+COUNT = partial(click.option, type=int, show_default=True)
 
 
 @click.command()
@@ -19,23 +23,9 @@ from retrieval.cli.common import Choice
     show_default=True,
     help="The file to write; an existing one is replaced.",
 )
-@click.option(
-    "--queries",
-    type=int,
-    default=2000,
-    show_default=True,
-    help="Most test items to use as queries.",
-)
-@click.option(
-    "--sample",
-    type=int,
-    default=600,
-    show_default=True,
-    help="Most test items for the map and for the distances of pairs.",
-)
-@click.option(
-    "--thumbnails", type=int, default=800, show_default=True, help="Most thumbnails of items."
-)
+@COUNT("--queries", default=2000, help="Most test items to use as queries.")
+@COUNT("--sample", default=600, help="Most test items for the map and for the distances of pairs.")
+@COUNT("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
     "--map",
     "method",
@@ -44,9 +34,8 @@ from retrieval.cli.common import Choice
     show_default=True,
     help="Method of the map.",
 )
-def report(
-    runs: tuple[Path, ...], output: Path, queries: int, sample: int, thumbnails: int, method: str
-) -> None:
+@click.option("--label-column", metavar="COLUMN", help="Column of metadata that names the classes.")
+def report(runs: tuple[Path, ...], output: Path, method: str, **options: Any) -> None:
     """Write an HTML report of runs: metrics with intervals, hits and mistakes, a map, thresholds.
 
     The file is self-contained: it can be sent, read on a phone, and printed.
@@ -58,5 +47,5 @@ def report(
     quiet_threads()
     from retrieval.evaluation.report.write import report as write
 
-    file = write(runs, output, queries=queries, sample=sample, thumbnails=thumbnails, map=method)
+    file = write(runs, output, map=method, **options)
     say(f"Wrote {file}.")

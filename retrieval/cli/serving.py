@@ -16,7 +16,7 @@ from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
-    from retrieval.serving.index.index import Hit
+    from retrieval.serving.index.hits import Hit
     from retrieval.serving.store.address import IndexPlace
 
 _DAY = 86_400.0  # seconds, the longest time-out

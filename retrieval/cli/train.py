@@ -23,7 +23,8 @@ SET_OPTION = click.option(
     metavar="KEY=VALUE",
     help=(
         "Change a value of the recipe, such as loss.margin=0.2; repeatable. loss.name=… removes the"
-        " parameters of the old loss, loss=none removes the loss. Changes may also follow the"
+        " parameters of the old loss; loss=none or train.clip_norm=none removes a table or key."
+        " Changes may also follow the"
         " recipe without --set."
     ),
 )
@@ -64,8 +65,8 @@ TRACK_OPTION = click.option(
     multiple=True,
     metavar="TRACKER",
     help=(
-        "Log the run to a tracker: wandb, mlflow, or a plugin's; repeatable. The tracker's own"
-        " environment variables set the server."
+        "Log the run to a tracker: tensorboard, wandb, mlflow, or a plugin's; repeatable. The"
+        " tracker's own environment variables set the server."
     ),
 )
 

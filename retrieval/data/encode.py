@@ -1,19 +1,26 @@
-"""Compute embeddings of a dataset's items in batches."""
+"""Compute embeddings in batches: of a dataset's items, or of images from anywhere."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL.Image import Image
 from torch import Tensor, nn
 
+from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
+from retrieval.errors import DataError, at_least_one
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
-from retrieval.serving.progress import Meter
+from retrieval.serving.bundle import is_image
+from retrieval.serving.encoder import Embeddings, as_rows
+from retrieval.serving.images import as_list, decode, from_pixels
+from retrieval.serving.progress import Meter, Progress, showing
 
 
 @contextlib.contextmanager
@@ -99,3 +106,63 @@ def pixels(
         chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
     ]
     return nn.functional.normalize(torch.cat(flat), dim=1)
+
+
+class _Images(Dataset):
+    """A dataset of images in memory."""
+
+    def __init__(self, images: Sequence[Any]) -> None:
+        self.images = images
+        self.keys = [f"images[{number}]" for number in range(len(images))]
+        self.labels = [""] * len(images)
+
+    def __getitem__(self, index: int) -> Image | NDArray[Any]:
+        """Return an image, decoded."""
+        image = self.images[index]
+        try:
+            if isinstance(image, np.ndarray):
+                return from_pixels(image)
+            return image if isinstance(image, Image) else decode(image)
+        except DataError as fault:
+            raise DataError(f"{self.keys[index]}: {fault}") from fault
+
+
+def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
+    """Return the vectors (N, D) of images or rows, as a bundle of the model would return them."""
+    dataset: Dataset
+    if model.preprocessing is None:
+        rows = as_rows(images)
+        dataset = ArrayDataset(rows, [""] * len(rows), kind="features")
+    else:
+        listed = as_list(images)
+        for number, image in enumerate(listed):
+            if not is_image(image):
+                raise DataError(
+                    f"images[{number}]: an image is a path, bytes, a Pillow image, pixels or a"
+                    f" tensor, not an object of type {type(image).__name__}. A dataset with labels"
+                    " is given as retrieval.as_dataset(…)."
+                )
+        dataset = _Images(listed)
+    before = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        with showing(progress):
+            codes = encode(
+                model.to(device),
+                dataset,
+                np.arange(len(dataset)),
+                batch=at_least_one("batch", batch),
+                device=device,
+                progress="encoding",
+                raw=RawInputs(dataset, model.preprocessing, budget=0),
+            )
+    finally:
+        model.to(before)
+    return index_vectors(model, codes)
+
+
+def index_vectors(model: Model, codes: Tensor) -> Embeddings:
+    """Return the vectors that an index stores for codes."""
+    with torch.inference_mode():
+        vectors = codes if model.combiner is None else model.combiner.index_vectors(codes)
+    return cast(Embeddings, vectors.float().numpy())

@@ -1,8 +1,7 @@
-"""Batches: P classes × M items for training, in order for evaluation.
+"""Batches: chosen by a sampler for training, in order for evaluation.
 
 Other modules use `TrainBatches` and `inputs`. `RawInputs` returns items as inputs of a `Model`,
-`draw_epoch` chooses the items of each training batch, and `BatchMaker` makes a batch in this
-process or in one of `Workers`.
+and `BatchMaker` makes a batch in this process or in one of `Workers`.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.utils import data as torch_data
 
 from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels, without_asking
+from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
 from retrieval.serving.images import from_array
@@ -32,7 +32,7 @@ from retrieval.serving.images import from_array
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from retrieval.model.contracts import Dataset, Transform
+    from retrieval.model.contracts import BatchSampler, Dataset, Transform
     from retrieval.recipe.tables import Augmentation, Sampler
     from retrieval.serving.images import Preprocessing
 
@@ -204,48 +204,6 @@ def _decoders() -> int:
     return min(8, cores())
 
 
-def batches_in_epoch(items: int, sampler: Sampler) -> int:
-    """Return the number of batches in an epoch: the recipe's, or items / (P × M), at least 1."""
-    return sampler.batches or max(1, items // (sampler.classes * sampler.items))
-
-
-def check_sampler(labels: NDArray[np.int64], sampler: Sampler) -> None:
-    """Raise a `DataError` if a batch takes more classes than there are."""
-    classes = len(np.unique(labels))
-    if classes < sampler.classes:
-        raise DataError(
-            f"[sampler] classes: a batch takes {sampler.classes} classes, and only {classes} train."
-            f" Set classes = {classes} or fewer."
-        )
-
-
-def draw_epoch(
-    labels: NDArray[np.int64], sampler: Sampler, seed: int, epoch: int
-) -> NDArray[np.int64]:
-    """Return an epoch's batches as positions (batches, P × M) in `labels`, by seed and epoch.
-
-    Each batch has P random classes and M random items of each, with repetition only if a class has
-    fewer. Items of a class are adjacent. The draw equals that of pytorch-metric-learning's
-    `MPerClassSampler`, which is not used because it draws from a generator shared by all threads
-    and loads scikit-learn, pandas and FAISS.
-    """
-    count = batches_in_epoch(len(labels), sampler)
-    random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
-    by_class = np.argsort(labels, kind="stable")
-    firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
-    lasts = np.append(firsts[1:], len(labels))
-    appearing = np.argsort(by_class[firsts])  # classes in order of appearance
-    firsts, lasts = firsts[appearing], lasts[appearing]
-    numbers = np.arange(len(firsts))  # shuffling a list gives the same order, five times as slowly
-    drawn = []
-    for _ in range(count):
-        random.shuffle(numbers)
-        for number in numbers[: sampler.classes]:
-            items = by_class[firsts[number] : lasts[number]]
-            drawn.append(random.choice(items, sampler.items, replace=len(items) < sampler.items))
-    return np.asarray(drawn, dtype=np.int64).reshape(count, sampler.classes * sampler.items)
-
-
 class Job(NamedTuple):
     """One process's part of a batch: the whole batch's `items`, and the `share` to make."""
 
@@ -263,20 +221,18 @@ class BatchMaker:
         raw: the dataset's inputs.
         changes: the random changes to images.
         seed: the run's seed.
-        size: number of rows of the whole batch.
     """
 
     raw: RawInputs
     changes: Changes
     seed: int
-    size: int
 
     def __call__(self, job: Job) -> Tensor:
         """Return the inputs of the job's items."""
         if not self.changes.active:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
-        draws = self.changes.draw(self.seed, job.epoch, job.batch, self.size)
-        mix = self.mix(job.epoch, job.batch)
+        draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
+        mix = self.mix(job.epoch, job.batch, len(job.items))
         if mix is None:
             return torch.from_numpy(
                 self.raw.batch(job.items[job.share], self.changes, draws[job.share])
@@ -286,12 +242,12 @@ class BatchMaker:
         pixels = self.raw.batch(job.items[needed], self.changes, draws[needed])[place]
         return torch.from_numpy(mix.of(pixels[: len(rows)], pixels[len(rows) :]))
 
-    def mix(self, epoch: int, batch: int) -> Mix | None:
-        """Return how a batch's images are mixed, or None if they are not, as for vectors."""
+    def mix(self, epoch: int, batch: int, size: int) -> Mix | None:
+        """Return how a batch of `size` images is mixed, or None if it is not, as for vectors."""
         if self.raw.preprocessing is None:
             return None
         key = (self.seed, epoch, batch)
-        return Mix.drawn(self.changes.table, key, self.size, self.raw.preprocessing.size)
+        return Mix.drawn(self.changes.table, key, size, self.raw.preprocessing.size)
 
 
 class _Work(torch_data.Dataset[Any]):
@@ -382,7 +338,7 @@ T = TypeVar("T")
 
 
 class TrainBatches:
-    """Training batches of P classes × M items; stateless, so that a run can resume at any step.
+    """Training batches as a sampler draws them; stateless, so that a run can resume at any step.
 
     All randomness depends on seed, epoch and batch number only, not on global generators. Use it in
     a `with` block, which ends the worker processes.
@@ -393,6 +349,7 @@ class TrainBatches:
         labels: class ids (n,) of those items (`Splits.train_labels`).
         preprocessing: the backbone's preprocessing, or `None` for vectors.
         sampler: P, M and the number of batches in an epoch.
+        batch_sampler: chooses the items; the default draws P random classes and M items of each.
         augmentation: random changes to images, number of views of each item, and their labels.
         transforms: the transforms that `augmentation` names, built.
         seed: the run's seed.
@@ -412,6 +369,7 @@ class TrainBatches:
         preprocessing: Preprocessing | None,
         *,
         sampler: Sampler,
+        batch_sampler: BatchSampler | None = None,
         augmentation: Augmentation,
         transforms: Sequence[Transform] = (),
         seed: int,
@@ -420,16 +378,20 @@ class TrainBatches:
     ) -> None:
         if augmentation.positives == "item":
             labels = np.arange(len(labels))
-        check_sampler(labels, sampler)
         self.indices = np.asarray(indices, dtype=np.int64)
         self.labels = np.asarray(labels, dtype=np.int64)
-        self.sampler = sampler
+        self.batch_sampler = batch_sampler or ClassBalanced()
+        columns = dataset.metadata
+        self.items = training_items(
+            sampler, self.labels, None if columns is None else [columns[i] for i in self.indices]
+        )
+        self._count = self.batch_sampler.batches(self.items)
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
         changes = Changes(
             augmentation, tuple(without_asking(transform) for transform in transforms)
         )
-        self._make = BatchMaker(raw, changes, seed, self.batch_size)
+        self._make = BatchMaker(raw, changes, seed)
         self._workers: Workers | None = None
         # Worker processes could not use pixels kept in this process's memory. A random crop differs
         # each time, so kept pixels are of no use for it.
@@ -439,15 +401,22 @@ class TrainBatches:
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
-        return batches_in_epoch(len(self.labels), self.sampler)
+        return self._count
 
-    @property
-    def batch_size(self) -> int:
-        """Number of rows of a batch over all processes: P × M × views."""
-        return self.sampler.classes * self.sampler.items * self.views
+    def draw(
+        self, number: int, embeddings: NDArray[np.float32] | None = None
+    ) -> list[NDArray[np.int64]]:
+        """Return an epoch's batches as positions in `indices`."""
+        return drawn_batches(self.batch_sampler, self.items, self._make.seed, number, embeddings)
 
     def epoch(
-        self, number: int, *, start: int = 0, rank: int = 0, world: int = 1
+        self,
+        number: int,
+        *,
+        start: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        drawn: Sequence[NDArray[np.int64]] | None = None,
     ) -> Iterator[tuple[Tensor, Labels]]:
         """Yield an epoch's batches: raw inputs and class ids (B,) int64, or `MixedLabels`.
 
@@ -456,25 +425,26 @@ class TrainBatches:
             start: number of the first batch.
             rank: this process's rank.
             world: number of processes that share each batch.
+            drawn: the epoch's batches, if they were drawn before; by default `draw(number)`.
         """
-        if self.batch_size % world:
-            raise DataError(
-                f"[sampler]: a batch of {self.sampler.classes} classes × {self.sampler.items} items"
-                f"{f' × {self.views} views' if self.views > 1 else ''} cannot be shared "
-                f"equally by {world} processes. Make classes × items a multiple of {world}."
-            )
-        return self._epoch(number, start, rank, self.batch_size // world)
+        rows = [np.repeat(batch, self.views) for batch in drawn or self.draw(number)]
+        for batch in rows:
+            if len(batch) % world:
+                raise DataError(
+                    f"[sampler]: a batch of {len(batch)} rows (classes × items × views) cannot be"
+                    f" shared equally by {world} processes. Make classes × items a multiple of"
+                    f" {world}."
+                )
+        return self._epoch(number, start, rank, world, rows[start:])
 
     def _epoch(
-        self, number: int, start: int, rank: int, size: int
+        self, number: int, start: int, rank: int, world: int, rows: list[NDArray[np.int64]]
     ) -> Iterator[tuple[Tensor, Labels]]:
-        share = slice(rank * size, (rank + 1) * size)
-        drawn = draw_epoch(self.labels, self.sampler, self._make.seed, number)[start:]
-        drawn = np.repeat(drawn, self.views, axis=1)
-        labels = [
-            self._labels(row, number, start + i, share) for i, row in enumerate(self.labels[drawn])
-        ]
-        jobs = [Job(items, number, start + i, share) for i, items in enumerate(self.indices[drawn])]
+        jobs, labels = [], []
+        for batch, drawn in enumerate(rows, start):
+            share = slice(len(drawn) * rank // world, len(drawn) * (rank + 1) // world)
+            jobs.append(Job(self.indices[drawn], number, batch, share))
+            labels.append(self._labels(self.labels[drawn], number, batch, share))
         if self._workers is not None:
             batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):
@@ -485,7 +455,8 @@ class TrainBatches:
 
     def _labels(self, labels: NDArray[np.int64], epoch: int, batch: int, share: slice) -> Labels:
         """Return a share of a batch's class ids."""
-        own, mix = torch.from_numpy(labels[share]), self._make.mix(epoch, batch)
+        own = torch.from_numpy(labels[share])
+        mix = self._make.mix(epoch, batch, len(labels))
         return (
             own
             if mix is None

@@ -82,7 +82,7 @@ Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]
 Measure = Callable[[int, Rows], Doubles]
 
-_FIRST, _MOST = 8, 128
+_FIRST, _MOST = 8, 2048
 _PAGE = 1024
 MOST_PAIRS = 1_000_000
 
@@ -95,7 +95,7 @@ class Near:
         first: the lower row (n,) of each pair.
         second: the higher row (n,) of each pair.
         distance: the distance (n,) of each pair.
-        complete: False if the search stopped because of too many pairs.
+        complete: False if there are too many pairs, so that some may be missing.
     """
 
     first: Rows
@@ -116,7 +116,7 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows within a distance of each other, the nearest first.
 
-    Each row is compared with up to 128 (or `candidates`) nearest rows by Euclidean distance. The
+    Each row is compared with up to 2,048 (or `candidates`) nearest rows by Euclidean distance. The
     search stops after more than `MOST_PAIRS` pairs.
 
     Args:
@@ -132,7 +132,7 @@ def near_pairs(
     """
     threads, size = cores(), len(vectors)
     parts: list[tuple[Rows, Rows, Doubles]] = []
-    total, done = 0, 0
+    total, done, cut = 0, 0, 0
     with Meter(what, size, "items") as meter:
         while done < size and total <= MOST_PAIRS:
             queries, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
@@ -144,8 +144,9 @@ def near_pairs(
                 )
                 close: NDArray[np.bool_] = apart <= within
                 more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
-                if count >= min(_MOST, size):
-                    more[:] = False  # otherwise there may be more pairs
+                if count >= min(_MOST, size):  # otherwise there may be more pairs
+                    cut += int(np.count_nonzero(more)) if count < size else 0
+                    more[:] = False
                 row, place = np.nonzero(close & ~more[:, None])
                 item, neighbor = queries[row], rows[row, place]
                 kept = (
@@ -156,7 +157,8 @@ def near_pairs(
                 parts.append((item[kept], neighbor[kept], apart[row, place][kept]))
                 total += int(kept.sum())
                 queries, count = queries[more], 4 * count
-    return _once(parts, done == size and total <= MOST_PAIRS)
+    # A pair is missing only if the search was cut short for both of its rows.
+    return _once(parts, done == size and total <= MOST_PAIRS and cut < 2)
 
 
 def _candidates(

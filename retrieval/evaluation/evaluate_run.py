@@ -20,7 +20,7 @@ from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
 from retrieval.run.folder import write_json
-from retrieval.run.open import ItemCodes, Run, load_run
+from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import merged, spans_of
 from retrieval.serving.progress import Progress, shown
@@ -55,7 +55,7 @@ class CandidateStep:
 
 @dataclass(frozen=True, repr=False)
 class RunEvaluation:
-    """The result of `evaluate_run`.
+    """The result of `Run.evaluate`.
 
     Attributes:
         run: the run's folder.
@@ -120,12 +120,14 @@ class RunEvaluation:
 
 
 def resolve_metrics(
-    names: Sequence[str | Mapping[str, Any]], plugins: Plugins, always: Sequence[str] = ()
+    names: Sequence[str | Mapping[str, Any]],
+    plugins: Plugins,
+    always: Sequence[str | Mapping[str, Any]] = (),
 ) -> dict[str, Metric]:
     """Return metrics by the names of their values.
 
     A metric is the short name of a built-in, `PLUGIN.NAME`, or a table `{name = …, parameters}`,
-    whose value is named `NAME(parameter=value, …)`. `always` holds short names to add.
+    whose value is named `NAME(parameter=value, …)`. `always` holds metrics to add.
 
     Raises:
         RetrievalError: a metric does not exist, or its parameters do not fit.
@@ -153,8 +155,8 @@ def refuse_side(side: str) -> None:
 
 
 @shown
-def evaluate_run(
-    run: Run | StrPath,
+def evaluate(
+    run: Run,
     *,
     side: str = "test",
     metrics: Sequence[str | Mapping[str, Any]] = (),
@@ -166,7 +168,7 @@ def evaluate_run(
     """Evaluate a run's model, and write the metrics into `evaluation-SIDE.json` in its folder.
 
     Args:
-        run: a run, or its folder.
+        run: a run.
         side: "test" or "validation".
         metrics: metrics as in `[evaluate] metrics`, by default the recipe's.
         clusters: also return NMI and F1 of k-means clusters.
@@ -182,7 +184,6 @@ def evaluate_run(
         DataError: the side does not exist, or the run has no items there.
     """
     refuse_side(side)
-    run = run if isinstance(run, Run) else load_run(run)
     names = (
         [metrics] if isinstance(metrics, str) else list(metrics)
     ) or run.recipe.evaluate.metrics

@@ -162,7 +162,7 @@ def evaluate(
             values, relevant = graded_values(search, relevance, chosen, meter.update)
         answerable = np.flatnonzero(relevant > 0)
     else:
-        values, answerable = _matched(search, query_class, item_class, chosen)
+        values, answerable = matched_values(search, query_class, item_class, chosen)
     values_by_name = means(values, answerable)
     groups: dict[str, dict[str, float]] = {}
     if by is not None:
@@ -177,15 +177,19 @@ def evaluate(
     )
 
 
-def _matched(
+def matched_values(
     search: Search,
     query_class: Ints,
     item_class: Ints,
     chosen: Mapping[str, Metric],
+    some: Ints | None = None,
 ) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-    """Return each metric's values (Q,), and the queries with a relevant item, ascending."""
+    """Return each metric's values (Q,), and the queries with a relevant item, ascending.
+
+    Queries that are not in `some` (`None` means all) have NaN values.
+    """
     relevant = relevant_items(search, query_class, item_class)
-    answerable = np.flatnonzero(relevant > 0)
+    answerable = np.flatnonzero(relevant > 0) if some is None else some
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
     if len(answerable) and chosen:
         # Queries with a similar R share a block, which is searched to the depth of its largest R.

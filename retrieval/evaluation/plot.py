@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -23,14 +24,15 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, MissingDependency
 from retrieval.model.labels import read_labels
-from retrieval.serving.images import decode, from_array, to_mode
+from retrieval.serving.images import as_list, decode, from_pixels, to_mode
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
     from retrieval.serving.bundle import ImageLike
-    from retrieval.serving.index.index import Hit, Index
+    from retrieval.serving.index.hits import Hit
+    from retrieval.serving.index.index import Index
 
 __all__ = ["curves", "map", "neighbours"]
 
@@ -54,7 +56,7 @@ class Picture(Figure):
 
 def neighbours(
     index: Index,
-    queries: ImageLike | Sequence[ImageLike],
+    queries: Any,
     k: int = 10,
     *,
     labels: Sequence[str] | None = None,
@@ -66,7 +68,7 @@ def neighbours(
 
     Args:
         index: an opened index of images.
-        queries: an image (path, bytes, Pillow image, or array of pixels) or a list of up to 50.
+        queries: an image, as `Encoder.encode` takes it, or up to 50 images.
         k: number of results, or all items if there are fewer.
         labels: each query's label; `None` marks no result as right or wrong.
 
@@ -81,11 +83,7 @@ def neighbours(
             "Pass an opened index, then the queries:"
             " neighbours(retrieval.Index.open(path), queries)."
         )
-    images = (
-        list(queries)
-        if isinstance(queries, Sequence) and not isinstance(queries, str | bytes)
-        else [queries]
-    )
+    images = as_list(queries)
     if not images or len(images) > MOST_QUERIES:
         raise DataError(
             f"A picture of neighbours shows 1 to {MOST_QUERIES} queries, not {len(images)}."
@@ -109,7 +107,7 @@ def neighbours(
         label = None if names is None else str(names[row])
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
-            _answer(cell, hit, label)
+            _answer(cell, hit, hits.image(hit), label)
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
     marks = "" if names is None else ": ✓ right, ✗ wrong"
@@ -119,17 +117,46 @@ def neighbours(
     return figure
 
 
-def _answer(cell: Axes, hit: Hit, label: str | None) -> None:
-    """Draw one result; a missing file becomes an empty cell with its name."""
-    right = hit.label == label
-    mark, colour = (
-        ("", "0.4") if label is None else (" ✓", "tab:blue") if right else (" ✗", "tab:orange")
-    )
+def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
+    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3).
+
+    Raises:
+        DataError: an item cannot be read.
+    """
+    from retrieval.evaluation.neighbors import Search
+    from retrieval.run.open import ItemCodes
+
+    items, combiner = run.splits.validation, run.model.combiner
+    rows = np.unique(np.linspace(0, len(items) - 1, min(queries, len(items))).astype(np.int64))
+    codes = ItemCodes(run, run.device)(items)
+    search = Search(codes, None, None, combiner and combiner.compute_mat, device=run.device.type)
+    near, distances = search.nearest(min(k, len(items) - 1), rows)
+    figure = Picture(near.shape[1] + 1.6, 1.18 * len(rows))
+    grid = figure.subplots(len(rows), near.shape[1] + 1, squeeze=False)
+    names = [run.splits.classes[int(run.splits.labels[item])] for item in items]
+    for cells, row, hits, apart in zip(grid, rows, near, distances, strict=True):
+        pixels = _pixels(run.dataset[int(items[row])])
+        _cell(cells[0], pixels, f"query: {names[row]}", "black", 1)
+        for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
+            mark, colour = _mark(names[hit], names[row])
+            title = f"{names[hit]}{mark} {distance:.2f}"
+            _cell(cell, _pixels(run.dataset[int(items[hit])]), title, colour, 2.5)
+    figure.canvas.draw()
+    return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
+
+
+def _mark(name: str | None, label: str | None) -> tuple[str, str]:
+    """Return the mark and the colour of a result; without a label there is no right one."""
+    if label is None:
+        return "", "0.4"
+    return (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
+
+
+def _answer(cell: Axes, hit: Hit, image: Image.Image | None, label: str | None) -> None:
+    """Draw one result; an image that cannot be read becomes an empty cell with its name."""
+    mark, colour = _mark(hit.label, label)
     title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
-    try:
-        pixels = None if hit.path is None else _pixels(hit.path)
-    except DataError:
-        pixels = None
+    pixels = None if image is None else _pixels(image)
     _cell(cell, pixels, title, colour, 2.5)
     if pixels is None:
         cell.text(
@@ -152,7 +179,7 @@ def _cell(
 def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
     """Return an image's pixels (H, W) or (H, W, 3), reduced to `LARGEST`."""
     if isinstance(image, np.ndarray):
-        opened = from_array(image)
+        opened = from_pixels(image)
     else:
         opened = image if isinstance(image, Image.Image) else decode(image)
     small = to_mode(opened, "L" if opened.mode == "L" else "RGB").copy()
@@ -163,8 +190,8 @@ def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
 def curves(run: Run | str | os.PathLike[str]) -> Figure:
     """Draw a run's losses (above) and validation metrics (below) by epoch.
 
-    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best validation
-    MAP@R, whose weights the run keeps.
+    Grey lines separate the recipe's phases. A dotted line marks the epoch with the best
+    validation, whose weights the run keeps, unless these are the start's.
 
     Args:
         run: a run, or its folder.
@@ -191,13 +218,9 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
         panel.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         panel.spines[["top", "right"]].set_visible(False)
     _mark_phases(list(panels), records)
-    best = [
-        (r["validation_map_at_r"], -epoch)
-        for epoch, r in enumerate(records, 1)
-        if "validation_map_at_r" in r
-    ]
+    best = [epoch for epoch, r in enumerate(records, 1) if r.get("best")]
     if best:
-        panels[1].axvline(-max(best)[1], color="black", linestyle=":", linewidth=1)
+        panels[1].axvline(best[-1], color="black", linestyle=":", linewidth=1)
     panels[-1].set_xlabel("epoch")
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
@@ -241,7 +264,7 @@ def map(
     codes: ArrayLike,
     labels: Sequence[Any] | ArrayLike,
     *,
-    method: Literal["pca", "tsne"] = "pca",
+    method: Literal["pca", "tsne", "umap"] = "pca",
     seed: int = 0,
 ) -> Figure:
     """Draw codes as points of a plane, coloured by class.
@@ -252,11 +275,14 @@ def map(
         method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`). "tsne"
             preserves neighbourhoods, but neither distances nor sizes of clusters (van der Maaten &
             Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow for more than ten thousand items).
-        seed: seed of t-SNE. The same seed, codes and versions give the same figure.
+            "umap" does too, faster (McInnes, Healy & Melville, arXiv 1802.03426, 2018), and needs
+            the extra `umap`.
+        seed: seed of t-SNE and UMAP. The same seed, codes and versions give the same figure.
 
     Raises:
         DataError: codes have another shape or are not finite, the number of labels differs from
             that of items, labels are missing or of two kinds, or the method is unknown.
+        MissingDependency: umap-learn is not installed.
     """
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
@@ -317,4 +343,16 @@ def _plane(
             TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(points),
             "t-SNE",
         )
-    raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")
+    if method == "umap":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # UMAP says that a seed takes one thread
+            try:
+                from umap import UMAP
+            except ImportError as error:
+                raise MissingDependency(
+                    "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
+                ) from error
+            near = min(15, len(points) - 1)
+            umap = UMAP(n_neighbors=near, init="random", random_state=seed, n_jobs=1)
+            return np.asarray(umap.fit_transform(points)), "UMAP"
+    raise DataError(f"A map's method is 'pca', 'tsne' or 'umap', not {method!r}.")

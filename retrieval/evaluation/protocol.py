@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.error_lists import refuse
-from retrieval.errors import DataError, did_you_mean
+from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import (
     Evaluation,
     Levels,
@@ -27,6 +26,7 @@ from retrieval.evaluation.evaluation import (
     relevant_items,
 )
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Exclusion, Hidden, Search
+from retrieval.run.build import check_columns
 
 if TYPE_CHECKING:
     from retrieval.run.open import Run
@@ -106,7 +106,8 @@ class Protocol:
         """Yield the suffix of each row's name ("", " re-ranked", …), and its metrics.
 
         Raises:
-            DataError: the data lack a column, `rerank` is set for a model with a combiner, or a
+            RecipeError: the data lack a column.
+            DataError: `rerank` is set for a model with a combiner, or a
                 random gallery cannot be drawn.
         """
         table = self.run.recipe.evaluate
@@ -207,9 +208,10 @@ class Protocol:
         """Return the arguments of `evaluate` that `[evaluate]` sets for these items.
 
         Raises:
-            DataError: the data lack a column.
+            RecipeError: the data lack a column.
         """
         table = self.run.recipe.evaluate
+        check_columns(table, self.run.dataset)
         table_arguments: dict[str, Any] = {}
 
         def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
@@ -217,14 +219,14 @@ class Protocol:
             return [values[i] for i in query], theirs
 
         if table.exclude is not None:
-            cameras = both(self.column(table.exclude, "exclude"))
+            cameras = both(self.column(table.exclude))
             table_arguments["exclude"] = Exclusion(*cameras, table.exclude_label == "same")
         if table.by is not None:
-            table_arguments["by"] = both(self.column(table.by, "by"))[0]
+            table_arguments["by"] = both(self.column(table.by))[0]
         if table.levels:
             columns = [
                 self.run.splits.labels.tolist(),
-                *(self.column(name, "levels") for name in table.levels),
+                *(self.column(name) for name in table.levels),
             ]
             levels = [both(column) for column in columns]
             table_arguments["relevance"] = Levels(
@@ -232,29 +234,13 @@ class Protocol:
                 None if gallery is None else [theirs for _, theirs in levels if theirs is not None],
             )
         elif table.tags is not None:
-            texts = [_tags(value) for value in self.column(table.tags, "tags")]
+            texts = [_tags(value) for value in self.column(table.tags)]
             table_arguments["relevance"] = Tags(*both(texts))
         return table_arguments
 
-    def column(self, name: str, key: str) -> Sequence[Any]:
-        """Return a column of the metadata of all the run's items, with `None` for missing values.
-
-        Raises:
-            DataError: no item has the column; the message names the key of `[evaluate]` that needs
-                it.
-        """
-        rows = self.run.dataset.metadata or []
-        known = sorted({str(name) for row in rows for name in row})
-        if name not in known:
-            known_names = f"they have: {', '.join(known)}" if known else "they have none"
-            refuse(
-                f"[evaluate] {key}",
-                [
-                    f"the data have no column '{name}' of metadata"
-                    f" ({known_names}).{did_you_mean(name, known)}"
-                ],
-            )
-        return [row.get(name) for row in rows]
+    def column(self, name: str) -> Sequence[Any]:
+        """Return a column of the metadata of all items, with `None` for missing values."""
+        return [row.get(name) for row in self.run.dataset.metadata or []]
 
 
 def _tags(value: Any) -> list[str]:

@@ -32,7 +32,7 @@ from retrieval.host.files import whole_file
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
 from retrieval.run.folder import write_json
-from retrieval.run.open import ItemCodes, Run, load_run
+from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 
@@ -51,7 +51,7 @@ _SHARED = {
 
 @dataclass(frozen=True, repr=False)
 class RunVerification:
-    """The result of `verify_run`.
+    """The result of `Run.verify`.
 
     Attributes:
         run: the run's folder.
@@ -100,8 +100,8 @@ class RunVerification:
 
 
 @shown
-def verify_run(
-    run: Run | StrPath,
+def verify(
+    run: Run,
     *,
     side: str = "test",
     pairs: StrPath | None = None,
@@ -119,7 +119,7 @@ def verify_run(
     distances.
 
     Args:
-        run: a run, or its folder.
+        run: a run.
         side: "test" or "validation", the side to draw pairs from. For a list, it decides which
             pairs are noted as seen in training.
         pairs: a file with pairs of any of the data's items (see
@@ -140,7 +140,6 @@ def verify_run(
         DataError: the run has no items on that side, the list is wrong, or pairs cannot be drawn.
     """
     refuse_side(side)
-    run = run if isinstance(run, Run) else load_run(run)
     chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, folds, seed)
     items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)
     first, second = rows.reshape(2, -1)

@@ -1,11 +1,13 @@
-"""Export a pretrained backbone as a bundle, without training and without labels."""
+"""A pretrained backbone as an encoder, and its bundle, without training and without labels."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from retrieval.data.encode import evaluating
+from retrieval.data.encode import encode_images, evaluating
 from retrieval.data.kept import ITEMS
 from retrieval.errors import BundleError, DataError, RecipeError
 from retrieval.export.export_model import export_model, refuse_existing
@@ -28,7 +30,9 @@ from retrieval.model.guard import check_width
 from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
 from retrieval.recipe.read import naming
+from retrieval.run.build import differing
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import Preprocessing, decode, from_array
@@ -234,103 +238,141 @@ _ASKING = ("pretrained", "weights")
 """Names of the parameter with which backbones load pretrained weights."""
 
 
-@shown
-def export_backbone(
-    model: str,
-    output: StrPath,
-    *,
-    parameters: Mapping[str, Any] | None = None,
-    whiten: Places = (),
-    dimensions: int | None = None,
-    photos: Places = (),
-    most_photos: int = MOST_PHOTOS,
-    seed: int = 0,
-    random_weights: bool = False,
-    plugins: Sequence[str] = (),
-    variants: VariantName | Sequence[VariantName] = (),
-    split: bool = False,
-    allow_drift: bool = False,
-    tolerance: float = TOLERANCE,
-    opset: int = OPSET,
-    exporter: Literal["auto"] | Exporter = "auto",
-    replace: bool = False,
-    progress: Progress = True,
-) -> Bundle:
-    """Write and open the bundle of a pretrained backbone, with optional whitening.
-
-    torch and ONNX Runtime are compared on up to 512 photos or, without photos, on crops of the two
-    photographs in scikit-learn. Photos that cannot be read are skipped and logged.
+class BackboneEncoder(Encoder):
+    """A pretrained backbone whose features are the embeddings.
 
     Args:
-        model: the backbone's name as `PLUGIN.name`, such as "core.efficientnet_lite0".
-        output: the folder to create.
-        parameters: the backbone's parameters, as in a recipe, such as `{"size": 160}`.
-        whiten: files and folders of photos to fit PCA whitening on. Without them the vectors are
-            the features.
-        dimensions: dimension of whitened vectors, by default 128 or the backbone's number of
-            features if that is smaller.
-        photos: files and folders of photos that verify the bundle, by default those of `whiten`.
-            With the int8 variant, half of them calibrate it instead.
-        most_photos: most photos for whitening; of more, a random sample is used.
-        seed: seed of the random order of photos.
+        name: the backbone's name, as `PLUGIN.name`.
+        parameters: the backbone's parameters.
+        plugins: further plugin files or modules.
         random_weights: allow a backbone whose weights are random, as a baseline.
-        plugins: further plugin files or modules, as for `--plugin`.
-        variants: further precisions of the encoder: "fp16", "int8".
-        split: write the encoder as two graphs, backbone and head, so that an index can keep
-            features and apply other heads to them.
-        allow_drift: see `export_run`.
-        tolerance: see `export_run`.
-        opset: see `export_run`.
-        exporter: see `export_run`.
-        replace: whether a bundle at `output` may be replaced.
-        progress: True shows a bar, False nothing; a function is called with (what, done, total).
-
-    Returns:
-        The bundle, on the CPU.
 
     Raises:
         PluginError: the backbone does not exist.
         RecipeError: the parameters do not fit the backbone.
-        DataError: photos are missing, cannot be read, are too few for the dimensions, or all alike.
-        BundleError: the backbone has random weights or takes vectors, `output` exists, torch cannot
-            export the model, or the graph disagrees with it; see `export_model`.
+        BundleError: the backbone takes vectors, or its weights are random.
     """
-    variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
-    refuse_existing(Path(output), replace)
-    fitted = _photos(whiten, seed)
-    checked = _photos(photos, seed) or fitted
-    if dimensions is not None and fitted is None:
-        raise BundleError(
-            "Dimensions are those of whitened vectors: name photos to whiten by, too (--whiten)."
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Mapping[str, Any] | None = None,
+        plugins: Sequence[str] = (),
+        random_weights: bool = False,
+    ) -> None:
+        self.name = name
+        backbone = named_backbone(load_plugins(plugins), name, parameters or {}, random_weights)
+        self.model = Model(backbone, nn.Identity())
+
+    def __repr__(self) -> str:
+        assert self.model.preprocessing is not None
+        shape = " × ".join(map(str, self.model.preprocessing.shape))
+        width = self.model.backbone.features
+        return f"Encoder {self.name}: images of {shape} to vectors of {width}"
+
+    def encode(self, images: Any, *, batch: int = 32, progress: Progress = True) -> Embeddings:
+        """Return the embeddings (N, D) of N images; see `Encoder.encode`."""
+        return encode_images(self.model, images, batch, progress)
+
+    @shown
+    def export(
+        self,
+        output: StrPath,
+        *,
+        whiten: Places = (),
+        dimensions: int | None = None,
+        photos: Places = (),
+        most_photos: int = MOST_PHOTOS,
+        seed: int = 0,
+        variants: VariantName | Sequence[VariantName] = (),
+        split: bool = False,
+        allow_drift: bool = False,
+        tolerance: float = TOLERANCE,
+        opset: int = OPSET,
+        exporter: Literal["auto"] | Exporter = "auto",
+        replace: bool = False,
+        progress: Progress = True,
+    ) -> BundleEncoder:
+        """Write the bundle of the backbone, with optional whitening, and open it.
+
+        torch and ONNX Runtime are compared on up to 512 photos or, without photos, on crops of the
+        two photographs in scikit-learn. Photos that cannot be read are skipped and logged.
+
+        Args:
+            output: the folder to create.
+            whiten: files and folders of photos to fit PCA whitening on. Without them the vectors
+                are the features.
+            dimensions: dimension of whitened vectors, by default 128 or the backbone's number of
+                features if that is smaller.
+            photos: files and folders of photos that verify the bundle, by default those of
+                `whiten`. With the int8 variant, half of them calibrate it instead.
+            most_photos: most photos for whitening; of more, a random sample is used.
+            seed: seed of the random order of photos.
+            variants: further precisions of the encoder: "fp16", "int8".
+            split: write the encoder as two graphs, backbone and head, so that an index can keep
+                features and apply other heads to them.
+            allow_drift: see `Run.export`.
+            tolerance: see `Run.export`.
+            opset: see `Run.export`.
+            exporter: see `Run.export`.
+            replace: whether a bundle at `output` may be replaced.
+            progress: True shows a bar, False nothing; a function is called with (what, done,
+                total).
+
+        Returns:
+            The encoder of the bundle, on the CPU.
+
+        Raises:
+            DataError: photos are missing, cannot be read, are too few for the dimensions, or all
+                alike.
+            BundleError: `output` exists, torch cannot export the model, or the graph disagrees
+                with it; see `export_model`.
+        """
+        variant_names: Sequence[VariantName] = (
+            (variants,) if isinstance(variants, str) else variants
         )
-    if most_photos < 1:
-        raise BundleError(f"At least 1 photo is needed, not {most_photos}.")
-    if "int8" in variant_names and checked is None:
-        raise BundleError(
-            "The int8 variant is calibrated on photos, and none are named (--photos, or --whiten)."
-        )
-    backbone = named_backbone(load_plugins(plugins), model, parameters or {}, random_weights)
-    built = Model(backbone, nn.Identity())
-    if fitted is not None:
-        built.head = _whitening(built, fitted, most_photos, dimensions)
-    items, calibration = _items(built, checked, "int8" in variant_names)
-    with Meter("export", 0, "steps") as meter:
-        export_model(
-            built,
-            items,
-            Path(output),
-            name=model,
-            calibration=calibration,
-            variants=variant_names,
-            split=split,
-            allow_drift=allow_drift,
-            tolerance=tolerance,
-            opset=opset,
-            exporter=exporter,
-            replace=replace,
-            progress=lambda step, number, of: meter.reach(number, of, step),
-        )
-    return Bundle.open(output, device="cpu")
+        refuse_existing(Path(output), replace)
+        fitted = _photos(whiten, seed)
+        checked = _photos(photos, seed) or fitted
+        if dimensions is not None and fitted is None:
+            raise BundleError(
+                "Dimensions are those of whitened vectors: name photos to whiten by, too"
+                " (--whiten)."
+            )
+        if most_photos < 1:
+            raise BundleError(f"At least 1 photo is needed, not {most_photos}.")
+        if "int8" in variant_names and checked is None:
+            raise BundleError(
+                "The int8 variant is calibrated on photos, and none are named (--photos, or"
+                " --whiten)."
+            )
+        built = Model(self.model.backbone, nn.Identity())
+        if fitted is not None:
+            built.head = _whitening(built, fitted, most_photos, dimensions)
+        items, calibration = _items(built, checked, "int8" in variant_names)
+        with Meter("export", 0, "steps") as meter:
+            export_model(
+                built,
+                items,
+                Path(output),
+                name=self.name,
+                calibration=calibration,
+                variants=variant_names,
+                split=split,
+                allow_drift=allow_drift,
+                tolerance=tolerance,
+                opset=opset,
+                exporter=exporter,
+                replace=replace,
+                progress=lambda step, number, of: meter.reach(number, of, step),
+            )
+        return BundleEncoder(Bundle.open(output, device="cpu"))
+
+    @contextmanager
+    def exported(self) -> Iterator[Path]:
+        """Give the folder of a bundle that is removed at the end."""
+        with tempfile.TemporaryDirectory() as folder:
+            yield self.export(Path(folder) / "bundle", progress=False).path
 
 
 def _photos(places: Places, seed: int) -> Photos | None:
@@ -402,7 +444,7 @@ def named_backbone(
         raise BundleError(
             f"{name} takes vectors, not images: it has no features of photos to export."
         )
-    if not random_weights and (drawn := _differing(backbone, build(1))):
+    if not random_weights and (drawn := differing(backbone, build(1))):
         asking = next((p.name for p in factory.parameters if p.name in _ASKING), None)
         advice = (
             f"Ask for its pretrained weights by its parameter '{asking}', which `retrieval plugins"
@@ -416,13 +458,3 @@ def named_backbone(
             " it as it is, say --random-weights (in Python random_weights=True)."
         )
     return backbone
-
-
-def _differing(first_build: Backbone, other: Backbone) -> list[str]:
-    """Return the names of the tensors in which two builds differ."""
-    theirs = other.state_dict()
-    return [
-        name
-        for name, value in first_build.state_dict().items()
-        if name not in theirs or not torch.equal(value, theirs[name])
-    ]

@@ -147,7 +147,7 @@ def export_model(
             the codes of `items`.
         evaluation: metrics for the manifest.
         progress: called with each step's name, its number from 0, and the number of steps.
-        variants, split, allow_drift, tolerance, opset, exporter, replace: see `export_run`.
+        variants, split, allow_drift, tolerance, opset, exporter, replace: see `Run.export`.
 
     Raises:
         BundleError: `output` exists, the items do not fit the model, torch cannot export it, the

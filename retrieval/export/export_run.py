@@ -20,8 +20,9 @@ from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
 from retrieval.model.graph import OPSET, TOLERANCE, Exporter, ready
 from retrieval.model.model import Model, Normalize, Prefix
-from retrieval.run.open import ItemCodes, Run, load_run
+from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.encoder import BundleEncoder
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
 
@@ -30,8 +31,8 @@ MANY = 10_000
 
 
 @shown
-def export_run(
-    run: Run | StrPath,
+def export(
+    run: Run,
     output: StrPath | None = None,
     *,
     dimensions: int | None = None,
@@ -43,14 +44,13 @@ def export_run(
     exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
     progress: Progress = True,
-) -> Bundle:
+) -> BundleEncoder:
     """Write the bundle of a run, and open it.
 
     Held-out items of the run verify the bundle; training items calibrate int8.
 
     Args:
-        run: a run or its folder. If the folder's data are gone, the inputs that the run keeps
-            verify the bundle.
+        run: a run. If it was opened without its data, the inputs that it keeps verify the bundle.
         output: the folder to create, by default `bundle` in the run's folder.
         dimensions: keep only the first `dimensions` numbers of the embedding, scaled to unit length
             if the embedding is. The loss core.matryoshka trains for that; with other losses quality
@@ -68,15 +68,14 @@ def export_run(
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
-        The bundle, on the CPU.
+        The encoder of the bundle, on the CPU.
 
     Raises:
         BundleError: the embedding has fewer dimensions, `output` exists, torch cannot export the
             model, or the graph disagrees with it; see `export_model`.
-        DataError: an item cannot be read, or the folder is not a run.
+        DataError: an item cannot be read.
     """
     variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
-    run = run if isinstance(run, Run) else load_run(run, or_kept=True)
     folder = run.path / "bundle" if output is None else Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
@@ -111,7 +110,7 @@ def export_run(
             replace=replace,
             progress=lambda step, number, of: meter.reach(number, of, step),
         )
-    return Bundle.open(folder, device="cpu")
+    return BundleEncoder(Bundle.open(folder, device="cpu"))
 
 
 def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:

@@ -16,7 +16,7 @@ import inspect
 import itertools
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
@@ -48,6 +48,7 @@ KINDS = {
     "generators": "generator",
     "combiners": "combiner",
     "learners": "learner",
+    "samplers": "sampler",
     "augmentations": "augmentation",
     "metrics": "metric",
     "indexes": "index",
@@ -61,6 +62,7 @@ KINDS = {
 
 COMPONENTS = {
     "data": "datasets",
+    "sampler": "samplers",
     "backbone": "backbones",
     "combiner": "combiners",
     "loss": "losses",
@@ -287,8 +289,13 @@ class Factory:
         # A product with an unknown call, such as a bare nn.Module, is assumed to take it.
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
-    def check(self, values: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
-        """Return the checked values of a recipe, and all problems as sentences."""
+    def check(
+        self, values: Mapping[str, Any], where: str, host_keys: Collection[str] = ()
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the checked values of a recipe, and all problems as sentences.
+
+        `host_keys` are keys of the table that the host reads.
+        """
         settable = {p.name: p for p in self.parameters if not p.by_host}
         problems = []
         for key in values:
@@ -298,10 +305,10 @@ class Factory:
                         f"{where} {key}: is given by the host ({GIVEN[key]}); remove it."
                     )
                 else:
-                    known = ", ".join(settable) or "none"
+                    known = [*sorted(host_keys), *settable]
                     problems.append(
-                        f"{where} {key}: {self.name} has no such parameter (it has: {known})."
-                        f"{did_you_mean(key, settable)}"
+                        f"{where} {key}: {self.name} has no such parameter (it has:"
+                        f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
                     )
         model, unwritable = self._types
         plain = {k: v for k, v in values.items() if k in settable and not settable[k].part}

@@ -1,9 +1,9 @@
 """The plugin hooks.
 
 A plugin is a module or package whose functions have one of these names and the decorator
-`retrieval.hookimpl`. A hook for factories takes no arguments and returns `{name: factory}`. Recipes
-refer to each factory as `PLUGIN.NAME`. A factory is a class or function: a recipe may set the
-parameters in its signature, and its docstring describes them. A faulty factory disables only
+`retrieval.plugin.hookimpl`. A hook for factories takes no arguments and returns `{name: factory}`.
+Recipes refer to each factory as `PLUGIN.NAME`. A factory is a class or function: a recipe may set
+the parameters in its signature, and its docstring describes them. A faulty factory disables only
 itself; `retrieval plugins list` shows the reason.
 
 A new kind of part needs, besides its hook here, an entry in `KINDS` of `retrieval.host.factory`,
@@ -88,6 +88,14 @@ def retrieval_learners() -> Factories:  # type: ignore[empty-body]
 
 
 @hookspec
+def retrieval_samplers() -> Factories:  # type: ignore[empty-body]
+    """Called when a recipe's `[sampler]` is looked up.
+
+    Each factory returns a `retrieval.plugin.BatchSampler`, or a batch sampler of torch.
+    """
+
+
+@hookspec
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
     """Called when a recipe's `[augmentation] transforms` are looked up.
 
@@ -117,7 +125,7 @@ def retrieval_stores() -> Factories:  # type: ignore[empty-body]
     """Called for an index at an address, such as `milvus://host:19530/photos`.
 
     For an index in a folder, only the package's own plugin is called. Each factory's name is the
-    scheme of its addresses. Each factory returns a `retrieval.stores.StorePlace`.
+    scheme of its addresses. Each factory returns a `retrieval.plugin.stores.StorePlace`.
     """
 
 
@@ -148,6 +156,15 @@ def retrieval_regularizers() -> Factories:  # type: ignore[empty-body]
 @hookspec
 def retrieval_run_start(run: Any) -> None:
     """Called when training starts or resumes, before the first batch."""
+
+
+@hookspec
+def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    """Called every 50 steps and at the end of an epoch, with the number of all steps so far.
+
+    `metrics` has the mean of each loss since the last call, and the learning rate of each part that
+    trains, as `lr_PART`.
+    """
 
 
 @hookspec

@@ -262,11 +262,16 @@ def import_extra(item: str) -> ModuleType:
 
 
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
-    """Raise a `PluginError` for an unknown hook, or a function named like a hook but not marked."""
+    """Raise a `PluginError` for an unknown hook, or a function named like a hook but not marked.
+
+    A plugin that is not installed must mark a hook.
+    """
     hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
+    marks = 0
     for name, value in list(vars(module).items()):
         marked = getattr(value, "retrieval_impl", None)
         if isinstance(marked, dict):
+            marks += 1
             hook = marked.get("specname") or name
             if hook not in hooks:
                 raise PluginError(
@@ -276,9 +281,14 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
         elif name in hooks and inspect.isfunction(value):
             raise PluginError(
                 f"The plugin '{source.plugin}' ({source.origin}) defines {name} without"
-                " @retrieval.hookimpl above it, so it would never be called. Add that line, or"
-                " rename the function."
+                " @retrieval.plugin.hookimpl above it, so it would never be called. Add that line,"
+                " or rename the function."
             )
+    if not marks and source.origin.startswith(("file ", "folder ", "module ")):
+        raise PluginError(
+            f"The plugin '{source.plugin}' ({source.origin}) marks no hook, so it offers nothing."
+            " Define a function such as retrieval_losses, with @retrieval.plugin.hookimpl above it."
+        )
 
 
 def misfit(error: Exception) -> str:

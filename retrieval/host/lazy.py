@@ -10,26 +10,75 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
+from retrieval.errors import MissingDependency
+
 
 def lazy(
-    package: str, homes: Mapping[str, Iterable[str]]
+    package: str, homes: Mapping[str, Iterable[str]], modules: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return a package's `__getattr__` and `__dir__`; they import names in `homes` on first use."""
+    """Return a package's `__getattr__` and `__dir__`, which import on first use.
+
+    Args:
+        package: the package's name.
+        homes: names by the module that has them.
+        modules: modules by the name that the package gives them.
+    """
     home = {name: module for module, names in homes.items() for name in names}
+    modules = modules or {}
 
     def getter(name: str) -> Any:
-        if name not in home:
+        if name in modules:
+            value: Any = importlib.import_module(modules[name])
+        elif name in home:
+            try:
+                value = getattr(importlib.import_module(home[name]), name)
+            except ModuleNotFoundError as error:
+                if (error.name or "").startswith("retrieval"):
+                    raise
+                raise MissingDependency(
+                    f"{package}.{name} needs {error.name}, {how_to_have(error.name or '')}"
+                ) from error
+        else:
             raise AttributeError(
                 f"module '{package}' has no attribute '{name}'", name=name, obj=sys.modules[package]
             )
-        value = getattr(importlib.import_module(home[name]), name)
         setattr(sys.modules[package], name, value)  # later look-ups skip this function
         return value
 
-    return getter, lambda: sorted({*home, *vars(sys.modules[package])})
+    return getter, lambda: sorted({*home, *modules, *vars(sys.modules[package])})
+
+
+def how_to_have(module: str) -> str:
+    """Return the end of a sentence on a missing module: what to install."""
+    root, _, inner = module.partition(".")
+    if inner and find_spec(root) is not None:
+        return (
+            f"which the installed {root} lacks: it is too old or damaged. `retrieval doctor` says"
+            " what versions are needed."
+        )
+    if not any(map(find_spec, ("torch", "onnxruntime", "faiss"))):
+        return (
+            "and only the base of the package is installed. Install what you use: pip install"
+            " 'embedding-retrieval[cpu,train,serve]' is all of it; take gpu in place of cpu for a"
+            " CUDA device, and leave out train where models are only served."
+        )
+    extras = {
+        "faiss": "cpu",
+        "httpx": "client",
+        "onnxruntime": "cpu",
+        "starlette": "serve",
+        "uvicorn": "serve",
+        "multipart": "serve",
+        "timm": "timm",
+    }
+    return (
+        "which is not installed. Install it: pip install"
+        f" 'embedding-retrieval[{extras.get(root, 'train')}]'."
+    )
 
 
 @contextmanager

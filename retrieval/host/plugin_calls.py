@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from retrieval.errors import DataError, PluginError, RetrievalError
@@ -19,12 +19,15 @@ SMALLER_BATCH = "Make it smaller, or the batch: [sampler] classes × items, [eva
 
 
 @contextlib.contextmanager
-def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
+def calling(
+    what: str, smaller: str = SMALLER_BATCH, hint: Callable[[], str] = str
+) -> Iterator[None]:
     """Context manager that turns any error of a plugin's part into one sentence.
 
     Args:
         what: the part, as the beginning of a sentence: "The loss acme.margin".
         smaller: advice for when it runs out of memory.
+        hint: returns a sentence to add to the message, with a space before it.
 
     Raises:
         PluginError: the plugin raised an error. `RetrievalError`, `OSError` and `ImportError` pass
@@ -39,7 +42,8 @@ def calling(what: str, smaller: str = SMALLER_BATCH) -> Iterator[None]:
         if _is_out_of_memory(error):
             raise DataError(f"{what} ran out of memory. {smaller}") from error
         raise PluginError(
-            f"{failure(what, error)}. The traceback: retrieval --debug …, or __cause__ in Python."
+            f"{failure(what, error)}.{hint()} The traceback: retrieval --debug …, or __cause__ in"
+            " Python."
         ) from error
 
 

@@ -11,7 +11,7 @@ import inspect
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import date, time
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
@@ -246,9 +246,22 @@ class Plugins:
             hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
-    def check(self, kind: str, values: Mapping[str, Any] | str, where: str) -> list[str]:
-        """Return every problem of a table `{name = …, parameters}`, nested parts included."""
-        return list(self._check(kind, values, where))
+    def check(
+        self,
+        kind: str,
+        values: Mapping[str, Any] | str,
+        where: str,
+        host_keys: Collection[str] = (),
+    ) -> list[str]:
+        """Return every problem of a table `{name = …, parameters}`, nested parts included.
+
+        Args:
+            kind: one of `KINDS`.
+            values: the table.
+            where: its place, such as `[loss]`.
+            host_keys: keys that the table may have besides, for the message on an unknown one.
+        """
+        return list(self._check(kind, values, where, host_keys))
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
         """Return whether a factory and all parts of its kind nested in it pass a test.
@@ -267,7 +280,9 @@ class Plugins:
             )
         )
 
-    def _check(self, kind: str, values: Any, where: str) -> Iterator[str]:
+    def _check(
+        self, kind: str, values: Any, where: str, host_keys: Collection[str] = ()
+    ) -> Iterator[str]:
         if is_made(values):
             return
         values = _table(values)
@@ -276,7 +291,8 @@ class Plugins:
             return
         try:
             factory = self.find(kind, values["name"])
-            _, problems = factory.check({k: v for k, v in values.items() if k != "name"}, where)
+            own = {k: v for k, v in values.items() if k != "name"}
+            _, problems = factory.check(own, where, host_keys)
         except (PluginError, MissingDependency) as error:
             yield f"{where} name: {error}"
             return

@@ -29,7 +29,8 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """Check a dataset's columns and return a dataset that checks each item when it is read."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
-            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
+            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset,"
+            " which retrieval.as_dataset(…) makes of most objects."
         )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)

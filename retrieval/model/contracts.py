@@ -8,7 +8,7 @@ own losses and miners work here.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
@@ -70,6 +70,9 @@ class Dataset(ABC):
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __iter__(self) -> Iterator[Image | NDArray[Any]]:
+        return (self[index] for index in range(len(self)))
+
     @abstractmethod
     def __getitem__(self, index: int) -> Image | NDArray[Any]:
         """Return item `index` without its label; may be called from any thread.
@@ -80,6 +83,62 @@ class Dataset(ABC):
 
         Raises:
             DataError: the item cannot be read; the message names it.
+        """
+
+
+@dataclass(frozen=True)
+class TrainingItems:
+    """What a batch sampler chooses from, and how much `[sampler]` says to take.
+
+    Attributes:
+        labels: class ids (N,) of the items that train.
+        metadata: the columns of these items, one mapping per item, or `None`.
+        classes: number P of classes in a batch.
+        rows: number M of items of each class; a batch has P × M rows.
+        batches: number of batches in an epoch.
+        embeddings: current embeddings (N, C) of these items, for a sampler that uses them; `None`
+            where batches are only tried.
+    """
+
+    labels: NDArray[np.int64]
+    metadata: Sequence[Mapping[str, Any]] | None
+    classes: int
+    rows: int
+    batches: int
+    embeddings: NDArray[np.float32] | None = None
+
+
+class BatchSampler(ABC):
+    """Chooses the items of each training batch, an epoch at a time.
+
+    An epoch's batches must follow from the arguments of `draw` alone, so that a resumed run gets
+    the same ones. Several processes share each batch.
+
+    Attributes:
+        uses_embeddings: whether `draw` needs the items' current embeddings, which cost a pass of
+            all training items through the model in each epoch.
+    """
+
+    uses_embeddings: ClassVar[bool] = False
+
+    def batches(self, items: TrainingItems) -> int:
+        """Return the number of batches in an epoch.
+
+        Raises:
+            DataError: no batch can be made of these items.
+        """
+        return items.batches
+
+    @abstractmethod
+    def draw(
+        self, items: TrainingItems, epoch: int, random: np.random.RandomState
+    ) -> Iterable[Sequence[int] | NDArray[np.int64]]:
+        """Return an epoch's batches, each as positions in `items.labels`.
+
+        Args:
+            items: the items to choose from.
+            epoch: number of the epoch, from 0.
+            random: the source of all randomness, seeded by the run's seed and the epoch.
         """
 
 
@@ -147,7 +206,10 @@ class Miner(Protocol):
 
 
 class Generator(nn.Module):
-    """Makes synthetic features from triplets; they extend the loss's reference set.
+    """Makes synthetic samples from triplets; they extend the loss's reference set.
+
+    A sample is a row of features, before the head, or of codes, after it (`space`). The rows below
+    are of that space, (T, F) or (T, C).
 
     A generator with parameters gets its own optimiser, which minimises `objective` alone. For a
     generator without parameters (a closed form), `objective` is never called. If the backbone
@@ -156,9 +218,14 @@ class Generator(nn.Module):
     Attributes:
         replaces: "positive" or "negative", the member of the triplet whose place and label a
             synthetic sample takes.
+        space: "features" or "embeddings", what the generator works on.
+        classmates: whether `forward` gets a fourth argument: rows of a random other item of each
+            negative's class, or of the negative itself if the batch has no other.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
+    space: ClassVar[Literal["features", "embeddings"]] = "features"
+    classmates: ClassVar[bool] = False
 
     def bind(self, head: nn.Module) -> None:
         """Store the model's head, for a generator that uses the current metric.
@@ -171,12 +238,12 @@ class Generator(nn.Module):
         """
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic features (T, F) to replace the triplets' negatives (or positives).
+        """Return synthetic rows (T, F) to replace the triplets' negatives (or positives).
 
         Args:
-            anchor: features (T, F).
-            positive: features (T, F).
-            negative: features (T, F).
+            anchor: rows (T, F).
+            positive: rows (T, F).
+            negative: rows (T, F).
         """
         raise NotImplementedError(
             f"{type(self).__name__} must define forward(anchor, positive, negative)"
@@ -193,12 +260,12 @@ class Generator(nn.Module):
         """Return the scalar that the generator minimises.
 
         Args:
-            anchor: features (T, F).
-            positive: features (T, F).
-            negative: features (T, F).
-            synthetic: the features (T, F) that `forward` returned.
-            distance: the distance being learned, through head and combiner. It maps two feature
-                tensors (T, F) to distances (T,).
+            anchor: rows (T, F).
+            positive: rows (T, F).
+            negative: rows (T, F).
+            synthetic: the rows (T, F) that `forward` returned.
+            distance: the distance being learned, through combiner and, for features, head. It maps
+                two tensors (T, F) to distances (T,).
         """
         raise NotImplementedError(
             f"{type(self).__name__} has parameters, so it must define objective(…)"
@@ -326,6 +393,8 @@ class Metric(Protocol):
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has
             relevant items), or "all".
+        larger_is_better: false if smaller values are better, which `[train] monitor` follows. The
+            attribute may be missing.
     """
 
     depth: int | Literal["relevant", "all"]
@@ -356,12 +425,14 @@ class TrackedRun:
         group: the comparison that this training belongs to, or `None`.
         configuration: the recipe, or the comparison's settings, as JSON values.
         key: for a resumed run, the key that `begin` returned at first; otherwise `None`.
+        folder: the folder of the run or the comparison.
     """
 
     name: str
     group: str | None
     configuration: Mapping[str, Any]
     key: str | None
+    folder: str
 
 
 class Tracker(Protocol):
@@ -371,6 +442,10 @@ class Tracker(Protocol):
     in the training thread, before anything else; import the tracker's packages there.
 
     If a tracker raises an error, the user gets a message and the run continues without the tracker.
+
+    A tracker may also have `log_steps(step, metrics)`, which gets what the hook
+    `retrieval_steps_end` gets, and `image(title, pixels)`, which gets a sheet of validation queries
+    with their nearest items at the end of training, as an array (H, W, 3) of uint8.
     """
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:

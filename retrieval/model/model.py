@@ -112,7 +112,10 @@ class Model(nn.Module):
 
     def feature_distance(self, x: Tensor, y: Tensor) -> Tensor:
         """Return distances (T,) between features (T, F) and (T, F), through head and combiner."""
-        x, y = self.head(x), self.head(y)
+        return self.code_distance(self.head(x), self.head(y))
+
+    def code_distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return distances (T,) between codes (T, C) and (T, C), row by row."""
         if self.combiner is not None:
             return self.combiner.pairwise_distance(x, y)
         # The gradient of the root at zero is infinite.

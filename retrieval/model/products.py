@@ -57,7 +57,7 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
 
 
 def check_generator(generator: Any, name: str) -> Generator:
-    """Return a generator if its type and `replaces` are valid, else raise a `PluginError`."""
+    """Return a generator if its type and attributes are valid, else raise a `PluginError`."""
     if not isinstance(generator, Generator):
         raise PluginError(
             f"{name} gave {shown(generator)}; a generator factory must give a"
@@ -67,6 +67,11 @@ def check_generator(generator: Any, name: str) -> Generator:
         raise PluginError(
             f'The generator {name} has replaces = {generator.replaces!r}; it must be "positive" or'
             ' "negative".'
+        )
+    if generator.space not in ("features", "embeddings"):
+        raise PluginError(
+            f'The generator {name} has space = {generator.space!r}; it must be "features" or'
+            ' "embeddings".'
         )
     return generator
 
@@ -162,6 +167,12 @@ class CheckedMetric:
                 ' depth a number of neighbours, "relevant" or "all".'
             )
         self.depth = cast("int | Literal['relevant', 'all']", depth)
+        self.larger_is_better = getattr(metric, "larger_is_better", True)
+        if not isinstance(self.larger_is_better, bool):
+            raise PluginError(
+                f"{self.what} has larger_is_better = {self.larger_is_better!r}; it must be true or"
+                " false."
+            )
 
     def __call__(
         self, matches: NDArray[np.bool_], relevant: NDArray[np.int64]

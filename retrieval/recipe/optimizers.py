@@ -89,13 +89,12 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
         ]
     known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
     for needs_more in (
-        "ReduceLROnPlateau",
         "LambdaLR",
         "MultiplicativeLR",
         "ChainedScheduler",
         "SequentialLR",
     ):
-        known.pop(needs_more, None)  # these need functions, other schedules or a metric
+        known.pop(needs_more, None)  # these need functions or other schedules
     if section.name not in known:
         names = [*SHAPES, *sorted(known)]
         return [
@@ -103,7 +102,11 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
             f" {', '.join(names)}).{did_you_mean(section.name, names)}"
         ]
     problems = _check_options(
-        section.name, known[section.name], section.options, {"optimizer", "last_epoch"}, where
+        section.name,
+        known[section.name],
+        section.options,
+        {"optimizer", "last_epoch", *(["mode"] if section.name == "ReduceLROnPlateau" else [])},
+        where,
     )
     if section.warmup:
         problems.append(

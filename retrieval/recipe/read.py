@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError
+from retrieval.errors import DataError, PluginError, RecipeError, RetrievalError, did_you_mean
 from retrieval.host.allow import require
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.importing import is_file_plugin
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.host.python_parts import WORDS, is_object, object_name, objects_in
 from retrieval.host.values import Place, check_values, shown
-from retrieval.recipe.tables import Backbone, Component, Section, Tables, host_keys
+from retrieval.recipe.section import Section
+from retrieval.recipe.tables import Backbone, Component, Tables, host_keys
 
 if TYPE_CHECKING:
     from retrieval.serving.files.places import StrPath
@@ -216,7 +217,9 @@ def check_recipe(
         values = table.get(name)
         if isinstance(values, Mapping):
             values = {k: v for k, v in values.items() if k not in host_keys(name)}
-            problems += plugins.check(kind, values, f"[{name}]")
+            if name == "sampler":
+                values = {"name": recipe.sampler.name, **values}
+            problems += plugins.check(kind, values, f"[{name}]", host_keys(name))
     recipe = recipe.with_plugins(plugins)
     problems += check_names(recipe)
     problems += check_together(recipe, {name for name in COMPONENTS if name in table})
@@ -347,6 +350,7 @@ def apply_overrides(
 
     A new name for a component, such as `loss.name=…`, first removes the parameters of the old one.
     `loss=none` removes the component's table; for the loss, miner and generator go with it.
+    `key.path=none` removes a key that the recipe sets, which then has its default.
 
     Args:
         table: the recipe's tables.
@@ -410,12 +414,20 @@ def _override(table: dict[str, Any], text: str) -> str | None:
         elif steps[i + 1].isdigit() and step not in place:
             return f"--set {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."
         else:
-            place = place.setdefault(step, {})
+            place = place.setdefault(step, {}) if value.strip() != "none" else place.get(step, {})
         if not isinstance(place, dict | list):
             return (
                 f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a"
                 " key in."
             )
+    if value.strip() == "none" and isinstance(place, dict):
+        if steps[-1] not in place:
+            known = did_you_mean(steps[-1], place)
+            return (
+                f"--set {text}: the recipe does not set this key, so there is none to unset.{known}"
+            )
+        del place[steps[-1]]
+        return None
     if isinstance(place, list):
         if (
             steps[-1].isdigit()

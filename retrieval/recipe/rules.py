@@ -28,7 +28,8 @@ def check_names(recipe: Tables) -> list[str]:
     if recipe.generator_optimizer:
         problems += check_optimizer(recipe.generator_optimizer, "[generator_optimizer]")
     for number, named in enumerate(recipe.evaluate.metrics):
-        problems += _check_metric(recipe.loaded, named, number)
+        problems += _check_metric(recipe.loaded, named, "[evaluate] metrics", f".{number}")
+    problems += _check_metric(recipe.loaded, recipe.train.monitor, "[train] monitor")
     for number, transform in enumerate(recipe.augmentation.transforms):
         problems += recipe.loaded.check(
             "augmentations", transform, f"[augmentation] transforms.{number}"
@@ -36,25 +37,33 @@ def check_names(recipe: Tables) -> list[str]:
     return problems
 
 
-def _check_metric(plugins: Plugins, named: str | dict[str, Any], number: int) -> list[str]:
-    """Return the problems of one entry of `[evaluate] metrics`."""
+def _check_metric(
+    plugins: Plugins, named: str | dict[str, Any], where: str, number: str = ""
+) -> list[str]:
+    """Return the problems of a metric that `[evaluate] metrics` or `[train] monitor` names."""
     from retrieval.model.metrics import metric
 
     if not isinstance(named, str):
-        return plugins.check("metrics", named, f"[evaluate] metrics.{number}")
+        return plugins.check("metrics", named, where + number)
     try:
         if "." in named:
-            return plugins.find("metrics", named).check({}, f"[evaluate] metrics.{number}")[1]
+            return plugins.find("metrics", named).check({}, where + number)[1]
         metric(named)
     except RetrievalError as error:
-        return [f"[evaluate] metrics: {error}"]
+        return [f"{where}: {error}"]
     return []
 
 
 def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
-    """Return a hint if an unknown key is an argument of the optimiser's or schedule's class."""
+    """Return advice for an unknown key: `accumulate`, or an argument of the class that is named."""
     from retrieval.recipe.optimizers import takes
 
+    if place == ("train", "accumulate"):
+        return (
+            " Adding up the gradients of several batches does not make a large one: a loss of pairs"
+            " would never compare items of different batches. Set the batch in [sampler], and chunk"
+            " to the rows that fit into memory."
+        )
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
     if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
         return ""
@@ -251,6 +260,7 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
             + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
         )
     problems += _compiled(recipe, present)
+    problems += _chunked(recipe, present)
     problems += _views(recipe)
     if (mix := recipe.augmentation.mix) is not None:
         problems += [
@@ -267,8 +277,62 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
                 f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true"
                 " keeps as it is."
             )
-    if recipe.train.patience and not recipe.split.validation and recipe.split.by != "given":
-        problems.append("[train] patience needs a validation part: set [split] validation above 0.")
+    if not recipe.split.validation and recipe.split.by != "given":
+        needed = {
+            "[train] patience": recipe.train.patience is not None,
+            "[train] monitor": "monitor" in recipe.train.model_fields_set,
+            "[schedule] ReduceLROnPlateau": recipe.schedule.name == "ReduceLROnPlateau",
+        }
+        problems += [
+            f"{key} needs a validation part: set [split] validation above 0."
+            for key, is_set in needed.items()
+            if is_set
+        ]
+    return problems + _finetuning(recipe, present)
+
+
+def _finetuning(recipe: Tables, present: set[str]) -> list[str]:
+    """Return conflicts of `[lora]`, averages, weight decay and phases without augmentation."""
+    from retrieval.recipe.optimizers import takes
+
+    problems, train = [], recipe.train
+    steps = {
+        "[lora]": recipe.lora is not None,
+        "[train] ema": train.ema is not None,
+        "[train] average_last": train.average_last is not None,
+    }
+    if "learner" in present:
+        problems += [
+            f"{key}: a [learner] is fitted once, without steps. Remove it."
+            for key, is_set in steps.items()
+            if is_set
+        ]
+    if recipe.lora is not None and recipe.backbone.frozen:
+        problems.append(
+            "[lora] trains additions to the backbone, which [backbone] frozen = true keeps as it"
+            " is. Remove one of the two."
+        )
+    if train.ema is not None and train.average_last is not None:
+        problems.append("[train] ema and average_last are two averages: remove one of the two.")
+    for where, section in (
+        ("[optimizer]", recipe.optimizer),
+        ("[generator_optimizer]", recipe.generator_optimizer),
+    ):
+        if (
+            section
+            and section.weight_decay
+            and not takes("optimizer", section.name, "weight_decay")
+        ):
+            problems.append(f"{where} weight_decay: {section.name} takes none.")
+    for phase in recipe.phase:
+        where = f"[[phase]] {phase.name}:"
+        if "augment" in phase.model_fields_set and not recipe.augmentation.active:
+            problems.append(f"{where} augment is of no use without an [augmentation]. Remove it.")
+        elif not phase.augment and recipe.augmentation.views > 1:
+            problems.append(
+                f"{where} augment = false makes all views of an item the same, and [augmentation]"
+                f" views = {recipe.augmentation.views} asks for several. Remove one of the two."
+            )
     return problems
 
 
@@ -289,6 +353,17 @@ def _compiled(recipe: Tables, present: set[str]) -> list[str]:
             " where a compiled backbone cannot wait for them. Remove one of the two."
         )
     return problems
+
+
+def _chunked(recipe: Tables, present: set[str]) -> list[str]:
+    """Return conflicts of `[train] chunk`."""
+    if recipe.train.chunk is None or not (recipe.backbone.frozen or "learner" in present):
+        return []
+    once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
+    return [
+        f"[train] chunk saves the memory of a training backbone, and with {once} its features are"
+        " computed once. Remove chunk."
+    ]
 
 
 def _views(recipe: Tables) -> list[str]:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.plugins import Plugins, load_plugins
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """Base class of a recipe's tables."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
+from retrieval.recipe.evaluate_table import Evaluate
+from retrieval.recipe.section import Count, Fraction, Section, Selector, Trainable, selector
 
 
 class Range(Section):
@@ -63,116 +55,6 @@ def flat(search: Any) -> Any:
     for key, value in search.items():
         walk(key, value)
     return by_key
-
-
-class Rerank(Section):
-    """`[evaluate] rerank`: k-reciprocal re-ranking."""
-
-    k1: Count = Field(20, description="Number of neighbours that must be reciprocal.")
-    k2: Count = Field(6, description="Number of neighbours over which an encoding is averaged.")
-    weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.3, description="Weight λ of the original distance against the Jaccard distance."
-    )
-
-
-class Expansion(Section):
-    """`[evaluate] expand`, `augment`: replace an item by the mean of itself and its neighbours."""
-
-    k: Count = Field(5, description="Number of neighbours.")
-    alpha: Annotated[float, Field(ge=0.0)] = Field(
-        0.0,
-        description="A neighbour's weight is its cosine to this power α. With 0, all are equal.",
-    )
-
-
-class Evaluate(Section):
-    """`[evaluate]`: the metrics of validation and test."""
-
-    metrics: list[str | dict[str, Any]] = Field(
-        ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
-        description=(
-            "Metrics by name; a plugin's metric as `PLUGIN.NAME`, with parameters as `{ name ="
-            ' "core.recall_at", k = 5 }`.'
-        ),
-    )
-    clusters: bool = Field(
-        False, description="Adds NMI and F1 of k-means clusters, with k = number of classes."
-    )
-    exclude: str | None = Field(
-        None,
-        description=(
-            "A column of the metadata, such as `camera`. For each query, gallery items with the"
-            " same value are left out, as in cross-camera, cross-vendor or cross-session search."
-        ),
-    )
-    exclude_label: Literal["any", "same"] = Field(
-        "any",
-        description=(
-            "Which of those items are left out: those of `any` label, or only those of the `same`"
-            " label as the query, so that the others stay as distractors (as in the protocols of"
-            " Market-1501 and VeRi-776)."
-        ),
-    )
-    levels: list[str] = Field(
-        [],
-        description=(
-            "Columns of metadata with coarser classes, finest first, such as `genus`, `family`."
-            " `ndcg_at_K` then grades an item by the finest level that it shares with the query;"
-            " the label itself is the finest level."
-        ),
-    )
-    tags: str | None = Field(
-        None,
-        description=(
-            "A column of metadata with several labels per item, separated by `;`. Items match if"
-            " they share a label; `ndcg_at_K` grades by the number of shared labels."
-        ),
-    )
-    by: str | None = Field(
-        None,
-        description=(
-            "A column of metadata, such as `vendor`. Adds metrics for the queries of each value."
-        ),
-    )
-    gallery_items: Count | None = Field(
-        None,
-        description=(
-            "Number of random test items of each class in the gallery; the others are queries."
-            " Metrics are means over `repetitions`. 1 is the protocol of VehicleID. The default is"
-            " the data's own roles."
-        ),
-    )
-    repetitions: Count = Field(10, description="Number of random galleries with `gallery_items`.")
-    open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
-        [],
-        description=(
-            "False acceptance rates. Adds DIR@FAR, the share of known queries that are found, at"
-            " thresholds that accept this share of queries whose class is not in the gallery."
-        ),
-    )
-    rerank: Rerank | None = Field(
-        None,
-        description=(
-            "Adds metrics after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
-        ),
-    )
-    expand: Expansion | None = Field(
-        None,
-        description=(
-            "Adds metrics with each query replaced by the mean of itself and its neighbours:"
-            " `{ k = 5, alpha = 3.0 }`."
-        ),
-    )
-    augment: Expansion | None = Field(
-        None, description="The same for the gallery's items: `{ k = 5, alpha = 3.0 }`."
-    )
-    latency: bool = Field(
-        False, description="Adds the search time per query in milliseconds, on this machine."
-    )
-    batch: Count = Field(256, description="Number of images encoded at a time.")
-
-
-Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
 class Component(Section):
@@ -237,9 +119,10 @@ class Split(Section):
     )
 
 
-class Sampler(Section):
-    """`[sampler]`: a batch is P classes × M items."""
+class Sampler(Component):
+    """`[sampler]`: which items a batch holds, by default P classes × M items."""
 
+    name: str = Field("core.class_balanced", description="The sampler: `PLUGIN.NAME`.")
     classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
     items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
@@ -340,12 +223,38 @@ class Optimizer(Section):
 
     name: str = Field("AdamW", description="A class of `torch.optim`.")
     lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
-    lr_factor: dict[Trainable, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="Factors of the learning rate by part: `{ head = 10, loss = 100 }`."
+    lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description=(
+            "Factors of the learning rate by part (`{ head = 10, loss = 100 }`), by the backbone's"
+            ' first stages (`"stages:2" = 0.1`), for biases and scales of norms (`vectors`), or by'
+            ' pattern of parameter names (`"backbone.*.bias" = 2`). The last key that fits holds.'
+        ),
+    )
+    layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0,
+        description=(
+            "Factor of the learning rate from each stage of the backbone to the one below it; the"
+            " last stage has it once."
+        ),
+    )
+    weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        {},
+        description=(
+            "Weight decay by the same keys as `lr_factor`: `{ backbone = 0.05, vectors = 0 }`. For"
+            " other parameters `options.weight_decay` holds."
+        ),
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of that class, such as `weight_decay`."
     )
+
+    @field_validator("lr_factor", "weight_decay")
+    @classmethod
+    def _selectors(cls, values: dict[str, float]) -> dict[str, float]:
+        for key in values:
+            selector(key)
+        return values
 
 
 class Schedule(Section):
@@ -355,14 +264,54 @@ class Schedule(Section):
         "constant",
         description=(
             "`constant`, `cosine` or `linear` (both down to 0), or a class of"
-            " `torch.optim.lr_scheduler`, stepped once an epoch."
+            " `torch.optim.lr_scheduler`, stepped once an epoch; `ReduceLROnPlateau` after each"
+            " validation, by `[train] monitor`."
         ),
     )
-    warmup: Fraction = Field(
-        0.0, description="Fraction of the phase's steps in which the rate rises from 0."
+    warmup: float | str = Field(
+        0.0,
+        description=(
+            "How long the rate rises from 0 in each phase: a share of its steps (`0.05`), or"
+            ' `"500 steps"`, `"2 epochs"`.'
+        ),
     )
     options: dict[str, Any] = Field(
         {}, description="Arguments of a `torch.optim.lr_scheduler` class."
+    )
+
+    @field_validator("warmup")
+    @classmethod
+    def _length(cls, warmup: float | str) -> float | str:
+        if isinstance(warmup, str):
+            valid = re.fullmatch(r"[1-9]\d{0,8} (steps?|epochs?)", warmup) is not None
+        else:
+            valid = 0 <= warmup < 1
+        if not valid:
+            raise ValueError('write a share from 0 to below 1, "500 steps" or "2 epochs"')
+        return warmup
+
+    def warmup_steps(self, epochs: int, steps: int) -> int:
+        """Return the number of steps of warm-up in a phase of `epochs` of `steps` each."""
+        if not isinstance(self.warmup, str):
+            return round(self.warmup * epochs * steps)
+        number, unit = self.warmup.split()
+        return int(number) * (steps if unit.startswith("epoch") else 1)
+
+
+class Lora(Section):
+    """`[lora]`: train low-rank additions to the backbone's layers in place of their weights."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = Field(8, description="Rank r of an addition B A.")
+    alpha: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="The addition is scaled by α / r. The default is α = r."
+    )
+    dropout: Fraction = Field(0.0, description="Dropout of an addition's input in training.")
+    modules: list[str] = Field(
+        ["*"],
+        description=(
+            "Linear layers and convolutions of the backbone that get an addition, by shell patterns"
+            ' of their names, such as `["*.attn.qkv", "*.mlp.fc*"]`. The default is all of them.'
+        ),
     )
 
 
@@ -374,6 +323,20 @@ class Phase(Section):
     train: list[Trainable] = Field(
         ["backbone", "head", "combiner", "loss", "generator"],
         description=("The parts that train; the others keep their weights and batch statistics."),
+    )
+    freeze: list[Selector] = Field(
+        [],
+        description=(
+            'Parameters of these parts that are kept all the same, by the keys of `lr_factor`: `"st'
+            'ages:2"`, or a list. A layer that is kept as a whole keeps its batch statistics, too.'
+        ),
+    )
+    augment: bool = Field(
+        True,
+        description=(
+            "Whether `[augmentation]` changes images in this phase. Without it, first phases that"
+            " keep the backbone compute its features once, as with `frozen = true`."
+        ),
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
@@ -390,6 +353,11 @@ class Phase(Section):
         True, description="Whether the generator's negatives enter the loss in this phase."
     )
 
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _listed(cls, freeze: Any) -> Any:
+        return [freeze] if isinstance(freeze, str) else freeze
+
 
 class Train(Section):
     """`[train]`: how to train."""
@@ -397,6 +365,15 @@ class Train(Section):
     epochs: Count = Field(10, description="Number of epochs, if there is no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
         "no", description="Mixed precision; `bf16` is faster on CPUs too."
+    )
+    chunk: Count | None = Field(
+        None,
+        description=(
+            "Number of a batch's rows that pass through the model at a time, on each process. The"
+            " loss still compares the whole batch, and gradients are the same; memory holds the"
+            " activations of one chunk, and a step computes each twice. Batch norm that trains sees"
+            " one chunk at a time. The default is the whole batch."
+        ),
     )
     channels_last: bool = Field(
         False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
@@ -422,7 +399,28 @@ class Train(Section):
     patience: Count | None = Field(
         None,
         description=(
-            "Stop after this many epochs without a better validation MAP@R. The default is never."
+            "Stop after this many validations without a better `monitor`. The default is never."
+        ),
+    )
+    monitor: str | dict[str, Any] = Field(
+        "map_at_r",
+        description=(
+            "The validation metric by which the best epoch is kept, named as in `[evaluate]"
+            " metrics`. The weights before the first step count as epoch 0."
+        ),
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        None,
+        description=(
+            "Decay of an exponential moving average of the weights, such as 0.999, which is then"
+            " validated, kept and exported. It begins anew in each phase."
+        ),
+    )
+    average_last: Annotated[int, Field(ge=2)] | None = Field(
+        None,
+        description=(
+            "Number of epochs at the end of each phase whose mean weights are validated, kept and"
+            " exported."
         ),
     )
     validate_every: Count = Field(1, description="Number of epochs between validations.")
@@ -523,6 +521,9 @@ class Tables(Section):
     split: Split = Field(default_factory=Split)
     sampler: Sampler = Field(default_factory=Sampler)
     augmentation: Augmentation = Field(default_factory=Augmentation)
+    lora: Lora | None = Field(
+        None, description="Low-rank additions to the backbone; the rest of it keeps its weights."
+    )
     backbone: Backbone = Field(
         description=(
             "The backbone; `frozen = true` computes its features once and caches them on disk."
@@ -589,6 +590,14 @@ class Tables(Section):
         """The phases; without any in the recipe, one that trains for `[train] epochs`."""
         return list(self.phase) or [Phase(epochs=self.train.epochs)]
 
+    def from_features(self, number: int) -> bool:
+        """Return whether a phase trains on features of the backbone that were computed once."""
+        phases = self.phases
+        kept = not any("backbone" in phase.train for phase in phases[: number + 1])
+        return self.backbone.frozen or (
+            kept and not (self.augmentation.active and phases[number].augment)
+        )
+
     @property
     def loaded(self) -> Plugins:
         """The plugins that the recipe was checked with; an unchecked recipe loads them now."""
@@ -625,4 +634,6 @@ class Tables(Section):
 
 def host_keys(table: str) -> set[str]:
     """Return the keys of a part's table that the host itself reads, such as `[backbone] frozen`."""
-    return set(Backbone.model_fields) - {"name"} if table == "backbone" else set()
+    sections: dict[str, type[Component]] = {"backbone": Backbone, "sampler": Sampler}
+    section = sections.get(table, Component)
+    return set(section.model_fields) - {"name"}

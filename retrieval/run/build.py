@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from retrieval.data.gate import usable
-from retrieval.errors import PluginError, RecipeError
+from retrieval.data.samplers import as_batch_sampler
+from retrieval.errors import PluginError, RecipeError, did_you_mean
 from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import is_object
 from retrieval.model.checked_dataset import check_dataset
-from retrieval.model.contracts import Backbone, Dataset, Generator
+from retrieval.model.contracts import Backbone, BatchSampler, Dataset, Generator
 from retrieval.model.model import Model, build_head
 from retrieval.model.products import (
     as_backbone,
@@ -23,6 +24,7 @@ from retrieval.model.products import (
     check_generator,
     check_head,
 )
+from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import Recipe
 from retrieval.run.checkpoint import python_random_kept
 
@@ -32,10 +34,42 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
     Raises:
         DataError: files are missing or wrong, or items are unusable (see `retrieval.data.gate`).
+        RecipeError: `[evaluate]` names columns of metadata that the items lack.
     """
     with python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
+    check_columns(recipe.evaluate, dataset)
     return usable(dataset, f"The dataset {recipe.data.name}")
+
+
+def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
+    """Refuse an `[evaluate]` that names columns of metadata that no item has.
+
+    Raises:
+        RecipeError: columns are missing; the message lists them.
+    """
+    columns = [
+        (key, name)
+        for key in ("exclude", "levels", "tags", "by")
+        for names in [getattr(evaluate, key) or []]
+        for name in ([names] if isinstance(names, str) else names)
+    ]
+    if not columns:
+        return
+    known = sorted({str(name) for row in dataset.metadata or [] for name in row})
+    listing = f"they have: {', '.join(known)}" if known else "they have none"
+    if problems := [
+        f"[evaluate] {key}: the data have no column '{name}' of metadata"
+        f" ({listing}).{did_you_mean(name, known)}"
+        for key, name in columns
+        if name not in known
+    ]:
+        raise RecipeError(problems)
+
+
+def build_sampler(recipe: Recipe) -> BatchSampler:
+    """Return the sampler that chooses the items of the recipe's batches."""
+    return as_batch_sampler(recipe.build("sampler"), recipe.sampler.name, recipe.seed)
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
@@ -63,6 +97,32 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
             ]
         )
     return backbone
+
+
+def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """Return the names of the backbone's tensors that differ between builds with two seeds.
+
+    This does not detect a factory that seeds torch itself. Weights of `[train] start_from` are not
+    random.
+    """
+    if recipe.train.start_from is not None and "backbone" in recipe.train.start_parts:
+        return []
+    builds = []
+    with torch.random.fork_rng(devices=[]), python_random_kept():
+        for seed in (0, 1):
+            torch.manual_seed(seed)
+            builds.append(build_backbone(recipe, dataset))
+    return differing(*builds)
+
+
+def differing(backbone: Backbone, other: Backbone) -> list[str]:
+    """Return the names of the tensors in which two builds of a backbone differ."""
+    theirs = other.state_dict()
+    return [
+        name
+        for name, value in backbone.state_dict().items()
+        if name not in theirs or not torch.equal(value, theirs[name])
+    ]
 
 
 def build_model(recipe: Recipe, dataset: Dataset) -> Model:
@@ -109,12 +169,18 @@ class Objective(nn.Module):
         loss: called with codes, labels and the miner's indices.
         miner: called with codes and labels.
         generator: makes synthetic features.
+        classes: number of training classes.
     """
 
     def __init__(
-        self, loss: nn.Module, miner: nn.Module | None = None, generator: Generator | None = None
+        self,
+        loss: nn.Module,
+        miner: nn.Module | None = None,
+        generator: Generator | None = None,
+        classes: int = 0,
     ) -> None:
         super().__init__()
+        self.classes = classes
         self.loss = loss
         self.miner = miner
         self.generator = generator
@@ -138,7 +204,18 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
         generator = check_generator(recipe.build("generator", **arguments), recipe.generator.name)
         with calling(f"The generator {recipe.generator.name}, given the head by bind(head),"):
             _bind(generator, model)
-    return Objective(loss, miner, generator)
+    return Objective(loss, miner, generator, classes)
+
+
+def loss_sizes(objective: Objective, width: int) -> str:
+    """Return a sentence about the sizes that a loss with weights needs; empty without weights."""
+    shapes = [str(tuple(p.shape)) for p in objective.loss.parameters()]
+    if not shapes:
+        return ""
+    return (
+        f" Its weights have the shape {' and '.join(shapes)}. Here {objective.classes:,} classes"
+        f" train (num_classes) with embeddings of width {width} (embedding_size)."
+    )
 
 
 class Called(nn.Module):

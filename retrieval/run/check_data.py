@@ -6,6 +6,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,18 +14,18 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
-from retrieval.data.loading import BatchMaker, Job, RawInputs, check_sampler, draw_epoch
+from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
 from retrieval.data.near import WIDTH, Fingerprint, Measure, Near, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
 from retrieval.data.subjects import OfDataset, OfSources, Subjects
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
-from retrieval.run.build import build_backbone, build_dataset
+from retrieval.run.build import build_backbone, build_dataset, build_sampler
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
@@ -419,14 +420,21 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     if preprocessing is None:
         raise RecipeError(["[data]: its items are vectors, of which there is nothing to show."])
     splits = make_splits(dataset, recipe.split)
-    check_sampler(splits.train_labels, recipe.sampler)
-    drawn = draw_epoch(splits.train_labels, recipe.sampler, recipe.seed, 0)[0]
+    raw = RawInputs(dataset, preprocessing, budget=0)
+    drawn = TrainBatches(
+        dataset,
+        splits.train,
+        splits.train_labels,
+        preprocessing,
+        sampler=recipe.sampler,
+        batch_sampler=build_sampler(recipe),
+        augmentation=recipe.augmentation,
+        seed=recipe.seed,
+        raw=raw,
+    ).draw(0)[0]
     places = np.linspace(0, len(drawn) - 1, min(items, MOST, len(drawn))).astype(np.int64)
     chosen = splits.train[drawn[places]]
-    raw = RawInputs(dataset, preprocessing, budget=0)
-    make = BatchMaker(
-        raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed, len(chosen)
-    )
+    make = BatchMaker(raw, Changes(recipe.augmentation, built_transforms(recipe)), recipe.seed)
     whole = slice(0, len(chosen))
     columns = [raw.batch(chosen)]
     if recipe.augmentation.active:
@@ -446,15 +454,38 @@ def _picture(pixels: np.ndarray) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
+def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
+    """Return the first font with all letters of the names, or the one with most, and the names.
+
+    Fonts are DejaVu Sans, then those of the system. A letter that the font lacks becomes its escape
+    in Python.
+    """
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    letters = set(map(ord, "".join(names)))
+    file, lacking = str(font_manager.findfont("DejaVu Sans")), letters
+    for candidate in [file, *(str(font.fname) for font in font_manager.fontManager.ttflist)]:
+        with suppress(RuntimeError, OSError):  # a damaged font
+            if len(rest := letters - FT2Font(candidate).get_charmap().keys()) < len(lacking):
+                file, lacking = candidate, rest
+        if not lacking:
+            break
+    escapes = {letter: chr(letter).encode("unicode_escape").decode() for letter in lacking}
+    return ImageFont.truetype(file, 11), [name.translate(escapes) for name in names]
+
+
 def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
     width, height = rows[0][0].size
     across, down = width + _GAP, height + _GAP + _TEXT
     sheet = Image.new("RGB", (across * len(rows[0]) + 3 * _GAP, down * len(rows) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
+    font, names = font_of(names)
     for number, (row, name) in enumerate(zip(rows, names, strict=True)):
         top = _GAP + number * down
-        fits = sheet.width // 6  # a letter of Pillow's default font is about six pixels wide
-        draw.text((_GAP, top), name if len(name) <= fits else f"{name[: fits - 1]}…", fill="black")
+        while font.getlength(name) > sheet.width - 2 * _GAP:
+            name = f"{name[:-2]}…"
+        draw.text((_GAP, top), name, fill="black", font=font)
         for column, image in enumerate(row):
             # a wider gap after the unchanged image
             left = _GAP + column * across + (2 * _GAP if column else 0)

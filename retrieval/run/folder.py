@@ -25,6 +25,7 @@ from pathlib import Path, PurePath
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from retrieval.data.cache import dataset_identity
+from retrieval.data.objects import as_dataset
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
 from retrieval.host.files import whole_folder, write_text
@@ -206,7 +207,7 @@ def absolute_paths(recipe: AnyTables) -> AnyTables:
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)
-        if part is not None:
+        if part is not None and table in recipe.model_fields_set:
             written = part.model_dump(exclude_unset=True)
             tables[table] = type(part)(**_absolute(recipe.loaded, kind, written))
     if recipe.train.start_from is not None:
@@ -254,8 +255,15 @@ def _refused(path: Path, error: OSError) -> DataError:
 
 
 def objects_of(**objects: Any) -> dict[str, Any]:
-    """Return the objects that are not `None`, by the recipe's table."""
+    """Return the objects that are not `None`, by the recipe's table.
+
+    A dataset may be any object that `as_dataset` takes; a name or a table is left to be refused.
+    """
     tables = {word: table for table, word in WORDS.items()}
+    dataset = objects.get("dataset")
+    named = isinstance(dataset, Mapping) and isinstance(dataset.get("name"), str)
+    if not named and not isinstance(dataset, type | str | PurePath | None):
+        objects["dataset"] = as_dataset(dataset)
     return {tables[word]: value for word, value in objects.items() if value is not None}
 
 
@@ -267,7 +275,10 @@ def record(recipe: Recipe) -> dict[str, Any]:
 def _recorded(value: Any) -> dict[str, Any]:
     description = described(value)
     if isinstance(value, Dataset):
-        names = json.dumps([list(map(str, value.labels)), list(map(str, value.keys))])
+        columns = (value.labels, value.keys, value.splits or (), value.roles or ())
+        names = json.dumps([list(map(str, column)) for column in columns])
+        settings = description["settings"]
+        description["settings"] = {k: v for k, v in settings.items() if not hasattr(Dataset, k)}
         description["items"] = len(value)
         description["content"] = (
             f"{dataset_identity(value)}"
@@ -326,4 +337,4 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             return f"{name} was {old.get(name)}, and is {new.get(name)}"
     if before.get("items") != now.get("items"):
         return f"{before.get('items'):,} items then, {now.get('items'):,} now"
-    return "its items or their labels differ"
+    return "its items, their labels or sides differ"

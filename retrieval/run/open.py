@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
+from retrieval.run.adapters import adapt, merge
 from retrieval.run.build import Objective, build_dataset, build_model, build_objective
 from retrieval.run.folder import (
     INPUTS,
@@ -65,6 +66,79 @@ class Run:
     objective: Objective | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    @classmethod
+    def open(
+        cls,
+        path: StrPath,
+        *,
+        or_kept: bool = False,
+        dataset: Any = None,
+        sampler: Any = None,
+        backbone: nn.Module | None = None,
+        combiner: Combiner | None = None,
+        loss: Callable[..., Any] | None = None,
+        miner: Callable[..., Any] | None = None,
+        generator: Generator | None = None,
+        learner: Learner | None = None,
+    ) -> Self:
+        """Open a finished or interrupted run with its best weights, ready to evaluate or export.
+
+        If the run was trained with objects in place of named parts, pass the same objects.
+
+        Args:
+            path: the run's folder.
+            or_kept: if the data cannot be opened, use the held-out inputs that the run keeps. The
+                dataset is then a `KeptInputs`, and a note of the splits says why.
+            dataset: the object that the run was trained with, as `train` took it; `None` if a
+                plugin made this part.
+            sampler: see `dataset`.
+            backbone: see `dataset`.
+            combiner: see `dataset`.
+            loss: see `dataset`.
+            miner: see `dataset`.
+            generator: see `dataset`.
+            learner: see `dataset`.
+
+        Returns:
+            The run, with its model in evaluation mode on the CPU.
+
+        Raises:
+            DataError: the folder is not a run, has no checkpoint yet, or a file in it is damaged.
+            RecipeError: the recipe no longer fits the installed plugins.
+        """
+        path = Path(path)
+        if not is_run(path):
+            lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
+            raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
+        objects = objects_of(
+            dataset=dataset,
+            sampler=sampler,
+            backbone=backbone,
+            combiner=combiner,
+            loss=loss,
+            miner=miner,
+            generator=generator,
+            learner=learner,
+        )
+        refuse_needless(path, objects)
+        recipe = read_recipe(path / "recipe.toml", objects=objects)
+        refuse_others(path, recipe)
+        with naming(path / "recipe.toml"):
+            items, splits = _items(path, recipe, or_kept)
+            if recipe.learner is None:
+                model = build_model(recipe, items)
+        if recipe.learner is not None:
+            from retrieval.run.weights import load_learned
+
+            model = load_learned(recipe, items, checkpoint_file(path, "best"))
+        else:
+            chosen, advice = _weights_to_use(path)
+            if recipe.lora is not None and chosen != checkpoint_file(path, "best"):
+                adapt(model, recipe.lora)  # the best weights are merged, those of a resume are not
+            load_weights(model, checkpoint.load(chosen, advice), chosen)
+            merge(model)
+        return cls(path, recipe, items, splits, model.eval())
+
     def __repr__(self) -> str:
         named = (self.recipe.data, self.recipe.backbone, self.recipe.loss or self.recipe.learner)
         parts = ", ".join(part.name for part in named if part)
@@ -90,7 +164,7 @@ class Run:
 
     @property
     def best(self) -> Path:
-        """The weights with the best validation MAP@R; without validation, the final weights."""
+        """The weights of the best validation; without validation, the final weights."""
         return checkpoint_file(self.path, "best")
 
     @cached_property
@@ -174,83 +248,25 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
     """Build everything that a recipe with a loss names; seed the random generators first."""
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
+    if recipe.evaluate.tags is not None:
+        splits.notes.append(
+            "training compares items by their one label;"
+            f' [evaluate] tags = "{recipe.evaluate.tags}" counts in evaluation only.'
+        )
     model = build_model(recipe, dataset)
     objective = build_objective(recipe, model, _classes(recipe, splits))
+    if standing is None:
+        take_weights(model, recipe)
+    if recipe.lora is not None:
+        adapt(model, recipe.lora)
     if standing is not None:
         load_weights(model, standing.state, standing.file)
-    else:
-        take_weights(model, recipe)
     return Run(path, recipe, dataset, splits, model, objective)
 
 
 def _classes(recipe: Recipe, splits: Splits) -> int:
     """Return the number of classes; with `positives = "item"`, each training item is a class."""
     return len(splits.train if recipe.augmentation.positives == "item" else splits.train_classes)
-
-
-def load_run(
-    path: StrPath,
-    *,
-    or_kept: bool = False,
-    dataset: Dataset | None = None,
-    backbone: nn.Module | None = None,
-    combiner: Combiner | None = None,
-    loss: Callable[..., Any] | None = None,
-    miner: Callable[..., Any] | None = None,
-    generator: Generator | None = None,
-    learner: Learner | None = None,
-) -> Run:
-    """Open a finished or interrupted run with its best weights, ready to evaluate or export.
-
-    If the run was trained with objects in place of named parts, pass the same objects.
-
-    Args:
-        path: the run's folder.
-        or_kept: if the data cannot be opened, use the held-out inputs that the run keeps. The
-            dataset is then a `KeptInputs`, and a note of the splits says why.
-        dataset: the object that the run was trained with; `None` if a plugin made this part.
-        backbone: see `dataset`.
-        combiner: see `dataset`.
-        loss: see `dataset`.
-        miner: see `dataset`.
-        generator: see `dataset`.
-        learner: see `dataset`.
-
-    Returns:
-        The run, with its model in evaluation mode on the CPU.
-
-    Raises:
-        DataError: the folder is not a run, has no checkpoint yet, or a file in it is damaged.
-        RecipeError: the recipe no longer fits the installed plugins.
-    """
-    path = Path(path)
-    if not is_run(path):
-        lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
-        raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
-    objects = objects_of(
-        dataset=dataset,
-        backbone=backbone,
-        combiner=combiner,
-        loss=loss,
-        miner=miner,
-        generator=generator,
-        learner=learner,
-    )
-    refuse_needless(path, objects)
-    recipe = read_recipe(path / "recipe.toml", objects=objects)
-    refuse_others(path, recipe)
-    with naming(path / "recipe.toml"):
-        dataset, splits = _items(path, recipe, or_kept)
-        if recipe.learner is None:
-            model = build_model(recipe, dataset)
-    if recipe.learner is not None:
-        from retrieval.run.weights import load_learned
-
-        model = load_learned(recipe, dataset, checkpoint_file(path, "best"))
-    else:
-        chosen, advice = _weights_to_use(path)
-        load_weights(model, checkpoint.load(chosen, advice), chosen)
-    return Run(path, recipe, dataset, splits, model.eval())
 
 
 def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.allow import require
 from retrieval.host.importing import FilePlugin, is_file_plugin
@@ -37,6 +39,15 @@ class Position:
     total: int = 0
     """Steps done in all."""
     best: float | None = None
+    """The best value of `[train] monitor`."""
+    best_epoch: int = 0
+    """The epoch that it belongs to, from 1; 0 for the weights before the first step."""
+    start: float | None = None
+    """The value before the first step."""
+    with_frozen: float | None = None
+    """The best value of an epoch before the backbone was trained."""
+    with_trained: float | None = None
+    """The best value of an epoch after it was."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     stale: int = 0
     """Validations since the best one."""
@@ -44,6 +55,8 @@ class Position:
     """Sums of this epoch's metrics so far."""
     counts: dict[str, int] = field(default_factory=dict)
     """Number of steps in each sum; a batch without triplets has no generator loss, for example."""
+    drawn: list[Tensor] | None = None
+    """This epoch's batches, if their sampler uses embeddings."""
 
 
 MAY_CHANGE = re.compile(
@@ -203,8 +216,8 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
     before, now = (
-        _flat(absolute_paths(kept.with_plugins(recipe.loaded))),
-        _flat(absolute_paths(recipe)),
+        flat(absolute_paths(kept.with_plugins(recipe.loaded))),
+        flat(absolute_paths(recipe)),
     )
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
     refused = [key for key in differing if not MAY_CHANGE.fullmatch(key)]
@@ -283,9 +296,9 @@ def _named(table: Mapping[str, Any]) -> list[str]:
     return [item for item in named if isinstance(item, str)] if isinstance(named, list) else []
 
 
-def _flat(recipe: Tables) -> dict[str, Any]:
+def flat(recipe: Tables) -> dict[str, Any]:
     """Return every value by the key that `--set` uses; plugins are left out."""
-    flat: dict[str, Any] = {}
+    values: dict[str, Any] = {}
 
     def walk(value: Any, place: str) -> None:
         if isinstance(value, Mapping):
@@ -297,10 +310,10 @@ def _flat(recipe: Tables) -> dict[str, Any]:
             for i, inner in enumerate(value):
                 walk(inner, f"{place}.{i}")
         elif value is not None:
-            flat[place] = list(value) if isinstance(value, tuple) else value
+            values[place] = list(value) if isinstance(value, tuple) else value
 
     walk(recipe.model_dump(exclude={"plugins"}), "")
-    return flat
+    return values
 
 
 def _text(value: Any) -> str:

@@ -590,7 +590,7 @@ def from_pixels(array: NDArray[Any]) -> Image.Image:
     if not (least >= 0 and most <= 1):
         raise DataError(
             f"Pixels that are real numbers go from 0 to 1, and these from {least:g} to {most:g}."
-            " Scale them, or give uint8."
+            " Scale them, leave out a normalisation, or give uint8."
         )
     return from_array(np.rint(array * 255).astype(np.uint8))
 

@@ -14,6 +14,7 @@ from PIL.Image import Image
 
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle, Encoded, ImageLike, is_image
+from retrieval.serving.images import as_list
 from retrieval.serving.index.sources import collect
 
 Query: TypeAlias = "ImageLike | Sequence[float]"
@@ -31,12 +32,13 @@ def encode_queries(
         bundle: encodes images or features.
         queries: one query or a list of queries:
 
-            - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels,
-              uint8 (H, W) or (H, W, 3);
+            - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels
+              as for `retrieval.Encoder.encode`;
             - a vector: features (F,) if the bundle takes features, otherwise an encoder output
               (P,).
 
-            Several vectors may also be one array (N, F) or (N, P). `Encoded` is returned as it is.
+            Several vectors may also be one array (N, F) or (N, P), and several images one array
+            (N, H, W, 3) or one tensor (N, 3, H, W). `Encoded` is returned as it is.
 
     Returns:
         `Encoded`, or vectors (N, P) that need no encoding.
@@ -47,13 +49,16 @@ def encode_queries(
     """
     if isinstance(queries, Encoded):
         return queries, False
+    if hasattr(queries, "detach") or (isinstance(queries, np.ndarray) and queries.ndim == 4):
+        rows = as_list(queries)
+        queries = rows if getattr(queries, "ndim", 0) == 4 else rows[0]
     if is_image(queries) and (not isinstance(queries, np.ndarray) or _is_pixels(bundle, queries)):
         return bundle.encode_image(queries), True
     if isinstance(queries, np.ndarray):
         return encode_vectors(bundle, np.atleast_2d(queries)), queries.ndim == 1
     if not isinstance(queries, Sequence):
         raise DataError(f"A query is {_TAKEN}, not {_kind(queries)}.")
-    items = list(queries)
+    items = as_list(queries)
     if items and all(isinstance(item, Real) for item in items):
         return encode_vectors(bundle, np.asarray(items)[None]), True
     return _encode_list(bundle, items), False
@@ -125,12 +130,21 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
 
 
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
-    """Return whether an array is the pixels of an image and the bundle takes images."""
-    return (
-        isinstance(item, np.ndarray)
-        and item.dtype == np.uint8
-        and item.ndim in (2, 3)
-        and bundle.manifest.input.kind == "image"
+    """Return whether an array is the pixels of an image and the bundle takes images.
+
+    An array (H, W) of real numbers is an image if they go from 0 to 1 and no vector is W wide.
+    """
+    if not isinstance(item, np.ndarray) or bundle.manifest.input.kind != "image":
+        return False
+    if item.ndim == 3 or (item.ndim == 2 and item.dtype == np.uint8):
+        return True
+    return bool(
+        item.ndim == 2
+        and item.dtype.kind == "f"
+        and item.size
+        and item.shape[1] != bundle.manifest.vector
+        and item.min() >= 0
+        and item.max() <= 1
     )
 
 

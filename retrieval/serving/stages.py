@@ -11,8 +11,8 @@ STAGES = ("read", "wait", "decode", "encode", "search", "items", "write", "send"
 """Stages of a request, in the order of a search.
 
 "read" receives the body; "wait" is for the request's turn; "decode" and "encode" process the image;
-"search" finds and measures the nearest items; "items" reads their data; "write" stores items;
-"send" sends the response.
+"search" finds and measures the nearest items, for other requests' vectors at the same time if these
+wait; "items" reads their data; "write" stores items; "send" sends the response.
 """
 
 

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from retrieval.data.augment import Labels, built_transforms
-from retrieval.data.loading import TrainBatches, batches_in_epoch, inputs
+from retrieval.data.loading import TrainBatches, inputs
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError, listed
 from retrieval.host.plugin_calls import calling
@@ -27,13 +27,13 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Phase, Sampler
 from retrieval.run import checkpoint
-from retrieval.run.build import build_backbone, build_dataset, code_size
+from retrieval.run.build import build_backbone, build_dataset, build_sampler, code_size
 from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
 from retrieval.serving.images import decode
 from retrieval.training.batch import Losses
 from retrieval.training.comparison import space
-from retrieval.training.learn import NOTHING, fit, nothing_to_train
+from retrieval.training.learn import NOTHING, fit, nothing_to_train, random_frozen
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 
@@ -58,13 +58,13 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(Path(folder), recipe)
     lines = [_items(recipe, run.splits), _model(recipe, run.model)]
-    lines += [f"note: {note}" for note in run.splits.notes]
+    lines += [f"note: {note}" for note in (*run.dataset.notes, *run.splits.notes)]
     if nothing_to_train(run):
         open_some(run)
         return [*lines, f"{NOTHING} The recipe is fine."]
     seen = look_ahead(run, accelerator)
     lines += [*seen.lines, *(f"warning: {warning}" for warning in seen.warnings)]
-    batches = batches_in_epoch(len(run.splits.train), recipe.sampler)
+    batches = len(_batches(run, recipe.sampler))
     verdict = "The recipe runs; read the warnings." if seen.warnings else "The recipe is fine."
     return [
         *lines,
@@ -84,7 +84,8 @@ def _check_learner(recipe: Recipe) -> list[str]:
     return [
         _items(recipe, splits),
         _model(recipe, Model(backbone, head, combiner)),
-        *(f"note: {note}" for note in splits.notes),
+        *(f"note: {note}" for note in (*dataset.notes, *splits.notes)),
+        *(f"warning: {warning}" for warning in random_frozen(recipe, dataset)),
         f"fitted {count:,} items. The recipe is fine.",
     ]
 
@@ -171,16 +172,17 @@ def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
     random = checkpoint.random_state()
     try:
         _warn_of_sampler(run, seen)
+        seen.warnings.extend(random_frozen(run.recipe, run.dataset))
         model, objective = copy.deepcopy((run.model, run.objective))
         objective.to(accelerator.device)
-        batches = _batches(run)
+        batches = _batches(run, smaller(run.recipe))
         for phase in run.recipe.phases:
             step = Step(
                 model.to(accelerator.device),
                 objective,
                 run.recipe,
                 phase,
-                1,
+                len(batches),
                 accelerator,
                 tried=True,
             )
@@ -238,18 +240,16 @@ def _warn_of_sampler(run: Run, seen: Seen) -> None:
         )
 
 
-def _batches(run: Run) -> TrainBatches:
-    """Return the batches to try: the recipe's, or smaller ones."""
+def _batches(run: Run, sampler: Sampler) -> TrainBatches:
+    """Return the recipe's batches, of a size that `sampler` says."""
     recipe = run.recipe
-    sampler = recipe.sampler
-    if recipe.batch_size > WHOLE:
-        sampler = smaller(sampler, WHOLE // 2 // recipe.augmentation.views)
     return TrainBatches(
         run.dataset,
         run.splits.train,
         run.splits.train_labels,
         run.model.preprocessing,
         sampler=sampler,
+        batch_sampler=build_sampler(recipe),
         augmentation=recipe.augmentation,
         transforms=built_transforms(recipe),
         seed=recipe.seed,
@@ -285,8 +285,14 @@ def _try(step: Step, phase: Phase, batches: TrainBatches, seen: Seen) -> None:
         )
 
 
-def smaller(sampler: Sampler, size: int) -> Sampler:
-    """Return a sampler of about `size` items, with fewer items per class, then fewer classes."""
+def smaller(recipe: Recipe) -> Sampler:
+    """Return `[sampler]` for the batches to try; large ones become smaller.
+
+    They first have fewer items per class, then fewer classes.
+    """
+    sampler, size = recipe.sampler, WHOLE // 2 // recipe.augmentation.views
+    if recipe.batch_size <= WHOLE:
+        return sampler
     items = max(1, min(sampler.items, size // min(sampler.classes, 32)))
     return sampler.model_copy(
         update={"items": items, "classes": max(2, min(sampler.classes, size // items))}

@@ -15,12 +15,12 @@ from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError
 from retrieval.host.plugin_calls import calling
-from retrieval.model.contracts import Learner
+from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
 from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
-from retrieval.run.build import build_backbone, build_dataset
+from retrieval.run.build import build_backbone, build_dataset, drawn_at_random
 from retrieval.run.folder import write_json
 from retrieval.run.open import Run, begin_folder
 from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
@@ -47,6 +47,8 @@ def fit_learner(
     splits = make_splits(dataset, recipe.split)
     model = Model(build_backbone(recipe, dataset), nn.Identity())
     take_weights(model, recipe)
+    for warning in random_frozen(recipe, dataset):
+        report(f"warning: {warning}")
     device = make_accelerator(recipe).device
     features = backbone_features(model, dataset, device, recipe.evaluate.batch)
     learner = build_learner(recipe, model.backbone.features)
@@ -126,6 +128,20 @@ def _verify(run: Run, features: NDArray[np.float32]) -> None:
             )
 
 
+def random_frozen(recipe: Recipe, dataset: Dataset) -> list[str]:
+    """Return a warning if the recipe takes features of a backbone whose weights are random."""
+    if not (recipe.backbone.frozen or recipe.learner is not None):
+        return []
+    drawn = drawn_at_random(recipe, dataset)
+    if not drawn:
+        return []
+    return [
+        f"[backbone] {recipe.backbone.name} is frozen, and its weights are random:"
+        f" {len(drawn)} tensors differ under another seed, as '{drawn[0]}' does. Ask for pretrained"
+        " weights, start from a run ([train] start_from), or let it train."
+    ]
+
+
 NOTHING = "The model has nothing to train: its features are taken as they are."
 
 
@@ -150,5 +166,7 @@ def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, r
     write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0})
     run.model.eval()
     run.plugins.notify("retrieval_run_end", run=run, metrics={})
+    for warning in random_frozen(run.recipe, run.dataset):
+        report(f"warning: {warning}")
     report(NOTHING)
     return run

@@ -16,8 +16,11 @@ from retrieval.host.lazy import optimizing
 from retrieval.model.model import Model
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.tables import Optimizer, Phase, Schedule, Trainable
+from retrieval.recipe.section import Trainable
+from retrieval.recipe.tables import Optimizer, Phase, Schedule
 from retrieval.run.build import Objective
+from retrieval.training.groups import Groups
+from retrieval.training.monitor import Monitor
 
 
 def names_of(recipe: Recipe) -> dict[str, str]:
@@ -59,62 +62,58 @@ def set_modes(model: Model, objective: Objective, trains: Collection[Trainable])
         model.combiner.train("combiner" in trains)
     if objective.generator is not None:
         objective.generator.train("generator" in trains)
+    for module in (*model.backbone.modules(), *model.head.modules()):
+        if not any(p.requires_grad for p in module.parameters()) and any(
+            True for _ in module.parameters()
+        ):
+            module.eval()  # its batch statistics are kept as its weights are
 
 
 def build_optimizer(
-    section: Optimizer, parts: Mapping[Trainable, Sequence[Parameter]], lr: float | None = None
-) -> TorchOptimizer:
-    """Return the optimiser with one group per part, each with rate `lr` times its factor.
-
-    Raises:
-        RecipeError: no part has parameters.
-    """
-    groups = [
-        {
-            "params": list(parameters),
-            "lr": (lr or section.lr) * section.lr_factor.get(name, 1.0),
-            "name": name,
-        }
-        for name, parameters in parts.items()
-        if parameters
-    ]
-    if not groups:
-        raise RecipeError(
-            [f"nothing to train: {', '.join(parts) or 'the phase'} has no parameters."]
-        )
+    section: Optimizer,
+    groups: Groups,
+    parts: Collection[Trainable],
+    frozen: set[int],
+    lr: float | None = None,
+) -> TorchOptimizer | None:
+    """Return the optimiser of some parts, with rate `lr`; `None` if nothing of them trains."""
+    rate = lr or section.lr
+    listed = [group for part in parts for group in groups.of(section, part, rate, frozen)]
+    if not listed:
+        return None
     optimizer: TorchOptimizer = getattr(torch.optim, section.name)(
-        groups, lr=lr or section.lr, **section.options
+        listed, lr=rate, **section.options
     )
     return optimizer
 
 
 @optimizing()
 def build_optimizers(
-    recipe: Recipe, phase: Phase, parts: Mapping[Trainable, Sequence[Parameter]]
+    recipe: Recipe, phase: Phase, groups: Groups, frozen: set[int]
 ) -> dict[str, TorchOptimizer]:
     """Return a phase's optimisers, "metric" and "generator", without those that train nothing.
 
     Raises:
         RecipeError: none of the phase's parts has parameters.
     """
-    optimizers: dict[str, TorchOptimizer] = {}
-    metric: dict[Trainable, Sequence[Parameter]] = {
-        name: p for name, p in parts.items() if name in phase.train and name != "generator"
+    own = recipe.generator_optimizer
+    metric: list[Trainable] = [
+        part for part in groups.parts if part in phase.train and part != "generator"
+    ]
+    generator: list[Trainable] = ["generator"] if "generator" in phase.train else []
+    # a phase's `lr` replaces that of [optimizer], which the generator uses unless it has its own
+    # section
+    rate = phase.generator_lr or (phase.lr if own is None else None)
+    optimizers = {
+        "metric": build_optimizer(recipe.optimizer, groups, metric, frozen, phase.lr),
+        "generator": build_optimizer(own or recipe.optimizer, groups, generator, frozen, rate),
     }
-    if any(metric.values()):
-        optimizers["metric"] = build_optimizer(recipe.optimizer, metric, phase.lr)
-    if "generator" in phase.train and parts["generator"]:
-        own = recipe.generator_optimizer
-        # a phase's `lr` replaces that of [optimizer], which the generator uses unless it has its
-        # own section
-        rate = phase.generator_lr or (phase.lr if own is None else None)
-        generator: dict[Trainable, Sequence[Parameter]] = {"generator": parts["generator"]}
-        optimizers["generator"] = build_optimizer(own or recipe.optimizer, generator, rate)
-    if not optimizers:
+    built = {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
+    if not built:
         raise RecipeError(
             [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
         )
-    return optimizers
+    return built
 
 
 @optimizing()
@@ -127,21 +126,56 @@ def prepared(optimizers: Mapping[str, TorchOptimizer], accelerator: Any) -> dict
 
 
 def schedules_of(
-    section: Schedule, optimizers: Mapping[str, TorchOptimizer], steps: int
+    recipe: Recipe, phase: Phase, optimizers: Mapping[str, TorchOptimizer], steps: int
 ) -> dict[str, StepSchedule]:
-    """Return a schedule for each optimiser, over a phase's steps."""
-    return {name: StepSchedule(section, optimizer, steps) for name, optimizer in optimizers.items()}
+    """Return a schedule for each optimiser, over a phase of `steps` an epoch.
+
+    Raises:
+        RecipeError: the warm-up is longer than the phase.
+    """
+    section, whole = recipe.schedule, phase.epochs * steps
+    warmup = section.warmup_steps(phase.epochs, steps)
+    if warmup > whole:
+        raise RecipeError(
+            [
+                f"[schedule] warmup: {section.warmup} are {warmup:,} steps, and the phase"
+                f" '{phase.name}' has {whole:,}. Take a share, such as 0.1."
+            ]
+        )
+    larger = Monitor(recipe).larger
+    return {
+        name: StepSchedule(section, optimizer, whole, warmup, larger)
+        for name, optimizer in optimizers.items()
+    }
 
 
 class StepSchedule:
-    """A learning-rate schedule per step or per epoch; call both `step` and `epoch_end`."""
+    """A learning-rate schedule per step, epoch or validation.
 
-    def __init__(self, section: Schedule, optimizer: TorchOptimizer, steps: int) -> None:
+    Args:
+        section: the recipe's `[schedule]`.
+        optimizer: the optimiser whose rates change.
+        steps: number of steps of the phase.
+        warmup: number of them in which the rate rises.
+        larger: whether larger values of the monitored metric are better.
+    """
+
+    def __init__(
+        self,
+        section: Schedule,
+        optimizer: TorchOptimizer,
+        steps: int,
+        warmup: int,
+        larger: bool = True,
+    ) -> None:
         self.per_epoch = section.name not in SHAPES
+        self.by_metric = section.name == "ReduceLROnPlateau"
         if self.per_epoch:
-            self.scheduler: Any = getattr(lr_scheduler, section.name)(optimizer, **section.options)
+            mode = {"mode": "max" if larger else "min"} if self.by_metric else {}
+            self.scheduler: Any = getattr(lr_scheduler, section.name)(
+                optimizer, **mode, **section.options
+            )
         else:
-            warmup = round(section.warmup * steps)
             shape = SHAPES[section.name]
 
             def factor(step: int) -> float:
@@ -156,9 +190,12 @@ class StepSchedule:
         if not self.per_epoch:
             self.scheduler.step()
 
-    def epoch_end(self) -> None:
-        """Advance after an epoch."""
-        if self.per_epoch:
+    def epoch_end(self, monitored: float | None) -> None:
+        """Advance after an epoch, with the monitored metric if the epoch was validated."""
+        if self.by_metric:
+            if monitored is not None:
+                self.scheduler.step(monitored)
+        elif self.per_epoch:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from retrieval.evaluation.evaluation import evaluate
 from retrieval.evaluation.protocol import Protocol
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
+from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Train
 from retrieval.run.build import Objective
@@ -213,30 +214,6 @@ def ending_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def tensorboard(folder: Path | None, step: int) -> Iterator[Callable[[str, float, int], None]]:
-    """Context manager that yields a function (name, value, step) writing to TensorBoard.
-
-    Without TensorBoard or without a folder the function does nothing.
-    """
-    writer: Any = None
-    if folder is not None:
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            writer = SummaryWriter(str(folder), purge_step=step)
-
-    def write(name: str, value: float, step: int) -> None:
-        if writer is not None:
-            writer.add_scalar(name, value, step)
-
-    try:
-        yield write
-    finally:
-        if writer is not None:
-            writer.close()
-
-
 def forget_after(log: Path, step: int) -> None:
     """Drop a log's records of steps after `step`, because they will be repeated."""
     if not log.is_file():
@@ -253,15 +230,20 @@ def forget_after(log: Path, step: int) -> None:
 
 @python_random_kept()
 def validate(
-    run: Run, dataset: Dataset, from_features: bool, raw: RawInputs | None = None
+    run: Run,
+    dataset: Dataset,
+    from_features: bool,
+    raw: RawInputs | None = None,
+    model: Model | None = None,
 ) -> dict[str, float]:
-    """Return the recipe's metrics and MAP@R on the validation part.
+    """Return the recipe's metrics, the monitored one and MAP@R on the validation part.
 
-    Each item is a query against all others.
+    Each item is a query against all others. `model` takes the place of the run's own.
     """
+    model = model or run.model
     indices = run.splits.validation
     codes = encode(
-        run.model,
+        model,
         dataset,
         indices,
         batch=run.recipe.evaluate.batch,
@@ -269,8 +251,10 @@ def validate(
         from_features=from_features,
         raw=raw,
     )
-    metrics = resolve_metrics(run.recipe.evaluate.metrics, run.plugins, always=("map_at_r",))
-    distance = None if run.model.combiner is None else run.model.combiner.compute_mat
+    recipe = run.recipe
+    always = (recipe.train.monitor, "map_at_r")
+    metrics = resolve_metrics(recipe.evaluate.metrics, run.plugins, always)
+    distance = None if model.combiner is None else model.combiner.compute_mat
     protocol = Protocol(run, indices, None).arguments(indices, None)
     return dict(
         evaluate(

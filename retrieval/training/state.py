@@ -17,6 +17,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
+from retrieval.training.averaging import Average
 from retrieval.training.step import Step
 
 PATTERN = "shard-*.safetensors"
@@ -134,11 +135,14 @@ def _cut(own: Shard, file: Shard) -> slice | None:
     return slice(start - file.start, stop - file.start) if start < stop else None
 
 
-def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dict[str, Any]:
-    """Return weights, optimisers, schedules, random generators and progress."""
+def training_state(
+    run: Run, step: Step, average: Average, scaler: Any, progress: Position
+) -> dict[str, Any]:
+    """Return weights, their average, optimisers, schedules, random generators and progress."""
     return {
         "model": run.model.state_dict(),
         "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
+        "average": average.state_dict(),
         **step.state_dict(),
         "scaler": scaler.state_dict() if scaler is not None else {},
         "random": checkpoint.random_state(),
@@ -146,12 +150,15 @@ def training_state(run: Run, step: Step, scaler: Any, progress: Position) -> dic
     }
 
 
-def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -> list[str]:
+def save(
+    run: Run, step: Step, average: Average, progress: Position, before: Sequence[str] = ()
+) -> list[str]:
     """Write the checkpoint to resume from; every process calls it and writes its own rows.
 
     Args:
         run: the run.
         step: the current phase's optimisers and schedules.
+        average: the current phase's average of the weights.
         progress: how far training has come.
         before: the files of rows of the previous checkpoint, which are kept.
 
@@ -161,7 +168,7 @@ def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -
     accelerator, shares = step.accelerator, Shares(run.last.parent, step)
     if not (accelerator.is_main_process or shares):
         return []
-    state = training_state(run, step, accelerator.scaler, progress)
+    state = training_state(run, step, average, accelerator.scaler, progress)
     files: list[str] = []
     if shares:
         files = shares.write(state, progress)
@@ -173,7 +180,7 @@ def save(run: Run, step: Step, progress: Position, before: Sequence[str] = ()) -
     return files
 
 
-def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
+def restore(standing: Standing, run: Run, step: Step, average: Average, scaler: Any) -> None:
     """Restore a `training_state`, except for the random generators and the progress.
 
     Raises:
@@ -186,6 +193,7 @@ def restore(standing: Standing, run: Run, step: Step, scaler: Any) -> None:
     for name, values in state["modules"].items():
         step.objective.get_submodule(name).load_state_dict(values)
     step.load_state_dict(state)
+    average.load_state_dict(state.get("average", {}))
     if state["scaler"] and scaler is not None:
         scaler.load_state_dict(state["scaler"])
 

@@ -31,10 +31,13 @@ from retrieval.model.model import Model
 from retrieval.model.rows import Rows, compares_with_classes, rows_of
 from retrieval.model.shards import shards_of
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.tables import Phase, Trainable
-from retrieval.run.build import Objective
+from retrieval.recipe.section import Trainable
+from retrieval.recipe.tables import Phase
+from retrieval.run.build import Objective, loss_sizes
 from retrieval.training.batch import Batch, Losses, Watch
+from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
+from retrieval.training.groups import Groups
 from retrieval.training.optim import (
     build_optimizers,
     names_of,
@@ -43,7 +46,14 @@ from retrieval.training.optim import (
     schedules_of,
     set_modes,
 )
-from retrieval.training.synthetic import Made, Metrics, choose_triplets, extend, mine
+from retrieval.training.synthetic import (
+    Made,
+    Metrics,
+    choose_triplets,
+    classmates_of,
+    extend,
+    mine,
+)
 
 
 class Step:
@@ -101,10 +111,13 @@ class Step:
             {"backbone"} if recipe.backbone.frozen else set()
         )
         self.parts = parts_of(model, objective, recipe.backbone.frozen)
+        groups = Groups(recipe, model, objective, self.parts)
+        frozen = groups.frozen(phase)
         for name, parameters in self.parts.items():
             for parameter in parameters:
-                parameter.requires_grad_(name in phase.train)
-        model.backbone.requires_grad_("backbone" in self.trains)
+                parameter.requires_grad_(name in phase.train and id(parameter) not in frozen)
+        if "backbone" not in self.trains:
+            model.backbone.requires_grad_(False)
         self.divided = frozenset(id(objective.get_parameter(name)) for name in shards_of(objective))
         self.rows = self._rows()
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
@@ -115,8 +128,8 @@ class Step:
                     " that compares them with classes, such as pml.arc_face, or remove it."
                 ]
             )
-        optimizers = build_optimizers(recipe, phase, self.parts)
-        self.schedules = schedules_of(recipe.schedule, optimizers, phase.epochs * steps)
+        optimizers = build_optimizers(recipe, phase, groups, frozen)
+        self.schedules = schedules_of(recipe, phase, optimizers, steps)
         self.optimizers: Mapping[str, Any] = (
             optimizers if tried else prepared(optimizers, accelerator)
         )
@@ -298,19 +311,23 @@ class Step:
             return None
         a, p, n = choose_triplets(None if self._mines_after else batch.indices, batch.labels)
         metrics: dict[str, Tensor | int] = {"triplets": int(a.numel())}
-        triplets = batch.features[a], batch.features[p], batch.features[n]
+        in_features = generator.space == "features"
+        rows = batch.features if in_features else batch.codes
+        triplets = rows[a], rows[p], rows[n]
         if a.numel() == 0:
-            return Made(batch.features[:0], triplets, None, None, metrics)
+            return Made(rows[:0], triplets, None, None, metrics)
+        classmates = [rows[classmates_of(n, batch.labels)]] if generator.classmates else []
         with calling(who):
-            synthetic = generator(*triplets)
-        like = len(a), batch.features.shape[1]
-        checked_rows(synthetic, who, like, batch.features.device, "a synthetic feature a triplet")
+            synthetic = generator(*triplets, *classmates)
+        like = len(a), rows.shape[1]
+        what = f"a synthetic {'feature' if in_features else 'embedding'} a triplet"
+        checked_rows(synthetic, who, like, rows.device, what)
         self._watch.rows(synthetic, self.who["generator"])
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
             return Made(synthetic, triplets, None, None, metrics)
-        codes = self.model.head(synthetic).float()
+        codes = self.model.head(synthetic).float() if in_features else synthetic
         extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
         chosen: TripletIndices = extended.triplets
         if self._mines_after and self.objective.miner is not None:
@@ -345,15 +362,19 @@ class Step:
     def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
         """Return the generator's objective; `None` if it does not train or made no samples."""
         generator, who = self.objective.generator, self._the("generator")
-        if synthetic is None or generator is None or not len(synthetic.features):
+        if synthetic is None or generator is None or not len(synthetic.rows):
             return None
         if "generator" not in self.phase.train or not any(True for _ in generator.parameters()):
             return None
         with calling(who):
             objective = generator.objective(
-                *synthetic.triplets, synthetic.features, self.model.feature_distance
+                *synthetic.triplets,
+                synthetic.rows,
+                self.model.feature_distance
+                if generator.space == "features"
+                else self.model.code_distance,
             )
-        value = checked_scalar(objective, f"{who}'s objective", synthetic.features, generator)
+        value = checked_scalar(objective, f"{who}'s objective", synthetic.rows, generator)
         return self._watch.loss("generator loss", value, self.who["generator"])
 
     def _metrics(self, batch: Batch, synthetic: Made | None, metric: Tensor | None) -> Metrics:
@@ -382,6 +403,18 @@ class Step:
         ]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return features (B, F) and codes (B, C), computed in chunks if the recipe says so."""
+        chunk = self.train_table.chunk
+        if chunk is None or chunk >= len(inputs):
+            return self._forward(inputs)
+        parts = [
+            in_little_memory(self._forward, self.model, inputs[start : start + chunk])
+            for start in range(0, len(inputs), chunk)
+        ]
+        features, codes = zip(*parts, strict=True)
+        return torch.cat(features), torch.cat(codes)
+
+    def _forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F), checked against the backbone's width, and codes (B, C)."""
         model, size, who = self.model, len(inputs), self._the("backbone")
         with self.accelerator.autocast(), self.devices.statistics():
@@ -411,7 +444,7 @@ class Step:
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
         """Return the loss, passing indices only if there are any."""
-        with calling(self._the("loss")):
+        with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
         return checked_scalar(value, self._the("loss"), codes, self.objective.loss)
@@ -420,15 +453,17 @@ class Step:
         """Put the parts that train into training mode, the others into evaluation mode."""
         set_modes(self.model, self.objective, self.trains)
 
-    def end_epoch(self) -> None:
-        """Advance the schedules that change once per epoch."""
+    def end_epoch(self, monitored: float | None) -> None:
+        """Advance the schedules that change once per epoch, or by the monitored metric."""
         for schedule in self.schedules.values():
-            schedule.epoch_end()
+            schedule.epoch_end(monitored)
 
     def rates(self) -> dict[str, float]:
-        """Return each side's learning rate (the rate of its first part)."""
+        """Return the largest learning rate of each part that trains."""
         return {
-            name: optimizer.param_groups[0]["lr"] for name, optimizer in self.optimizers.items()
+            group["name"]: group["lr"]
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
         }
 
     @optimizing()

@@ -41,14 +41,14 @@ class Made:
     """The generator's synthetic samples for a batch.
 
     Attributes:
-        features: (T, F), one synthetic feature per triplet.
-        triplets: the features of their anchors, positives and negatives, each (T, F).
+        rows: (T, F), one synthetic row of features or codes per triplet.
+        triplets: the rows of their anchors, positives and negatives, each (T, F).
         extended: the batch followed by the synthetic codes; `None` if the loss does not use them.
         indices: the triplets or pairs of the extended batch that the loss compares.
         metrics: metrics for the log.
     """
 
-    features: Tensor
+    rows: Tensor
     triplets: Triplets
     extended: Extended | None
     indices: TripletIndices | None
@@ -123,6 +123,13 @@ def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
         return _one_negative(labels)
     a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")
     return a, p, n
+
+
+def classmates_of(rows: Tensor, labels: Tensor) -> Tensor:
+    """Return a random other item of each row's class, or the row itself if it is the only one."""
+    weights = (labels[rows, None] == labels).float()
+    weights[torch.arange(len(rows), device=rows.device), rows] = 1e-12  # drawn only if alone
+    return torch.multinomial(weights, 1).squeeze(1)
 
 
 def _one_negative(labels: Tensor) -> Triplets:

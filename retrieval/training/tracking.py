@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from retrieval.errors import Interrupted, PluginError, did_you_mean
+from retrieval.errors import Interrupted, PluginError, RetrievalError, did_you_mean
 from retrieval.host.files import write_json
 from retrieval.host.hookspecs import hookimpl
 from retrieval.host.plugin_calls import failure
@@ -55,7 +55,7 @@ class Tracking:
         group: str | None = None,
     ) -> None:
         whole = dict.fromkeys(full_name(plugins, name) for name in names)
-        self._name, self._group = name, group
+        self._name, self._group, self._say = name, group, tell
         self._followers = [
             _Follower(full, plugins.build("trackers", {"name": full}), tell) for full in whole
         ]
@@ -73,14 +73,30 @@ class Tracking:
             )
 
     @hookimpl
+    def retrieval_steps_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the means of the last steps."""
+        now = dict(metrics)
+        self._tell(lambda tracker: tracker.log_steps(step, now), "log_steps")
+
+    @hookimpl
     def retrieval_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Log an epoch's metrics."""
         self.log(metrics, epoch)
 
     @hookimpl
-    def retrieval_run_end(self, metrics: Mapping[str, float]) -> None:
-        """Log the best validation metrics."""
+    def retrieval_run_end(self, run: Run, metrics: Mapping[str, float]) -> None:
+        """Log the best validation metrics and, for trackers that take images, a sheet."""
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
+        drawn = run.dataset.kind == "image" and len(run.splits.validation) > 1
+        if drawn and any(follower.takes("image") for follower in self._followers):
+            from retrieval.evaluation.plot import validation_sheet
+
+            try:
+                pixels = validation_sheet(run)
+            except RetrievalError as error:
+                self._say(f"warning: The validation sheet cannot be drawn: {error}")
+            else:
+                self._tell(lambda tracker: tracker.image("validation", pixels), "image")
 
     def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
         """Start tracking, or continue the run that the folder records; later calls do nothing."""
@@ -90,7 +106,7 @@ class Tracking:
         plain = json.loads(json.dumps(configuration, default=str))
         for follower in self._followers:
             key = _kept(folder).get(follower.tracker_name, {}).get("key")
-            follower.begin_with(folder, TrackedRun(name, self._group, plain, key))
+            follower.begin_with(folder, TrackedRun(name, self._group, plain, key, str(folder)))
         for follower in self._followers:
             follower.wait(FIRST_PATIENCE)
 
@@ -104,9 +120,11 @@ class Tracking:
         """Log a table; the first row is its header."""
         self._tell(lambda tracker: tracker.table(title, rows))
 
-    def _tell(self, call: Callable[[Tracker], Any]) -> None:
+    def _tell(self, call: Callable[[Any], Any], method: str = "log") -> None:
+        """Call each tracker that has a method."""
         for follower in self._followers if self._begun else ():
-            follower.call(call)
+            if follower.takes(method):
+                follower.call(call)
 
     def close(self, how: Literal["finished", "stopped", "failed"]) -> None:
         """End every tracked run, waiting up to `PATIENCE` seconds for each tracker."""
@@ -157,7 +175,11 @@ class _Follower(threading.Thread):
             with suppress(OSError):  # the failure is reported even if the disk is full
                 _keep(self._folder, self.tracker_name, {"failed": sentence})
 
-    def call(self, call: Callable[[Tracker], Any]) -> None:
+    def takes(self, method: str) -> bool:
+        """Return whether the tracker has a method, which may be optional."""
+        return hasattr(self._tracker, method)
+
+    def call(self, call: Callable[[Any], Any]) -> None:
         self._tell()
         self._calls.put(call)
 
@@ -185,19 +207,19 @@ class _Follower(threading.Thread):
 
 
 def full_name(plugins: Plugins, name: str) -> str:
-    """Return a tracker's full name; a plugin's name alone means its only tracker.
+    """Return a tracker's full name.
+
+    The tracker's own name is enough, and so is the name of a plugin with one tracker.
 
     Raises:
         PluginError: no such tracker exists, or the plugin offers several.
     """
     known = plugins.factories("trackers")
-    offered = [full for full in known if name in (full, full.partition(".")[0])]
+    offered = [full for full in known if name in (full, *full.split("."))]
     if len(offered) == 1:
         return offered[0]
     if offered:
-        raise PluginError(
-            f"The plugin '{name}' offers several trackers: name one of {', '.join(offered)}."
-        )
+        raise PluginError(f"'{name}' may mean several trackers: name one of {', '.join(offered)}.")
     wrong = plugins.disabled("trackers")
     if why := [reason for full, reason in wrong.items() if name in (full, full.partition(".")[0])]:
         raise PluginError(why[0])
@@ -207,9 +229,9 @@ def full_name(plugins: Plugins, name: str) -> str:
         else "none is installed"
     )
     raise PluginError(
-        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} For wandb or mlflow,"
-        " install its package: pip install 'embedding-retrieval[wandb]' or"
-        " 'embedding-retrieval[mlflow]'."
+        f"There is no tracker '{name}' ({offer}).{did_you_mean(name, known)} For tensorboard,"
+        " wandb or mlflow, install the extra of that name, as in"
+        " pip install 'embedding-retrieval[wandb]'."
     )
 
 

@@ -9,23 +9,30 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.augment import Labels, built_transforms
+from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
+from retrieval.host.values import shown
+from retrieval.model.contracts import Dataset
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import Recipe
-from retrieval.recipe.tables import Phase
+from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
-from retrieval.run.build import Objective
+from retrieval.run.adapters import merge, without_additions
+from retrieval.run.build import Objective, build_sampler, drawn_at_random
 from retrieval.run.folder import (
     absolute_paths,
     claimed,
@@ -34,14 +41,17 @@ from retrieval.run.folder import (
     refuse_taken,
     write_json,
 )
-from retrieval.run.open import Run, begin_folder, build_run, load_run
+from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
+from retrieval.training.averaging import Average
 from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
 from retrieval.training.check import look_ahead
+from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import nothing_to_train, write_untrained
+from retrieval.training.monitor import Monitor
 from retrieval.training.process import (
     forget_after,
     going_on,
@@ -50,7 +60,6 @@ from retrieval.training.process import (
     plain,
     repeating,
     stopping,
-    tensorboard,
     together,
     validate,
 )
@@ -72,10 +81,15 @@ class Trainer:
         accelerator: Accelerate's `Accelerator`, which sets device, precision and number of
             processes.
         report: called with one line per epoch.
+        progress: how far the run has come, if it is resumed.
     """
 
     def __init__(
-        self, run: Run, accelerator: Accelerator, report: Callable[[str], None] = lambda line: None
+        self,
+        run: Run,
+        accelerator: Accelerator,
+        report: Callable[[str], None] = lambda line: None,
+        progress: Position | None = None,
     ) -> None:
         self.run = run
         self.recipe: Recipe = run.recipe
@@ -85,27 +99,10 @@ class Trainer:
         assert run.objective is not None
         self.objective: Objective = run.objective
         place(run, self.objective, accelerator.device)
-        self.dataset = run.dataset
-        if self.recipe.backbone.frozen:
-            self.dataset = backbone_features(
-                run.model, run.dataset, run.device, self.recipe.evaluate.batch
-            )
-        preprocessing = None if self.recipe.backbone.frozen else run.model.preprocessing
-        # shared, so that validation does not decode images again
-        self.raw = RawInputs(self.dataset, preprocessing)
-        self.batches = TrainBatches(
-            self.dataset,
-            run.splits.train,
-            run.splits.train_labels,
-            preprocessing,
-            sampler=self.recipe.sampler,
-            augmentation=self.recipe.augmentation,
-            transforms=built_transforms(self.recipe),
-            seed=self.recipe.seed,
-            workers=self.recipe.train.workers,
-            raw=self.raw,
-        )
-        self.progress = Position()
+        self.monitor = Monitor(self.recipe)
+        self._source: tuple[bool, Dataset, RawInputs] | None = None
+        self._batches: TrainBatches | None = None
+        self.progress = progress or Position()
         self.validates = len(run.splits.validation) > 0
         self._stop = threading.Event()
         self._files: list[str] = []
@@ -113,6 +110,10 @@ class Trainer:
         shares_batches = accelerator.num_processes > 1 and not self.recipe.train.sync_batch_norm
         if shares_batches and trains_batch_norm(run.model, self.recipe):
             self.warnings.append(NOT_SYNCHRONISED.format(processes=accelerator.num_processes))
+        chunk = self.recipe.train.chunk
+        share = self.recipe.batch_size // accelerator.num_processes
+        if chunk and chunk < share and trains_batch_norm(run.model, self.recipe):
+            self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
         self.tally = Tally(lambda: self.progress, every, self._stopped)
         self._enter_phase()
@@ -126,16 +127,62 @@ class Trainer:
         return self.recipe.phases[self.progress.phase]
 
     def _enter_phase(self) -> None:
-        """Start a phase with fresh optimisers."""
+        """Start a phase with its inputs, fresh optimisers and a fresh average of the weights."""
+        run, recipe = self.run, self.recipe
+        self.from_features = recipe.from_features(self.progress.phase)
+        preprocessing = None if self.from_features else run.model.preprocessing
+        if self._source is None or self._source[0] != self.from_features:
+            dataset: Dataset = run.dataset
+            if self.from_features:
+                dataset = backbone_features(
+                    without_additions(run.model), dataset, run.device, recipe.evaluate.batch
+                )
+            # shared, so that validation does not decode images again
+            self._source = self.from_features, dataset, RawInputs(dataset, preprocessing)
+        _, self.dataset, self.raw = self._source
+        augments = self.phase.augment and not self.from_features
+        self.close()
+        self._batches = self.batches = TrainBatches(
+            self.dataset,
+            run.splits.train,
+            run.splits.train_labels,
+            preprocessing,
+            sampler=recipe.sampler,
+            batch_sampler=build_sampler(recipe),
+            augmentation=recipe.augmentation if augments else Augmentation(),
+            transforms=built_transforms(recipe) if augments else (),
+            seed=recipe.seed,
+            workers=recipe.train.workers,
+            raw=self.raw,
+        )
         self.step = Step(
-            self.run.model,
+            run.model,
             self.objective,
-            self.recipe,
+            recipe,
             self.phase,
             len(self.batches),
             self.accelerator,
-            from_features=self.recipe.backbone.frozen,
+            from_features=self.from_features,
         )
+        self.average = Average(run.model, recipe.train, self.phase)
+
+    def close(self) -> None:
+        """End the worker processes, if there are any."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _begin_phase(self) -> None:
+        """Report the phase's warm-up, and save."""
+        warmup, steps = self.recipe.schedule.warmup, len(self.batches)
+        if warmup and self.main:
+            rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
+            whole = self.phase.epochs * steps
+            unit = "" if isinstance(warmup, str) else ", a share of its steps"
+            self.report(
+                f"note: in phase '{self.phase.name}' the learning rate rises for {rises:,} of"
+                f" {whole:,} steps (warmup = {shown(warmup)}{unit})."
+            )
+        self.save()
 
     # --- the loop
     # ----------------------------------------------------------------------------------------
@@ -154,45 +201,66 @@ class Trainer:
         self.run.plugins.notify("retrieval_run_start", run=self.run)
         total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
         meter = Meter("training", total, "batches", done=self.progress.total, show=self.main)
-        if self.progress.total == 0:
-            self.save()
         for note in self.run.splits.notes:
             self.report(f"note: {note}")
         for warning in self.warnings if self.main else ():
             self.report(f"warning: {warning}")
-        board_folder = self.run.path / "tensorboard" if self.main else None
-        board_of = tensorboard(board_folder, self.progress.total)
         with (
-            self.batches,
+            closing(self),
             stopping(self._stop),
             repeating(self.recipe.train),
             meter,
-            board_of as board,
         ):
+            if self.progress.total == 0:
+                if self.validates and self.progress.start is None:
+                    self._validate_start()
+                self._begin_phase()
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
-                    self._end_epoch(self._epoch(meter), board)
+                    self._end_epoch(self._epoch(meter))
                 self.progress.phase += 1
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
                     self._enter_phase()
-                    self.save()
+                    self._begin_phase()
         return self._finish()
+
+    def _validate(self) -> dict[str, float]:
+        return validate(self.run, self.dataset, self.from_features, self.raw, self.average.model)
+
+    def _validate_start(self) -> None:
+        """Make the weights before the first step epoch 0, the first candidate for the best."""
+        validation = self._validate()
+        self.monitor.note(self.progress, validation, trains_backbone=False)
+        if self.main:
+            self._save_best()
+            self.report(f"epoch 0 (the start): {self._shown(validation)}")
+
+    def _shown(self, validation: dict[str, float]) -> str:
+        names = dict.fromkeys((self.monitor.name, "map_at_r", "recall_at_1"))
+        return ", ".join(
+            f"validation_{name} {validation[name]:.4f}" for name in names if name in validation
+        )
 
     def _epoch(self, meter: Meter) -> dict[str, float]:
         progress = self.progress
         world, rank = int(self.accelerator.num_processes), int(self.accelerator.process_index)
         every = self.recipe.train.checkpoint_every
-        started, first = time.perf_counter(), progress.step
+        started = time.perf_counter()
+        self._step_sums = dict(progress.sums), dict(progress.counts)
         self.step.set_modes()
+        rows = 0
         for inputs, labels in self.batches.epoch(
-            progress.epoch, start=progress.step, rank=rank, world=world
+            progress.epoch, start=progress.step, rank=rank, world=world, drawn=self._drawn()
         ):
+            rows += len(inputs) * world
             self._train_batch(*moved(inputs, labels, self.run.device))
             progress.step += 1
             progress.total += 1
             loss = progress.sums.get("loss", 0.0) / progress.counts.get("loss", 1)
             meter.update(epoch=str(progress.epoch + 1), loss=f"{loss:.4f}")
+            if progress.total % EVERY == 0 or progress.step == len(self.batches):
+                self._end_steps()
             if self._stop.is_set():
                 self.save()
                 raise Interrupted(f"Stopped after step {progress.total}.")
@@ -201,10 +269,33 @@ class Trainer:
         self.tally.read()
         self._average_buffers()
         seconds = time.perf_counter() - started
-        size = self.recipe.batch_size
         metrics = {name: value / progress.counts[name] for name, value in progress.sums.items()}
-        metrics["images_per_second"] = (progress.step - first) * size / max(seconds, 1e-9)
+        metrics["images_per_second"] = rows / max(seconds, 1e-9)
         return metrics
+
+    def _drawn(self) -> list[NDArray[np.int64]] | None:
+        """Return the epoch's batches if they follow from embeddings; a checkpoint keeps them."""
+        if not self.batches.batch_sampler.uses_embeddings:
+            return None
+        if self.progress.drawn is None:
+
+            def draw() -> list[NDArray[np.int64]] | None:
+                if not self.main:
+                    return None
+                embeddings = encode(
+                    self.run.model,
+                    self.dataset,
+                    self.run.splits.train,
+                    batch=self.recipe.evaluate.batch,
+                    device=self.run.device,
+                    from_features=self.from_features,
+                    raw=self.raw,
+                )
+                return self.batches.draw(self.progress.epoch, embeddings.numpy())
+
+            drawn: list[Any] = broadcast_object_list([together(self.accelerator, draw)])
+            self.progress.drawn = [torch.from_numpy(batch) for batch in drawn[0]]
+        return [batch.numpy() for batch in self.progress.drawn]
 
     def _train_batch(self, inputs: Tensor, labels: Labels) -> dict[str, Tensor | int]:
         """Train on one batch, and return its metrics without waiting for the device."""
@@ -216,7 +307,23 @@ class Trainer:
                 raise self._stopped(self.progress.total + 1, str(error)) from error
             raise
         self.tally.add(losses)
+        self.average.step()
         return losses.all_metrics()
+
+    def _end_steps(self) -> None:
+        """Tell the plugins the means of the metrics since the last call, and the learning rates."""
+        self.tally.read()
+        progress, (sums, counts) = self.progress, self._step_sums
+        self._step_sums = dict(progress.sums), dict(progress.counts)
+        metrics = {
+            name: (total - sums.get(name, 0.0)) / (progress.counts[name] - counts.get(name, 0))
+            for name, total in progress.sums.items()
+            if progress.counts[name] > counts.get(name, 0)
+        }
+        rates = {f"lr_{name}": rate for name, rate in self.step.rates().items()}
+        self.run.plugins.notify(
+            "retrieval_steps_end", run=self.run, step=progress.total, metrics={**metrics, **rates}
+        )
 
     def _stopped(self, step: int, what: str) -> Diverged:
         return Diverged(
@@ -228,7 +335,8 @@ class Trainer:
     def _average_buffers(self) -> None:
         """Average the batch statistics over all processes, which see different images."""
         if self.accelerator.num_processes > 1:
-            for buffer in self.run.model.buffers():
+            averaged = [] if self.average.model is self.run.model else self.average.model.buffers()
+            for buffer in (*self.run.model.buffers(), *averaged):
                 if buffer.is_floating_point():
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
@@ -240,27 +348,29 @@ class Trainer:
         )
         return patience is not None and trains_metric and self.progress.stale >= patience
 
-    def _end_epoch(self, metrics: dict[str, float], board: Any) -> None:
+    def _end_epoch(self, metrics: dict[str, float]) -> None:
         """Validate, log, save."""
         progress, train = self.progress, self.recipe.train
         self._refuse_nan()  # before validation, which may save the weights as the best
-        self.step.end_epoch()
-        improved = False
+        self.average.epoch_end(progress.phase_epoch + 1)
+        improved, validation = False, {}
         last_of_phase = progress.phase_epoch + 1 == self.phase.epochs
         if self.validates and ((progress.epoch + 1) % train.validate_every == 0 or last_of_phase):
-            validation = validate(self.run, self.dataset, self.recipe.backbone.frozen, self.raw)
+            validation = self._validate()
             metrics |= {f"validation_{name}": value for name, value in validation.items()}
-            if progress.best is None or validation["map_at_r"] > progress.best:
-                progress.best, progress.stale, improved = validation["map_at_r"], 0, True
-                progress.best_metrics = dict(validation)
-            else:
-                progress.stale += 1
+            trained = any("backbone" in p.train for p in self.recipe.phases[: progress.phase + 1])
+            trains_backbone = trained and not self.recipe.backbone.frozen
+            improved = self.monitor.note(progress, validation, trains_backbone)
+            if improved:
+                progress.best_epoch = progress.epoch + 1
+        self.step.end_epoch(validation.get(self.monitor.name))
         record: dict[str, Any] = {
             "phase": self.phase.name,
             "epoch": progress.epoch,
             "step": progress.total,
             "lr": self.step.rates(),
             **metrics,
+            **({"best": improved} if validation else {}),
         }
         warnings = combiner_warnings(
             self.run.model.combiner, metrics, f"The {self.step.who['combiner']}"
@@ -277,27 +387,20 @@ class Trainer:
             for warning in warnings:
                 self.report(f"warning: {warning}")
             self.run.log(record)
-            for name, value in metrics.items():
-                board(name, value, progress.total)
-            shown = [
+            values = [
                 f"{name} {value:.4f}"
                 for name, value in metrics.items()
-                if name
-                in (
-                    "loss",
-                    "generator_loss",
-                    "validation_map_at_r",
-                    "validation_recall_at_1",
-                )
+                if name in ("loss", "generator_loss")
             ]
+            values += [self._shown(validation)] if validation else []
             self.report(
-                f"epoch {progress.epoch + 1}: {', '.join(shown)},"
+                f"epoch {progress.epoch + 1}: {', '.join(values)},"
                 f" {metrics['images_per_second']:.0f} images/s{' (best)' if improved else ''}"
             )
         progress.epoch += 1
         progress.phase_epoch += 1
         progress.step = 0
-        progress.sums, progress.counts = {}, {}
+        progress.sums, progress.counts, progress.drawn = {}, {}, None
         if improved and self.main:
             self._save_best()
         self.save()
@@ -305,12 +408,22 @@ class Trainer:
     def _finish(self) -> dict[str, float]:
         if self.main and not self.validates:
             self._save_best()
+        merge(self.run.model)
         if self.main:
+            progress = self.progress
             summary = {
-                "validation": self.progress.best_metrics,
-                "epochs": self.progress.epoch,
-                "steps": self.progress.total,
+                "validation": progress.best_metrics,
+                "monitor": self.monitor.name,
+                "best_epoch": progress.best_epoch,
+                "start": progress.start,
+                "with_frozen": progress.with_frozen,
+                "with_trained": progress.with_trained,
+                "epochs": progress.epoch,
+                "steps": progress.total,
             }
+            if progress.best is not None:
+                for line in self.monitor.verdict(progress, self._compares_frozen()):
+                    self.report(line)
             write_json(self.run.path / "summary.json", summary)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
@@ -321,6 +434,16 @@ class Trainer:
         )
         return self.progress.best_metrics
 
+    def _compares_frozen(self) -> bool:
+        """Return whether the best weights lack a comparison with the frozen backbone."""
+        recipe = self.recipe
+        return (
+            not recipe.backbone.frozen
+            and self.progress.with_frozen is None
+            and any(True for _ in self.run.model.backbone.parameters())
+            and not drawn_at_random(recipe, self.run.dataset)
+        )
+
     # --- checkpoints
     # -------------------------------------------------------------------------------------
 
@@ -328,7 +451,7 @@ class Trainer:
         """Write the checkpoint to resume from; refuses weights with NaN."""
         self.tally.read()
         self._refuse_nan()
-        self._files = save(self.run, self.step, self.progress, self._files)
+        self._files = save(self.run, self.step, self.average, self.progress, self._files)
 
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
@@ -345,7 +468,10 @@ class Trainer:
     def _save_best(self) -> None:
         checkpoint.save(
             self.run.best,
-            {"model": self.run.model.state_dict(), "metrics": self.progress.best_metrics},
+            {
+                "model": without_additions(self.average.model).state_dict(),
+                "metrics": self.progress.best_metrics,
+            },
         )
 
     def resume(self, standing: Standing) -> None:
@@ -355,10 +481,7 @@ class Trainer:
             DataError: the checkpoint belongs to another recipe or plugin.
         """
         with fitting(standing.file):
-            self.progress = standing.progress
-            if self.progress.phase < len(self.recipe.phases):
-                self._enter_phase()
-            restore(standing, self.run, self.step, self.accelerator.scaler)
+            restore(standing, self.run, self.step, self.average, self.accelerator.scaler)
             self._files = list(standing.state.get("shards", {}).get("files", []))
         checkpoint.restore_random_state(standing.state["random"])
         if self.main:
@@ -406,7 +529,7 @@ def train(
         stands, changed, complete = together(accelerator, look)
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
-            return load_run(path)
+            return Run.open(path)
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:
@@ -418,7 +541,7 @@ def train(
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
             run.splits.notes.extend(look_ahead(run, accelerator).warnings)
-        trainer = Trainer(run, accelerator, report)
+        trainer = Trainer(run, accelerator, report, stands.progress if stands else None)
 
         def begin() -> None:
             if stands is not None:

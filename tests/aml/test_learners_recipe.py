@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
@@ -50,7 +50,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
 
     # the run's weights are what fitting on the run's training items gives
-    loaded = load_run(tmp_path / "run")
+    loaded = Run.open(tmp_path / "run")
     built = loaded.recipe.build("learner", features=64)
     train = loaded.splits.train
     built.fit(x[train].astype(np.float64), y[train])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
@@ -61,7 +61,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
         VECTORS.replace("digits.npz", str(tmp_path / "digits.npz")) + learner
     )
     run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
-    loaded = load_run(tmp_path / "run")
+    loaded = Run.open(tmp_path / "run")
     head = loaded.model.head
     run(cli, "export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()

@@ -13,7 +13,6 @@ and ones that send a byte a second.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import random
@@ -27,14 +26,14 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]  # its neighbours
 
+import makers  # noqa: E402
 import wire  # noqa: E402
 from honest import HonestClients, Seen  # noqa: E402
 from hostile_images import damaged, worst  # noqa: E402
@@ -49,17 +48,6 @@ _ATTACKERS = 8  # addresses
 _PROXY_ATTACKERS = 240  # addresses, of which the proxy takes 20 requests a second each
 _PROXY_PAUSE = 0.15  # seconds between an honest client's searches, for the same reason
 _IDLE, _DRIPPING = 1000, 200  # connections
-
-
-def makers() -> ModuleType:
-    """Return the serving tests' makers of bundles and images."""
-    spec = importlib.util.spec_from_file_location(
-        "serving_makers", HERE.parent / "serving" / "makers.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Memory(NamedTuple):
@@ -301,12 +289,11 @@ def ends(
 
 def prepare(folder: Path) -> tuple[Path, bytes]:
     """Make an index of 200 digits; return its path and one of its images."""
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
 
-    bundles = makers()
-    bundles.write_digits(folder / "photos", 200)
+    makers.write_digits(folder / "photos", 200)
     create_index(
-        folder / "i", bundles.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
+        folder / "i", makers.make_bundle(folder / "bundle"), [folder / "photos"], progress=False
     )
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 

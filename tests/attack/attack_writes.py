@@ -2,6 +2,7 @@
 what each got, and what is left.
 
     python tests/attack/attack_writes.py --requests 20000 --processes 2 --output attack.md
+    python tests/attack/attack_writes.py --requests 20000 --processes 2 --proxy # through nginx
 
 Honest clients search one index all the while, and attackers, most of whom have a key that may do
 everything to the other, send what `hostile_writes` makes. Its exit code is 1 when a promise was
@@ -25,13 +26,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # its neighbours, also where a test imports it by its path
+sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]  # its neighbours
 
+import makers  # noqa: E402
+import wire  # noqa: E402
 from hostile_images import damaged, worst  # noqa: E402
 from hostile_writes import WritingGenerator  # noqa: E402
+from proxy import Proxy, SlowClients  # noqa: E402
 from wire import FORM, ask, form, get, post  # noqa: E402
 
-from attack import _WARM, DEADLINE, Attack, Result, Server, makers, report  # noqa: E402
+from attack import (  # noqa: E402
+    _DRIPPING,
+    _IDLE,
+    _WARM,
+    DEADLINE,
+    GRACE,
+    Attack,
+    Result,
+    Server,
+    report,
+)
 
 OPEN, STILL = "open", "still"
 BOMBS = (
@@ -85,11 +99,10 @@ class Attacked:
 
     def __init__(self, folder: Path, *options: str) -> None:
         from retrieval.serving.http.keys import add_key, new_key
-        from retrieval.serving.index.creating import create_index
+        from retrieval.serving.index.index import create_index
 
-        bundles = makers()
-        bundles.write_digits(folder / "photos", 200)
-        bundle = bundles.make_bundle(folder / "bundle")
+        makers.write_digits(folder / "photos", 200)
+        bundle = makers.make_bundle(folder / "bundle")
         self.sound = (folder / "photos" / "3" / "0003.png").read_bytes()
         self.index, self.temporary = folder / f"{OPEN}.index", folder / "temporary"
         for path in (self.index, folder / f"{STILL}.index"):
@@ -139,9 +152,11 @@ class Attacked:
         ]
         return [entry.replace(b"POST /v1/search HTTP/1.1", path, 1) for entry in plain]
 
-    def attack(self, generator: WritingGenerator, first: int = 0) -> Attack:
+    def attack(
+        self, generator: WritingGenerator, first: int = 0, proxy: Proxy | None = None
+    ) -> Attack:
         """Return an attack on it."""
-        return Attack(self.server, generator, self.sound, first, self.searches())
+        return Attack(self.server, generator, self.sound, first, self.searches(), proxy)
 
     def put_back(self) -> None:
         """Leave the open index with the items that it had: none that attackers brought."""
@@ -197,8 +212,11 @@ class Attacked:
 
     def whole(self) -> list[str]:
         """End it; return what is wrong with the indexes, snapshots and record of changes."""
+        began = time.monotonic()
         self.server.process.send_signal(signal.SIGTERM)
         code, faults = self.server.process.wait(30), []
+        if (took := time.monotonic() - began) > GRACE + 0.5:
+            faults.append(f"the server took {took:.1f} s to end after SIGTERM")
         assert self.server.process.stdout is not None
         self.server.process.stdout.close()
         if code:
@@ -237,9 +255,10 @@ def text_of(
     left: dict[str, Held],
     faults: list[str],
     changes: int,
+    slow: SlowClients | None = None,
 ) -> str:
     """Return what came of it, for people."""
-    text = report(result, [], lines, requests).replace(
+    text = report(result, [], lines, requests, slow).replace(
         "tests/attack/attack.py", "tests/attack/attack_writes.py"
     )
     text = text.replace(
@@ -318,22 +337,35 @@ def run(
     and the bombs' seconds.
     """
     with tempfile.TemporaryDirectory() as name:
-        attacked = Attacked(Path(name), "--processes", str(processes))
+        behind = ["--proxy-header-from", "127.0.0.1"] if options.proxy else []
+        attacked = Attacked(Path(name), "--processes", str(processes), *behind)
         generator = WritingGenerator(images, attacked.sound, 16, attacked.keys, OPEN, options.seed)
         bombs = attacked.bombs(dict(images))
         if options.bombs:
             attacked.server.end()
             return "", True, bombs
-        attacked.attack(generator, 10**6).run(_WARM, options.threads)  # every process is started
+        proxy = slow = None
+        if options.proxy:
+            proxy = Proxy(Path(name) / "proxy", attacked.server.port)
+            wire.trust(str(proxy.certificate))
+            slow = SlowClients(proxy.port, proxy.context, _IDLE, _DRIPPING)
+        warming = attacked.attack(generator, 10**6, proxy)
+        warming.run(_WARM, options.threads)  # every process is started
+        wire.trust(None)
         attacked.put_back()
         time.sleep(40)
         left, serving = {"before": attacked.held()}, attacked.server.processes()[0]
-        attack = attacked.attack(generator)
+        attack = attacked.attack(generator, 0, proxy)
+        wire.trust(None if proxy is None else str(proxy.certificate))
         timer = threading.Timer(60 * options.minutes, attack.stop)
         timer.daemon = True
         timer.start()
         result = attack.run(options.requests, options.threads)
         timer.cancel()
+        wire.trust(None)
+        if proxy is not None and slow is not None:
+            slow.stop()
+            proxy.stop()
         left["at the end"] = attacked.held()
         attacked.put_back()
         time.sleep(40)
@@ -346,7 +378,7 @@ def run(
         changes = attacked.audit.read_text(encoding="utf-8").count("\n")
     sent = sum(sum(entry.values()) for entry in result.answers.values())
     kept = not (faults or result.faults or result.honest.wrong or result.honest.late)
-    return text_of(result, processes, sent, lines, left, faults, changes), kept, bombs
+    return text_of(result, processes, sent, lines, left, faults, changes, slow), kept, bombs
 
 
 def main() -> None:
@@ -365,6 +397,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="after which no further request is begun"
     )
+    parser.add_argument("--proxy", action="store_true", help="through nginx, with slow clients")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--bombs", action="store_true", help="only time their refusal")

@@ -19,6 +19,14 @@ from dataclasses import dataclass
 from wire import FORM, Answer, chunked, connect, form, get, post, read_answer
 
 _TIMEOUT = 20.0
+_HEADERS = [
+    *("Host: localhost", "Host: evil.example", "Host:", "Host: [::1", "Connection: close"),
+    *("Connection: upgrade", "Upgrade: websocket", "Upgrade: h2c", "Transfer-Encoding: chunked"),
+    *("Transfer-Encoding: \x0bchunked", "Content-Length: 0", "Content-Length: -1"),
+    *("Content-Length: 9" + "9" * 30, "Content-Length: 0, 0", "Origin: null", " folded"),
+    *("Sec-Fetch-Site: cross-site", "X: " + "y" * 20_000, "X:\ty\x00", "Expect: 100-continue"),
+    *("If-None-Match: *", "Range: bytes=0-", "Accept-Encoding: gzip", "Cookie: " + "a=b;" * 1000),
+]
 
 
 @dataclass
@@ -178,69 +186,31 @@ class Generator:
         return Request("malformed", bytes(content), manner)
 
     def _header(self, chance: random.Random) -> Request:
-        line = chance.choice(
-            [
-                "GET",
-                "POST",
-                "PUT",
-                "HEAD",
-                "OPTIONS",
-                "TRACE",
-                "CONNECT",
-                "BREW",
-                "get",
-                "PRI",
-                "G" * 500,
-            ]
-        )
+        methods = [
+            "GET",
+            "POST",
+            "PUT",
+            "HEAD",
+            "OPTIONS",
+            "TRACE",
+            "CONNECT",
+            "BREW",
+            "get",
+            "PRI",
+        ]
+        line = chance.choice([*methods, "G" * 500])
+        paths = ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff"]
         path = chance.choice(
             [
-                "/",
-                "/v1/search",
-                "*",
-                "http://evil.example/",
-                "//x",
-                "/%",
-                "/%ff%fe",
-                "/\xff",
-                "/v1/search?k=1",
-                "/v1/../etc",
-                "/" + "a" * chance.choice([10, 5000, 70_000]),
+                *paths,
+                *("/v1/search?k=1", "/v1/../etc", "/" + "a" * chance.choice([10, 5000, 70_000])),
                 "/v1/items/" + "9" * chance.choice([5, 5000]) + "/image",
             ]
         )
         version = chance.choice(
             ["HTTP/1.1"] * 4 + ["HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9.9", "", "HTTP/1.1 x"]
         )
-        headers = chance.choices(
-            [
-                "Host: localhost",
-                "Host: evil.example",
-                "Host:",
-                "Host: [::1",
-                "Connection: close",
-                "Connection: upgrade",
-                "Upgrade: websocket",
-                "Upgrade: h2c",
-                "Transfer-Encoding: chunked",
-                "Transfer-Encoding: \x0bchunked",
-                "Content-Length: 0",
-                "Content-Length: -1",
-                "Content-Length: 9" + "9" * 30,
-                "Content-Length: 0, 0",
-                "Origin: null",
-                "Sec-Fetch-Site: cross-site",
-                "X: " + "y" * 20_000,
-                "X:\ty\x00",
-                " folded",
-                "Expect: 100-continue",
-                "If-None-Match: *",
-                "Range: bytes=0-",
-                "Accept-Encoding: gzip",
-                "Cookie: " + "a=b;" * 1000,
-            ],
-            k=chance.choice([0, 1, 2, 3, 6, 100]),
-        )
+        headers = chance.choices(_HEADERS, k=chance.choice([0, 1, 2, 3, 6, 100]))
         end = chance.choice(["\r\n"] * 5 + ["\n", "\r", ""])
         return Request(
             "header", end.join([f"{line} {path} {version}", *headers, "", ""]).encode("latin-1")

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hostile_images as hostile
 import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.decoding import Decoders
 from retrieval.serving.images import FORMATS, Limits, Preprocessing, can_open, decode, format_of
-
-_spec = importlib.util.spec_from_file_location(
-    "hostile_images", Path(__file__).with_name("hostile_images.py")
-)
-hostile = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(hostile)
 
 SECONDS = 2.0
 PREPROCESSING = Preprocessing((224, 224), resize=256)

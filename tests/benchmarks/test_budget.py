@@ -6,31 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from sklearn.neighbors import NeighborhoodComponentsAnalysis
-
-
-def test_a_split_has_so_much_cpu_time_and_no_more() -> None:
-    import anml_table2
-
-    within = anml_table2.bounded("monk1", "euclid", 0)
-    assert 70 < within["honest"] < 85 and "over" not in within
-    assert anml_table2.bounded("monk1", "pnca", 0, budget=1) == {
-        "set": "monk1",
-        "method": "pnca",
-        "split": 0,
-        "over": 1,
-    }
-
-
-def test_a_learner_that_cannot_be_fitted_is_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    import anml_table2
-
-    monkeypatch.setattr(
-        anml_table2, "candidates", lambda *_: [NeighborhoodComponentsAnalysis(n_components=99)]
-    )
-    assert "n_components" in anml_table2.measure("monk1", "nca", 0)["failed"]
-
 
 def test_the_cells_say_so() -> None:
     import anml_table2

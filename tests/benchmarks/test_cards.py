@@ -4,9 +4,7 @@ seeds or more unless the card says so.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -51,16 +49,3 @@ def test_intervals_are_students() -> None:
     assert np.mean(values) - half_width(values) == pytest.approx(low)
     assert np.mean(values) + half_width(values) == pytest.approx(high)
     assert interval(values) == ".939 ± .012" and interval([-0.004], sign=True) == "−.004"
-
-
-def test_figures_move_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import cards
-
-    before, lines = cards.block("digits"), []
-    for line in cards.KEPT.read_text(encoding="utf-8").splitlines():
-        entry: dict[str, Any] = json.loads(line)
-        entry["figures"]["trained"]["map_at_r"] -= 0.01
-        lines.append(json.dumps(entry, ensure_ascii=False))
-    (tmp_path / "cards.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    monkeypatch.setattr(cards, "KEPT", tmp_path / "cards.jsonl")
-    assert cards.block("digits") != before

@@ -72,8 +72,3 @@ def test_the_script_takes_it(
         parse(monkeypatch, script, words)
     else:
         assert not words, f"{script}.py takes no options"
-
-
-def test_an_unknown_option_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit):
-        parse(monkeypatch, "training", "--nothing-of-the-kind")

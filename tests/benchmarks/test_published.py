@@ -55,23 +55,6 @@ def test_no_script_holds_a_published_table(script: Path) -> None:
     assert not held(script.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        'PAPER = {"breast": (0.040, 0.044, 0.052, 0.073)}',
-        (
-            'PAIRS = (("lifted", "+1.7"), ("proxy-NCA", "+3.5"), ("N-pair", "+3.2"), ("DANML",'
-            ' "+2.2"))'
-        ),
-        'PAPER = {"lifted": 1.7, "proxy-NCA": 3.5, "N-pair": 3.2, "DANML": 2.2}',
-        'line = "| LEGO [.35] [.64] [.58] |"',
-    ],
-    ids=["a row", "differences as text", "differences", "a line of a report"],
-)
-def test_what_would_be_refused(code: str) -> None:
-    assert held(code)
-
-
 @pytest.mark.parametrize("name", TABLES)
 def test_each_table_says_where_it_is_from_and_is_rectangular(name: str) -> None:
     table = TABLES[name]

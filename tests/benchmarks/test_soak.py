@@ -17,6 +17,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for whom to kill")
 def test_what_clients_were_told_is_there_after_kills(tmp_path: Path) -> None:
     words = ["--seconds", "20", "--pause", "2", "5", "--seed", "4", "--output", str(tmp_path)]

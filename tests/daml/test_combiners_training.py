@@ -14,10 +14,10 @@ import pytest
 import torch
 from pytorch_metric_learning import losses
 from retrieval.errors import RecipeError
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -81,7 +81,7 @@ def test_one_metric_is_the_plain_case_bit_for_bit(
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     for key in ("loss", "validation_map_at_r", "validation_recall_at_1"):
         assert [line[key] for line in log(left)] == [line[key] for line in log(plain)]
-    metrics = [evaluate_run(load_run(run.path)).metrics["trained"] for run in (left, plain)]
+    metrics = [evaluate(Run.open(run.path)).metrics["trained"] for run in (left, plain)]
     assert metrics[0] == metrics[1]
 
 
@@ -309,6 +309,6 @@ def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path:
     assert not torch.equal(last(run)["combiner.logits"], torch.zeros(3))
     (sentence,) = run.model.combiner.warnings({"weight_1": 0.01, "weight_2": 0.99, "loss": 0.0})  # type: ignore[union-attr]
     assert sentence == "weight_1 is 0.010."
-    from retrieval.export.export_run import export_run
+    from retrieval.export.export_run import export
 
-    assert export_run(load_run(run.path)).manifest.rescorer is not None
+    assert export(Run.open(run.path)).bundle.manifest.rescorer is not None

@@ -12,7 +12,7 @@ import torch
 from retrieval.host.plugins import load_plugins
 from retrieval.model.model import build_head
 from retrieval.recipe.read import check_recipe
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 from torch import nn
 
@@ -159,7 +159,7 @@ def test_a_recipe_trains_with_it_and_repeats_itself(tmp_path: Path, more: dict[s
     runs = []
     for name in "xy":
         train(tmp_path / name, check_recipe(recipe(tmp_path / "data.npz", **more)))
-        runs.append(load_run(tmp_path / name))
+        runs.append(Run.open(tmp_path / name))
     weights = [dict(run.model.state_dict()) for run in runs]
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
 

@@ -163,7 +163,7 @@ def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(
 FRAGILE = '''
 import copy
 import os
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval_daml import HardNegativeGenerator
 
 class Fragile(HardNegativeGenerator):

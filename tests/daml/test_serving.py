@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.export.export_run import export_run
+from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.export.export_run import export
 from retrieval.model.contracts import Combiner
 from retrieval.recipe.read import check_recipe
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.training.trainer import train
 from sklearn.datasets import load_digits
 
@@ -57,10 +56,10 @@ class Served:
             }
         )
         train(folder / "run", built)
-        self.run: Run = load_run(folder / "run")
+        self.run: Run = Run.open(folder / "run")
         assert self.run.model.combiner is not None
         self.combiner: Combiner = self.run.model.combiner
-        self.manifest = export_run(self.run).manifest
+        self.manifest = export(self.run).bundle.manifest
         self.items: NDArray[np.float32] = vectors[self.run.splits.query]
         np.savez(
             folder / "gallery.npz",
@@ -189,7 +188,7 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name
     assert {key: overlap[key] for key in expected} == pytest.approx(expected, abs=2e-3)
     assert overlap["500"] >= 0.95
     assert overlap["50"] <= overlap["200"] <= overlap["500"]
-    results = evaluate_run(
+    results = evaluate(
         built.run, bundle=built.run.path / "bundle", metrics=["recall_at_1", "recall_at_10"]
     )
     stated = results.candidates.overlap_at_10

@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from retrieval.errors import RetrievalError
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
 from retrieval.training.trainer import train
@@ -126,7 +126,7 @@ def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path: P
             }
         )
         run = train(tmp_path / name, built)
-        actual[name] = evaluate_run(run).metrics["trained"]["recall_at_1"]
+        actual[name] = evaluate(run).metrics["trained"]["recall_at_1"]
         if name == "daml.discriminator":
             _check_weights(run, x[480:], spoilt=x[480:].reshape(-1, VIEWS, WIDTH)[:, :, 0] > 2.5)
     assert actual["daml.discriminator"] > actual["daml.uniform"] + 0.1, actual

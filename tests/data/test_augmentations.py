@@ -23,7 +23,7 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.run.check_data import preview
+from retrieval.run.check_data import font_of, preview
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -322,8 +322,8 @@ class TestFaults:
     def test_a_plugins_own_by_its_name(self, tmp_path: Path) -> None:
         plugin = tmp_path / "fog.py"
         plugin.write_text(
-            '"""Fog."""\nimport torch\nfrom retrieval import hookimpl\n\nclass Fog:\n    """Lighter'
-            ' by chance.\n\n    Args:\n        most: added at most.\n    """\n\n    def'
+            '"""Fog."""\nimport torch\nfrom retrieval.plugin import hookimpl\n\nclass Fog:\n    """'
+            'Lighter by chance.\n\n    Args:\n        most: added at most.\n    """\n\n    def'
             " __init__(self, most: int = 40) -> None:\n        self.most = most\n\n    def"
             " __call__(self, pixels):\n        return (pixels.int() + torch.randint(1, self.most,"
             " (1,))).clamp(max=255).to(torch.uint8)\n\n@hookimpl\ndef retrieval_augmentations():\n "
@@ -350,6 +350,16 @@ class TestPreview:
             for o in others
         }
         assert kinds == {"same", "inverted"}
+
+    def test_names_are_drawn_in_a_font_that_has_their_letters(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from matplotlib import font_manager
+
+        font, names = font_of(["щука ∂ é", "ψάρι"])
+        assert names == ["щука ∂ é", "ψάρι"] and font.getmask("щ") != font.getmask("\uffff")
+        monkeypatch.setattr(font_manager.fontManager, "ttflist", [])  # no system's fonts
+        assert font_of(["雪 a"])[1] == ["\\u96ea a"]
 
     def test_the_command_writes_it_and_says_when_nothing_changes(
         self, tmp_path: Path, cli: Any

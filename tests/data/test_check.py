@@ -336,6 +336,17 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyP
     assert not ended.complete and len(ended.first) < 100 * near._MOST
 
 
+def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vectors = np.ones((300, 4), np.float32)
+    whole = near_pairs(vectors, 0.1)
+    assert whole.complete and len(whole.first) == 300 * 299 // 2
+    monkeypatch.setattr(near, "_MOST", 128)
+    part = near_pairs(vectors, 0.1)
+    assert not part.complete and len(part.first) < 300 * 299 // 2
+
+
 def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
     one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     (tmp_path / "a").mkdir()

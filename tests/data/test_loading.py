@@ -17,7 +17,8 @@ from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
 from retrieval.data.augment import crop_box, draw_changes
 from retrieval.data.datasets import ArrayDataset, FileDataset
-from retrieval.data.loading import RawInputs, TrainBatches, draw_epoch, inputs
+from retrieval.data.loading import RawInputs, TrainBatches, inputs
+from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.serving.images import Preprocessing
@@ -148,7 +149,7 @@ def test_shares_make_up_the_batch(photos: FileDataset) -> None:
         assert torch.equal(x, torch.cat([share[i][0] for share in shares]))
         assert torch.equal(y, torch.cat([share[i][1] for share in shares]))
     with pytest.raises(
-        DataError, match="4 classes × 3 items cannot be shared equally by 5 processes"
+        DataError, match=r"12 rows \(classes × items × views\) cannot be shared equally by 5 proc"
     ):
         loader.epoch(0, world=5)
 
@@ -201,7 +202,8 @@ def test_the_draw_is_pytorch_metric_learnings(monkeypatch: pytest.MonkeyPatch, d
         )
         monkeypatch.setattr(common_functions, "NUMPY_RANDOM", own)
         theirs = list(MPerClassSampler(labels, m, p * m, count * p * m))
-        drawn = draw_epoch(labels, Sampler(classes=p, items=m, batches=batches_), seed, epoch)
+        items = training_items(Sampler(classes=p, items=m, batches=batches_), labels, None)
+        drawn = drawn_batches(ClassBalanced(), items, seed, epoch)
         np.testing.assert_array_equal(drawn, np.reshape(theirs, (count, p * m)))
 
 

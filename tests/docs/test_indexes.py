@@ -29,13 +29,6 @@ def same(shown: str, printed: str) -> bool:
     return re.fullmatch(pattern, printed) is not None
 
 
-def test_another_output_is_noticed() -> None:
-    assert same("1 added in 0.1 s.\n", "1 added in 12.3 s.\n") and same("…\nb 1\n", "a\na\nb 1\n")
-    assert not same("1 added in 0.1 s.\n", "2 added in 0.1 s.\n") and not same(
-        "…\nb 1\n", "a\nb 2\n"
-    )
-
-
 def test_indexes_shows_what_its_commands_print(
     after_tutorial: Any, root: Path, blocks: Callable[..., Any]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import shutil
@@ -11,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import makers
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.stages import STAGES
 
 
@@ -30,12 +29,6 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl, which asks the server, is not here")
 def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: Any) -> None:
-    spec = importlib.util.spec_from_file_location(
-        "serving_makers", root / "tests" / "serving" / "makers.py"
-    )
-    assert spec is not None and spec.loader is not None
-    makers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(makers)
     makers.write_digits(reader.folder / "photos", 20)
     create_index(
         reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False

@@ -5,20 +5,26 @@ those shown.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import io
 import json
 import re
+import runpy
 import shutil
 import tomllib
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import retrieval
 from retrieval.errors import RecipeError
-from retrieval.host.factory import COMPONENTS
+from retrieval.host.factory import COMPONENTS, KINDS
+from retrieval.model.contracts import Combiner
 from retrieval.recipe.read import Recipe, read_recipe
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import filter_from_json, parse_filter
 from retrieval.serving.http.openapi import document
@@ -48,8 +54,8 @@ def test_tutorial(tutorial: Any, root: Path) -> None:
         line.startswith("curl ") for line in lines
     )
     with contextlib.chdir(tutorial.folder):  # the recipe's paths start there
-        run = load_run(Path("runs", "photos"))
-        second = load_run(Path("runs", "beta20")).recipe
+        run = Run.open(Path("runs", "photos"))
+        second = Run.open(Path("runs", "beta20")).recipe
     assert (len(run.splits.train), len(run.splits.validation), len(run.splits.query)) == (
         1007,
         250,
@@ -153,13 +159,14 @@ def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     assert printed == shown and len(shown) == 5
     assert (reader.folder / "learners_map.png").read_bytes().startswith(b"\x89PNG")
     assert Bundle.open(reader.folder / "digits_nca.bundle").manifest.distance.exact
-    run = load_run(reader.folder / "runs" / "digits_nca")
+    run = Run.open(reader.folder / "runs" / "digits_nca")
     assert run.recipe.learner is not None and run.recipe.learner.parameters["random_state"] == 1
 
 
 def test_python(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     page = blocks(root / "docs" / "python.md")
-    assert sum(len(block.body.splitlines()) for block in page if block.language == "python") <= 35
+    code = "".join(block.body for block in page if block.language == "python")
+    assert len([line for line in code.splitlines() if line]) <= 30
     printed, shown = notebook(reader, page)
     hidden = re.compile(r"\d+| \(best\)")  # another machine trains to other numbers
     assert [hidden.sub("", text) for text in printed] == [hidden.sub("", text) for text in shown]
@@ -185,3 +192,61 @@ def test_indexes_shows_text_and_json_of_the_same_filter(root: Path) -> None:
         for form in re.findall(r"`(\{.*?\})`", forms):
             same = parse_filter(text)
             assert filter_from_json(json.loads(form)) == same, text
+
+
+def test_what_stands_beside_another_librarys_call_exists(root: Path) -> None:
+    import pytorch_metric_learning as theirs
+    from retrieval.host.plugins import load_plugins
+
+    page = (root / "docs" / "migrating.md").read_text(encoding="utf-8")
+    plugins = load_plugins()
+    offered = {name for kind in KINDS for name in plugins.factories(kind)}
+    named = set(re.findall(r"\b(?:core|pml)\.\w+", page))
+    assert len(named) >= 8 and named <= offered
+    for name in set(re.findall(r"\bretrieval((?:\.\w+)+)", page)):
+        assert attrgetter(name[1:])(retrieval), name
+    for name in set(re.findall(r"\brun\.(\w+)", page)):
+        assert hasattr(retrieval.Run, name), name
+    section = page[page.index("## pytorch") : page.index("## Open Metric")]
+    calls = re.findall(r"^\| `(\w+)\.([\w.]+)\(", section, re.M)
+    assert len(calls) >= 9
+    for module, name in calls:
+        inner = importlib.import_module(f"{theirs.__name__}.{module}")
+        if "." in name:
+            module, name = name.split(".")[:2]
+            inner = importlib.import_module(f"{inner.__name__}.{module}")
+        assert hasattr(inner, name), name
+
+
+def test_the_notebook_is_the_python_page_executed(root: Path) -> None:
+    made = runpy.run_path(str(root / "docs" / "notebook.py"))["cells"]
+    file = root / "docs" / "python.ipynb"
+    cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+    own = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    page = (root / "docs" / "python.md").read_text(encoding="utf-8")
+    assert own == made(page), "python.md changed: run python docs/notebook.py"
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    shown = [output for cell in code for output in cell["outputs"]]
+    assert sum("image/png" in output.get("data", {}) for output in shown) == 3
+    assert not any(output["output_type"] == "error" for output in shown)
+    assert file.stat().st_size < 300_000
+
+
+def test_the_combiners_table_has_every_method_of_the_contract(root: Path) -> None:
+    page = (root / "docs" / "researcher.md").read_text(encoding="utf-8")
+    part = page[page.index("Three methods are to be written") : page.index("## A generator")]
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \|$", part, re.M)
+    named = {name for first, _ in rows for name in re.findall(r"`(\w+)", first)}
+    own = {name for name in vars(Combiner) if not name.startswith("_")}
+    assert named == own
+    always = {
+        name for first, when in rows for name in re.findall(r"`(\w+)", first) if "always" in when
+    }
+    bare = {
+        name
+        for name in own
+        if "NotImplementedError"
+        in inspect.getsource(Combiner).partition(f"def {name}(")[2].partition("    def ")[0]
+    }
+    assert always == bare == {"build_head", "compute_mat", "pairwise_distance"}

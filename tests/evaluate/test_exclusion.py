@@ -17,8 +17,8 @@ from retrieval.evaluation.neighbors import Exclusion, Search
 from retrieval.evaluation.protocol import Protocol, expanded, open_set, reranked
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
-from retrieval.recipe.tables import Expansion, Rerank
-from retrieval.run.open import ItemCodes, load_run
+from retrieval.recipe.evaluate_table import Expansion, Rerank
+from retrieval.run.open import ItemCodes, Run
 
 ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
 
@@ -329,14 +329,17 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert refused.code == 2 and "--ray belongs to a folder of embeddings" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
-    assert "Did you mean 'camera'?" in wrong.err
+    assert "Did you mean 'camera'?" in wrong.err and not Path("runs/other").exists()
+    wrong = cli("check", "r.toml", "evaluate.by=shop", 'evaluate.levels=["brand", "camera"]')
+    assert wrong.code == 2 and "r.toml has 2 problems" in wrong.err and "'brand'" in wrong.err
+    assert "[evaluate] by: the data have no column 'shop' of metadata (they have: ca" in wrong.err
 
 
 def check_the_rows() -> Any:
     """Rows after expansion, and open-set rates, are of what a query may see; returns the codes of
     all items.
     """
-    run = load_run(Path("runs/r"))
+    run = Run.open(Path("runs/r"))
     table = run.recipe.evaluate.model_copy(
         update={"expand": Expansion(k=3), "rerank": Rerank(k1=4, k2=2), "open_set": [0.5]}
     )
@@ -374,7 +377,7 @@ def check_the_rows() -> Any:
 
 def check_the_report(codes: Any) -> None:
     """The report's neighbours and figures are of what a query may see, and so are its pairs."""
-    run = load_run(Path("runs/r"))
+    run = Run.open(Path("runs/r"))
     labels, cameras = run.splits.labels, [row["camera"] for row in run.dataset.metadata or []]
     found = measured.measure(run, 100, 100)
     apart = distances(codes, codes)

@@ -4,14 +4,12 @@ are, and from files.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -65,16 +63,6 @@ def test_by_plain_loops():
         ]
         right.append(labels[min(exact)[1]] == labels[row])
     assert found == np.mean(right)
-
-
-@pytest.fixture(scope="module")
-def makers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "serving_makers", Path(__file__).parents[1] / "serving" / "makers.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 import sys
@@ -16,19 +15,25 @@ import pytest
 import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
-from retrieval.errors import DataError
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.errors import DataError, MissingDependency
+from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
-    {"phase": "first", "loss": 1.5, "validation_map_at_r": 0.2, "validation_recall_at_1": 0.5},
+    {
+        "phase": "first",
+        "loss": 1.5,
+        "validation_map_at_r": 0.2,
+        "validation_recall_at_1": 0.5,
+        "best": True,
+    },
     {
         "phase": "first",
         "loss": 0.9,
         "validation_map_at_r": 0.6,
         "validation_recall_at_1": 0.9,
         "gamma_max": 0.3,
+        "best": True,
     },
     {
         "phase": "second",
@@ -36,18 +41,9 @@ EPOCHS = [
         "generator_loss": 3.0,
         "validation_map_at_r": 0.6,
         "validation_recall_at_1": 0.8,
+        "best": False,
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def makers() -> ModuleType:
-    path = Path(__file__).parents[1] / "serving" / "makers.py"
-    spec = importlib.util.spec_from_file_location("plot_makers", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +246,7 @@ def test_a_map_of_many_classes_colours_without_a_legend() -> None:
         (np.zeros((3, 1)), [0, 1, 2], "pca", "not of shape"),
         (np.full((3, 2), np.nan), [0, 1, 2], "pca", "NaN or infinity"),
         (np.ones((3, 2)), [0, 1], "pca", "one label"),
-        (np.ones((3, 2)), [0, 1, 2], "umap", "'pca' or 'tsne', not 'umap'"),
+        (np.ones((3, 2)), [0, 1, 2], "unap", "'pca', 'tsne' or 'umap', not 'unap'"),
     ],
 )
 def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said: str) -> None:
@@ -258,11 +254,33 @@ def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said
         retrieval.plot.map(codes, labels, method=method)
 
 
+def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again() -> None:
+    pytest.importorskip("umap", reason="umap-learn is not installed")
+    codes, labels = load_iris(return_X_y=True)
+    first, second = (
+        [
+            np.asarray(g.get_offsets())
+            for g in retrieval.plot.map(codes, labels, method="umap").axes[0].collections
+        ]
+        for _ in range(2)
+    )
+    centres = np.array([points.mean(axis=0) for points in first])
+    own = np.linalg.norm(first[0] - centres[0], axis=1).mean()
+    assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "umap", None)
+    with pytest.raises(MissingDependency, match=r"embedding-retrieval\[umap\]"):
+        retrieval.plot.map(np.eye(3), [0, 1, 2], method="umap")
+
+
 def test_no_picture_touches_pyplot(process: Any) -> None:
     done = process(
         "-c",
-        "import retrieval, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]);"
+        "import retrieval.plot, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]);"
         " print('matplotlib.pyplot' in sys.modules)",
     )
     assert done.out.strip() == "False", done.err
-    assert "plot" in dir(retrieval) and sys.modules["retrieval.evaluation.plot"] is retrieval.plot
+    assert "plot" in dir(retrieval) and sys.modules["retrieval.plot"] is retrieval.plot

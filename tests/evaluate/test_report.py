@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import DataError, PluginError
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.evaluation.report import measured, write
 from retrieval.evaluation.report.write import SIDE, Section, Thumbnails, page
+from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import check_recipe
-from retrieval.recipe.tables import Evaluate
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 PLUGIN = '''
 """Digits whose labels are markup, one of them wrong."""
 import numpy as np
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.data.datasets import ArrayDataset
 
 SVG = (
@@ -81,7 +81,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(run_folder: Path) -> measured.Measured:
-    return measured.measure(load_run(run_folder), queries=1000, sample=100)
+    return measured.measure(Run.open(run_folder), queries=1000, sample=100)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def file(run_folder: Path) -> Path:
 
 def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
-    theirs = evaluate_run(run_folder, metrics=names, progress=False).metrics["trained"]
+    theirs = evaluate(Run.open(run_folder), metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == found.query_count == 100
     for name in names:
         mean, low, high = found.intervals[name]
@@ -154,7 +154,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
         "train": {"device": "cpu"},
     }
     train(tmp_path / "run", check_recipe(table))
-    seen = measured.measure(load_run(tmp_path / "run"), 1000, 48)
+    seen = measured.measure(Run.open(tmp_path / "run"), 1000, 48)
     assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
     assert measured.confusions(seen) == [("6", "7", 1, 13)]
     text = write.report(
@@ -165,7 +165,12 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
         and "t-SNE by the learned distance" in text
         and 'alt="" src=' not in text
     )
-    sampled = measured.measure(load_run(tmp_path / "run"), 10, 20)
+    names, columns, counts, total = measured.confusion_matrix(seen)
+    assert names == columns == ["4", "5", "6", "7"] and total == 4
+    assert counts == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 1], [0, 0, 0, 11]]
+    names, columns, counts, total = measured.confusion_matrix(seen, most=1)
+    assert (names, columns, counts, total) == (["6"], ["6", "other classes"], [[12, 1]], 4)
+    sampled = measured.measure(Run.open(tmp_path / "run"), 10, 20)
     assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
 
 
@@ -197,6 +202,44 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
     )
 
 
+def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
+    run_folder: Path, file: Path, tmp_path: Path
+) -> None:
+    recipe = Run.open(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
+    train(tmp_path / "second", recipe)
+    runs = [run_folder, tmp_path / "second"]
+    two = write.report(runs, tmp_path / "two.html", map="none", thumbnails=50, progress=False)
+    text = two.read_text(encoding="utf-8")
+    side = text[text.index("<h2>Side by side") : text.index('<section id="run0"')]
+    lines = re.findall(r"(run|second): MAP@R (\d\.\d+)</p><ul class=\"sheet\">(.*?)</ul>", side)
+    assert [name for name, *_ in lines] == ["run", "second"] * 6
+    queries = [re.search(r'title="(.*?)"', items) for *_, items in lines]
+    assert all(a and b and a[1] == b[1] for a, b in zip(queries[::2], queries[1::2], strict=True))
+    gaps = [abs(float(a[1]) - float(b[1])) for a, b in zip(lines[::2], lines[1::2], strict=True)]
+    assert gaps == sorted(gaps, reverse=True) and gaps[0] > 0
+    rows = dict(re.findall(r'<tr><th scope="row">([\w.]+)</th>(.*?)</tr>', text))
+    assert rows["seed"] == "<td>0</td><td>3</td>" and "embedding-retrieval" in rows["versions"]
+    count = sum(p.numel() for p in Run.open(run_folder).model.parameters())
+    assert rows["parameters"] == f"<td>{count:,}</td>" * 2 and "loss.name" not in rows
+    assert "[backbone]" in text and "because --thumbnails is used up" in text
+    assert "used up" not in file.read_text(encoding="utf-8")
+    assert text.index('<th scope="col">MAP@R') < text.index('<th scope="col">Recall@1')
+    alone = file.read_text(encoding="utf-8")
+    assert "Side by side" not in alone and "100 of 100 test items, of 5 classes" in alone
+
+
+def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run.open(run_folder)
+    monkeypatch.setattr(measured, "PER_CLASS", 4)  # five classes, and so less than the sample
+    seen = measured.measure(run, 1000, 60, label_column="parity")
+    assert {seen.name(int(item)) for item in seen.query} == {"0", "1"}
+    assert len(seen.pairs.items) == 60
+    with pytest.raises(DataError, match=r"--label-column party: .*Did you mean 'parity'"):
+        measured.measure(run, 1000, 60, label_column="party")
+
+
 def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
     from PIL import Image
     from retrieval.data.datasets import FileDataset
@@ -205,8 +248,8 @@ def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
     Image.fromarray(noise).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no image")
     thumbnails = Thumbnails(FileDataset([tmp_path / "a.png", tmp_path / "b.png"], ["a", "b"]), 9)
-    assert thumbnails(0).startswith("data:image/jpeg") and len(thumbnails(0)) < 8000 and SIDE == 64
-    assert thumbnails(1) == ""
+    assert thumbnails(0).startswith("data:image/jpeg") and len(thumbnails(0)) < 16_000
+    assert thumbnails(1) == "" and SIDE == 96
 
 
 def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Path) -> None:
@@ -250,7 +293,7 @@ def test_a_plugin_that_gives_something_else_is_told(
         def retrieval_report_panels(self, run: Run) -> Any:
             return eval(given)
 
-    run = load_run(run_folder)
+    run = Run.open(run_folder)
     run.plugins.manager.register(Bad())
     with pytest.raises(PluginError, match=sentence):
         write.panels(run)
@@ -277,6 +320,12 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
     )
     assert page.evaluate(bright) == 21
     assert "<b>8</b>" in page.inner_text(".shown")
+    page.click(".legend button:last-child")
+    assert page.inner_text("[role=status]") == "20 items"  # not the item with the wrong label
+    page.click(".legend button:last-child")
+    page.click(".map circle >> nth=0", force=True)
+    assert page.locator(".shown > img").bounding_box()["width"] == 192
+    assert page.locator(".shown li.item img").count() == 5
     page.click("button.in")
     assert page.get_attribute(".map", "viewBox").split()[2] == "62.4"
     page.click("button.whole")
@@ -285,6 +334,13 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
     page.focus("input[type=range]")
     page.keyboard.press("ArrowRight")
     assert "FAR" in before and page.inner_text("output") != before
+    page.set_viewport_size({"width": 1280, "height": 900})
+    wide = (
+        "() => [...document.querySelectorAll('.wide')].filter(t => t.scrollWidth > t.clientWidth)"
+    )
+    assert page.evaluate(f"{wide}.length") == 0
+    sheet, body = (page.locator(name).first.bounding_box()["width"] for name in (".sheet", "main"))
+    assert page.locator("li.item").first.bounding_box()["width"] > sheet / 10 and sheet == body
     for width in (390, 1200):
         page.set_viewport_size({"width": width, "height": 900})
         result = axe.run(page)
@@ -295,7 +351,7 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
 
 def protocol(folder: Path, **evaluate: Any) -> Run:
     """The run, with an `[evaluate]`."""
-    run = load_run(folder)
+    run = Run.open(folder)
     run.recipe = run.recipe.model_copy(update={"evaluate": Evaluate(**evaluate)})
     return run
 
@@ -327,7 +383,7 @@ def test_the_protocols_figures_are_those_of_evaluate(
 ) -> None:
     run = protocol(run_folder, **given)
     seen = measured.measure(run, queries=1000, sample=100)
-    theirs = evaluate_run(run, metrics=NAMES, progress=False).metrics["trained"]
+    theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
     graded = "levels" in given or "tags" in given
     assert ("ndcg_at_8" in seen.intervals) == graded
     for name in NAMES[: None if graded else -1]:
@@ -369,5 +425,5 @@ def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
         ({"tags": "tag"}, "no column 'tag' of metadata"),
         ({"gallery_items": 99}, "no class has so many test items"),
     ):
-        with pytest.raises(DataError, match=sentence):
+        with pytest.raises((DataError, RecipeError), match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)

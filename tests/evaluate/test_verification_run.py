@@ -5,7 +5,6 @@ learner, a bundle, and by command.
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable
@@ -19,11 +18,11 @@ from retrieval.data.encode import encode
 from retrieval.errors import DataError
 from retrieval.evaluation import verify_run as verification_run
 from retrieval.evaluation.verification import Verification, verification
-from retrieval.evaluation.verify_run import pair_distances, verify_run
-from retrieval.export.export_run import export_run
+from retrieval.evaluation.verify_run import pair_distances, verify
+from retrieval.export.export_run import export
 from retrieval.recipe.read import check_recipe
 from retrieval.run import open as run_open
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
@@ -94,9 +93,9 @@ def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
 def test_figures_are_those_of_the_models_own_distances(
     fresh: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = load_run(fresh(kind))
+    run = Run.open(fresh(kind))
     monkeypatch.setattr(verification_run, "_NUMBERS_PER_CALL", 160)  # a few pairs at a time
-    results = verify_run(run, baseline=True)
+    results = verify(run, baseline=True)
     rows = written_pairs(run.path)
     distances = by_matrix(run, rows)
     np.testing.assert_allclose(
@@ -119,8 +118,8 @@ def test_figures_are_those_of_the_models_own_distances(
 
 
 def test_what_is_written(fresh: Callable[[str], Path]) -> None:
-    run = load_run(fresh("plain"))
-    results = verify_run(run, draw=400, seed=3, baseline=True)
+    run = Run.open(fresh("plain"))
+    results = verify(run, draw=400, seed=3, baseline=True)
     kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
     assert kept == results.as_dict()
     assert not list(run.path.glob("*.tmp"))
@@ -139,14 +138,14 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
         and "in 10 folds which share classes but no item" in text
     )
     # the pairs that were written are a list that can be read, for this run or another one
-    again = verify_run(run, pairs=run.path / "verification-test-pairs.csv")
+    again = verify(run, pairs=run.path / "verification-test-pairs.csv")
     assert again.metrics["trained"] == kept["metrics"]["trained"]
     assert again.pairs["file"].endswith("pairs.csv")
 
 
 def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path]) -> None:
-    run = load_run(fresh("plain"))
-    results = verify_run(run, draw=200, baseline=True)
+    run = Run.open(fresh("plain"))
+    results = verify(run, draw=200, baseline=True)
     rows = written_pairs(run.path)
     place = {key: i for i, key in enumerate(run.dataset.keys)}
     distances = []
@@ -174,7 +173,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
 def test_each_item_is_encoded_once(
     fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = load_run(fresh("combiner"))
+    run = Run.open(fresh("combiner"))
     asked: list[int] = []
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
@@ -182,14 +181,14 @@ def test_each_item_is_encoded_once(
         return encode(*args, **options)
 
     monkeypatch.setattr(run_open, "encode", counted)
-    results = verify_run(run)
+    results = verify(run)
     assert len(asked) == len(set(asked)) == results.pairs["items"] < 600
 
 
 def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path) -> None:
-    run = load_run(fresh("combiner"))
-    export_run(run, tmp_path / "bundle")
-    figures = verify_run(run, draw=400, bundle=tmp_path / "bundle").metrics
+    run = Run.open(fresh("combiner"))
+    export(run, tmp_path / "bundle")
+    figures = verify(run, draw=400, bundle=tmp_path / "bundle").metrics
     assert figures["bundle"] == pytest.approx(
         figures["trained"], abs=0.011
     )  # a pair or two may change places
@@ -205,16 +204,11 @@ def test_a_bundles_distances_by_loops(
     fresh: Callable[[str], Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    makers: Any,
     kind: dict[str, bool],
 ) -> None:
-    spec = importlib.util.spec_from_file_location(
-        "makers", Path(__file__).parents[1] / "serving" / "makers.py"
-    )
-    assert spec is not None and spec.loader is not None
-    makers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(makers)
     folder = makers.make_bundle(tmp_path / "bundle", **kind)
-    run = load_run(fresh("plain"))
+    run = Run.open(fresh("plain"))
     seen: dict[str, Any] = {}
 
     def encoded(bundle: Any, of: Run, items: Any) -> dict[str, Any]:
@@ -229,7 +223,7 @@ def test_a_bundles_distances_by_loops(
     own_encoded = verification_run.encoded
     monkeypatch.setattr(verification_run, "encoded", encoded)
     monkeypatch.setattr(verification_run, "verification", judged)
-    verify_run(run, draw=100, folds=5, bundle=folder)
+    verify(run, draw=100, folds=5, bundle=folder)
     got, found = seen["codes"], seen["distances"]
     place = {run.dataset.keys[item]: i for i, item in enumerate(seen["items"])}
     expected = []
@@ -259,7 +253,7 @@ def test_a_bundles_distances_by_loops(
 def test_pairs_with_items_that_trained_are_told(
     fresh: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    run = load_run(fresh("plain"))
+    run = Run.open(fresh("plain"))
     names: dict[str, list[str]] = {}
     for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
         names.setdefault(label, []).append(key)
@@ -273,7 +267,7 @@ def test_pairs_with_items_that_trained_are_told(
     lines[-1] = lines[-1].replace(",0,", ",1,")  # a 1 and a 9, called the same
     path = tmp_path / "list.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
-    results = verify_run(run, pairs=path)
+    results = verify(run, pairs=path)
     assert results.notes == [
         "The list contradicts the data's labels for 1 of 36 pairs.",
         (
@@ -288,7 +282,7 @@ def test_pairs_with_items_that_trained_are_told(
 def test_a_run_without_the_items_and_a_full_disk(
     fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = load_run(fresh("plain"))
+    run = Run.open(fresh("plain"))
     before = sorted(path.name for path in run.path.iterdir())
 
     def full(self: Path, data: bytes) -> int:
@@ -299,11 +293,11 @@ def test_a_run_without_the_items_and_a_full_disk(
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(DataError, match="No space left on device"):
-        verify_run(run, draw=200)
+        verify(run, draw=200)
     assert sorted(path.name for path in run.path.iterdir()) == before
     run.splits.__dict__["validation"] = np.empty(0, np.int64)
     with pytest.raises(DataError, match="has no validation items"):
-        verify_run(run, side="validation")
+        verify(run, side="validation")
 
 
 def test_the_command_on_digits_from_end_to_end(

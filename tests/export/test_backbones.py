@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from exporting import export_backbone
 from PIL import Image
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting
-from retrieval.export.export_backbone import Photos, affordable, export_backbone, whitening_head
+from retrieval.export.export_backbone import Photos, affordable, whitening_head
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
@@ -165,8 +166,7 @@ def test_a_backbone_without_weights_has_none_that_are_random(tmp_path, folder):
 
 OWN = """
 import torch
-from retrieval import hookimpl
-from retrieval.plugin import Backbone, Preprocessing
+from retrieval.plugin import Backbone, Preprocessing, hookimpl
 
 class Edges(Backbone):
     '''Differences of neighbouring pixels.'''

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 from retrieval.cli.app import app
 from retrieval.export import export_run as runs
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
@@ -83,7 +83,7 @@ def test_a_run_becomes_a_bundle(trained, tmp_path, name):
     manifest = bundle.manifest
     assert manifest.name == name and manifest.verified.items > 400
     assert manifest.variants["int8"].recall_at_1.before > 0.3
-    loaded = load_run(trained / name)
+    loaded = Run.open(trained / name)
     items = runs._load(loaded, loaded.splits.query[:20])
     assert np.isfinite(bundle.encode(items).vector).all()
 
@@ -108,7 +108,7 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
         whole, cut = bundles
         assert (whole.manifest.vector, cut.manifest.vector) == (width, 3)
         assert whole.manifest.evaluation and cut.manifest.evaluation is None
-        loaded = load_run(trained / name)
+        loaded = Run.open(trained / name)
         items = runs._load(loaded, loaded.splits.query[:20])
         expected = whole.encode(items).vector[:, :3]
         if unit:
@@ -143,8 +143,8 @@ def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(
         return real(model, items, output, **options)
 
     monkeypatch.setattr(runs, "export_model", noting)
-    loaded = load_run(trained / "network")
-    runs.export_run(loaded, tmp_path / "b", variants=["int8"], exporter="torchscript")
+    loaded = Run.open(trained / "network")
+    runs.export(loaded, tmp_path / "b", variants=["int8"], exporter="torchscript")
     splits = loaded.splits
     sides = {}
     for name, indices in (("train", splits.train), ("query", splits.query)):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from exporting import export_backbone
 from retrieval import train
 from retrieval.cli.app import app
 from retrieval.errors import BundleError
-from retrieval.export.export_backbone import export_backbone
 from retrieval.export.export_model import export_model
-from retrieval.export.export_run import export_run
+from retrieval.export.export_run import export
 from retrieval.model.model import Model, Normalize, build_head
 from retrieval.serving.bundle import Bundle
 from torch import nn
@@ -131,8 +131,7 @@ def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, tmp_path):
 
 FROZEN = """
 import torch
-from retrieval import hookimpl
-from retrieval.plugin import Backbone, Preprocessing
+from retrieval.plugin import Backbone, Preprocessing, hookimpl
 
 class Filters(Backbone):
     '''Sixteen fixed filters and a batch normalisation whose statistics are not the initial ones.'''
@@ -193,7 +192,7 @@ def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_f
         progress=False,
         **QUICK,
     )
-    later = export_run(run, tmp_path / "later", split=True, progress=False, **QUICK)
+    later = export(run, tmp_path / "later", split=True, progress=False, **QUICK).bundle
     assert first.backbone_sha256 == later.backbone_sha256 is not None
     images = np.stack([first.preprocess(image[0]) for image in digits[0][:50]])
     kept = first.features(images)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +16,7 @@ import retrieval
 ROOT = Path(__file__).parents[2]
 
 VERBS = {
+    "as_dataset",
     "check_data",
     "compare",
     "create",
@@ -25,14 +28,14 @@ VERBS = {
     "serve",
     "train",
 }
-CLASSES = {"AsyncClient", "Client", "Encoder", "Index", "Recipe", "RetrievalError", "Run"}
-MODULES = {"errors", "plot", "plugin", "results", "stores", "testing"}
-HELP = {"__version__", "hookimpl"}
+CLASSES = {"Encoder", "Index", "Recipe", "Run"}
+MODULES = {"errors", "plot", "plugin", "results"}
+HELP = {"__version__"}
 
 
 def test_dir_shows_exactly_the_face() -> None:
     assert set(dir(retrieval)) == VERBS | CLASSES | MODULES | HELP
-    assert set(retrieval.__all__) == set(dir(retrieval)) and len(retrieval.__all__) <= 25
+    assert set(retrieval.__all__) == set(dir(retrieval)) and len(retrieval.__all__) <= 20
 
 
 def test_every_name_loads() -> None:
@@ -65,6 +68,58 @@ def test_the_serving_half_needs_no_torch(process: Callable[..., Any]) -> None:
     assert process("-c", code).out.split() == ["False"]
 
 
+def returned(owner: Any) -> set[str]:
+    """Return the names of types that an object's public methods, or a function, return."""
+    functions = (
+        [owner]
+        if inspect.isfunction(owner)
+        else [
+            getattr(value, "__func__", value)
+            for name, value in inspect.getmembers(owner)
+            if callable(value) and not name.startswith("_") and name in dir(owner)
+        ]
+    )
+    texts = [str(getattr(function, "__annotations__", {}).get("return")) for function in functions]
+    return {name for text in texts for name in re.findall(r"\b[A-Z]\w+", text)}
+
+
+def test_all_that_is_returned_is_public() -> None:
+    names = {name for item in (*VERBS, *CLASSES) for name in returned(getattr(retrieval, item))}
+    arrays = {"Embeddings", "Floats", "NDArray"}
+    standard = {"AbstractContextManager", "Any", "Dict", "Iterator", "None", "Path", "Self"}
+    public = {*retrieval.__all__, *retrieval.results.__all__, *retrieval.plugin.__all__}
+    assert {"RunEvaluation", "Migrated", "BundleEncoder"} <= names
+    assert not names - public - arrays - standard
+
+
+def test_what_a_bare_install_lacks_is_said_in_python_and_on_the_command_line(
+    process: Callable[..., Any],
+) -> None:
+    bare = """
+import importlib.abc, sys
+class Bare(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "faiss", "onnxruntime", "sklearn", "starlette"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Bare())
+import importlib.util
+real = importlib.util.find_spec
+def find_spec(name, package=None):
+    try:
+        return real(name, package)
+    except ModuleNotFoundError:
+        return None
+importlib.util.find_spec = find_spec
+"""
+    said = r"needs torch, .*pip install 'embedding-retrieval\[cpu,train,serve\]'"
+    done = process("-c", bare + "import retrieval; retrieval.load('core.convnet')")
+    assert re.search(rf"MissingDependency: .*{said}", done.err)
+    call = "sys.argv = ['retrieval', 'demo']\nfrom retrieval.cli.app import main\nmain()"
+    done = process("-c", bare + call)
+    assert done.code == 2 and re.search(f"^Error: this command {said}", done.err)
+    assert "Traceback" not in done.err
+
+
 TYPED = """
 from pathlib import Path
 from typing import Any, assert_type
@@ -89,7 +144,7 @@ assert_type(retrieval.create("loss", "pml.triplet_margin", margin=0.1), Any)
 assert_type(retrieval.read_recipe({"data": {}}), retrieval.Recipe)
 assert_type(retrieval.Recipe(data={}), retrieval.Recipe)
 assert_type(retrieval.__version__, str)
-error: retrieval.RetrievalError = retrieval.errors.RecipeError(["x"])
+error: retrieval.errors.RetrievalError = retrieval.errors.RecipeError(["x"])
 contracts: tuple[type, ...] = (retrieval.plugin.Backbone, retrieval.plugin.Combiner)
 reveal_type(retrieval.evaluate)
 reveal_type(retrieval.serve)

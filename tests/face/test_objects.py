@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from .conftest import SMALL, Net
 
+DIGITS = load_digits()
+
 
 class Digits(retrieval.plugin.Dataset):
     """A dataset that somebody wrote in a notebook."""
@@ -162,7 +164,7 @@ def test_an_object_of_another_class_is_refused(own: retrieval.Run) -> None:
 def test_changed_items_are_refused(own: retrieval.Run) -> None:
     given = objects()
     given["dataset"].arrays[17, 3, 3] ^= 1
-    with pytest.raises(retrieval.errors.DataError, match="its items or their labels differ"):
+    with pytest.raises(retrieval.errors.DataError, match="its items, their labels or sides differ"):
         retrieval.load(own.path, **given)
 
 
@@ -251,7 +253,7 @@ def flat(x: Tensor) -> Tensor:
             {"backbone": flat},
             r"object.flat gave a function; a backbone factory must give a retrieval\.plugin\.B",
         ),
-        ({"dataset": [1, 2]}, r"object.list gave a list of 2"),
+        ({"dataset": [1, 2]}, "object of type int for item 0"),
         ({"loss": 3.0}, r"object of type float, which cannot be called"),
         ({"backbone": nn.Bilinear(3, 3, 3)}, r"The backbone object.Bilinear failed: TypeError"),
     ],
@@ -261,7 +263,7 @@ def test_what_breaks_a_contract_is_refused_before_anything_is_written(
 ) -> None:
     if isinstance(part.get("backbone"), nn.Conv2d):
         part["backbone"].preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
-    with pytest.raises(retrieval.errors.PluginError, match=sentence):
+    with pytest.raises(retrieval.errors.RetrievalError, match=sentence):
         retrieval.train(SMALL, tmp_path / "run", progress=False, **part)
     assert not (tmp_path / "run").exists()
 
@@ -286,3 +288,39 @@ def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(
     ]
     first, second = (run.model.state_dict()["head.0.weight"] for run in made)
     assert not torch.equal(first, second)
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """A dataset of PyTorch that has never heard of this package."""
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.from_numpy(DIGITS.images[index])[None] / 16, int(DIGITS.target[index])
+
+
+def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = {name: table for name, table in SMALL.items() if name != "data"}
+    run = retrieval.train(recipe, "run", dataset=Pairs(), progress=False)
+    again = retrieval.Run.open("run", dataset=Pairs())
+    first, second = (r.evaluate(metrics="map_at_r", progress=False) for r in (run, again))
+    assert first.metrics == second.metrics and again.labels("test").tolist()[0].isdigit()
+    data = retrieval.as_dataset(Pairs())
+    assert len(again.encode(data, progress=False)) == len(data.labels) == 300
+    page = retrieval.report(again, map="none", progress=False).read_text(encoding="utf-8")
+    assert "map" in page
+    with pytest.raises(retrieval.errors.DataError, match="was trained with another dataset"):
+        retrieval.load("run", dataset=(DIGITS.images[:300] / 16, DIGITS.target[1:301]))
+    with pytest.raises(retrieval.errors.RecipeError, match=r"retrieval\.load\(…, dataset=…\)"):
+        retrieval.load("run")
+    other = {**recipe, "name": "other", "data": run.dataset, "loss": TripletMarginLoss()}
+    result = retrieval.compare([again, other], seeds=2, pretrained="none", progress=False)
+    assert result.recipes == ["small", "other"] and "±" in repr(result)
+    assert retrieval.Recipe(**other) != run.recipe
+    with pytest.raises(retrieval.errors.DataError, match="leave workers and ray"):
+        retrieval.compare([again, other], "two", seeds=2, workers=2, progress=False)
+    assert not Path("two").exists()

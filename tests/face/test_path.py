@@ -216,3 +216,38 @@ def test_progress_is_told_to_a_function(cache: Path, photos: Path, tmp_path: Pat
     assert any("bundle" in what for what, _, _ in told)
     retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=note).close()
     assert ("encoding", 60, 60) in told
+
+
+def test_a_query_is_whatever_encode_takes(index: retrieval.Index, photos: Path) -> None:
+    file = next(photos.glob("3/*.png"))
+    pixels = np.array(Image.open(file))
+    nearest = index.search(file, k=1)[0].id
+    for query in (
+        pixels / 255,
+        torch.from_numpy(pixels)[None],
+        torch.from_numpy(pixels).float() / 255,
+        np.stack([pixels] * 3, axis=2) / 255,
+        torch.from_numpy(index.bundle.encode_image(file).vector[0]),
+    ):
+        assert index.search(query, k=1)[0].id == nearest
+    tensor = torch.from_numpy(pixels)[None]
+    for queries in ([tensor, pixels], tensor[None].expand(2, -1, -1, -1), pixels[None, ..., None]):
+        answers = index.search(queries, k=1)
+        assert len(answers) == len(queries) and {hits[0].id for hits in answers} == {nearest}
+        assert all(isinstance(hits, retrieval.results.Hits) for hits in answers)
+
+
+def test_hits_show_pictures_and_numbers_of_four_digits(
+    index: retrieval.Index, photos: Path, tmp_path: Path
+) -> None:
+    pixels = np.array(Image.open(next(photos.glob("3/*.png"))))
+    added = index.add(images=[255 - pixels], ids=["kept"], keep="copy", progress=False)
+    lost = index.add(images=[pixels], ids=["lost"], progress=False)
+    hits = index.search(255 - pixels, k=len(index))
+    assert repr(hits[0]) == "Hit(id='kept', distance=0.0000)"
+    assert np.array_equal(np.asarray(hits.image(hits[0])), 255 - pixels)
+    assert hits.image(next(hit for hit in hits if hit.id == "lost")) is None
+    assert 1 < hits._repr_html_().count("<img src=") <= 50
+    figure = retrieval.plot.neighbours(index, (255 - pixels) / 255, k=1)
+    assert np.array_equal(figure.axes[1].get_images()[0].get_array(), 255 - pixels)
+    assert "." not in repr(lost).partition("seconds=")[0] and len(repr(added)) < 100

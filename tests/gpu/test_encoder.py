@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from retrieval.export.export_run import export_run
+from retrieval.export.export_run import export
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.server import serve
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 from retrieval.training.trainer import train
 
 
@@ -27,7 +27,7 @@ def bundles(make: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     folder = tmp_path_factory.mktemp("bundles")
     run = train(folder / "run", make("auto", train={"epochs": 1}))
     for name, split in (("whole", False), ("split", True)):
-        export_run(run, folder / name, split=split)
+        export(run, folder / name, split=split)
     return {name: folder / name for name in ("whole", "split")}
 
 

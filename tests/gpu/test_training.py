@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation import evaluate_run
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.host.plugins import create
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run, load_run
+from retrieval.run.open import Run, build_run
 from retrieval.training import trainer
 from retrieval.training.batch import moved
 from retrieval.training.trainer import train
@@ -100,10 +100,10 @@ def test_a_compiled_run_learns(make: Make, tmp_path: Path, device: str) -> None:
 
 def test_figures_of_a_run_are_those_of_the_cpu(make: Make, tmp_path: Path, device: str) -> None:
     train(tmp_path / "run", make(device))
-    on = evaluate_run(load_run(tmp_path / "run")).metrics["trained"]
-    run = load_run(tmp_path / "run")
+    on = evaluate_run.evaluate(Run.open(tmp_path / "run")).metrics["trained"]
+    run = Run.open(tmp_path / "run")
     run.recipe = make("cpu")
-    off = evaluate_run(run).metrics["trained"]
+    off = evaluate_run.evaluate(run).metrics["trained"]
     assert on == pytest.approx(off, abs=2e-3)  # TF32 moves codes, and ties with them
 
 

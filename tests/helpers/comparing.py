@@ -10,7 +10,7 @@ from retrieval.training.comparison.compare import compare
 PLUGIN = '''
 """Digits of 8 × 8 pixels."""
 import numpy as np
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.data.datasets import ArrayDataset
 
 

@@ -18,7 +18,7 @@ from retrieval.recipe.read import read_recipe
 
 PLUGIN = """
 import pathlib
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 pathlib.Path(__file__).with_name("ran").touch()
 

@@ -16,7 +16,7 @@ from retrieval.cli.app import COMMANDS
 COMMAND = '''
 import os, signal, time
 import click
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 @hookimpl
 def retrieval_commands(app):
@@ -141,8 +141,8 @@ def test_a_terminal_without_a_character_shows_a_question_mark(
 
 
 HOOK = (
-    "from retrieval import hookimpl\nimport click\n@hookimpl\ndef retrieval_commands(app):\n   "
-    " {}\n"
+    "from retrieval.plugin import hookimpl\nimport click\n@hookimpl\ndef retrieval_commands(app):\n"
+    "    {}\n"
 )
 
 

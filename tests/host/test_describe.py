@@ -14,7 +14,7 @@ import pytest
 from retrieval.errors import PluginError
 from retrieval.host.describe import list_text, show_text, snippet
 from retrieval.host.factory import KINDS, Factory, Parameter
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
 
 from .conftest import EVERYTHING
@@ -145,27 +145,6 @@ def test_list_names_everything_by_kind() -> None:
     assert losses.startswith("losses\n") and "everything.items" not in losses
     with pytest.raises(PluginError, match="Did you mean 'losses'"):
         list_text(PLUGINS, "loses")
-
-
-def test_paragraphs_are_wrapped_and_formulas_and_lists_are_not(everything: Plugins) -> None:
-    def loss() -> None:
-        """Short.
-
-        A long paragraph that goes on and on, over the width of a terminal, so that it has to be
-        broken somewhere and is put together again.
-
-            a = b
-              + c
-
-        - one
-        - two
-        """
-
-    from retrieval.host.describe import _factory_text
-
-    text = _factory_text(Factory.read("losses", "acme.x", loss), everything)
-    assert "    a = b\n      + c\n\n- one\n- two\n" in text
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_through_the_command_line(cli: Callable[..., Any]) -> None:

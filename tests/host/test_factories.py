@@ -288,21 +288,6 @@ def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsR
     assert not recwarn
 
 
-def test_a_summary_may_span_lines_and_the_description_keeps_its_paragraphs() -> None:
-    def loss() -> None:
-        """One sentence that is
-        written on two lines.
-
-        A second paragraph:
-
-            a = b
-        """
-
-    factory = read(loss)
-    assert factory.summary == "One sentence that is written on two lines."
-    assert factory.description.split("\n\n")[1:] == ["A second paragraph:", "    a = b"]
-
-
 def test_a_factory_that_refuses_its_values() -> None:
     def loss(near: float = 0.1, far: float = 1.0) -> None:
         """A loss.

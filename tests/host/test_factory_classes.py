@@ -149,25 +149,9 @@ class Stated(Full):
     """Says that it takes none."""
 
 
-def gives_short() -> Short:
-    """Give one."""
-    return Short()
-
-
 def gives_anything():  # type: ignore[no-untyped-def]
     """Give one."""
     return Full()
-
-
-def gives_module() -> nn.Module:
-    """Give one."""
-    return Full()
-
-
-@traits(ref_emb=True, miner=True)
-def stated_true() -> Short:
-    """Say that it takes all."""
-    return Short()
 
 
 @pytest.mark.parametrize(
@@ -176,10 +160,7 @@ def stated_true() -> Short:
         (Full, True, True),
         (Short, False, False),
         (Stated, False, True),
-        (gives_short, False, False),
         (gives_anything, True, True),
-        (gives_module, True, True),
-        (stated_true, True, True),
         (Silent, True, True),
     ],
 )

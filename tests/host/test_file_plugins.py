@@ -17,7 +17,7 @@ from retrieval.recipe.read import read_table
 PLUGIN = '''
 """A plugin of several modules."""
 import json
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from . import helpers
 from .kit.inner import value as taken
 
@@ -126,15 +126,6 @@ def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
-def test_a_folder_is_a_plugin_by_its_name(tmp_path: Path) -> None:
-    item = write(tmp_path / "shapes", 1)
-    plugins = load_plugins([item])
-    assert "shapes.rank" in plugins.factories("metrics")
-    assert [source.origin for source in plugins.sources if source.plugin == "shapes"] == [
-        f"folder {tmp_path / 'shapes'}"
-    ]
-
-
 def test_absolute_imports_of_its_own_modules_are_explained(tmp_path: Path) -> None:
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")
@@ -172,6 +163,8 @@ def test_what_is_no_plugin_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"odd\.py, line 1"):
         load_plugins([str(tmp_path / "odd.py")])
     (tmp_path / "empty" / "__init__.py").write_text("")
+    with pytest.raises(PluginError, match=r"'empty' .* marks no hook.*retrieval_losses"):
+        load_plugins([f"{tmp_path / 'empty'}/"])
     for i in range(1_001):
         (tmp_path / "empty" / f"{i}.txt").touch()
     with pytest.raises(PluginError, match=r"more than 1,000 files"):

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from retrieval.errors import DataError
+from limits import files_of_at_most
+from retrieval.errors import DataError, RetrievalError, StoreError
 from retrieval.host import files
-
-
-@contextmanager
-def full_disk(most: int) -> Iterator[None]:
-    """Let no file grow beyond `most` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+from retrieval.host.files import scratch_folder, whole_folder
+from retrieval.serving.files import locks
+from retrieval.serving.files.locks import hold
 
 
 def names(folder: Path) -> list[str]:
@@ -48,7 +42,7 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
 def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, shared: bool) -> None:
     path = tmp_path / "x"
     files.write_bytes(path, b"old", shared=shared)
-    with full_disk(1000):
+    with files_of_at_most(1000):
         with pytest.raises(DataError, match=r"x cannot be written: File too large\."):
             files.write_bytes(path, bytes(5000), DataError, shared=shared)
         with pytest.raises(OSError, match="File too large"):
@@ -67,16 +61,18 @@ def test_any_fault_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
         files.write_text(tmp_path / "none" / "x", "", DataError)
 
 
-def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(
+    tmp_path: Path, killed: Callable[[Callable[[], object]], None]
+) -> None:
     path = tmp_path / "x"
     path.write_text("old")
-    code = (
-        "import os, signal, sys; from pathlib import Path; from retrieval.host.files import"
-        " whole_file\nwith whole_file(Path(sys.argv[1])) as temporary:\n   "
-        " temporary.write_text('half'); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
-    assert done.returncode == -signal.SIGKILL
+
+    def die() -> None:
+        with files.whole_file(path) as temporary:
+            temporary.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    killed(die)
     assert path.read_text() == "old"
     assert names(tmp_path) == ["x", "x.tmp"]
     files.write_text(path, "new")
@@ -134,10 +130,265 @@ def test_a_folder_appears_whole(tmp_path: Path) -> None:
     assert names(target) == ["b"]
     assert names(target.parent) == ["folder"]
     with (
-        full_disk(1000),
+        files_of_at_most(1000),
         pytest.raises(OSError, match="File too large"),
         files.whole_folder(target, replace=True, exists_error=taken) as other,
     ):
         (other / "c").write_bytes(bytes(5000))
     assert names(target) == ["b"]
     assert names(target.parent) == ["folder"]
+
+
+# Scratch folders: what a killed process leaves is cleared, and nothing else.
+
+
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="no locks that a killed process lets go"
+)
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from retrieval.errors import DataError
+from retrieval.host.files import whole_folder
+with whole_folder(Path(sys.argv[1]), replace=False, exists_error=DataError("taken")) as fresh:
+    (fresh / "half").write_text("x")
+    print("filled", flush=True)
+    sys.stdin.read()
+"""
+
+
+def writer(target: Path) -> subprocess.Popen[str]:
+    """Start a process that fills a folder until its standard input ends."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, target],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None and started.stdout.readline() == "filled\n"
+    return started
+
+
+def write(target: Path) -> None:
+    with whole_folder(target, replace=False, exists_error=DataError("taken")) as fresh:
+        (fresh / "whole").write_text("x")
+
+
+def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
+    tmp_path: Path,
+) -> None:
+    with writer(tmp_path / "one") as killed, writer(tmp_path / "two") as living:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert sum(name.endswith(".part") for name in names(tmp_path)) == 2
+        write(tmp_path / "three")
+        (left,) = (path for path in tmp_path.iterdir() if path.name.endswith(".part"))
+        assert left.name.startswith(".two.") and names(left) == ["half"]
+        living.communicate()
+        assert living.returncode == 0
+    assert names(tmp_path) == ["three", "two"] and names(tmp_path / "two") == ["half"]
+
+
+def test_nothing_else_is_cleared(tmp_path: Path) -> None:
+    """Folders of the same name without a lock, with another's file in its place, of another kind,
+    or behind a link.
+    """
+    elsewhere = Path(tempfile.mkdtemp(dir=tmp_path))
+    (elsewhere / "kept").write_text("x")
+    with scratch_folder(tmp_path, ".a.", ".part") as path:
+        mark = path.with_name(f"{path.name}.lock").read_bytes()
+    for name in (".a.12345678.part", ".a.23456789.part", ".a.34567890.other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").write_text("x")
+    (tmp_path / ".a.23456789.part.lock").write_text('{"pid": 1}')
+    (tmp_path / ".a.34567890.other.lock").write_bytes(mark)
+    (elsewhere / "mark").write_bytes(mark)
+    (tmp_path / ".a.12345678.part.lock").symlink_to(elsewhere / "mark")
+    (tmp_path / ".a.45678901.part").symlink_to(elsewhere)
+    (tmp_path / ".a.45678901.part.lock").write_bytes(mark)
+    os.mkfifo(tmp_path / ".a.56789012.part.lock")
+    before = names(tmp_path)
+    with scratch_folder(tmp_path, ".b.", ".part"):
+        pass
+    assert names(tmp_path) == before
+    assert (elsewhere / "kept").is_file()
+    assert all(
+        (tmp_path / name / "kept").is_file()
+        for name in before
+        if (tmp_path / name).is_dir() and name[0] == "."
+    )
+    if os.geteuid() == 0:  # another user's lock
+        (tmp_path / ".a.67890123.part").mkdir()
+        lock = tmp_path / ".a.67890123.part.lock"
+        lock.write_bytes(mark)
+        os.chown(lock, 12345, 12345)
+        with scratch_folder(tmp_path, ".b.", ".part"):
+            pass
+        assert lock.exists() and (tmp_path / ".a.67890123.part").is_dir()
+
+
+# One process at a time for one output.
+
+
+HOLDER = textwrap.dedent("""
+    import sys, time
+    from retrieval.serving.files.locks import hold
+    with hold(sys.argv[1], "building this index"):
+        print("held", flush=True)
+        time.sleep(60)
+""")
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "out")], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
+    with (
+        pytest.raises(StoreError) as caught,
+        hold(tmp_path / "out", "building this index", StoreError),
+    ):
+        raise AssertionError
+    text = str(caught.value)
+    assert text.startswith(f"Another process is building this index: process {holder.pid} on ")
+    assert f"holds {tmp_path / '.out.lock'}. Wait for it, or stop it." in text
+    with hold(tmp_path / "other", "building this index"):
+        pass
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "out")
+    with pytest.raises(RetrievalError), hold(link, "building this index"):
+        raise AssertionError
+
+
+def test_it_dies_with_its_process_and_what_is_left_is_harmless(holder, tmp_path):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / ".out.lock").exists()
+    with hold(tmp_path / "out", "x"):
+        assert json.loads((tmp_path / ".out.lock").read_text())["pid"] == os.getpid()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "left", [b"", b"\xff", b"[1]", b"{}", b"[" * 5000, b'{"pid": "x", "host": 1, "since": 2}']
+)
+def test_any_content_of_the_file_is_survived(left, tmp_path):
+    lock = tmp_path / ".out.lock"
+    lock.write_bytes(left)
+    with hold(tmp_path / "out", "x"):
+        lock.write_bytes(left)
+        with (
+            pytest.raises(RetrievalError, match="is x: it holds"),
+            hold(tmp_path / "out", "x"),
+        ):
+            raise AssertionError
+
+
+def test_never_two_at_a_time(tmp_path):
+    """Threads that take and give back without a pause: a removed file must not become a second
+    lock.
+    """
+    inside, most, taken = [], [0], [0]
+
+    def work():
+        end = time.monotonic() + 1.5
+        while time.monotonic() < end:
+            try:
+                with hold(tmp_path / "out", "x"):
+                    inside.append(1)
+                    most[0] = max(most[0], len(inside))
+                    taken[0] += 1
+                    inside.pop()
+            except RetrievalError:
+                continue
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most[0] == 1
+    assert taken[0] > 10
+
+
+def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
+    """The holder lets go after another has opened its file, at the end of that one's patience."""
+    flock = locks.flock
+    came = []
+
+    def late(handle, kind):
+        flock(handle, kind)
+        came.append(handle)
+        if len(came) == 1:
+            (tmp_path / ".out.lock").unlink()  # as the holder does just before it lets go
+
+    monkeypatch.setattr(locks, "flock", late)
+    monkeypatch.setattr(locks, "_PATIENCE", -1.0)
+    with hold(tmp_path / "out", "x"):
+        assert list(tmp_path.iterdir()) == [tmp_path / ".out.lock"]
+    assert len(came) == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_the_system_has_no_locks_a_marker_stands_in(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(locks, "flock", refuse)
+    for _ in range(2):
+        with (
+            hold(tmp_path / "out", "x"),
+            pytest.raises(RetrievalError, match="Another process"),
+            hold(tmp_path / "out", "x"),
+        ):
+            raise AssertionError
+
+
+def test_where_nothing_can_be_written_a_sentence(tmp_path):
+    with (
+        pytest.raises(RetrievalError, match="cannot be locked"),
+        hold(tmp_path / "no" / "out", "x"),
+    ):
+        raise AssertionError
+
+
+READ_ONLY = textwrap.dedent("""
+    import os, sys
+    from retrieval.errors import RetrievalError
+    from retrieval.serving.files.locks import hold
+    if os.geteuid() == 0:
+        os.setgid(65534); os.setuid(65534)
+    with hold(sys.argv[1], "x"):
+        print(sorted(os.listdir(sys.argv[1])))
+    try:
+        with hold(sys.argv[1] + "-new", "x"):
+            raise AssertionError
+    except RetrievalError as error:
+        print(error)
+""")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions of POSIX")
+def test_below_a_read_only_parent_the_lock_lies_in_the_folder():
+    with tempfile.TemporaryDirectory() as parent:  # pytest's own are for one user only
+        folder = Path(parent, "out")
+        folder.mkdir()
+        folder.chmod(0o777)
+        Path(parent).chmod(0o555)
+        run = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, str(folder)], capture_output=True, text=True, cwd="/"
+        )
+        Path(parent).chmod(0o755)
+        assert run.stdout.startswith("['.lock']\n"), run.stderr
+        assert "out-new cannot be locked: " in run.stdout
+        assert not list(folder.iterdir())

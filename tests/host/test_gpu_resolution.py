@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,47 +48,3 @@ def test_the_extras_resolve_to_one_cuda_and_one_package_a_module(
 def test_it_is_of_the_extras_as_they_are(kept: dict[str, Any], resolve: Any) -> None:
     """Where they changed: python tests/host/resolve_gpu.py."""
     assert kept["wanted"] == resolve.wanted()
-
-
-CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a FAISS of CUDA 12": (
-        lambda kept: kept["packages"].append(
-            {"name": "faiss-gpu-cu12", "version": "1.14.1", "requires": []}
-        ),
-        "several majors",
-    ),
-    "two that give onnxruntime": (
-        lambda kept: kept["packages"].append(
-            {"name": "onnxruntime", "version": "1.31.0", "requires": []}
-        ),
-        "not one package",
-    ),
-    "a torch of CUDA 12": (
-        lambda kept: kept["packages"].append(
-            {"name": "x", "version": "1", "requires": ["nvidia-cuda-runtime==12.8.*"]}
-        ),
-        "several majors",
-    ),
-    "one library under two names": (
-        lambda kept: kept["packages"].append(
-            {"name": "nvidia-cublas-cu13", "version": "13.0", "requires": []}
-        ),
-        "is there twice",
-    ),
-    "an older FAISS": (
-        lambda kept: next(
-            each for each in kept["packages"] if each["name"] == "faiss-gpu-cuvs"
-        ).update(version="1.15.0"),
-        "is not met",
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_does_not_fit_together_is_found(
-    kept: dict[str, Any], resolve: Any, change: str
-) -> None:
-    """`faiss-gpu-cuvs` 1.15.0 takes a later cuVS than it was built with, and does not import."""
-    altered, (make, said) = copy.deepcopy(kept), CHANGES[change]
-    make(altered)
-    assert any(said in fault for fault in resolve.faults(altered))

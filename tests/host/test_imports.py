@@ -26,7 +26,7 @@ FLOORS = [
     {"evaluation", "export"},
     {"training"},
     {"cli"},
-    {"plugin", "results"},
+    {"plot", "plugin", "results"},
     {"__init__"},
 ]
 """Lowest first.
@@ -38,7 +38,7 @@ PUBLIC = {"retrieval.errors", "retrieval.plugin", "retrieval.results"}
 
 TRAINING = {"model", "recipe", "data", "run", "evaluation", "export", "training"}
 
-MOST_ENTRIES = 15
+MOST_ENTRIES = 16
 
 MOST_INNER = 10
 
@@ -46,6 +46,7 @@ MOST_INNER = 10
 # here.
 INNER = {
     "retrieval.data.pairs": {"find_pairs", "read_people"},
+    "retrieval.data.samplers": {"retrieval_samplers"},
     "retrieval.model.metrics": {"retrieval_metrics"},
     "retrieval.model.shards": {"Shard", "world_of"},
     "retrieval.serving.index.backends": {"retrieval_indexes"},
@@ -228,12 +229,12 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
 
 
 def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
-    found = loaded(process, "import retrieval; retrieval.hookimpl")
+    found = loaded(process, "import retrieval")
     assert not found & HEAVY
     assert {m for m in found if m.startswith("retrieval.")} == {
+        "retrieval.errors",
         "retrieval.host",
         "retrieval.host.cores",
-        "retrieval.host.hookspecs",
         "retrieval.host.lazy",
     }
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from retrieval.errors import MissingDependency, PluginError
-from retrieval.host.plugins import Plugins, installed_plugins, load_plugins
+from retrieval.host.plugins import Plugins, load_plugins
 
 LOSS = '''
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Plain:
     """A loss."""
@@ -39,21 +39,6 @@ def refused(*items: str, **kwargs: Any) -> str:
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?"))
     return sentence
-
-
-def test_bundled_plugins_come_by_entry_points() -> None:
-    plugins = load_plugins()
-    origins = {source.plugin: source.origin for source in plugins.sources}
-    assert {"core", "pml"} <= set(origins)
-    assert origins["core"].startswith("embedding-retrieval ")
-    assert installed_plugins().keys() == origins.keys()
-
-
-def test_the_source_root_of_the_plugins_is_never_a_package() -> None:
-    plugins = load_plugins()
-    for kind in ("losses", "backbones", "datasets", "metrics"):
-        assert plugins.factories(kind)
-    assert "plugins" not in sys.modules
 
 
 def test_a_third_party_distribution_lists_beside_ours(
@@ -127,10 +112,10 @@ def test_a_file_and_a_module_serve_as_plugins(
 
 def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None:
     code = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom retrieval"
-        ' import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n        size:'
-        ' pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n    return'
-        " {'data': Data}\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom"
+        ' retrieval.plugin import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n'
+        '        size: pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n'
+        "    return {'data': Data}\n"
     )
     plugins = load_plugins([write(tmp_path, "datas.py", code)])
     assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5
@@ -190,7 +175,7 @@ def test_missing_and_misnamed_files_and_modules(tmp_path: Path) -> None:
             LOSS.replace("@hookimpl", "@hookimpl(specname='retrieval_loss')"),
             ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
         ),
-        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.hookimpl"]),
+        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.plugin.hookimpl"]),
         (
             LOSS.replace("losses():", "losses(recipe):"),
             ["it defines retrieval_losses(recipe), and the host calls retrieval_losses()"],
@@ -247,7 +232,9 @@ def test_an_entry_point_that_names_no_module(
 def test_factory_hooks_that_give_something_else(
     tmp_path: Path, body: str, words: list[str]
 ) -> None:
-    code = f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
+    code = (
+        f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
+    )
     plugins = load_plugins([write(tmp_path, "gives.py", code)])
     assert all(
         name.startswith(("core.", "pml.", "daml.", "anml.", "aml.", "oahu."))

@@ -71,13 +71,6 @@ def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
     assert made.losses[0].distance is None
 
 
-def test_a_single_part_serves_where_a_list_is_asked_for(everything: Plugins) -> None:
-    made = everything.build(
-        "losses", {"name": "everything.several", "losses": "everything.fixed"}, GIVEN
-    )
-    assert len(made.losses) == 1
-
-
 def test_each_problem_of_a_nested_part_has_its_place(everything: Plugins) -> None:
     table = {
         "name": "everything.several",
@@ -132,13 +125,3 @@ def test_what_the_host_does_not_know_is_said(everything: Plugins) -> None:
         match=r"everything\.fixed asks the host for 'classes' \(number of training classes\)",
     ):
         everything.build("losses", "everything.fixed", {"embedding_size": 3})  # type: ignore[arg-type]
-
-
-def test_every_looks_into_wrapped_losses(everything: Plugins) -> None:
-    def reference(*names: str) -> bool:
-        parts = [{"name": f"everything.{name}", "scale": 1} for name in names]
-        table = {"name": "everything.several", "losses": parts}
-        return everything.every("losses", table, lambda f: f.supports_ref_emb)
-
-    assert reference("margin") and not reference("margin", "fixed")
-    assert everything.every("losses", {"name": "unknown"}, lambda f: False)

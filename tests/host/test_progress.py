@@ -20,13 +20,6 @@ from retrieval.serving.progress import Meter
 ROOT = Path(__file__).parents[2]
 
 
-def test_short_work_says_nothing_in_a_log(capsys: pytest.CaptureFixture[str]) -> None:
-    with Meter("encoding", 3, "images") as meter:
-        for _ in range(3):
-            meter.update()
-    assert capsys.readouterr() == ("", "")
-
-
 def test_long_work_is_a_plain_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,28 +37,6 @@ def test_long_work_is_a_plain_line_now_and_then(
         == "encoding: 3,000 of 12,000 images (25 %), 100 a second, 1 min 30 s left, loss 0.5"
     )  # the 2,000 of an earlier run do not count as speed
     assert lines[-1].startswith("encoding: 12,000 of 12,000 images (100 %), 100 a second, 0 s left")
-
-
-def test_steps_that_are_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with Meter("export", 0, "steps") as meter:
-        meter.reach(0, 3, "exporting")
-        now[0] = 7200.0
-        meter.reach(1, 3, "measuring")
-        meter.say("a note")
-    assert capsys.readouterr().err.splitlines() == [
-        "measuring: 1 of 3 steps (33 %), 0.00014 a second, 4 h 0 min left",
-        "a note",
-    ]
-
-
-def test_nothing_is_shown_where_nobody_wants_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with Meter("encoding", 3, "images", show=False) as meter:
-        meter.update(3)
-    assert capsys.readouterr() == ("", "")
 
 
 def test_no_standard_error_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

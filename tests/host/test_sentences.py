@@ -90,6 +90,35 @@ def test_another_component_drops_the_parameters_of_the_one_before(
     assert done.code == 0 and "mined" not in done.out, done.err
 
 
+def test_none_unsets_a_key_that_the_recipe_sets(recipe: Path, cli: Callable[..., Any]) -> None:
+    done = cli("check", "r.toml", "sampler.batches=none", "train.epochs=none")
+    assert done.code == 0 and "10 epochs" in done.out and "3 batches" not in done.out, done.err
+    assert "[data] must name a dataset" in cli("check", "r.toml", "data.name=none").err
+    done = cli("check", "r.toml", "sampler.batchs=none", "trian.epochs=none")
+    assert done.code == 2 and "2 problems" in done.err and "Did you mean 'batches'?" in done.err
+
+
+def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]) -> None:
+    Path("sized.py").write_text(
+        "from pytorch_metric_learning.losses import ArcFaceLoss\n"
+        "from retrieval.plugin import hookimpl\n\n"
+        "def arc(size: int, number: int):\n"
+        "    return ArcFaceLoss(num_classes=number, embedding_size=size)\n\n"
+        "@hookimpl\n"
+        "def retrieval_losses():\n"
+        "    return {'arc': arc}\n"
+    )
+    for size, number in ((32, 5), (64, 3)):
+        done = cli(
+            *("check", "r.toml", "--plugin", "sized.py", "miner=none", "loss.name=sized.arc"),
+            *(f"loss.size={size}", f"loss.number={number}"),
+        )
+        assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
+        assert (
+            "5 classes train (num_classes)" in done.err and "width 64 (embedding_size)" in done.err
+        )
+
+
 def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
     from retrieval.export.export_model import refuse_existing as refuse_bundle
     from retrieval.serving.index.creating import refuse_existing as refuse_index

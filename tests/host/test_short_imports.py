@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -71,30 +69,3 @@ def test_what_loads_is_what_type_checkers_see(plugin: str) -> None:
     for module, name in loads:
         assert getattr(package, name) is getattr(importlib.import_module(module), name)
         assert name in dir(package)
-
-
-def test_mypy_sees_the_classes(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    lines = [f"from retrieval_{plugin} import {name}" for plugin, name in ONE_OF_EACH.items()]
-    lines += [f"reveal_type({name})" for name in ONE_OF_EACH.values()]
-    lines += ["LANML(gamma_one=1.0)", 'PCA(n_components="3")']
-    script = tmp_path / "script.py"
-    script.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", str(script)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    out, err = done.stdout, done.stderr
-    for plugin, name in ONE_OF_EACH.items():
-        module = next(module for module, each in names(plugin)[0] if each == name)
-        shown = (
-            f"-> {module}.{name}" if name[0].isupper() else "-> retrieval.model.contracts.Dataset"
-        )
-        assert any("Revealed type" in line and shown in line for line in out.splitlines()), (
-            out + err
-        )
-    assert 'Unexpected keyword argument "gamma_one" for "LANML"' in out
-    assert 'Argument "n_components" to "PCA" has incompatible type "str"' in out

@@ -8,11 +8,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
-import torch
 from PIL import Image
-from retrieval.host import lazy
-from retrieval.host.lazy import keep_compiler_out, kept_out, optimizing
 
 UNUSED = [
     "torch._dynamo",
@@ -111,70 +107,3 @@ print(json.dumps([name for name in sys.modules if name.startswith("retrieval.ser
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)) == SERVING
-
-
-def test_no_garbage_is_looked_for_while_loading() -> None:
-    """In a process of its own: what is frozen stays so."""
-    script = """
-import gc
-import sys
-from retrieval.cli.common import loading
-
-kept = [[] for _ in range(50_000)]
-with loading():
-    assert not gc.isenabled()
-assert gc.isenabled()
-assert gc.get_freeze_count() > 50_000
-assert not any(each is kept for each in gc.get_objects())
-try:
-    with loading():
-        raise OSError("no such file")
-except OSError:
-    assert gc.isenabled()
-frozen = gc.get_freeze_count()
-sys.modules["torch"] = sys  # there already: another command of the same process, or a user's own
-with loading():
-    assert gc.isenabled()
-assert gc.get_freeze_count() == frozen
-del sys.modules["torch"]
-gc.disable()
-with loading():
-    pass
-assert not gc.isenabled()  # a user's own choice
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_module_is_out_inside_and_the_real_one_after() -> None:
-    sys.modules.pop("colorsys", None)
-    with kept_out("colorsys", hls_to_rgb=max):
-        import colorsys
-
-        assert colorsys.hls_to_rgb(1, 2, 3) == 3
-        assert not hasattr(colorsys, "rgb_to_hls")
-    import colorsys
-
-    assert colorsys.rgb_to_hls(0.5, 0.5, 0.5) == (0, 0.5, 0)
-    with kept_out("colorsys", hls_to_rgb=max):  # loaded: it stays
-        assert sys.modules["colorsys"].rgb_to_hls is colorsys.rgb_to_hls
-    with pytest.raises(RuntimeError, match="inside"), kept_out("no_such_module_at_all"):
-        raise RuntimeError("inside")
-    assert "no_such_module_at_all" not in sys.modules
-
-
-def test_without_being_asked_to_it_keeps_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy, "_kept_out", False)
-    for name in [name for name in sys.modules if name == "torch._dynamo"]:
-        monkeypatch.delitem(sys.modules, name)
-    with optimizing():
-        assert "torch._dynamo" not in sys.modules
-    keep_compiler_out()
-    with optimizing():
-        weight = torch.nn.Parameter(torch.ones(3))
-        adam = torch.optim.Adam([weight], lr=0.5)
-        weight.grad = torch.ones(3)
-        adam.step()
-        assert not hasattr(sys.modules["torch._dynamo"], "__path__")
-    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5))
-    assert "torch._dynamo" not in sys.modules

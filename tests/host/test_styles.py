@@ -37,7 +37,6 @@ def styles() -> Plugins:
 @pytest.mark.parametrize(
     ("loss", "miner"),
     [
-        ({"name": "documented", "margin": 0.3}, None),
         ({"name": "documented", "reducer": "pml.sum", "distance": "pml.cosine_similarity"}, None),
         (
             {
@@ -50,15 +49,11 @@ def styles() -> Plugins:
         ),
         ({"name": "hinted", "swap": True, "margin": 1, "collect_stats": True}, None),
         ({"name": "classifier", "weight_regularizer": "pml.regular_face"}, None),
-        ({"name": "batch_hard", "margin": 1}, None),
-        ({"name": "loops", "scale_neg": 50}, None),
         ({"name": "proxies", **PROXIES}, None),
         ({"name": "contrastive", "distance": "euclidean", "contrast_mode": "one"}, None),
         ({"name": "center", "weights": [1, 2.5]}, None),
         ({"name": "angular", "alpha": 40}, None),
         ({"name": "documented"}, {"name": "documented", "margin": 1.0, "distance": "pml.lp"}),
-        ({"name": "documented"}, {"name": "hard_pairs", "k": 2}),
-        ({"name": "pairs"}, {"name": "loops"}),
     ],
     ids=lambda table: table and table["name"],
 )
@@ -141,7 +136,7 @@ def test_show_gives_hints_and_lines_to_paste(styles: Plugins) -> None:
 
 
 FAULTY = '''
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Good:
     """A loss."""

@@ -15,10 +15,9 @@ import torch
 from retrieval.export.export_model import export_model
 from retrieval.host.plugins import load_plugins
 from retrieval.model.model import Model
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_digits
 
 from retrieval_oahu import ABTL, OAHU, OASIS, HedgeScore, HedgeSum, Spaces, Warm
@@ -324,7 +323,7 @@ def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Pa
     np.savez(tmp_path / "digits.npz", features=X / 16, labels=Y.astype(str))
     (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "digits.npz") + part)
     run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
-    model = load_run(tmp_path / "run").model
+    model = Run.open(tmp_path / "run").model
     assert model.combiner is not None
     alpha = model.combiner.get_buffer("alpha")
     assert alpha.sum().item() == pytest.approx(1) and alpha.std() > 1e-5  # the hedge has moved

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from retrieval.evaluation.evaluate_run import (
     encoded,
-    evaluate_run,
+    evaluate,
     nearest_in_each,
 )
 from retrieval.export.variants import SCORED, distances_of, measure, recall_at_1
 from retrieval.model.contracts import Subspace
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
@@ -72,9 +72,9 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
         ("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript"),
     ):
         assert cli(*words).code == 0
-    run = load_run(tmp_path / "run")
+    run = Run.open(tmp_path / "run")
     metrics = ["recall_at_1", "recall_at_10"]
-    actual = evaluate_run(run, metrics=metrics, bundle=tmp_path / "bundle").metrics["bundle"]
+    actual = evaluate(run, metrics=metrics, bundle=tmp_path / "bundle").metrics["bundle"]
     bundle = Bundle.open(tmp_path / "bundle", threads=1)
     assert bundle.manifest.merge == "score"
     query, labels = run.splits.query, run.splits.labels

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import shutil
 import ssl
@@ -10,37 +9,29 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import httpx
+import makers
 import pytest
-from retrieval.serving.index.creating import create_index
+from forking import Forked, Forker
+from retrieval.serving.index.index import create_index
 
-_spec = importlib.util.spec_from_file_location(
-    "serving_makers", Path(__file__).with_name("makers.py")
-)
-_makers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_makers)
-
-
-@pytest.fixture(scope="session")
-def makers() -> ModuleType:
-    """makers.py: real bundles and images on demand."""
-    return _makers
+PROGRAM = ("-m", "retrieval.cli")
 
 
 @pytest.fixture(scope="session")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 handwritten digits as PNG files, one folder per class. Not to be changed."""
     folder = tmp_path_factory.mktemp("photos") / "digits"
-    _makers.write_digits(folder, 200)
+    makers.write_digits(folder, 200)
     return folder
 
 
 @pytest.fixture(scope="session")
 def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of images without a rescorer. Not to be changed."""
-    return _makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
+    return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
 
 
 @pytest.fixture(scope="session")
@@ -51,24 +42,32 @@ def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_pa
     return path
 
 
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    """What servers are forked from."""
+    started = Forker()
+    yield started
+    started.close()
+
+
 @pytest.fixture
-def served() -> Iterator[Callable[..., SimpleNamespace]]:
+def served(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
-    gives its url and process.
+    gives its url and process. One that is to start as a user starts it is given its `program`.
     """
-    yield from _servers()
+    yield from _servers(forker)
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Callable[..., SimpleNamespace]]:
+def shared(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     """As `served`, but the tests of a module share one server for each index and its options. Not
     to be stopped.
     """
-    for start in _servers():
+    for start in _servers(forker):
         yield functools.cache(start)
 
 
-def _servers() -> Iterator[Callable[..., SimpleNamespace]]:
+def _servers(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     started, clients = [], []
 
     def start(
@@ -77,16 +76,21 @@ def _servers() -> Iterator[Callable[..., SimpleNamespace]]:
         python: str = sys.executable,
         verify: ssl.SSLContext | bool = True,
         wait: bool = True,
-        program: Sequence[str] = ("-m", "retrieval.cli"),
+        program: Sequence[str] = (),
     ) -> SimpleNamespace:
-        process = subprocess.Popen(
-            [python, *program, "serve", str(index), "--port", "0", *options],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=index.parent,  # `-m` looks here first: not the source tree
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        words = ["serve", str(index), "--port", "0", *options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if program or python != sys.executable:
+            process = subprocess.Popen(
+                [python, *(program or PROGRAM), *words],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=index.parent,  # `-m` looks here first: not the source tree
+                env=environment,
+            )
+        else:
+            process = Forked(forker, words, index.parent, environment)
         started.append(process)
         line = process.stdout.readline()
         assert "Serving" in line, line + process.stderr.read()
@@ -122,7 +126,7 @@ def _until_ready(client: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="session")
-def honest(tmp_path_factory: pytest.TempPathFactory, makers: ModuleType, photos: Path) -> Path:
+def honest(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
     """An index of 20 items by inverted lists. Not to be changed."""
     folder = tmp_path_factory.mktemp("honest")
     bundle = makers.make_bundle(folder / "b")

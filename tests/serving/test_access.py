@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +13,7 @@ import wire
 from retrieval.serving.http.keys import add_key, new_key, remove_key
 
 BODY = json.dumps({"vector": [0.25] * 16, "k": 1}).encode()
+METRICS = wire.get("/metrics")
 
 
 def made(path: Path, name: str, role="read", indexes=()) -> str:
@@ -41,20 +39,8 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
     port = served(index_path, "--keys", str(keys)).port
     for path in ("/", "/page.js", "/livez", "/readyz", "/v1/openapi.json"):
         assert wire.ask(port, wire.get(path)).status == 200, path
-    for request in (
-        wire.post(BODY),
-        wire.get("/v1/index"),
-        wire.get("/v1/items/x/image"),
-        wire.get("/nowhere"),
-        wire.get("/metrics"),
-        wire.get("/v1/items"),
-        wire.get("/v1/indexes"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/search/batch"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/items"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/delete"),
-        wire.post(BODY).replace(b"/v1/search", b"/v1/snapshots"),
-        wire.get("/v1/items/x").replace(b"GET", b"DELETE"),
-    ):
+    # each route of the document: test_openapi.py
+    for request in (wire.post(BODY), wire.get("/v1/index"), wire.get("/nowhere"), METRICS):
         answer = wire.ask(port, request)
         assert (
             answer.status == 401
@@ -74,20 +60,9 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         answer = wire.ask(port, request)
         assert answer.status == 403, method
         assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
-        assert (
-            answer.error
-            == "This key has the role read; adding, changing and deleting takes a key with the role"
-            " write."
-        )
-    for request in (
-        wire.get("/metrics"),
-        wire.get("/v1/indexes/digits/snapshots").replace(b"GET", b"POST"),
-    ):
-        requests = wire.ask(
-            port,
-            request.replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {reader}\r\n\r\n".encode()),
-        )
-        assert requests.status == 403 and "role admin" in requests.error
+        assert "has the role read" in answer.error and "takes a key with the role" in answer.error
+    refused = wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {reader}"))
+    assert refused.status == 403 and "role admin" in refused.error
     admin = made(keys, "admin", "admin")
     wire.until(
         lambda: wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {admin}")).status == 200
@@ -228,9 +203,7 @@ def clients_of(server) -> list[str]:
 @pytest.mark.parametrize(
     ("host", "proxy"),
     [
-        ("127.0.0.1", "127.0.0.1"),
         ("127.0.0.1", "127.0.0.0/24"),
-        ("::", "127.0.0.1"),
         ("::", "::ffff:127.0.0.1"),
     ],
 )
@@ -294,26 +267,3 @@ def test_nobody_fills_the_server_with_wrong_keys(served, index_path, keys):
     server.process.terminate()
     assert server.process.wait(15) == 0
     assert server.process.stderr.read() == ""
-
-
-def test_a_server_in_a_program_takes_keys_too(index_path, keys, tmp_path):
-    own = Path(shutil.copytree(index_path, tmp_path / "own"))
-    key = made(keys, "program")
-    code = f"""
-import urllib.request, urllib.error
-from pathlib import Path
-from retrieval.serving.http.server import serve
-from retrieval.serving.http.settings import Settings
-with serve({str(own)!r}, port=0, settings=Settings(keys=Path({str(keys)!r})), wait=False) as server:
-    headers = {{"Authorization": "Bearer {key}"}}
-    ask = urllib.request.Request(server.url + "v1/index", headers=headers)
-    print(urllib.request.urlopen(ask).status)
-    try:
-        urllib.request.urlopen(server.url + "v1/index")
-    except urllib.error.HTTPError as fault:
-        print(fault.code)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60
-    )
-    assert done.stdout.split()[-2:] == ["200", "401"], done

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import wire
+from limits import files_of_at_most
 from retrieval.errors import RetrievalError
 from retrieval.serving.filters import as_filter
 from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.problems import RequestError
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 
 def change(what: str, ids=(), where=None) -> Change:
@@ -163,14 +164,10 @@ def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):
     outcome = cli("serve", index_path, "--port", "0", "--audit", tmp_path)
     assert outcome.code == 2 and "record of changes" in outcome.err
     audit, done = Audit(tmp_path / "a"), []
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
-    try:
-        with (
-            pytest.raises(RequestError, match="cannot record"),
-            audit.recording(change("put", ["a"])),
-        ):
-            done.append("changed")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        files_of_at_most(0),
+        pytest.raises(RequestError, match="cannot record"),
+        audit.recording(change("put", ["a"])),
+    ):
+        done.append("changed")
     assert not done and not (tmp_path / "a").read_bytes()

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from PIL import Image
 from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.serving import runtime
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import Manifest, checksum_of, read_manifest, write_manifest
+from retrieval.serving.manifest import checksum_of, read_manifest, write_manifest
 
 
 def copied(bundle: Path, folder: Path) -> Path:
@@ -53,32 +52,6 @@ def test_the_encoder_gives_what_a_plain_loop_gives(bundle_path, makers):
     assert np.array_equal(encoded[2:5].vector, encoded.vector[2:5])
     assert bundle.device == "cpu"
     assert len(bundle.encode(pixels[:0])) == 0
-
-
-def test_an_image_from_bytes_path_pillow_and_pixels_is_the_same(bundle_path, photos):
-    bundle = Bundle.open(bundle_path, threads=1)
-    path = photos / "3" / "0003.png"
-    vectors = [
-        bundle.encode_image(given).vector
-        for given in (
-            path,
-            str(path),
-            path.read_bytes(),
-            Image.open(path),
-            np.asarray(Image.open(path)),
-        )
-    ]
-    assert all(np.array_equal(vector, vectors[0]) for vector in vectors)
-    colour = np.random.default_rng(0).integers(0, 256, (11, 9, 3), np.uint8)
-    assert np.array_equal(bundle.preprocess(colour), bundle.preprocess(Image.fromarray(colour)))
-    for wrong in (
-        colour.astype(np.float32),
-        colour[None],
-        np.zeros((4, 4, 2), np.uint8),
-        colour[:0],
-    ):
-        with pytest.raises(DataError, match=r"Pixels (must be uint8 of|that are real) "):
-            bundle.encode_image(wrong)
 
 
 def test_query_and_code_outputs(makers, tmp_path):
@@ -267,21 +240,6 @@ def test_a_graph_that_onnx_runtime_refuses_is_a_sentence(bundle_path, tmp_path):
     write_manifest(path, read_manifest(path))
     with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
         Bundle.open(path)
-
-
-def test_writing_a_manifest(bundle_path, tmp_path):
-    path = copied(bundle_path, tmp_path)
-    before = read_manifest(path)
-    (path / "README.md").write_text("A card.")
-    (path / ".hidden").write_text("")
-    written = write_manifest(path, before)
-    assert written.files.keys() == {"encoder.onnx", "encoder.fp16.onnx", "README.md"}
-    assert read_manifest(path) == written
-    assert not [file for file in path.iterdir() if "manifest.json." in file.name]
-    assert Manifest.model_validate_json(written.model_dump_json()) == written
-    (path / "encoder.onnx").unlink()
-    with pytest.raises(BundleError, match=r"encoder.* was not written"):
-        write_manifest(path, before)
 
 
 def test_a_device_that_is_not_there(bundle_path):

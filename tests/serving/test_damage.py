@@ -7,15 +7,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from limits import files_of_at_most
 from PIL import Image
-from retrieval.errors import DataError, StoreError
+from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.host.files import rename_whole
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.store.record import FILE as RECORD
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -104,26 +106,6 @@ def test_replacing_without_the_system_call(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "new").exists()
 
 
-def test_no_index_is_a_sentence(tmp_path):
-    with pytest.raises(StoreError, match="no such folder"):
-        open_index(tmp_path / "nowhere")
-    with pytest.raises(StoreError, match="is not an index"):
-        open_index(tmp_path)
-
-
-LIMITED = textwrap.dedent("""
-    import resource, sys
-    from retrieval.errors import StoreError
-    from retrieval.serving.index.creating import create_index
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
-    try:
-        create_index(sys.argv[4], sys.argv[2], [sys.argv[3]], progress=False)
-    except StoreError as error:
-        print(error)
-        sys.exit(7)
-""")
-
-
 def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
     """Files may not grow beyond a limit that is set for every file of the index in turn."""
     makers.write_digits(tmp_path / "photos", 400)
@@ -132,26 +114,18 @@ def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
     sizes = sorted({path.stat().st_size for path in out.rglob("*") if path.is_file()})
     shutil.rmtree(out)
     for limit in [100, *(size - 1 for size in sizes[-4:])]:
-        command = [
-            sys.executable,
-            "-c",
-            LIMITED,
-            str(limit),
-            str(bundle_path),
-            str(tmp_path / "photos"),
-            str(out),
-        ]
-        run = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-        assert run.returncode == 7, run.stderr
-        assert "cannot be written: the disk is full" in run.stdout
-        assert run.stdout.count("\n") == 1
+        with (
+            files_of_at_most(limit),
+            pytest.raises(StoreError, match="cannot be written: the disk is full"),
+        ):
+            create_index(out, bundle_path, [tmp_path / "photos"], progress=False)
         assert [path.name for path in tmp_path.iterdir()] == ["photos"], limit
 
 
 BUILD = textwrap.dedent("""
     import sys
     from retrieval.errors import StoreError
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
     print("ready", flush=True)
     sys.stdin.readline()
     try:
@@ -163,31 +137,19 @@ BUILD = textwrap.dedent("""
 
 
 def test_of_two_builds_to_one_path_one_wins_and_the_other_is_told(bundle_path, folder, tmp_path):
-    for turn in range(3):
-        out = tmp_path / f"i{turn}"
-        both = [
-            subprocess.Popen(
-                [sys.executable, "-c", BUILD, str(bundle_path), str(folder), str(out)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=ENVIRONMENT,
-            )
-            for _ in range(2)
-        ]
-        assert all(one.stdout.readline() == "ready\n" for one in both)
-        for one in both:
-            one.stdin.write("\n")
-            one.stdin.flush()
-        told = [one.communicate(timeout=60)[0] for one in both]
-        assert sorted(one.returncode for one in both) == [0, 2], told
-        (sentence,) = [text for text in told if text]
-        assert (
-            "Another process is building this index: process " in sentence
-            or "exists already" in sentence
-        )
-        open_index(out, threads=1).close()
-        assert not list(tmp_path.glob(".*"))
+    command = [sys.executable, "-c", BUILD, str(bundle_path), str(folder), str(tmp_path / "i")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(command, env=ENVIRONMENT, **pipes) for _ in range(2)]
+    assert all(one.stdout.readline() == "ready\n" for one in both)
+    for one in both:
+        one.stdin.write("\n")
+        one.stdin.flush()
+    told = [one.communicate(timeout=60)[0] for one in both]
+    assert sorted(one.returncode for one in both) == [0, 2], told
+    (sentence,) = [text for text in told if text]
+    assert "Another process is building this index: " in sentence or "exists already" in sentence
+    open_index(tmp_path / "i", threads=1).close()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, monkeypatch):
@@ -204,3 +166,126 @@ def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, m
     with pytest.raises(StoreError, match="exists already"):
         create_index(tmp_path / "i", bundle_path, [folder], progress=False)
     assert [path.name for path in (tmp_path / "i").iterdir()] == ["mine"]
+
+
+# Building an index that was interrupted: it goes on where it stopped, and does again what cannot
+# be trusted.
+
+
+SLOW = textwrap.dedent("""
+    import sys, time
+    from retrieval.serving.bundle import Bundle
+    from retrieval.serving.index.index import create_index
+    encode = Bundle.encode
+    batches = 0
+    def slow(self, inputs, **options):
+        global batches
+        batches += 1
+        print(len(inputs), flush=True)
+        if len(sys.argv) > 4 and batches > int(sys.argv[4]):
+            time.sleep(100)
+        return encode(self, inputs, **options)
+    Bundle.encode = slow
+    from retrieval.serving.index import adding
+    adding._SECONDS = 0
+    summary = create_index(sys.argv[3], sys.argv[1], [sys.argv[2]], batch=16, skip_bad=True, progress=False)
+    print("resumed", summary.resumed, "skipped", len(summary.skipped))
+""")  # noqa: E501
+
+
+def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path):
+    """Ctrl-C is tested where the command is (test_cli.py)."""
+    photos = tmp_path / "photos"
+    makers.write_digits(photos, 200)
+    makers.spoil(photos / "0", 2)
+    out = tmp_path / "i"
+    command = [sys.executable, "-c", SLOW, str(bundle_path), str(photos), str(out)]
+    first = subprocess.Popen(
+        [*command, "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    )
+    for _ in range(5):  # four batches are done, and the fifth hangs
+        assert first.stdout.readline()
+    first.kill()
+    first.communicate(timeout=20)
+    assert (tmp_path / "i.partial").is_dir() and not out.exists()
+    again = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert again.returncode == 0, again.stderr
+    *batches, last = again.stdout.splitlines()
+    assert last.split()[:2] == ["resumed", "62"]
+    assert sum(map(int, batches)) == 200 - 62
+    assert again.stderr.count("skipped: ") == 2
+    assert {path.name for path in tmp_path.iterdir()} - {".i.partial.lock"} == {"i", "photos"}
+    with open_index(out, threads=1) as index:
+        assert len(index) == 200
+        for item in index.scan():
+            assert np.array_equal(
+                index.vector(item.id), index.bundle.encode_image(item.path).vector[0]
+            )
+
+
+def test_what_changed_meanwhile_is_encoded_again(
+    makers, bundle_path, folder, tmp_path, monkeypatch
+):
+    images = makers.digits()[0]
+    monkeypatch.setattr("retrieval.serving.index.creating.rename_whole", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        create_index(tmp_path / "i", bundle_path, [folder], progress=False)
+    monkeypatch.undo()
+    paths = sorted(folder.rglob("*.png"))
+    time.sleep(0.02)  # so that the time of the file differs
+    Image.fromarray(images[300]).save(paths[25])
+    summary = create_index(tmp_path / "i", bundle_path, [folder], progress=False)
+    assert summary.resumed == 40
+    with open_index(tmp_path / "i", threads=1) as index:
+        for path in paths:
+            id = path.relative_to(folder).as_posix()
+            assert np.array_equal(index.vector(id), index.bundle.encode_image(path).vector[0])
+
+
+def test_another_bundle_starts_over(makers, bundle_path, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("retrieval.serving.index.creating.rename_whole", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        create_index(tmp_path / "i", bundle_path, [folder], progress=False)
+    monkeypatch.undo()
+    other = makers.make_bundle(tmp_path / "other", seed=5)
+    summary = create_index(tmp_path / "i", other, [folder], progress=False)
+    assert summary.resumed == 0
+    with open_index(tmp_path / "i", threads=1) as index:
+        item = index.scan()[0]
+        assert np.array_equal(index.vector(item.id), index.bundle.encode_image(item.path).vector[0])
+
+
+def _interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+# What was verified is what is used: files that change under an open bundle.
+
+
+def rewritten(path: Path) -> None:
+    """Other bytes in the same place, as `cp` over a file writes them."""
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(bytes(255 - byte for byte in content))
+
+
+def test_an_open_bundle_runs_as_before(makers, tmp_path):
+    path = makers.make_bundle(tmp_path / "b")
+    bundle = Bundle.open(path, threads=1)
+    pixels = makers.digits()[0][:5, None]
+    before = bundle.encode(pixels).vector
+    assert bundle.changed() is None
+    rewritten(path / "encoder.onnx")
+    assert np.array_equal(bundle.encode(pixels).vector, before)
+    assert "encoder.onnx" in bundle.changed()
+
+
+def test_the_copy_in_an_index_is_the_bundle_that_made_it(makers, photos, tmp_path):
+    """A bundle that is exchanged for another while an index is built from it."""
+    path = makers.make_bundle(tmp_path / "b")
+    bundle = Bundle.open(path, threads=1)
+    shutil.rmtree(path)
+    makers.make_bundle(path, seed=3)
+    with pytest.raises(BundleError, match="was changed while it was in use"):
+        create_index(tmp_path / "i", bundle, [photos / "1"], progress=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b"]

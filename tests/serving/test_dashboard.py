@@ -10,8 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 from retrieval.serving.http.app import Application
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.stages import STAGES, Trail
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

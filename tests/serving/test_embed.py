@@ -18,8 +18,7 @@ from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.files.locks import hold
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")

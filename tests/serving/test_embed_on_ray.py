@@ -18,14 +18,14 @@ import pytest
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving.embedding.embedding import embed_sources
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
 
 # what Ray itself leaves open, and says of its next versions
 pytestmark = [
+    pytest.mark.ray,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),

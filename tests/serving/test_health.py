@@ -21,8 +21,7 @@ from retrieval.serving.http.readiness import Readiness, disk_fault
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.probe import coded, probe_fault, probe_of, vector_of
 
@@ -89,15 +88,6 @@ def until(what: Callable[[], bool]) -> bool:
             return True
         asyncio.run(asyncio.sleep(0.02))
     return False
-
-
-def test_asking_costs_no_search(probed):
-    probed.probe()
-    encode, calls = probed.index.bundle.encode, []
-    probed.index.bundle.encode = lambda pixels: calls.append(1) or encode(pixels)
-    for _ in range(1000):
-        assert probed.readiness.reason() is None
-    assert not calls
 
 
 @contextmanager

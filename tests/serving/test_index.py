@@ -8,12 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from PIL import Image
 from retrieval.errors import DataError, PluginError, StoreError
-from retrieval.serving.bundle import Bundle, Encoded
+from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.backends import FLAT_NUMBERS, HNSW_VECTORS, choose, make_backend
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store import structure
@@ -90,48 +88,6 @@ def test_answers_are_those_of_a_plain_loop(backend, kind, distance, output, buil
             )
             assert [hit.id for hit in hits] == [items[row].id for row in rows]
             assert [hit.distance for hit in hits] == pytest.approx(distances, rel=1e-4, abs=1e-6)
-
-
-def test_a_query_alone_and_in_a_crowd_gets_the_same_answer(build, pixels):
-    index = build()
-    queries = index.bundle.encode(pixels[:300])
-    crowd = index.search(queries, 5)
-    assert len(crowd) == 300
-    for number in range(0, 300, 23):
-        alone = index.search(
-            Encoded(queries.vector[number : number + 1], queries.query[number : number + 1]), 5
-        )[0]
-        assert alone == crowd[number]
-        assert index.search(queries.query[number], 5) == alone
-
-
-def test_an_indexed_image_finds_itself_at_distance_zero(index_path, photos):
-    with open_index(index_path, threads=1) as index:
-        assert len(index) == 200
-        for path in sorted(photos.rglob("*.png"))[::17]:
-            hit = index.search(index.bundle.encode_image(path), 1)[0][0]
-            assert hit.path == path
-            assert hit.id == path.relative_to(photos).as_posix()
-            assert hit.label == path.parent.name
-            assert hit.distance < 1e-6
-
-
-def test_equal_distances_come_by_id(makers, bundle_path, tmp_path):
-    for number in range(30):
-        Image.fromarray(makers.digits()[0][0]).save(tmp_path / f"{number:02}.png")
-    create_index(tmp_path / "i", bundle_path, [tmp_path], progress=False)
-    with open_index(tmp_path / "i", threads=1) as index:
-        assert [
-            hit.id for hit in index.search(index.bundle.encode_image(tmp_path / "00.png"), 5)[0]
-        ] == [f"{number:02}.png" for number in range(5)]
-
-
-def test_k_beyond_the_items_gives_all(index_path):
-    with open_index(index_path, threads=1) as index:
-        ids = [item.id for item in index.scan()]
-        assert sorted(hit.id for hit in index.search(index.vector(ids[3]), 10_000)) == ids
-        assert index.search(np.empty((0, 16), np.float32)) == []
-        assert index.get("no such item") == {}
 
 
 def test_bad_queries_are_sentences(index_path, build):
@@ -225,8 +181,7 @@ def test_a_wrong_back_end_is_refused_before_anything_is_encoded(
 
 PLUGIN = '''
 import numpy as np
-from retrieval import hookimpl
-from retrieval.plugin import IndexBackend
+from retrieval.plugin import IndexBackend, hookimpl
 
 class Brute(IndexBackend):
     """Compare with everything, in NumPy.

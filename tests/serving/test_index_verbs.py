@@ -69,22 +69,6 @@ def test_a_bad_image_is_named_and_the_others_are_added(photos, cli):
     assert told.code == 2 and "'same' is the id of 2 items" in told.err
 
 
-def test_a_new_bundle_and_back(photos, cli, makers):
-    index = photos / "d.index"
-    other = makers.make_bundle(photos / "other", seed=5)
-    assert "60 items embedded; generation 2 is served" in cli("index", "migrate", index, other).out
-    cli("index", "delete", index, "--where", "label = '4'")
-    makers.write_digits(photos / "more", 10)
-    assert "1 added, 9 changed" in cli("index", "add", index, photos / "more").out
-    back = cli("index", "rollback", index)
-    assert "generation 1 is served again" in back.out, back.err
-    shown = json.loads(cli("index", "show", index, "--json").out)
-    assert [one["state"] for one in shown["generations"]] == ["served", "kept"]
-    assert "1 older generation deleted" in cli("index", "migrate", index, "--drop-old").out
-    assert "keeps no older generation" in cli("index", "rollback", index).err
-    assert cli("index", "check", index).out == f"{index} is whole.\n"
-
-
 def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, makers):
     index = photos / "d.index"
     other = makers.make_bundle(photos / "other", seed=5)
@@ -154,18 +138,6 @@ def test_copies_of_one_moment(photos, cli):
         cli("index", "restore", photos / "s", photos / "x").code == 2
         and not (photos / "x").exists()
     )
-
-
-def test_looking_through(photos, cli):
-    index = photos / "d.index"
-    (photos / "digits" / "3" / "same.png").write_bytes(
-        sorted((photos / "digits" / "3").glob("*.png"))[0].read_bytes()
-    )
-    cli("index", "add", index, photos / "digits")
-    (group,) = json.loads(cli("index", "duplicates", index, "--within", "0", "--json").out)[
-        "groups"
-    ]
-    assert "3/same.png" in group["ids"] and group["largest"] == 0
 
 
 @pytest.mark.parametrize(

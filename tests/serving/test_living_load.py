@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 ROUNDS = 3
 WRITER = """

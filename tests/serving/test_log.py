@@ -60,14 +60,6 @@ def test_a_line_a_request(served, index_path, photos):
     assert missing.headers["traceparent"] == PARENT
 
 
-def test_without_a_format_it_has_only_what_goes_wrong(served, index_path):
-    server = served(index_path)
-    assert wire.ask(server.port, wire.vector()).status == 200
-    server.process.terminate()
-    assert server.process.wait(15) == 0
-    assert server.process.stderr.read() == ""
-
-
 def test_as_text(served, index_path):
     server = served(index_path, "--log-format", "text")
     answer = wire.ask(server.port, wire.vector())

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import wire
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import create_index
 from retrieval.serving.stages import STAGES
 
 
@@ -97,18 +96,6 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
         name: set(values) for name, values in before.items()
     }
     assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
-
-
-def test_of_an_index_that_lives(bundle_path, served, photos, tmp_path):
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
-        index.add([photos / "1"], progress=False)
-        index.delete([index.scan(limit=1)[0].id])
-        stats = index.stats()
-    now = scrape(served(tmp_path / "i").port)
-    assert now["retrieval_index_items"][()] == stats.count
-    assert now["retrieval_index_generation"][()] == now["retrieval_index_generations"][()] == 1
-    assert now["retrieval_index_bytes"][()] > 1000
 
 
 def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 import wire
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 MARK = "zzmarker"
 WATCH = """
@@ -167,7 +167,8 @@ def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, 
     (tmp_path / "copies").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as trap:
         url = f"http://127.0.0.1:{trap.getsockname()[1]}"
-        server = served(tmp_path / "i", "--open", "admin", "--snapshots", str(tmp_path / "copies"))
+        options = ("--open", "admin", "--snapshots", str(tmp_path / "copies"))
+        server = served(tmp_path / "i", *options, program=("-m", "retrieval.cli"))
         image = (photos / "3" / "0003.png").read_bytes()
         assert (
             wire.ask(

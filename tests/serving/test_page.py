@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from browsing import MARKUP, first_is, loaded
 from PIL import Image
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 pytestmark = pytest.mark.browser
 

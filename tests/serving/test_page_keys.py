@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browsing import MARKUP, first_is, loaded
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 pytestmark = pytest.mark.browser
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 SEARCH = wire.post(
     json.dumps({"vector": [0.5] * 16, "k": 1}).encode(), "application/json", "Connection: close"

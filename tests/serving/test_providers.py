@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from retrieval.errors import BundleError
@@ -19,11 +16,10 @@ from retrieval.serving import sessions
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.http.readiness import Readiness
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.server import serve
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import open_index
-from retrieval.serving.runtime import checked_device, load_libraries, load_onnxruntime
+from retrieval.serving.runtime import load_libraries, load_onnxruntime
 
 GPU = ["CUDAExecutionProvider", "CPUExecutionProvider"]
 
@@ -96,26 +92,6 @@ def split_path(makers: Any, tmp_path: Path) -> Path:
     return path
 
 
-def test_what_is_tried_for_which_device(
-    without_driver: WithoutDriver, bundle_path: Path, makers: Any
-) -> None:
-    gpu = SimpleNamespace(get_available_providers=lambda: GPU)
-    cpu = SimpleNamespace(get_available_providers=lambda: GPU[1:])
-    assert checked_device(gpu, "auto") == checked_device(gpu, "cuda") == ["cuda", "cpu"]
-    assert checked_device(cpu, "auto") == checked_device(gpu, "cpu") == ["cpu"]
-    with pytest.raises(BundleError, match="has no CUDA"):
-        checked_device(cpu, "cuda")
-    with pytest.raises(BundleError, match="it is 'auto', 'cpu' or 'cuda'"):
-        checked_device(gpu, "tpu")  # type: ignore[arg-type]
-    Bundle.open(bundle_path)
-    assert dict(without_driver.asked[0])[GPU[0]]["cudnn_conv_algo_search"] == "HEURISTIC"
-
-
-def test_libraries_are_loaded_in_silence(without_driver: WithoutDriver, capfd: Any) -> None:
-    assert load_libraries(without_driver) == "Failed to load libcudnn.so.9"
-    assert capfd.readouterr().out == ""
-
-
 def test_a_fault_of_a_run_is_a_sentence(split_path: Path) -> None:
     split = Bundle.open(split_path, threads=1)._sessions.split
     assert split is not None
@@ -140,18 +116,3 @@ def test_the_log_says_once_that_the_cpu_stands_in(
         if "so the encoder runs on the CPU" in record.message
     ]
     assert len(said) == 1
-
-
-def test_readyz_says_that_the_cpu_stands_in(
-    without_driver: WithoutDriver, index_path: Path
-) -> None:
-    for device in ("auto", "cpu"):
-        with serve(index_path, port=0, wait=False, device=device) as serving:  # type: ignore[union-attr, arg-type]
-            until = time.monotonic() + 60
-            while (
-                answer := httpx.get(f"{serving.url}readyz")
-            ).status_code != 200 and time.monotonic() < until:
-                time.sleep(0.05)
-        found = answer.json()
-        assert found["status"] == "ready"
-        assert ("fallback" in found) == (device == "auto")

@@ -10,8 +10,7 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.serving import bundle as bundle_module
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 
 @pytest.fixture
@@ -100,7 +99,7 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
         (3.5, "type float"),
         ({"a": 1}, "type dict"),
         (b"", "empty"),
-        (np.zeros((2, 3, 4, 5), np.uint8), r"has 16 numbers"),
+        (np.zeros((2, 3, 4, 5), np.uint8), r"queries\[0\]: Pixels must be uint8"),
         (np.zeros((8, 8, 7), np.uint8), r"Pixels must be uint8"),
     ):
         with pytest.raises(DataError, match=says):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import wire
-from retrieval.serving.index.creating import create_index
+from retrieval.serving.index.index import create_index
 
 WIDTH = 16
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import open_index
+from retrieval.serving.index.index import create_index, open_index
 
 
 def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):

@@ -80,16 +80,6 @@ def test_a_search_is_a_span_with_its_stages_inside(traced, photos):
     )
 
 
-def test_without_a_parent_each_request_is_a_trace_of_its_own(traced):
-    traced.ask(
-        ("GET", "/v1/items/x/image", {}),
-        ("GET", "/nowhere", {"headers": {"traceparent": "nonsense"}}),
-    )
-    first, second = (span for span in traced.spans() if span.parent is None)
-    assert (first.name, second.name) == ("GET /v1/items/{id}/image", "GET other")
-    assert first.context.trace_id != second.context.trace_id
-
-
 def test_an_end_in_time_though_nobody_collects(traced, monkeypatch):
     answered, ended = threading.Event(), threading.Event()
     monkeypatch.setattr(
@@ -128,16 +118,6 @@ def test_an_exporter_that_is_not_there_is_a_sentence(environment):
         MissingDependency, match=r"OTEL_TRACES_EXPORTER asks for .*embedding-retrieval\[otel\]"
     ):
         traces_of_environment()
-
-
-def test_the_console_exporter_by_its_variable(environment):
-    pytest.importorskip(
-        "opentelemetry.sdk", reason="opentelemetry-sdk, the extra otel, is not installed"
-    )
-    environment.setenv("OTEL_TRACES_EXPORTER", "console")
-    traces = traces_of_environment()
-    assert traces is not None
-    traces.close()
 
 
 def test_it_costs_no_import_where_it_is_not_asked_for():

@@ -13,22 +13,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 import wire
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import Index, create_index, open_index
 
 WIDTH = 16
-IDS = [
-    "plain",
-    "a/b/image",
-    "100% sure?#&=+",
-    "日本語 🐟",
-    "line\nbreak",
-    "image",
-    "%2e%2e",
-    ".",
-    "..",
-    "é" * 900,
-]
 
 
 @pytest.fixture
@@ -49,48 +36,6 @@ def path_of(id: str, end: str = "") -> str:
     if id in (".", ".."):
         return f"/v1/item{end}?id={id}"
     return f"/v1/items/{quote(id, safe='')}{end}"
-
-
-def test_items_of_any_id_are_put_found_shown_and_deleted(served, empty, photos):
-    server = served(empty, "--open", "admin")
-    images = [path.read_bytes() for path in sorted(photos.rglob("*.png"))[: len(IDS)]]
-    for id, image in zip(IDS, images, strict=True):
-        reply = {"label": "digit", "metadata": json.dumps({"length": len(id), "of": {"id": id}})}
-        put = server.client.put(path_of(id), files={"image": image}, data=reply)
-        assert (put.status_code, put.json()) == (200, {"id": id, "replaced": False}), put.text
-    for id, image in zip(IDS, images, strict=True):
-        item = server.client.get(path_of(id)).json()
-        assert (item["id"], item["label"], item["metadata"]["of"]["id"]) == (id, "digit", id)
-        assert (item["bytes"], item["width"], item["height"], item["keep"]) == (
-            len(image),
-            8,
-            8,
-            "copy",
-        )
-        assert server.client.get(path_of(id, "/image")).content == image
-        small = server.client.get(path_of(id, "/thumbnail"))
-        assert small.headers["content-type"] == "image/jpeg" and small.content.startswith(
-            b"\xff\xd8\xff"
-        )
-        again = server.client.get(
-            path_of(id, "/thumbnail"), headers={"If-None-Match": small.headers["etag"]}
-        )
-        assert again.status_code == 304
-        hits = server.client.post("/v1/search", files={"image": image}, data={"k": "1"}).json()[
-            "results"
-        ]
-        assert hits[0]["id"] == id and hits[0]["distance"] == pytest.approx(0, abs=1e-5)
-    assert server.client.put(path_of(IDS[0]), files={"image": images[1]}).json()["replaced"] is True
-    with Index.open(empty, threads=1) as index:  # durable, and as embedding it here gives
-        assert len(index) == len(IDS)
-        assert np.allclose(
-            index.vector(IDS[1]), index.bundle.encode_image(images[1]).vector[0], atol=1e-6
-        )
-    for id in IDS:
-        assert server.client.delete(path_of(id)).json() == {"deleted": 1}
-        wire.refused(server.client.delete(path_of(id)), 404, "no such item")
-        wire.refused(server.client.get(path_of(id)), 404, "no such item")
-    assert server.client.get("/v1/index").json()["items"] == 0
 
 
 def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(shared, index_path, photos):
@@ -440,22 +385,6 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     wire.refused(served(living, "--open", "admin").client.post("/v1/snapshots"), 403, "--snapshots")
     none = cli("serve", living, "--snapshots", tmp_path / "none")
     assert none.code == 2 and "which --snapshots names" in none.err
-
-
-def test_the_index_says_what_it_is(shared, index_path):
-    server = shared(index_path)
-    reply = server.client.get("/v1/index").json()
-    assert (reply["index"], reply["items"], reply["generation"], reply["format"]) == (
-        "digits",
-        200,
-        1,
-        3,
-    )
-    assert (
-        reply["limits"]["batch"] == 100 and reply["keep"] == "reference" and reply["fields"] == []
-    )
-    assert reply["deleted"] == 0
-    assert str(index_path.parent) not in json.dumps(reply)
 
 
 def test_other_bodies_are_refused(served, empty):

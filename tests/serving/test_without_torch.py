@@ -19,7 +19,7 @@ WORK = textwrap.dedent("""
     import importlib.util, json, sys
     from pathlib import Path
     from retrieval.serving.bundle import Bundle
-    from retrieval.serving.index.creating import create_index
+    from retrieval.serving.index.index import create_index
     from retrieval.serving.index.index import open_index
     bundle, photos, out, query = map(Path, sys.argv[1:])
     encoded = Bundle.open(bundle).encode_image(query)
@@ -85,6 +85,7 @@ def light_python(tmp_path_factory) -> Path:
     return python
 
 
+@pytest.mark.long
 def test_everything_works_without_torch(
     light_python, bundle_path, index_path, photos, served, tmp_path, capfd
 ):

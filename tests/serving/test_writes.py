@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 import wire
 from PIL import Image
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 
 WIDTH = 16
 _BUSY = "too many changes are waiting"

@@ -4,16 +4,12 @@ layouts, whole and damaged.
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import layouts
 import numpy as np
-import pytest
+from layouts import refused, sides
 from retrieval.data.splits import make_splits
-from retrieval.errors import DataError
-from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Split
 
 from retrieval_sets import (
@@ -28,68 +24,6 @@ from retrieval_sets import (
     vehicle_id,
     veri776,
 )
-
-spec = importlib.util.spec_from_file_location("layouts", Path(__file__).parent / "layouts.py")
-assert spec is not None and spec.loader is not None
-layouts: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(layouts)
-
-SETS: dict[str, tuple[Callable[..., Dataset], Callable[[Path], Path], str]] = {
-    "vehicle_id": (
-        vehicle_id,
-        layouts.vehicle_id,
-        "110,178 images of 13,134 classes or 113,346 images of 13,164",
-    ),
-    "veri": (veri776, layouts.veri, "its gallery side has 11,579 images of 200 classes"),
-    "market": (
-        market1501,
-        layouts.market,
-        "its query side has 3,368 images of 750 classes; here it has 2 images of 2",
-    ),
-    "inat": (inaturalist2018, layouts.inat, "its test side has 136,093 images of 2,452 classes"),
-    "landmarks": (
-        google_landmarks_v2,
-        layouts.landmarks,
-        "its gallery side has 761,757 images; here it has 6 images",
-    ),
-    "food": (
-        food101,
-        layouts.food,
-        "its train side has 75,750 images of 101 classes; here it has 4",
-    ),
-    "dtd": (dtd, layouts.dtd, "its validation side has 1,880 images of 47 classes"),
-    "caltech101": (
-        caltech101,
-        layouts.caltech101,
-        "it has 8,677 images of 101 classes; here it has 4 images of 2",
-    ),
-    "caltech256": (
-        caltech256,
-        layouts.caltech256,
-        "it has 29,780 images of 256 classes; here it has 4 images of 2",
-    ),
-    "cifar100": (
-        cifar100,
-        layouts.cifar100,
-        "its test side has 10,000 images of 100 classes; here it has 2",
-    ),
-}
-FILES = [name for name in SETS if name != "cifar100"]
-LISTED = [name for name in FILES if name[:4] not in ("veri", "mark", "calt")]
-
-
-def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
-    with pytest.raises(DataError) as error:
-        load(folder, **values)
-    return str(error.value)
-
-
-def sides(data: Dataset) -> dict[str, list[str]]:
-    actual: dict[str, list[str]] = {}
-    for i, label in enumerate(data.labels):
-        role = data.roles[i] if data.roles else ""
-        actual.setdefault(role or (data.splits[i] if data.splits else ""), []).append(label)
-    return actual
 
 
 def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
@@ -208,31 +142,3 @@ def test_cifar100_fine_and_coarse(tmp_path: Path) -> None:
     assert "records of 3,074 bytes" in refused(cifar100, root, counts="any")
     (root / "fine_label_names.txt").write_text("apple\n")
     assert "has 1 names; it should have 100" in refused(cifar100, root, counts="any")
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path, name: str) -> None:
-    load, make, says = SETS[name]
-    text = refused(load, make(tmp_path))
-    assert says in text and 'set counts = "any"' in text and "Get " in text
-
-
-@pytest.mark.parametrize("name", LISTED)
-def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
-    load, make, _ = SETS[name]
-    root = make(tmp_path)
-    gone = sorted(root.rglob("*.jpg"))[:2]
-    for file in gone:
-        file.unlink()
-    text = refused(load, root, counts="any")
-    assert "images are missing in" in text and gone[0].name in text and gone[1].name in text
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(
-    tmp_path: Path, name: str
-) -> None:
-    load, _, _ = SETS[name]
-    text = refused(load, tmp_path)
-    assert "is not there" in text and "The folder must hold" in text and "Get " in text
-    assert "is not a folder" in refused(load, tmp_path / "none")

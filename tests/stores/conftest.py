@@ -1,26 +1,13 @@
 from __future__ import annotations
 
-import importlib.util
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import makers
 import pytest
-
-
-def _load(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_makers = _load("store_makers", Path(__file__).parents[1] / "serving" / "makers.py")
-
 
 _running: list[Any] = []
 
@@ -28,40 +15,13 @@ _running: list[Any] = []
 @pytest.fixture(scope="session")
 def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
-    return _makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
+    return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
 
 
 @pytest.fixture(scope="session")
 def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another one, whose vectors are as wide. Not to be changed."""
-    return _makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
-
-
-@pytest.fixture(scope="session")
-def makers() -> ModuleType:
-    """tests/serving/makers.py: real bundles and images on demand."""
-    return _makers
-
-
-@pytest.fixture(scope="session")
-def killed() -> Callable[[Callable[[], object]], None]:
-    """Run a call in a child, which must die of SIGKILL in it."""
-
-    def run(call: Callable[[], object]) -> None:
-        if not (child := os.fork()):
-            try:
-                call()
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-
-    return run
-
-
-@pytest.fixture(scope="session")
-def agree() -> Any:
-    """tests/stores/agreeing.py: a store's filters compared with the language."""
-    return _load("agreeing", Path(__file__).parent / "agreeing.py").agree
+    return makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +35,9 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     pytest.importorskip(
         "milvus", reason="the package `milvus`, which carries a server, is not installed"
     )
-    server = _load("milvus_server", Path(__file__).parent / "milvus_server.py").MilvusServer(
-        tmp_path_factory.mktemp("milvus")
-    )
+    from milvus_server import MilvusServer
+
+    server = MilvusServer(tmp_path_factory.mktemp("milvus"))
     _running.append(server)
     try:
         server.start()
@@ -85,6 +45,13 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     finally:
         _running.remove(server)
         server.stop()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs a real server of Milvus."""
+    for item in items:
+        if "milvus" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.engine)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,7 +16,7 @@ from retrieval.serving.store.place import find_store, store_place
 
 EVERYTHING = str(Path(__file__).parents[1] / "host" / "plugins_for_tests" / "everything.py")
 CLASH = """
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from retrieval.serving.store.local import LocalPlace
 
 @hookimpl
@@ -170,7 +170,7 @@ def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
     ("body", "said"),
     [
         ("lambda: 3", "takes no 'address'"),
-        ("lambda address: 3", "made a int, not a retrieval.stores.StorePlace"),
+        ("lambda address: 3", "made a int, not a retrieval.plugin.stores.StorePlace"),
         ("lambda address: 1 / 0", "division by zero"),
         ("3", "cannot be called"),
     ],
@@ -178,8 +178,8 @@ def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
 def test_a_store_that_is_none(body: str, said: str, tmp_path: Path) -> None:
     file = tmp_path / "odd.py"
     file.write_text(
-        "from retrieval import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n    return {'odd':"
-        f" {body}}}\n"
+        "from retrieval.plugin import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n"
+        f"    return {{'odd': {body}}}\n"
     )
     with pytest.raises((PluginError, StoreError)) as fault:
         retrieval.Index.open("odd://here", plugins=[str(file)])

@@ -1,10 +1,9 @@
 """What a local store measures while it searches is the answer's distance: each answer is that of
-plain arithmetic, whatever lies where.
-"""
+plain arithmetic, whatever lies where."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +12,7 @@ import numpy as np
 import pytest
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
-from retrieval.serving.index import index as index_module
-from retrieval.serving.index.index import Hit, Index, open_index
+from retrieval.serving.index.index import Index, open_index
 from retrieval.serving.merging import merged
 from retrieval.serving.store import masks, structure
 from retrieval.serving.store import search as distances
@@ -23,6 +21,7 @@ from retrieval.serving.store.contract import Candidates, Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
+from sklearn.datasets import load_digits
 
 WIDTH = 16
 
@@ -161,24 +160,6 @@ def test_a_pair_has_one_distance_whoever_measures_it() -> None:
             )
 
 
-def test_what_the_store_measured_is_not_measured_again(
-    tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known = Known(tmp_path / "i", plain_bundle)
-    with known.index as index:
-        known.put(names(range(80)), vectors(80))
-        wanted = index.search(vectors(5, seed=1), 7)
-        with monkeypatch.context() as patch:
-            patch.setattr(index_module, "measured", None)
-            patch.setattr(
-                "retrieval.serving.store.local._Arrays.__getitem__", None
-            )  # nor are vectors read for it
-            assert index.search(vectors(5, seed=1), 7) == wanted
-        # a store that leaves it to the index has the same answers
-        monkeypatch.setattr(type(index.store), "propose", handed_over)
-        assert index.search(vectors(5, seed=1), 7) == wanted
-
-
 @pytest.mark.parametrize(
     "options",
     [{"rescorer": True}, {"subspaces": True}, {"inner": True}, {}],
@@ -215,33 +196,64 @@ def test_whatever_a_bundle_measures(
             assert [index.search(queries, k) for k in (1, 4, 50)] == found
 
 
-def test_candidates_are_as_the_contract_says(tmp_path: Path, plain_bundle: Path) -> None:
-    known = Known(tmp_path / "i", plain_bundle)
-    base = vectors(30)
-    with known.index as index:
-        known.put(names(range(90)), np.tile(base, (3, 1)))
-        for found in index.store.propose(base[:4], 9, index.bundle.sha256):
-            assert isinstance(found, Candidates) and found.distances is not None
-            keys = list(
-                zip(found.distances.tolist(), [entry.id for entry in found.items], strict=True)
-            )
-            assert keys == sorted(keys) and len(found.items) == len(found.arrays["vector"]) == 9
-            assert set(found.arrays) == {"vector"} and len(found.arrays) == 1
-            for item, row in zip(found.items, found.arrays["vector"], strict=True):
-                assert np.array_equal(row, known.items[item.id][0])
-        for items in index.store.search(base[:4], 9, index.bundle.sha256):
-            assert [entry.id for entry in items] == sorted(entry.id for entry in items)
+# Near-duplicates, on handwritten digits.
 
 
-def test_a_hit_is_a_plain_value() -> None:
-    entry = Hit("a", None, 0.5, {"b": 1})
-    assert (
-        entry
-        == Hit(id="a", label=None, distance=0.5, metadata={"b": 1}, path=None)
-        != Hit("a", "b", 0.5, {})
+@pytest.fixture
+def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarray]]:
+    """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a
+    little apart.
+    """
+    images, labels = load_digits(return_X_y=True)
+    bundle = Bundle.open(plain_bundle, threads=1)
+    pixels = (images.reshape(-1, 1, 8, 8) * 15.9).astype(np.uint8)
+    vectors = bundle.encode(pixels).vector
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    with open_index(tmp_path / "i", threads=1) as index:
+        index.upsert(
+            [
+                Item(f"{n:04}", str(labels[n]), arrays={"vector": vectors[n]})
+                for n in range(len(vectors))
+            ]
+        )
+        index.upsert(
+            [
+                Item(f"{n:04}-again", str(labels[n]), arrays={"vector": vectors[n]})
+                for n in range(20)
+            ]
+        )
+        apart = vectors[:20].copy()
+        apart[:, 0] += 1e-3
+        index.upsert(
+            [Item(f"{n:04}-apart", str(labels[n]), arrays={"vector": apart[n]}) for n in range(20)]
+        )
+        yield index, vectors
+
+
+def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
+    index, vectors = digits
+    limit = 0.002
+    squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
+    assert (squared > limit**2).sum() == squared.size - 20  # no two different digits are that near
+    found = index.duplicates(limit, progress=False)
+    assert [group.ids for group in found] == [
+        (f"{n:04}", f"{n:04}-again", f"{n:04}-apart") for n in range(20)
+    ]
+    assert all(group.largest == pytest.approx(1e-3, rel=1e-3) for group in found)
+    exact = index.duplicates(0, progress=False)
+    assert [group.ids for group in exact] == [(f"{n:04}", f"{n:04}-again") for n in range(20)]
+    only = index.duplicates(limit, where="label = '3'", progress=False)
+    assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
+
+
+def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[Index, np.ndarray]) -> None:
+    index, vectors = digits
+    chain = np.repeat(10 + vectors[:1], 60, axis=0)
+    chain[:, 0] += np.arange(60) * 0.01
+    index.upsert([Item(f"chain-{n:02}", arrays={"vector": chain[n]}) for n in range(60)])
+    index.upsert([Item(f"equal-{n:02}", arrays={"vector": vectors[0] - 10}) for n in range(40)])
+    groups = {group.ids[0]: group for group in index.duplicates(0.0101, progress=False)}
+    assert len(groups["chain-00"].ids) == 60 and groups["chain-00"].largest == pytest.approx(
+        0.01, rel=1e-3
     )
-    assert repr(entry).startswith(
-        "Hit(id='a', label=None, distance=0.5, metadata={'b': 1}, path=None, keep='reference'"
-    )
-    with pytest.raises(AttributeError):
-        entry.distance = 1.0  # type: ignore[misc]
+    assert len(groups["equal-00"].ids) == 40 and groups["equal-00"].largest == 0

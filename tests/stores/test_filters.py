@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import retrieval
+from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.serving.filters import Compare, Exists, In, matches, parse_filter
@@ -20,30 +21,9 @@ from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.testing.bundles import FEATURES, WIDTH, opened
 
-KINDS: list[Any] = [
-    7,
-    7.0,
-    -0.0,
-    0,
-    12.5,
-    2**53,
-    1e300,
-    5e-324,
-    "7",
-    "shoe",
-    "",
-    "é💥",
-    True,
-    False,
-    None,
-    [],
-    [7, "shoe"],
-    [[7]],
-    [{"x": 7}],
-    [None, True],
-    {},
-    {"x": 7},
-]
+SCALARS: list[Any] = [7, 7.0, -0.0, 0, 12.5, 2**53, 1e300, 5e-324, "7", "shoe", "", "é💥"]
+SCALARS += [True, False, None]
+KINDS = [*SCALARS, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True], {}, {"x": 7}]
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +46,7 @@ def hits(store: LocalStore, where: Any) -> set[str]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_columns_agree_with_python(store: LocalStore, agree: Any, data: st.DataObject) -> None:
+def test_columns_agree_with_python(store: LocalStore, data: st.DataObject) -> None:
     agree(store, data)
 
 
@@ -76,7 +56,7 @@ def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> 
     items = [Item(f"kind {n}", None, {"x": kind}, arrays=arrays) for n, kind in enumerate(KINDS)]
     items += [Item(f"label {text}", text, {}, arrays=arrays) for text in ("7", "shoe", "Z")]
     store.upsert(items, opened().sha256)
-    for value in [entry for entry in KINDS if not isinstance(entry, list | dict)]:
+    for value in SCALARS:
         if op not in ("=", "!=") and (value is None or isinstance(value, bool)):
             continue
         for field in (("x",), ("x", "x"), "label"):

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import shutil
-import signal
 import subprocess
 import threading
 import time
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from limits import files_of_at_most
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.checking import restore
@@ -35,21 +34,6 @@ def items(numbers: range) -> list[Item]:
     return [
         Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
     ]
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """Let this process write no file beyond a size: what a write then gets is what a full disk
-    gives, or near.
-    """
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, before)
 
 
 def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:

@@ -18,11 +18,9 @@ from retrieval.errors import BundleError, DataError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index import migrating
 from retrieval.serving.index.checking import check_index
-from retrieval.serving.index.creating import create_index
-from retrieval.serving.index.index import Index
+from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.manifest import read_manifest
 from retrieval.serving.store import local
-from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalStore
 
 QUIET: dict[str, Any] = {"progress": False}
@@ -379,14 +377,3 @@ def test_the_backbone_runs_once_for_an_item(
         monkeypatch.setattr(Bundle, name, counted)
     create_index(tmp_path / "i", split("b"), photos, keep_features=True, **QUIET)
     assert counts == {"features": COUNT, "encode": 0}
-
-
-def test_items_that_are_given_without_features_are_refused(path: Path) -> None:
-    with opened(path) as index, pytest.raises(DataError, match="has no features"):
-        index.upsert([Item("x", arrays={"vector": np.zeros(16, np.float32)})])
-
-
-def test_the_command_says_how_many_features_it_took(path: Path, split: Callable[..., Path]) -> None:
-    ran = CliRunner().invoke(app, ["index", "migrate", str(path), str(split("new", seed=1))])
-    assert ran.exit_code == 0, ran.output
-    assert f"{COUNT} items embedded, {COUNT} from features that were kept" in ran.output

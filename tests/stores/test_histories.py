@@ -22,14 +22,13 @@ def histories(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return histories
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 def test_every_answer_is_of_a_state_between_its_question_and_itself(
-    histories: ModuleType, tmp_path: Path, seed: int
+    histories: ModuleType, tmp_path: Path
 ) -> None:
-    hits = histories.run(tmp_path, 7, seed, threads=8, processes=2)
+    hits = histories.run(tmp_path, 4, 0, threads=4, processes=2)
     assert hits["wrong"] == []
-    assert hits["from threads"] > 100 and hits["from processes"] > 100
-    assert hits["operations"]["upsert"] > 3 and hits["several"] > 50
+    assert hits["from threads"] > 50 and hits["from processes"] > 50
+    assert hits["operations"]["upsert"] > 3 and hits["several"] > 20
 
 
 def answers(

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import retrieval
+from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from retrieval import stores, testing
+from retrieval.plugin import stores, testing
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, normal, some
@@ -82,7 +83,7 @@ def spares(milvus: Any) -> Iterator[Spares]:
 
 
 class TestMilvus(testing.StoreSuite):
-    """`retrieval.testing` holds the cases.
+    """`retrieval.plugin.testing` holds the cases.
 
     More items than an answer has rows (1,000 with their text) are enough for all but `many`.
     """
@@ -118,9 +119,7 @@ def index(spares: Spares) -> Iterator[stores.RemoteStore]:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(
-    index: stores.RemoteStore, agree: Any, data: st.DataObject
-) -> None:
+def test_filters_agree_with_the_language(index: stores.RemoteStore, data: st.DataObject) -> None:
     """Whatever is written in a filter means what the filter language says, and nothing of it
     becomes Milvus's.
     """

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 import retrieval
-from retrieval.client.sending import Retries
+from retrieval.client import Client, Retries
 from retrieval.errors import ServerError, StoreError
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.store.place import store_place
@@ -80,7 +80,7 @@ class Load:
     stopped: threading.Event = field(default_factory=threading.Event)
 
     def run(self) -> None:
-        with retrieval.Client(self.url, retries=Retries(times=0)) as client:
+        with Client(self.url, retries=Retries(times=0)) as client:
             while not self.stopped.is_set():
                 at = len(self.answers) % len(self.queries)
                 try:
@@ -307,7 +307,7 @@ class Scene:
         expected = answers(self.local, self.queries)
         assert answers(self.index, self.queries) == expected
         for url in self.urls:
-            with retrieval.Client(url) as client:
+            with Client(url) as client:
                 hits = [client.search(query, k=5, filter=CHOSEN).results for query in self.queries]
             assert [[hit.id for hit in entry] for entry in hits] == expected
 

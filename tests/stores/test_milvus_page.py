@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import retrieval
+from retrieval.client import Client
 from retrieval.serving.store.place import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
@@ -44,7 +45,7 @@ def test_the_commands_of_the_page(
             if words[0] == "serve":
                 with (
                     retrieval.serve(words[1], port=0, wait=False) as entry,
-                    retrieval.Client(entry.url) as client,
+                    Client(entry.url) as client,
                 ):
                     message["serve"] = client.search(images[3], k=1).results[0].key
             elif name == "retrieval":

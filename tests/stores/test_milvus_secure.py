@@ -16,7 +16,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from retrieval import stores
+from retrieval.plugin import stores
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.testing.bench import some
 from retrieval.serving.store.testing.bundles import opened

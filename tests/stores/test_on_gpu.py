@@ -4,8 +4,6 @@ for what a GPU refuses.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from retrieval.serving.index.faiss_backends import (
     Cagra,
     FaissBackend,
     Flat,
-    Ivf,
     IvfPq,
     gpus_found,
     on_the_gpu,
@@ -33,35 +30,6 @@ def silent(count: int) -> None:
 def built(backend: FaissBackend) -> FaissBackend:
     backend.build(VECTORS, silent)
     return backend
-
-
-def test_threads_take_turns_on_a_gpu_and_each_has_its_own() -> None:
-    flat = built(Flat())
-    inside: list[int] = []
-    crowd: list[int] = []
-
-    class Gpu:
-        def search(self, queries: Any, k: int) -> Any:
-            inside.append(k)
-            crowd.append(len(inside))
-            found = flat._index.search(queries, k)
-            inside.pop()
-            return found
-
-    flat._gpu_index = Gpu()
-    wrong: list[int] = []
-
-    def ask(first: int) -> None:
-        for row in range(first, first + 50):
-            if flat.search(VECTORS[row : row + 1], 1)[1][0, 0] != row:
-                wrong.append(row)
-
-    threads = [threading.Thread(target=ask, args=(50 * number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and len(crowd) == 400 and set(crowd) == {1}
 
 
 @pytest.mark.parametrize("saved", ["save", "save_beside"])
@@ -144,18 +112,6 @@ def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
     assert words in said and "project" not in said and ".cpp" not in said
 
 
-def test_memory_that_cuvs_lacks_is_a_sentence() -> None:
-    flat = built(Flat())
-
-    class Gpu:
-        def search(self, queries: Any, k: int) -> Any:
-            raise MemoryError("std::bad_alloc")
-
-    flat._gpu_index = Gpu()
-    with pytest.raises(StoreError, match="too little memory for 1,500 vectors"):
-        flat.search(VECTORS[:1], 1)
-
-
 def test_a_search_for_more_than_a_gpu_selects_is_the_cpus() -> None:
     flat = built(Flat())
 
@@ -169,34 +125,3 @@ def test_a_search_for_more_than_a_gpu_selects_is_the_cpus() -> None:
     assert (flat.search(VECTORS[:1], 5)[1] == 0).all()
     assert sorted(flat.search(VECTORS[:1], 6)[1][0])[-1] > 0
     assert flat.selective
-
-
-REAL = pytest.mark.skipif(
-    not hasattr(load_faiss(), "StandardGpuResources"), reason="this FAISS is built without a GPU"
-)
-
-
-@REAL
-class TestTheRealOne:
-    """Against faiss-gpu-cuvs itself, without a device: every call up to the one that needs it."""
-
-    @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
-    @pytest.mark.parametrize("make", [Flat, Ivf])
-    def test_an_index_reaches_the_device(self, make: Callable[[], FaissBackend]) -> None:
-        with pytest.raises(StoreError, match="Invalid GPU device 0"):
-            built(make()).placed()
-
-    @pytest.mark.skipif(gpus_found() > 0, reason="there is a GPU: tests/gpu has the rest")
-    def test_a_graph_is_built_up_to_the_device(self) -> None:
-        with pytest.raises(
-            StoreError, match=r"cagra cannot build it: FAISS cannot use the GPU: .*Invalid GPU"
-        ):
-            Cagra().built_on_gpu(VECTORS)
-
-    def test_names_that_are_set_are_there(self) -> None:
-        faiss = load_faiss()
-        config, parameters = Cagra(degree=32).config(), faiss.SearchParametersCagra()
-        assert (config.graph_degree, config.intermediate_graph_degree) == (32, 64)
-        assert hasattr(parameters, "itopk_size")
-        assert hasattr(faiss.GpuIndexCagra, "copyTo") and hasattr(faiss, "index_cpu_to_gpu")
-        assert hasattr(faiss.GpuIndexIVF, "nprobe")

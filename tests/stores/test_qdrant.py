@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import retrieval
+from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from retrieval import stores, testing
+from retrieval.plugin import stores, testing
 from retrieval.serving.store.testing.bench import item, some
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
@@ -70,9 +71,7 @@ def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(
-    index: stores.RemoteStore, agree: Any, data: st.DataObject
-) -> None:
+def test_filters_agree_with_the_language(index: stores.RemoteStore, data: st.DataObject) -> None:
     """Whatever is written in a filter means what the filter language says; what Qdrant cannot order
     is looked at item by item.
     """

@@ -97,15 +97,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         "_PAIRS": 500,
         "_QUERIES": 5,
         "_MIN_DOUBT": 0,
-        "_COMPANION_NUMBERS": 0,
     }.items():
         monkeypatch.setattr(search, name, value)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_as_in_float64(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_COMPANION_NUMBERS", 0)
+def test_as_in_float64(kind: str, count: int) -> None:
     vectors = np.ascontiguousarray(KINDS[kind](low_rank(2400)), np.float32)
     noise = np.ascontiguousarray(KINDS[kind](normal(count, 24, seed=1)), np.float32)
     queries = vectors[5 : 5 + 100 * count : 100] + noise * np.float32(1e-3)
@@ -249,17 +247,13 @@ def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], sentence
 
 
 def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_COMPANION_NUMBERS", 0)
     vectors, queries = low_rank(3000), low_rank(9, seed=1)
     companion = Companion.build(vectors)
-    assert companion is not None and companion.table.shape[1] < 24 / 2 + 1
-    tables, scan = [], search._Scan.run
-    monkeypatch.setattr(
-        search._Scan, "run", lambda self, *given: (tables.append(self.table), scan(self, *given))[1]
-    )
+    assert companion is not None and companion.table.shape == (1, 3000, 8)
+    monkeypatch.setattr(search, "_Scan", None)
+    monkeypatch.setattr(search, "_nearest_of_one", None)
     for count in (1, 9):
         agree(queries[:count], vectors, 10, companion=companion)
-    assert [len(table[0]) for table in tables] == [companion.table.shape[1]] * 2
 
 
 def test_vectors_that_fill_all_directions_have_no_companion() -> None:
@@ -268,8 +262,7 @@ def test_vectors_that_fill_all_directions_have_no_companion() -> None:
     assert Companion.build(low_rank(3000) * np.float32(1e37)) is None
 
 
-def test_a_companion_s_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "_COMPANION_NUMBERS", 0)
+def test_a_companion_s_file(tmp_path: Path) -> None:
     vectors = low_rank(3000)
     companion = Companion.build(vectors)
     assert companion is not None

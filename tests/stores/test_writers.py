@@ -1,6 +1,5 @@
 """Several processes write to one index, whichever name each knows it by: all in turn, and nothing
-is lost.
-"""
+is lost."""
 
 from __future__ import annotations
 
@@ -9,16 +8,19 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import record, upkeep
 from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
 from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.structure import StructureChoice
 from retrieval.serving.store.upkeep import Claim
 from retrieval.serving.store.view import Array
 
@@ -300,3 +302,171 @@ def test_what_comes_and_goes_while_an_index_is_compacted(
             read = opened.get(present, arrays=True)
             assert all((read[id].vector == vectors[int(id[2:])]).all() for id in present)
     holds(index, bundle, present)
+
+
+# A folder that may not be written to, read beside a process that may.
+
+
+VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
+
+
+@pytest.fixture
+def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
+    """The same folder where it may only be read, below a parent that may only be read; root may
+    write to any other.
+    """
+    view = tmp_path / "view"
+    view.mkdir()
+    (tmp_path / "outer").mkdir()
+    index.rename(tmp_path / "outer" / "index")
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "--bind", tmp_path / "outer", view], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("nothing may be mounted here")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", view], check=True)
+        yield view / "index"
+    finally:
+        subprocess.run(["umount", "-l", view], check=True)
+
+
+def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
+    frozen: Path, bundle: Bundle, tmp_path: Path
+) -> None:
+    writable = tmp_path / "outer" / "index"
+    items = [Item(f"id{n}", metadata={"n": n}, arrays={"vector": VECTORS[n]}) for n in range(30)]
+    with LocalStore(writable, upkeep=False) as store:
+        store.upsert(items[:20], bundle.sha256)
+    before = sorted(path.name for path in writable.iterdir())
+    with LocalStore(frozen) as reader:
+        assert reader.count() == 20
+        assert [entry.id for entry in reader.search(VECTORS[3:4], 1, bundle.sha256)[0]] == ["id3"]
+        for refused in (
+            lambda: reader.upsert(items, bundle.sha256),
+            lambda: reader.delete(["id0"]),
+            reader.compact,
+            lambda: reader.drop(reader.generations()[0]),
+        ):
+            with pytest.raises(
+                StoreError, match=r"index is read-only here, and cannot be written to\.$"
+            ):
+                refused()
+        reader.snapshot(tmp_path / "copy")
+        with pytest.raises(StoreError, match=r"view/copy cannot be written: Read-only file system"):
+            reader.snapshot(frozen.parent / "copy")
+        with pytest.raises(StoreError, match=r"view/new cannot be written: Read-only file system"):
+            create_local(frozen.parent / "new", bundle, widths_of(bundle))
+        assert sorted(path.name for path in writable.iterdir()) == before
+        with LocalStore(writable, upkeep=False) as store:  # somebody else may write to it
+            store.upsert(items, bundle.sha256)
+            assert reader.count() == 30
+            assert [entry.id for entry in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == [
+                "id25"
+            ]
+        assert reader.count() == 30
+    with LocalStore(tmp_path / "copy") as copy:
+        assert copy.count() == 20
+
+
+# A process that forks after a search: the child searches, whatever threads the parent had.
+
+
+FORKED = """
+import os, sys, time
+import numpy as np
+from pathlib import Path
+from retrieval.serving.store import structure
+from retrieval.serving.store.contract import Item
+from retrieval.serving.store.local import LocalStore
+
+structure.MIN_ROWS = 1000
+vectors = np.random.default_rng(0).normal(size=(25_000, 16)).astype(np.float32)
+store = LocalStore(Path(sys.argv[1]), upkeep=False)
+bundle = store.generations()[0].bundle
+store.upsert([Item(f"id{n}", arrays={"vector": v}) for n, v in enumerate(vectors)], bundle)
+store.compact()
+
+def found(count):
+    return [{item.id for item in one} for one in store.search(vectors[:count], 5, bundle)]
+
+before = found(int(sys.argv[2]))
+child = os.fork()
+if not child:
+    try:
+        assert found(1)[0] == before[0] and found(64)[0] == before[0]
+        store.upsert([Item("of the child", arrays={"vector": vectors[0]})], bundle)
+        assert store.count() == 25_001 and "of the child" in found(1)[0]
+        os._exit(0)
+    except BaseException as fault:
+        print(repr(fault), flush=True)
+        os._exit(1)
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    done, status = os.waitpid(child, os.WNOHANG)
+    if done:
+        break
+    time.sleep(0.02)
+else:
+    os.kill(child, 9)
+    sys.exit("the child hangs")
+assert status == 0, status
+assert "of the child" in found(1)[0] and store.count() == 25_001
+store.delete(["of the child"])
+assert found(1)[0] == before[0]
+store.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize(("backend", "queries"), [("flat", 1), ("hnsw", 64)])
+def test_a_child_searches_and_writes(
+    backend: str, queries: int, tmp_path: Path, plain_bundle: Path
+) -> None:
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice(backend))
+    line = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "i", str(queries)]
+    environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+BUSY = """
+import os, sys, threading
+from pathlib import Path
+from retrieval.errors import StoreError
+from retrieval.serving.store.local import LocalStore
+
+store = LocalStore(Path(sys.argv[1]), upkeep=False)
+inside, go = threading.Event(), threading.Event()
+
+def read():
+    with store.record.reading():
+        inside.set()
+        go.wait()
+
+threading.Thread(target=read).start()
+inside.wait()
+child = os.fork()
+if not child:
+    try:
+        store.count()
+    except StoreError as fault:
+        print(fault, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+go.set()
+assert store.count() == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_of_a_store_in_use_is_told(tmp_path: Path, plain_bundle: Path) -> None:
+    bundle = Bundle.open(plain_bundle, threads=1)
+    create_local(tmp_path / "i", bundle, widths_of(bundle))
+    line = [sys.executable, "-W", "ignore", "-c", BUSY, tmp_path / "i"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "was in use when this process was forked. Open it in the child" in done.stdout

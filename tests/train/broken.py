@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning.losses import BaseMetricLossFunction
-from retrieval import hookimpl
-from retrieval.plugin import Backbone, Combiner, Dataset, Generator
+from retrieval.plugin import Backbone, Combiner, Dataset, Generator, hookimpl
 from torch import nn
 
 

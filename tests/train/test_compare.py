@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 from comparing import LOSSES, RECIPE, go
 from retrieval.errors import DataError, Interrupted
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
+from retrieval.run.open import Run
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
@@ -36,7 +37,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from pytorch_metric_learning.losses import ContrastiveLoss
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 
 HERE = Path(os.environ["NOTED"])
@@ -102,7 +103,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     )
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
-    measured = evaluate_run(tmp_path / "whole" / "runs" / "proxy" / "seed-1", progress=False)
+    measured = evaluate(Run.open(tmp_path / "whole/runs/proxy/seed-1"), progress=False)
     assert measured.metrics["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
     (searched,) = figures[2]["searches"]
     best = int(np.argmax([trial["score"] for trial in searched["trials"]]))
@@ -406,7 +407,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
         assert len(row.searches) == (2 if row.recipe else 0)
     assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))
-    monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda table: given)
+    monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda *_: given)
     with pytest.raises(DataError, match=r"takes the data's own\. Give --splits 1"):
         drawn_splits(read_recipe(paths[0]), {}, 2)
 

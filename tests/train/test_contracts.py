@@ -258,7 +258,7 @@ def test_the_same_parts_unbroken_train(tables: dict[str, Any], tmp_path: Path) -
 def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
     file = tmp_path / "hooked.py"
     file.write_text(
-        f"from retrieval import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n    return"
+        f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n    return"
         " {}['gone']\n"
     )
     recipe = check_recipe(table(plugins=[BROKEN, str(file)]))

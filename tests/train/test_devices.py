@@ -117,8 +117,8 @@ def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(
     another run.
     """
     import onnx
-    from retrieval.export.export_run import export_run
-    from retrieval.run.open import load_run
+    from retrieval.export.export_run import export
+    from retrieval.run.open import Run
 
     table = {
         "backbone": {"name": "toolbox.net", "dropout": 0.0},
@@ -138,7 +138,7 @@ def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(
     ]
     assert "warnings" not in lines[0]
     assert any("sync_batch_norm = true" in line for line in lines[1]["warnings"])
-    export_run(load_run(tmp_path / "whole"), tmp_path / "bundle", progress=False)
+    export(Run.open(tmp_path / "whole"), tmp_path / "bundle", progress=False)
     nodes = [node.op_type for node in onnx.load(tmp_path / "bundle" / "encoder.onnx").graph.node]
     assert (
         nodes.count("BatchNormalization") <= 1

@@ -37,7 +37,7 @@ device = "cpu"
 """
 PLUGIN = """
 from pytorch_metric_learning import losses
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 def contrastive() -> losses.ContrastiveLoss:
     \"\"\"The contrastive loss.\"\"\"

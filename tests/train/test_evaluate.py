@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.export.export_run import export_run
-from retrieval.run.open import load_run
+from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.export.export_run import export
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -22,7 +22,7 @@ Make = Callable[..., Any]
 
 def trained(make: Make, folder: Path, **tables: Any) -> Any:
     train(folder, make(**tables))
-    return load_run(folder)
+    return Run.open(folder)
 
 
 def brute_force_recall_at_1(run: Any) -> float:
@@ -43,8 +43,8 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     make: Make, tmp_path: Path, combiner: Any
 ) -> None:
     run = trained(make, tmp_path / "run", combiner=combiner)
-    export_run(run, tmp_path / "bundle")
-    results = evaluate_run(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
+    export(run, tmp_path / "bundle")
+    results = evaluate(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
     figures = results.metrics
     assert figures["trained"]["recall_at_1"] == pytest.approx(
         brute_force_recall_at_1(run), abs=1e-9
@@ -62,7 +62,7 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
     assert "raw pixels" in text
     assert ("exhaustive" in text) == (combiner is not None)
     logged = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
-    validation = evaluate_run(run, side="validation").metrics
+    validation = evaluate(run, side="validation").metrics
     assert set(validation) == {"trained"} and validation["trained"] == pytest.approx(logged)
     if combiner is not None:
         overlap = results.candidates.overlap_at_10
@@ -82,18 +82,18 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_pat
     (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     logged = json.loads(line)
     assert logged[f"validation_{name}"] == logged["validation_recall_at_5"]
-    results = evaluate_run(run)
+    results = evaluate(run)
     figures = results.metrics["trained"]
     assert list(figures) == ["recall_at_5", name] and figures[name] == figures["recall_at_5"]
     assert f"\n{name} " in results.table()
-    asked = evaluate_run(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
+    asked = evaluate(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
     found = asked.metrics["trained"]
     assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
 
 
 def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
-    assert evaluate_run(run).metrics["trained"]["recall_at_1"] == pytest.approx(
+    assert evaluate(run).metrics["trained"]["recall_at_1"] == pytest.approx(
         brute_force_recall_at_1(run), abs=1e-9
     )
 
@@ -101,4 +101,4 @@ def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path
 def test_a_side_without_items_is_refused(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", split={"by": "class", "validation": 0.0})
     with pytest.raises(DataError, match="has no validation items"):
-        evaluate_run(run, side="validation")
+        evaluate(run, side="validation")

@@ -41,7 +41,7 @@ device = "cpu"
 PLUGIN = '''
 """A loss and its neighbour."""
 from pytorch_metric_learning import losses
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from .factors import FACTOR
 
 
@@ -195,7 +195,7 @@ def test_a_cosine_goes_on_along_the_longer_curve_and_says_so(mine: Path) -> None
     cosine = ("--set", "schedule.name=cosine", "--set", "schedule.warmup=0.25")
     train(mine, "whole", *cosine, "--set", "train.epochs=4")
     train(mine, "run", *cosine)
-    assert log(mine / "run")[-1]["lr"]["metric"] == 0
+    assert log(mine / "run")[-1]["lr"]["head"] == 0
     said = train(mine, "run", *cosine, "--resume", "--set", "train.epochs=4")
     assert "note: [schedule] cosine is drawn over a phase's whole length" in said
     assert [line["lr"] for line in log(mine / "run")[2:]] == [

@@ -13,20 +13,24 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import DataError, PluginError
-from retrieval.evaluation.evaluate_run import evaluate_run
-from retrieval.export.export_run import export_run
+from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.export.export_run import export
+from retrieval.recipe.read import check_recipe
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run, load_run
+from retrieval.run.open import Run, build_run
 from retrieval.training import check
 from retrieval.training.check import run_one_batch
 from retrieval.training.process import make_accelerator
 from retrieval.training.trainer import train
 
+from .conftest import BASE
+
 Make = Callable[..., Any]
 NO_GRADIENT = '''
 import torch
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 class Deaf(torch.nn.Module):
     """A loss without gradient."""
@@ -146,12 +150,13 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
             "retrieval.data.cache._Entry.fill", lambda *a: pytest.fail("features were computed")
         )
         train(tmp_path / "run", made, report=said.append)
-    assert said == ["The model has nothing to train: its features are taken as they are."]
+    assert "its weights are random" in said[0]
+    assert said[1:] == ["The model has nothing to train: its features are taken as they are."]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said
-    run = load_run(tmp_path / "run")
-    figures = evaluate_run(run, baseline=True).metrics
+    run = Run.open(tmp_path / "run")
+    figures = evaluate(run, baseline=True).metrics
     assert 0 < figures["trained"]["recall_at_1"] <= 1 and "raw pixels" in figures
-    manifest = export_run(run).manifest
+    manifest = export(run).bundle.manifest
     assert manifest.vector == 16
 
 
@@ -184,3 +189,13 @@ def test_principal_components_of_few_features() -> None:
     x = np.random.default_rng(0).normal(size=(50, 10))
     assert PCA().fit_transform(x).shape == (50, 10)
     assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)
+
+
+def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
+    """The check and the run say so, for nothing else would."""
+    columns = [{"colours": "red;blue"}] * 80
+    data = ArrayDataset(np.zeros((80, 8, 8), np.uint8), list("abcdefgh") * 10, metadata=columns)
+    table = {**BASE, "evaluate": {"tags": "colours"}}
+    run = build_run(tmp_path, check_recipe(table, objects={"data": data}))
+    assert any("one label" in note and '"colours"' in note for note in run.splits.notes)
+    assert not any("one label" in note for note in build_run(tmp_path, make()).splits.notes)

@@ -30,7 +30,7 @@ PLAIN = {
 }
 UNREPEATABLE = '''
 import torch
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 
 class Put(torch.nn.Module):

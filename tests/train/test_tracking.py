@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import tomli_w
 from retrieval.errors import Interrupted, PluginError
-from retrieval.recipe.read import Recipe
+from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
 from retrieval.training.comparison.written import differences, metric_table
@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 TOLD = Path(os.environ["TOLD"])
 
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
     (tmp_path / "run" / FILE).write_text(
         "{", encoding="utf-8"
     )  # what is damaged is no key, and no fault
-    assert load_run(tmp_path / "run").recipe.name == "test"
+    assert Run.open(tmp_path / "run").recipe.name == "test"
 
 
 def test_no_tracker_stops_a_training(
@@ -231,13 +231,48 @@ def test_what_is_no_tracker_is_refused_before_anything_is_written(
     with pytest.raises(PluginError, match=r"no tracker 'acme\.note' .*Did you mean 'acme\.notes'"):
         fit(made, tmp_path / "run", "acme.note")
     with pytest.raises(
-        PluginError, match=r"'acme' offers several trackers: name one of acme\.full, "
+        PluginError, match=r"'acme' may mean several trackers: name one of acme\.full, "
     ):
         fit(made, tmp_path / "run", "acme")
     digits = Path(__file__).parents[2] / "models" / "digits" / "recipe.toml"
     done = cli("train", digits, "--output", tmp_path / "run", "--track", "tensorbored")
     assert done.code == 2 and "There is no tracker 'tensorbored'" in done.err
     assert "embedding-retrieval[wandb]" in done.err and not (tmp_path / "run").exists()
+
+
+def test_tensorboard_has_steps_rates_metrics_the_recipe_and_a_sheet(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    table: dict[str, Any] = {
+        "data": {"name": "core.digits"},
+        "split": {"by": "class"},
+        "sampler": {"classes": 3, "items": 4, "batches": 60},
+        "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 1},
+        "loss": {"name": "pml.contrastive"},
+        "optimizer": {"lr_factor": {"head": 10.0}},
+        "train": {"epochs": 2, "device": "cpu"},
+    }
+    lines: list[str] = []
+    made, folder = check_recipe(table), tmp_path / "run"
+    fit(made, folder, "tensorboard", tell=lines.append)
+    fit(made, tmp_path / "alone")
+    assert same(folder, tmp_path / "alone") and not (tmp_path / "alone" / "tensorboard").exists()
+    assert lines == [f"core.tensorboard: {folder / 'tensorboard'}"]
+    board = EventAccumulator(str(folder / "tensorboard")).Reload()
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [event.step for event in board.Scalars("steps/lr_head")] == [50, 60, 100, 120]
+    rates = [board.Scalars(f"steps/lr_{part}")[0].value for part in ("head", "backbone")]
+    assert rates == pytest.approx([0.01, 0.001]) and records[0]["lr"]["head"] == 0.01
+    first, rest = (event.value for event in board.Scalars("steps/loss")[:2])
+    assert (50 * first + 10 * rest) / 60 == pytest.approx(records[0]["loss"], rel=1e-5)
+    shown = [(event.step, event.value) for event in board.Scalars("validation_map_at_r")]
+    values = [pytest.approx(record["validation_map_at_r"]) for record in records]
+    assert shown == list(zip((1, 2), values, strict=True))
+    image = board.Images("validation")[0]
+    assert image.encoded_image_string.startswith(b"\x89PNG") and image.width > 900
+    recipe = str(board.summary_metadata["_hparams_/session_start_info"])
+    assert "loss.name" in recipe and "pml.contrastive" in recipe
 
 
 def real(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from retrieval.run import checkpoint
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 from trained_weights import GENERATOR, STILL, Make, fit, moved, start, weights
 
@@ -136,7 +136,7 @@ def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) 
     lines = [
         json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
     ]
-    assert list(lines[0]["lr"]) == ["metric"]
+    assert list(lines[0]["lr"]) == ["backbone", "head"]
     assert lines[0]["triplets"] > 0
     assert "generator_loss" not in lines[0]
 
@@ -280,7 +280,7 @@ def test_frozen_features_give_what_the_frozen_backbone_gives(make: Make, tmp_pat
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
     assert all(name.startswith("model.head") for name in changed)
     assert changed
-    run = load_run(tmp_path / "run")
+    run = Run.open(tmp_path / "run")
     from retrieval.data.encode import encode
     from retrieval.data.features import backbone_features
 

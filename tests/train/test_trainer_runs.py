@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from retrieval.errors import DataError, RecipeError
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from trained_weights import GENERATOR, STILL, Make, fit, moved, start, weights
 
 
 def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path: Path) -> None:
     """In the last step of the first epoch: what was there before is evaluated."""
-    from retrieval.evaluation.evaluate_run import evaluate_run
+    from retrieval.evaluation.evaluate_run import evaluate
 
     made = make(
         **STILL,
@@ -30,12 +30,11 @@ def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path
         DataError, match=r"at step 1 \(epoch 1\): weights of the \w+ became NaN or infinite"
     ):
         fit(tmp_path, made)
-    files = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()]
-    assert files == ["last.safetensors"]
     first = start(tmp_path / "again", made)
-    kept = weights(tmp_path / "run")
-    assert all(torch.equal(kept[name], value) for name, value in first.items())
-    assert evaluate_run(load_run(tmp_path / "run")).metrics["trained"]["recall_at_1"] > 0
+    for file in ("last", "best"):  # the weights before the first step are the best so far
+        kept = weights(tmp_path / "run", file)
+        assert all(torch.equal(first[name], value) for name, value in kept.items())
+    assert evaluate(Run.open(tmp_path / "run")).metrics["trained"]["recall_at_1"] > 0
 
 
 def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_path: Path) -> None:
@@ -44,9 +43,10 @@ def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_p
         json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
     ]
     scores = [line["validation_map_at_r"] for line in lines]
-    best = scores.index(max(scores))
-    assert len(scores) == best + 3 < 50
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    scores.insert(0, summary["start"])
+    best = scores.index(max(scores))
+    assert len(scores) == best + 3 < 50 and summary["best_epoch"] == best
     assert summary["validation"]["map_at_r"] == max(scores)
 
 
@@ -136,7 +136,7 @@ def test_a_learner_trains_saves_and_loads(make: Make, tmp_path: Path, learner: s
     )
     made = make(loss=None, learner=table, split={"by": "item"})
     folder = fit(tmp_path, made)
-    run = load_run(folder)
+    run = Run.open(folder)
     from retrieval.data.encode import encode
 
     codes = encode(run.model, run.dataset, run.splits.query)

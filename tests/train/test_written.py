@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: hooks' figures, TensorBoard's, checkpoints; and the folders that
+"""What a run leaves in its folder: hooks' figures, checkpoints; and the folders that
 are refused.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
-from retrieval.run.open import load_run
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -39,15 +39,6 @@ def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
     )
 
 
-def test_tensorboard_gets_the_figures_when_installed(make: Make, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    board = EventAccumulator(str(fit(tmp_path, make()) / "tensorboard"))
-    board.Reload()
-    assert [event.step for event in board.Scalars("loss")] == [5, 10]
-
-
 def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("keep")
@@ -62,10 +53,10 @@ def test_a_damaged_checkpoint_is_one_sentence(make: Make, tmp_path: Path) -> Non
     content = best.read_bytes()
     best.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
-        load_run(folder)
+        Run.open(folder)
     best.write_bytes(b"\x80\x04K\x01.")  # a pickle is never opened
     with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
-        load_run(folder)
+        Run.open(folder)
 
 
 def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:

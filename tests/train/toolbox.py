@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from pytorch_metric_learning import losses
-from retrieval import hookimpl
-from retrieval.plugin import Backbone, Combiner, Dataset, Generator, Preprocessing
+from retrieval.plugin import Backbone, Combiner, Dataset, Generator, Preprocessing, hookimpl
 from torch import Tensor, nn
 
 

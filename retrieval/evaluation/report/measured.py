@@ -9,8 +9,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Relevance, graded_values, relevant_items
+from retrieval.errors import DataError, did_you_mean
+from retrieval.evaluation.evaluation import (
+    Relevance,
+    graded_values,
+    matched_values,
+    relevant_items,
+)
 from retrieval.evaluation.neighbors import Search
 from retrieval.evaluation.protocol import Protocol
 from retrieval.evaluation.verification import roc_curve
@@ -22,9 +27,9 @@ Floats = NDArray[np.float64]
 
 SHOWN = 8
 """Number of neighbours in a sheet, and for judging a label."""
-DEPTH = 1000
-"""MAP@R and R-precision are computed if no query has more relevant items than this."""
 RECALLS = (1, 2, 4, 8)
+PER_CLASS = 50
+"""Number of items of a class in the sample of pairs, if that fills the sample."""
 BLOCK = 256
 """Number of queries per lookup of grades."""
 
@@ -63,12 +68,14 @@ class Measured(Searched):
         rounds: number of random galleries; 1 without any.
         intervals: each metric's mean and 95 % interval over classes, for all galleries.
         pairs: a sample of pairs for the histograms and thresholds.
+        names: the name of every class, in the order of the run's classes.
     """
 
     run: Run
     rounds: int
     intervals: dict[str, tuple[float, float, float]]
     pairs: Pairs
+    names: list[str]
 
     @property
     def labels(self) -> Items:
@@ -76,8 +83,8 @@ class Measured(Searched):
         return self.run.splits.labels
 
     def name(self, item: int) -> str:
-        """Return an item's label."""
-        return self.run.splits.classes[int(self.labels[item])]
+        """Return the name of an item's class."""
+        return self.names[int(self.labels[item])]
 
 
 @dataclass(frozen=True)
@@ -103,17 +110,21 @@ class Pairs:
     same: NDArray[np.bool_]
 
 
-def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
+def measure(
+    run: Run, queries: int, sample: int, seed: int = 0, label_column: str | None = None
+) -> Measured:
     """Search for a run's test items, or a sample of them, according to its `[evaluate]`.
 
     At most `queries` queries are searched in each random gallery, or among all items. All pairs of
-    at most `sample` items are measured.
+    at most `sample` items are measured. `label_column` is a column of metadata that names classes.
 
     Raises:
-        DataError: the run has no test items, no query has a relevant item, or the data lack a
+        DataError: the run has no test items, no query has a relevant item, or the data lack the
             column.
+        RecipeError: `[evaluate]` names a column that the data lack.
     """
     splits, random = run.splits, np.random.default_rng(seed)
+    names = class_names(run, label_column)
     query, gallery = splits.query, splits.gallery
     if not len(query):
         raise DataError(f"{run.path} has no test items: its [split] keeps none.")
@@ -139,7 +150,31 @@ def measure(run: Run, queries: int, sample: int, seed: int = 0) -> Measured:
             values = np.concatenate([searched.metrics[name] for searched in rounds])
             intervals[name] = interval(values, classes, random)
     pairs = _pairs(run, query, codes, sample, random)
-    return Measured(**vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs)
+    return Measured(
+        **vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs, names=names
+    )
+
+
+def class_names(run: Run, column: str | None) -> list[str]:
+    """Return the name of each class: its label, or its first item's value in a column.
+
+    Raises:
+        DataError: no item has the column.
+    """
+    names = list(run.splits.classes)
+    if column is None:
+        return names
+    rows = run.dataset.metadata or []
+    known = sorted({str(name) for row in rows for name in row})
+    if column not in known:
+        raise DataError(
+            f"--label-column {column}: the items of {run.path} have no such column of metadata"
+            f" (they have: {', '.join(known) or 'none'}).{did_you_mean(column, known)}"
+        )
+    for item in reversed(range(len(rows))):
+        if (value := rows[item].get(column)) is not None:
+            names[int(run.splits.labels[item])] = str(value)
+    return names
 
 
 def _searched(
@@ -155,7 +190,7 @@ def _searched(
     """Search for items, or a sample of them, in a gallery; `None` searches among themselves.
 
     Raises:
-        DataError: no query has a relevant item, or the data lack a column.
+        DataError: no query has a relevant item.
     """
     run, searched = protocol.run, items if gallery_items is None else gallery_items
     query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
@@ -179,32 +214,26 @@ def _searched(
         seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
         raise DataError(f"{run.path}: no test item has {what} to be found{seen}.")
     chosen = np.sort(random.permutation(answerable)[:queries])
-    deepest = int(relevant[chosen].max())
-    names = [f"recall_at_{k}" for k in RECALLS]
-    names += ["r_precision", "map_at_r"] if deepest <= DEPTH else []
-    k = min(
-        len(searched),
-        max(*RECALLS, SHOWN, deepest if deepest <= DEPTH and relevance is None else 1),
-    )
-    rows, apart = search.nearest(k, chosen)
+    names = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
+    rows, apart = search.nearest(min(len(searched), SHOWN), chosen)
     if relevance is not None:
         metrics = {name: metric(name) for name in [*names, f"ndcg_at_{SHOWN}"]}
         values, _ = graded_values(search, relevance, metrics, lambda count: None, chosen)
         values_by_name = {name: column[chosen] for name, column in values.items()}
         grades, match = _grades(relevance, chosen, rows), relevance.match
     else:
+        metrics = {name: metric(name) for name in names}
+        matched, _ = matched_values(search, query_class, item_class, metrics, chosen)
+        values_by_name = {name: column[chosen] for name, column in matched.items()}
         matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
-        values_by_name = {
-            n: np.asarray(metric(n)(matches, relevant[chosen]), dtype=np.float64) for n in names
-        }
         grades, match = matches.astype(np.float64), 1.0
     return Searched(
         query=items[chosen],
         query_count=len(answerable),
         gallery=len(searched),
-        neighbours=np.where(rows >= 0, searched[rows], -1)[:, :SHOWN],
-        distances=apart[:, :SHOWN].astype(np.float64),
-        grades=grades[:, :SHOWN],
+        neighbours=np.where(rows >= 0, searched[rows], -1),
+        distances=apart.astype(np.float64),
+        grades=grades,
         match=match,
         metrics=values_by_name,
     )
@@ -239,14 +268,17 @@ def interval(
 def _pairs(
     run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator
 ) -> Pairs:
-    """Measure every pair of a sample of whole classes (up to 50 items of each).
+    """Measure every pair of a sample of items of whole classes.
 
-    Pairs that `[evaluate] exclude` hides from each other are left out.
+    If `PER_CLASS` items of each class do not fill the sample, it takes more of each. Pairs that
+    `[evaluate] exclude` hides from each other are left out.
     """
     labels = run.splits.labels[items]
     chosen: list[int] = []
-    for label in random.permutation(np.unique(labels)):
-        chosen += random.permutation(np.flatnonzero(labels == label))[:50].tolist()
+    classes = random.permutation(np.unique(labels))
+    most = max(PER_CLASS, -(-sample // len(classes)))
+    for label in classes:
+        chosen += random.permutation(np.flatnonzero(labels == label))[:most].tolist()
         if len(chosen) >= sample:
             break
     rows = np.array(sorted(chosen[:sample]))
@@ -275,12 +307,34 @@ def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, 
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
-    names = measured.run.splits.classes
+    names = measured.names
     order = np.argsort(-counts, kind="stable")[:most]
     return [
         (names[pairs[0, i]], names[pairs[1, i]], int(counts[i]), int((true == pairs[0, i]).sum()))
         for i in order
     ]
+
+
+def confusion_matrix(
+    measured: Measured, most: int = 12
+) -> tuple[list[str], list[str], list[list[int]], int]:
+    """Return names of rows and columns, counts of nearest items, and the number of test classes.
+
+    Rows are the `most` classes with most mistakes; a last column is for all others, if needed.
+    """
+    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
+    size = len(measured.names)
+    mistakes = np.bincount(true[true != nearest], minlength=size)
+    classes = np.unique(true)
+    kept = np.sort(classes[np.argsort(-mistakes[classes], kind="stable")][:most])
+    place = np.full(size, len(kept))
+    place[kept] = np.arange(len(kept))
+    counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
+    np.add.at(counts, (place[true], place[nearest]), 1)
+    names = [measured.names[label] for label in kept]
+    if not counts[:-1, -1].any():
+        return names, names, counts[:-1, :-1].tolist(), len(classes)
+    return names, [*names, "other classes"], counts[:-1].tolist(), len(classes)
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:

@@ -1,6 +1,6 @@
 "use strict";
 for (const box of document.querySelectorAll(".embedding")) {
-  const { points, thumbnails } = JSON.parse(box.querySelector("script").textContent);
+  const { points, thumbnails, near, apart } = JSON.parse(box.querySelector("script").textContent);
   const map = box.querySelector("svg"), said = box.querySelector("[role=status]"), shown = box.querySelector(".shown");
   const dots = [...map.querySelectorAll("circle")];
   let view = { x: -2, y: -2, size: 104 };
@@ -14,11 +14,26 @@ for (const box of document.querySelectorAll(".embedding")) {
     if (size === 104) view = { x: -2, y: -2, size };
     look();
   };
+  let opened = -1;
+  const picture = (number) => { const image = new Image(); image.src = thumbnails[number]; image.alt = ""; return image; };
+  const element = (name, kind, ...children) => { const made = document.createElement(name); made.className = kind; made.append(...children); return made; };
   const show = (number) => {
-    const [label, key] = points[number], picture = thumbnails[number];
+    const [label, key] = points[number];
     shown.replaceChildren();
-    if (picture) { const image = new Image(); image.src = picture; image.alt = ""; image.width = 64; shown.append(image, " "); }
+    if (thumbnails[number]) shown.append(picture(number));
     shown.append(`${label} · ${key}`);
+    if (number !== opened) return;
+    shown.append(element("p", "note", "Its nearest items on this map:"), element("ul", "sheet", ...near[number].map((other, place) =>
+      element("li", `item ${points[other][0] === label ? "right" : "wrong"}`, ...(thumbnails[other] ? [picture(other)] : []), `${points[other][0]} `, element("small", "", `${apart[number][place]}`)))));
+  };
+  const closest = (event) => {
+    const [x, y] = place(event);
+    let best = -1, least = (view.size / 40) ** 2;
+    dots.forEach((dot, number) => {
+      const far = (dot.cx.baseVal.value - x) ** 2 + (dot.cy.baseVal.value - y) ** 2;
+      if (far < least) { least = far; best = number; }
+    });
+    return best;
   };
   const place = (event) => {
     const at = map.getBoundingClientRect();
@@ -37,23 +52,32 @@ for (const box of document.querySelectorAll(".embedding")) {
       view = { ...view, x: from[2] - (event.clientX - from[0]) * scale, y: from[3] - (event.clientY - from[1]) * scale };
       look();
     }
-    const [x, y] = place(event);
-    let best = -1, least = (view.size / 40) ** 2;
-    dots.forEach((dot, number) => {
-      const apart = (dot.cx.baseVal.value - x) ** 2 + (dot.cy.baseVal.value - y) ** 2;
-      if (apart < least) { least = apart; best = number; }
-    });
-    if (best >= 0) show(best);
+    const best = closest(event);
+    if (best >= 0 && opened < 0) show(best);
   });
-  box.querySelector("input").addEventListener("input", (event) => {
-    const wanted = event.target.value.trim().toLowerCase();
+  map.addEventListener("click", (event) => {
+    opened = closest(event);
+    dots.forEach((dot, number) => dot.setAttribute("stroke", number === opened ? "#000" : "none"));
+    if (opened >= 0) show(opened);
+  });
+  const highlight = (wanted, fits) => {
     let count = 0;
     dots.forEach((dot, number) => {
-      const hit = wanted === "" || points[number][0].toLowerCase().includes(wanted);
+      const hit = wanted === "" || fits(points[number][0]);
       dot.style.opacity = hit ? 1 : 0.08;
       if (wanted && hit && !count++) show(number);
     });
     said.textContent = wanted ? `${count} items` : "";
+  };
+  box.querySelector("input").addEventListener("input", (event) => {
+    const wanted = event.target.value.trim().toLowerCase();
+    highlight(wanted, (label) => label.toLowerCase().includes(wanted));
+  });
+  const classes = [...box.querySelectorAll(".legend button")];
+  for (const button of classes) button.addEventListener("click", () => {
+    const pressed = button.getAttribute("aria-pressed") === "true";
+    for (const other of classes) other.setAttribute("aria-pressed", other === button && !pressed);
+    highlight(pressed ? "" : button.value, (label) => label === button.value);
   });
 }
 for (const box of document.querySelectorAll(".threshold")) {

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,12 +16,14 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
+from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.evaluation.plot import Picture, curves
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
+    confusion_matrix,
     confusions,
     hardest,
     measure,
@@ -28,7 +33,9 @@ from retrieval.evaluation.report.measured import (
 from retrieval.evaluation.verification import roc_curve
 from retrieval.host.files import write_text
 from retrieval.model.contracts import Dataset
-from retrieval.run.open import Run, load_run
+from retrieval.recipe.read import to_toml
+from retrieval.run.open import Run
+from retrieval.run.resume import flat
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import from_array, to_mode
 from retrieval.serving.progress import Meter, Progress, shown
@@ -40,13 +47,14 @@ METHODS = ("tsne", "pca", "none")
 
 @shown
 def report(
-    runs: Sequence[StrPath],
+    runs: StrPath | Run | Sequence[StrPath | Run],
     output: StrPath = "report.html",
     *,
     queries: int = 2000,
     sample: int = 600,
     thumbnails: int = 800,
     map: str = "tsne",
+    label_column: str | None = None,
     progress: Progress = True,
 ) -> Path:
     """Write a self-contained HTML report of the strengths and mistakes of runs.
@@ -55,12 +63,13 @@ def report(
     than its embeddings.
 
     Args:
-        runs: folders of finished runs, at most `MOST_RUNS`.
+        runs: one or more finished runs, or their folders, at most `MOST_RUNS`.
         output: the file to write; an existing one is replaced.
         queries: most test items to use as queries. The gallery is always complete.
         sample: most test items for the map and for the distances of pairs.
         thumbnails: most thumbnails of items, over all runs.
         map: method of the map: "tsne", "pca" or "none".
+        label_column: column of metadata with the names of classes, shown instead of their labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
@@ -69,8 +78,10 @@ def report(
     Raises:
         DataError: folders are not runs (the message lists them), a run has no test items, or the
             file cannot be written.
+        RecipeError: `[evaluate]` names a column that the data lack.
         PluginError: a plugin's panels are not valid.
     """
+    runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report is of 1 to {MOST_RUNS} runs, not of {len(runs)}.")
     for name, value, least, most in (
@@ -92,27 +103,26 @@ def report(
     method = None if map == "none" else map
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
-        for run, name in zip(opened, _names(runs), strict=True):
+        for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
             thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
-            sections.append(
-                Section(name, measure(run, queries, sample), thumbnails_of_run, method, panels(run))
-            )
+            measured = measure(run, queries, sample, label_column=label_column)
+            sections.append(Section(name, measured, thumbnails_of_run, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, page(sections), DataError)
     return target
 
 
-def _opened(runs: Sequence[StrPath]) -> list[Run]:
+def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
     """Open the runs.
 
     Raises:
         DataError: runs cannot be opened; the message lists them.
     """
     opened, problems = [], []
-    for path in runs:
+    for run in runs:
         try:
-            opened.append(load_run(path))
+            opened.append(run if isinstance(run, Run) else Run.open(run))
         except RetrievalError as error:
             problems.append(str(error))
     if problems:
@@ -168,6 +178,10 @@ LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
 """Keys of `[evaluate]` that a report ignores."""
 SHEET = 6
 """Number of queries in each sheet."""
+NEAR = 5
+"""Number of neighbours that the map shows of an item."""
+LEGEND = 24
+"""Most classes in the map's legend."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +217,7 @@ class Section:
     def sheets(self) -> list[tuple[str, Any]]:
         """Return titles and positions of the queries to show."""
         metrics, distances = self.measured.metrics, self.measured.distances
-        order = np.lexsort((distances[:, 0], -metrics.get("map_at_r", metrics["recall_at_8"])))
+        order = np.lexsort((distances[:, 0], -metrics["map_at_r"]))
         random = np.random.default_rng(0).permutation(len(order))[:SHEET]
         best, worst = order[:SHEET], order[::-1][:SHEET]
         return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
@@ -227,6 +241,11 @@ class Section:
                     [*shared, f"{distance:.3g}"],
                 )
 
+    @property
+    def recipe(self) -> str:
+        """The recipe as TOML, without defaults."""
+        return to_toml(self.measured.run.recipe)
+
     def curve(self) -> dict[str, list[float]]:
         """Return 200 points of FAR and FRR by threshold, for the page's slider."""
         roc = roc_curve(self.measured.pairs.distance, self.measured.pairs.same)
@@ -235,22 +254,30 @@ class Section:
         return {name: values[some].round(6).tolist() for name, values in curve.items()}
 
     def points(self) -> dict[str, Any]:
-        """Return the map's description, dots, number of classes, and data for the script."""
+        """Return the map's description, dots, legend, and data for the script."""
         assert self.map is not None
         plane, what = places(self.measured, self.map)
-        items = self.measured.pairs.items.tolist()
+        pairs = self.measured.pairs
+        items = pairs.items.tolist()
         names = [self.measured.name(item) for item in items]
-        classes = {label: number for number, label in enumerate(dict.fromkeys(names))}
+        classes = sorted(Counter(names).items(), key=lambda entry: natural(entry[0]))
+        hues = {label: f"{number * 137.5 % 360:.0f}" for number, (label, _) in enumerate(classes)}
         dots = [
-            (f"{100 * x:.2f}", f"{100 * y:.2f}", f"{classes[label] * 137.5 % 360:.0f}")
+            (f"{100 * x:.2f}", f"{100 * y:.2f}", hues[label])
             for (x, y), label in zip(plane, names, strict=True)
         ]
+        matrix = pairs.matrix + np.diag(np.full(len(items), np.inf))
+        near = np.argsort(matrix, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
+        apart = np.take_along_axis(matrix, near, 1)
         keys = self.measured.run.dataset.keys
         data = {
             "points": [[label, keys[item]] for item, label in zip(items, names, strict=True)],
             "thumbnails": [self.thumbnails(item) for item in items],
+            "near": near.tolist(),
+            "apart": [[float(f"{distance:.3g}") for distance in row] for row in apart],
         }
-        return {"what": what, "dots": dots, "classes": len(classes), "data": data}
+        legend = [(label, hues[label], count) for label, count in classes]
+        return {"what": what, "dots": dots, "legend": legend, "data": data}
 
 
 def page(sections: Sequence[Section]) -> str:
@@ -266,13 +293,15 @@ def page(sections: Sequence[Section]) -> str:
         confusions=confusions,
         hardest=hardest,
         distances=distances,
+        confusion_matrix=confusion_matrix,
         rates=rates,
         suspects=suspects,
         thresholds=thresholds,
         zip=zip,
+        most_in_legend=LEGEND,
     )
     names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
-    rows = [
+    rows: list[Any] = [
         [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in names)]
         for section in sections
     ]
@@ -280,14 +309,66 @@ def page(sections: Sequence[Section]) -> str:
         runs=sections,
         head=["run", *map(metric_title, names)],
         rows=rows,
+        facts=facts([section.measured.run for section in sections]),
+        compared=compared(sections),
         recalls=recalls({section.name: section.measured.intervals for section in sections}),
         style=style,
         script=script,
     )
 
 
-def _interval(interval: tuple[float, float, float] | None) -> str:
-    return "" if interval is None else f"{interval[0]:.3f} [{interval[1]:.3f}, {interval[2]:.3f}]"
+def facts(runs: Sequence[Run]) -> list[list[str]]:
+    """Return rows of what identifies runs: seed, parameters, recipe keys that differ, versions."""
+    recipes = [flat(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in ("seed", "name"))
+    differing = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
+    return [
+        ["seed", *(str(run.recipe.seed) for run in runs)],
+        ["parameters", *(f"{sum(p.numel() for p in run.model.parameters()):,}" for run in runs)],
+        *([key, *(str(recipe.get(key, "not set")) for recipe in recipes)] for key in differing),
+        ["versions", *(", ".join(map(" ".join, versions(run).items())) for run in runs)],
+    ]
+
+
+def versions(run: Run) -> dict[str, str]:
+    """Return the versions that a run was trained with; none if `run.json` is damaged."""
+    try:
+        recorded = json.loads((run.path / "run.json").read_text(encoding="utf-8"))["versions"]
+        return {str(name): str(version) for name, version in recorded.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return {}
+
+
+def compared(sections: Sequence[Section]) -> list[list[tuple[Section, int]]] | None:
+    """Return the queries on which runs differ most, each as its place in every run.
+
+    `None` if the runs have different test items, or there is a single run.
+    """
+    runs = [section.measured.run for section in sections]
+    same = all(
+        run.recipe.data == runs[0].recipe.data
+        and np.array_equal(run.splits.query, runs[0].splits.query)
+        for run in runs
+    )
+    if not same or len(runs) < 2:
+        return None
+    places_of = [{item: i for i, item in enumerate(s.measured.query.tolist())} for s in sections]
+    shared = [item for item in places_of[0] if all(item in places for places in places_of)]
+    lines = [
+        [(s, places[item]) for s, places in zip(sections, places_of, strict=True)]
+        for item in shared
+    ]
+
+    def spread(line: list[tuple[Section, int]]) -> float:
+        return float(np.ptp([s.measured.metrics["map_at_r"][place] for s, place in line]))
+
+    return sorted(lines, key=spread, reverse=True)[:SHEET]
+
+
+def _interval(interval: tuple[float, float, float] | None) -> list[str] | str:
+    if interval is None:
+        return ""
+    return [f"{interval[0]:.3f}", f"{interval[1]:.3f}–{interval[2]:.3f}"]
 
 
 def _operating_point(point: tuple[str, float, float, float]) -> list[str]:
@@ -295,22 +376,26 @@ def _operating_point(point: tuple[str, float, float, float]) -> list[str]:
     return [name, f"{threshold:.4g}", f"{100 * far:.2f} %", f"{100 * frr:.2f} %"]
 
 
-SIDE = 64
+SIDE = 96
 """Pixels of a thumbnail's longer side."""
 
 
 class Thumbnails:
-    """Up to `most` thumbnails of a dataset's items; each is made once."""
+    """Up to `most` thumbnails of a dataset's items, each made once; `refused` are the others."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
+        self.refused: set[int] = set()
         self._thumbnails: dict[int, str] = {}
 
     def __call__(self, item: int) -> str:
         """Return an item as a data URI; empty for vectors, damaged images, or beyond `most`."""
         if item in self._thumbnails:
             return self._thumbnails[item]
-        if self.dataset.kind != "image" or self.left <= 0:
+        if self.dataset.kind != "image":
+            return ""
+        if self.left <= 0:
+            self.refused.add(item)
             return ""
         self.left -= 1
         try:
@@ -357,7 +442,7 @@ def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> byt
     axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
     axis.set(xlabel="K", ylabel="Recall@K")
     axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper right")
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
     return svg(figure)
 
 

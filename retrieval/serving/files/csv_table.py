@@ -85,22 +85,23 @@ class CsvTable:
             (line, f"it {comma}has {count}; the header names {len(self.columns)} columns.")
         )
 
-    def files(self, root: Path | None) -> None:
+    def files(self, root: Path | None, column: str = "path") -> None:
         """Convert slashes in paths, and move rows with addresses or Windows drives to `problems`.
 
         All rows with the same kind of path share one problem.
 
         Args:
             root: folder that relative paths start from. `None` if paths are not of this machine.
+            column: the column of paths.
         """
         strange: dict[str, list[int]] = {}
         kept = []
         for line, row in self.rows:
-            if cause := _elsewhere(row["path"]):
+            if cause := _elsewhere(row[column]):
                 strange.setdefault(cause, []).append(line)
             else:
                 if root is not None:
-                    row["path"] = _slashes(row["path"], root)
+                    row[column] = _slashes(row[column], root)
                 kept.append((line, row))
         self.rows = kept
         for cause, lines in strange.items():

@@ -20,7 +20,8 @@ from retrieval.serving.http.models import Query
 from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
-from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.index.hits import Hit
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import current
 from retrieval.serving.store.contract import Item
 
@@ -61,8 +62,10 @@ def answer(content: bytes | object, status: int = 200) -> Response:
     return Response(body, status, media_type="application/json")
 
 
-def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> dict[str, Any]:
-    return {name: value for name, value in metadata.items() if names is None or name in names}
+def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> Mapping[str, Any]:
+    if names is None:
+        return metadata
+    return {name: value for name, value in metadata.items() if name in names}
 
 
 def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import uuid
+import os
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
@@ -74,7 +74,8 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 def new_request_id(trace: str = "") -> str:
     """Return the URN of a request, made from its W3C trace id or else at random."""
-    return f"urn:uuid:{uuid.UUID(trace) if trace else uuid.uuid4()}"
+    id = trace or os.urandom(16).hex()
+    return f"urn:uuid:{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}"
 
 
 def report(error: BaseException) -> None:

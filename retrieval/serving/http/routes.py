@@ -32,7 +32,8 @@ from retrieval.serving.http.problems import RequestError, no_item
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
 from retrieval.serving.http.turns import HAS_LEFT
-from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.index.hits import Hit
+from retrieval.serving.index.index import Index
 from retrieval.serving.stages import current
 from retrieval.serving.store.items import check_id
 

@@ -24,10 +24,10 @@ from retrieval.serving.http.models import NewItem, Query, QueryInput
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
-from retrieval.serving.index.index import Hit, Index
+from retrieval.serving.index.hits import Hit
+from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
-from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stages import stage
+from retrieval.serving.stages import Span, Trail, current, stage
 from retrieval.serving.store import contract
 from retrieval.serving.store.contract import (
     CODE,
@@ -52,6 +52,8 @@ _NOT_WRITTEN = (
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
+_TOGETHER = 16
+"""Largest number of vectors of different requests that are searched at once."""
 _COPIED_BYTES = 64_000_000
 """Maximum size of the originals that one change of labels or metadata copies, in bytes."""
 T = TypeVar("T")
@@ -62,6 +64,17 @@ class _Held:
 
     def __init__(self, index: Index) -> None:
         self.index, self.users, self.retired = index, 0, False
+
+
+class _Vector:
+    """A query of one vector that waits for a thread, or its hits from another query's batch."""
+
+    __slots__ = ("hits", "options", "spans", "vector")
+
+    def __init__(self, vector: NDArray[np.float64], options: tuple[Any, ...]) -> None:
+        self.vector, self.options = vector, options
+        self.hits: list[Hit] | None = None
+        self.spans: list[Span] = []
 
 
 class Served:
@@ -83,7 +96,7 @@ class Served:
         self.name, self.settings, self.workers = name, settings, workers
         self.failed: Callable[[], object] | None = None
         self._held, self._lock = _Held(index), threading.Lock()
-        self._audit, self._reopen = audit, reopen
+        self._audit, self._reopen, self._vectors = audit, reopen, list[_Vector]()
         self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
 
     @property
@@ -148,33 +161,67 @@ class Served:
 
                 def work() -> bytes:
                     pixels = self.workers.decode("pixels", images[0], bundle).pixels[None]
-                    return self._searched(query, bundle, pixels, finish)
+                    return self._searched(query, bundle, partial(_hits, pixels=pixels), finish)
 
                 return await self.workers.images.run(work)
             decoded = await self.workers.pixels(bundle, images)
             pixels = np.stack([image.pixels for image in decoded]) if decoded else None
-            return await self.workers.searches.run(
-                partial(self._searched, query, bundle, pixels, finish)
-            )
+            find = partial(_hits, pixels=pixels)
+            if (vector := _alone(query, bundle)) is not None:
+                self._vectors.append(vector)
+                find = partial(self._together, vector)
+            try:
+                return await self.workers.searches.run(
+                    partial(self._searched, query, bundle, find, finish)
+                )
+            finally:
+                if vector in self._vectors:
+                    self._vectors.remove(vector)
 
         return await self._again(ask, DAMAGED)
+
+    def _together(self, own: _Vector, index: Index, query: Query) -> list[list[Hit]]:
+        """Return the hits of a query; queries that wait with the same options are searched with it.
+
+        Eight queries at once take half the time or less of eight searches.
+        """
+        trail = current() or Trail()
+        trail.spans += own.spans
+        if own.hits is None:
+            first = len(trail.spans)
+            alike = [vector for vector in self._vectors if vector.options == own.options]
+            batch = [own, *(vector for vector in alike if vector is not own)][:_TOGETHER]
+            for vector in batch:
+                with suppress(ValueError):
+                    self._vectors.remove(vector)
+            options = query.options
+            try:
+                with stage("search", len(batch)):
+                    vectors = np.stack([vector.vector for vector in batch])
+                    hits = index.search(vectors, options.k, candidates=options.candidates)
+            except DataError:  # of any of them; the others wait for their own search
+                return _hits(index, query, None)
+            for vector, own_hits in zip(batch, hits, strict=True):
+                vector.hits = own_hits
+                vector.spans = [span._replace(items=0) for span in trail.spans[first:]]
+        assert own.hits is not None
+        return [own.hits]
 
     def _searched(
         self,
         query: Query,
         bundle: Bundle,
-        pixels: NDArray[Any] | None,
+        find: Callable[[Index, Query], list[list[Hit]]],
         finish: Callable[[list[list[Hit]], Index], bytes],
     ) -> bytes:
-        load_faiss().omp_set_num_threads(1)  # several searches run concurrently
         try:
             with self.use() as index:
                 if index.bundle is not bundle:
                     raise Superseded("Another bundle is served.")
-                return finish(_hits(index, query, pixels), index)
+                return finish(find(index, query), index)
         except StoreError as error:
             if not isinstance(error, Superseded | TooSlow | StoreUnavailable):
-                self.failed = partial(self._searched, query, bundle, pixels, finish)
+                self.failed = partial(self._searched, query, bundle, find, finish)
             raise
 
     async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
@@ -339,6 +386,21 @@ class Served:
         return content
 
 
+def _alone(query: Query, bundle: Bundle) -> _Vector | None:
+    """Return the vector of a query that may be searched together with other requests' queries."""
+    vector, options = query.inputs[0].vector, query.options
+    if (
+        len(query.inputs) > 1
+        or vector is None
+        or len(vector) != bundle.manifest.vector
+        or bundle.manifest.input.kind == "features"  # batches would change the last bits
+        or query.where is not None
+        or options.explain
+    ):
+        return None
+    return _Vector(vector, (bundle, options.k, options.candidates))
+
+
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
     """Return the hits of each query, in order; an item is not a hit of its own query.
 
@@ -371,6 +433,9 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
             raise DataError("The vectors of one request must have the same number of numbers.")
         stacked = np.stack(vectors)
         if bundle.manifest.input.kind != "features":
+            width, length = bundle.manifest.vector, stacked.shape[1]
+            if length != width:  # `search` would take the array for the pixels of an image
+                raise DataError(f"A vector for this index has {width} numbers, not {length}.")
             return stacked
     with stage("encode", len(queries)):
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)

@@ -21,6 +21,7 @@ from retrieval.serving.decoding import Decoded, Decoders, Kind, Undecodable
 from retrieval.serving.http.problems import RequestError, busy, report
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
+from retrieval.serving.runtime import load_faiss
 from retrieval.serving.stages import current, stage
 
 DECODE_SECONDS = 5.0
@@ -74,11 +75,14 @@ class Turns:
         what: the kind of jobs, for error messages, such as "searches".
         at_once: number of threads.
         waiting: maximum number of waiting jobs.
+        prepare: function that each thread runs first.
     """
 
-    def __init__(self, what: str, at_once: int, waiting: int) -> None:
+    def __init__(
+        self, what: str, at_once: int, waiting: int, prepare: Callable[[], object] | None = None
+    ) -> None:
         self._what, self._at_once, self._room = what, at_once, at_once + waiting
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix=what)
+        self._threads = ThreadPoolExecutor(at_once, what, prepare)
         self._queue, self._done = deque[_Job](), deque[_Job]()
         self._pending = self.busy = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -133,10 +137,11 @@ class Turns:
         while self._done:
             self._pending -= 1
             self._done.popleft().end()
-        if self._queue:
-            if self.busy < self._at_once:
-                self.busy += 1
-                self._threads.submit(self._work, loop)
+        waiting = len(self._queue)
+        if waiting and self.busy < self._at_once:
+            self.busy, waiting = self.busy + 1, waiting - 1
+            self._threads.submit(self._work, loop)
+        if waiting:
             self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -159,16 +164,21 @@ class Turns:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
+def _search_alone() -> None:
+    """Let FAISS use only the current thread, since several search at the same time."""
+    load_faiss().omp_set_num_threads(1)
+
+
 class Workers:
     """Threads and decoding processes of a server, shared by all its indexes."""
 
     def __init__(self, settings: Settings) -> None:
         waiting = WAITING_PER_WORKER * settings.workers
-        self.searches = Turns("searches", settings.workers, waiting)
+        self.searches = Turns("searches", settings.workers, waiting, _search_alone)
         self.changes = Turns("changes", 1, WAITING_CHANGES)
         self.pictures = Turns("pictures", _PICTURE_THREADS, WAITING_PICTURES)
         self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
-        self.images = Turns("images", settings.workers + 1, waiting)
+        self.images = Turns("images", settings.workers + 1, waiting, _search_alone)
         self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
 
     def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:

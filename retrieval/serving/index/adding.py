@@ -10,7 +10,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,6 +58,17 @@ _TRIES = 5
 _MAX_LISTED = 10  # faults listed in an error message
 
 
+def short_repr(result: Any) -> str:
+    """Return a result's fields that are not empty, and its numbers in four digits."""
+    values = {field.name: getattr(result, field.name) for field in fields(result)}
+    texts = [
+        f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
+        for name, value in values.items()
+        if value not in (None, ())
+    ]
+    return f"{type(result).__name__}({', '.join(texts)})"
+
+
 @dataclass(frozen=True)
 class Added:
     """Result of adding items.
@@ -81,6 +92,8 @@ class Added:
     repeated: int = 0
     left_out: tuple[str, ...] = ()
     seconds: float = 0.0
+
+    __repr__ = short_repr
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,8 @@ class Summary:
     recall_at_10: float | None
     seconds: float = 0.0
     left_out: tuple[str, ...] = ()
+
+    __repr__ = short_repr
 
 
 _REST_IS_THERE = (

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.host.files import rename_whole
@@ -19,7 +19,6 @@ from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
-from retrieval.serving.index.index import Index as OpenedIndex
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
@@ -31,6 +30,9 @@ from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import FILE as RECORD
 from retrieval.serving.store.structure import StructureChoice
 
+if TYPE_CHECKING:
+    from retrieval.serving.index.index import Index
+
 
 @runtime_checkable
 class Exports(Protocol):
@@ -40,137 +42,129 @@ class Exports(Protocol):
         """Return a context manager that yields the bundle's folder."""
 
 
-class Index(OpenedIndex):
-    """An index of images or vectors that can be changed while it is searched.
+def create(
+    cls: type[Index],
+    path: StrPath | Address,
+    sources: StrPath | Sequence[StrPath] = (),
+    *,
+    model: StrPath | Bundle | Exports,
+    backend: str = "auto",
+    options: Mapping[str, Any] | None = None,
+    plugins: Sequence[str] = (),
+    variant: str | None = None,
+    keep: Keep = "reference",
+    keep_features: bool = False,
+    skip_bad: bool = False,
+    replace: bool = False,
+    batch: int = 32,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    progress: Progress = True,
+    device: Device = "auto",
+) -> Index:
+    """Embed items, create an index of them and open it.
 
-    Its methods may be called from several threads at once.
+    An interrupted call leaves `<path>.partial`; repeating the call with the same bundle resumes
+    from it. At an address, an interrupted call leaves a partly filled index, and `add` resumes
+    it. A failed call leaves nothing.
+
+    Args:
+        path: folder to write, whose parent must exist, or the address of a plugin's store.
+        sources: one or more files, folders, CSV manifests, Parquet tables or
+            `.npz` features; see `retrieval.serving.index.sources.collect`. Without sources the
+            index is empty.
+        model: embeds the items: a bundle's folder, or an encoder from `retrieval.load`. A run
+            or a backbone is exported first; the index keeps its own copy of the bundle.
+        backend: structure of large indexes: "auto" (by size), "flat", "hnsw", "ivf", or a
+            plugin's `PLUGIN.name`.
+        options: parameters of the back end.
+        plugins: files or modules to load as plugins besides the installed ones.
+        variant: variant of the encoder that encodes items and queries.
+        keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
+            "nothing".
+        keep_features: also keep the backbone's features, so that `migrate` to another head
+            takes seconds. The bundle must be split or take features.
+        skip_bad: leave out images that cannot be used and report each on standard error,
+            instead of failing.
+        replace: replace an existing index; at an address it is deleted first.
+        batch: number of items per batch.
+        workers: number of decoding threads. `None` uses one per core.
+        limits: largest images to decode.
+        progress: show a progress bar; a function is called with (what, done, total) instead.
+        device: where the encoder runs: "auto", "cpu" or "cuda".
+
+    Returns:
+        The opened index. Its `summary` reports what was done.
+
+    Raises:
+        DataError: images cannot be used, or an id is used twice. The message counts all and
+            names the first ten.
+        StoreError: the path exists, another process is building it, or it cannot be written.
+        BundleError: the bundle cannot be used, or has no features to keep.
+        PluginError: the back end does not exist or rejects its parameters.
     """
+    began = time.monotonic()
+    place = place_of(path)
+    adding: dict[str, Any] = {
+        "keep": keep,
+        "skip_bad": skip_bad,
+        "batch": at_least_one("batch", batch),
+        "workers": workers,
+        "limits": limits,
+    }
+    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
 
-    @classmethod
-    def create(
-        cls,
-        path: StrPath | Address,
-        sources: StrPath | Sequence[StrPath] = (),
-        *,
-        model: StrPath | Bundle | Exports,
-        backend: str = "auto",
-        options: Mapping[str, Any] | None = None,
-        plugins: Sequence[str] = (),
-        variant: str | None = None,
-        keep: Keep = "reference",
-        keep_features: bool = False,
-        skip_bad: bool = False,
-        replace: bool = False,
-        batch: int = 32,
-        workers: int | None = None,
-        limits: Limits | None = None,
-        progress: Progress = True,
-        device: Device = "auto",
-    ) -> Self:
-        """Embed items, create an index of them and open it.
+    exports = ExitStack()
 
-        An interrupted call leaves `<path>.partial`; repeating the call with the same bundle resumes
-        from it. At an address, an interrupted call leaves a partly filled index, and `add` resumes
-        it. A failed call leaves nothing.
-
-        Args:
-            path: folder to write, whose parent must exist, or the address of a plugin's store.
-            sources: one or more files, folders, CSV manifests, Parquet tables or
-                `.npz` features; see `retrieval.serving.index.sources.collect`. Without sources the
-                index is empty.
-            model: embeds the items: a bundle's folder, or an encoder from `retrieval.load`. A run
-                or a backbone is exported first; the index keeps its own copy of the bundle.
-            backend: structure of large indexes: "auto" (by size), "flat", "hnsw", "ivf", or a
-                plugin's `PLUGIN.name`.
-            options: parameters of the back end.
-            plugins: files or modules to load as plugins besides the installed ones.
-            variant: variant of the encoder that encodes items and queries.
-            keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
-                "nothing".
-            keep_features: also keep the backbone's features, so that `migrate` to another head
-                takes seconds. The bundle must be split or take features.
-            skip_bad: leave out images that cannot be used and report each on standard error,
-                instead of failing.
-            replace: replace an existing index; at an address it is deleted first.
-            batch: number of items per batch.
-            workers: number of decoding threads. `None` uses one per core.
-            limits: largest images to decode.
-            progress: show a progress bar; a function is called with (what, done, total) instead.
-            device: where the encoder runs: "auto", "cpu" or "cuda".
-
-        Returns:
-            The opened index. Its `summary` reports what was done.
-
-        Raises:
-            DataError: images cannot be used, or an id is used twice. The message counts all and
-                names the first ten.
-            StoreError: the path exists, another process is building it, or it cannot be written.
-            BundleError: the bundle cannot be used, or has no features to keep.
-            PluginError: the back end does not exist or rejects its parameters.
-        """
-        began = time.monotonic()
-        place = place_of(path)
-        adding: dict[str, Any] = {
-            "keep": keep,
-            "skip_bad": skip_bad,
-            "batch": at_least_one("batch", batch),
-            "workers": workers,
-            "limits": limits,
-        }
-        named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-
-        exports = ExitStack()
-
-        def opened() -> tuple[Bundle, dict[str, int]]:
-            if isinstance(model, Bundle):
-                loaded = model
-            else:
-                folder = (
-                    exports.enter_context(model.exported()) if isinstance(model, Exports) else model
-                )
-                loaded = Bundle.open(folder, variant=variant, device=device)
-            return loaded, widths_of(
-                loaded, features=features_of(loaded) if keep_features else None
+    def opened() -> tuple[Bundle, dict[str, int]]:
+        if isinstance(model, Bundle):
+            loaded = model
+        else:
+            folder = (
+                exports.enter_context(model.exported()) if isinstance(model, Exports) else model
             )
+            loaded = Bundle.open(folder, variant=variant, device=device)
+        return loaded, widths_of(loaded, features=features_of(loaded) if keep_features else None)
 
-        with exports, showing(progress):
-            if isinstance(place, Address):
-                address = _free_address(place, plugins, replace, backend != "auto" or bool(options))
-                loaded, widths = opened()
-                if replace:
-                    address.drop()
-                try:
-                    store = address.create(loaded, widths)
-                    built = _fill_store(place, store, device, named, adding)
-                except StoreUnavailable:
-                    raise  # deleting would fail, too
-                except Exception:
-                    address.drop()
-                    raise
-            else:
-                place = place.absolute()
+    with exports, showing(progress):
+        if isinstance(place, Address):
+            address = _free_address(place, plugins, replace, backend != "auto" or bool(options))
+            loaded, widths = opened()
+            if replace:
+                address.drop()
+            try:
+                store = address.create(loaded, widths)
+                built = _fill_store(cls, place, store, device, named, adding)
+            except StoreUnavailable:
+                raise  # deleting would fail, too
+            except Exception:
+                address.drop()
+                raise
+        else:
+            place = place.absolute()
+            refuse_existing(place, replace)
+            structure = _structure(backend, options, plugins)
+            loaded, widths = opened()
+            with hold(place, "building this index", StoreError):
+                # Another process may have created it while this one waited for the lock.
                 refuse_existing(place, replace)
-                structure = _structure(backend, options, plugins)
-                loaded, widths = opened()
-                with hold(place, "building this index", StoreError):
-                    # Another process may have created it while this one waited for the lock.
-                    refuse_existing(place, replace)
-                    partial = place.with_name(f"{place.name}.partial")
-                    try:
-                        local = _open_partial(partial, loaded, widths, structure, keep, plugins)
-                        built = _fill_store(partial, local, device, named, {**adding, "sync": True})
-                        rename_whole(
-                            partial, place, replace=replace, exists_error=_exists_error(place)
-                        )
-                    except Exception:
-                        shutil.rmtree(partial, ignore_errors=True)
-                        raise
-        index = cls.open(place, device=device, plugins=plugins)
-        index.summary = dataclasses.replace(built, path=place, seconds=time.monotonic() - began)
-        return index
+                partial = place.with_name(f"{place.name}.partial")
+                try:
+                    local = _open_partial(partial, loaded, widths, structure, keep, plugins)
+                    built = _fill_store(
+                        cls, partial, local, device, named, {**adding, "sync": True}
+                    )
+                    rename_whole(partial, place, replace=replace, exists_error=_exists_error(place))
+                except Exception:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    raise
+    index = cls.open(place, device=device, plugins=plugins)
+    index.summary = dataclasses.replace(built, path=place, seconds=time.monotonic() - began)
+    return index
 
 
 def _fill_store(
+    cls: type[Index],
     path: IndexPlace,
     store: Store,
     device: Device,
@@ -179,7 +173,7 @@ def _fill_store(
 ) -> Summary:
     """Add the items of `named` to a new store and build its structure."""
     try:
-        index = OpenedIndex(path, store, device=device)
+        index = cls(path, store, device=device)
     except BaseException:
         store.close()
         raise
@@ -200,18 +194,6 @@ def _fill_store(
             recall,
             left_out=added.left_out,
         )
-
-
-def create_index(
-    output: StrPath | Address,
-    bundle: StrPath | Bundle,
-    sources: StrPath | Sequence[StrPath] = (),
-    **options: Any,
-) -> Summary:
-    """Create an index without opening it; options and errors are those of `Index.create`."""
-    with Index.create(output, sources, model=bundle, **options) as index:
-        assert index.summary is not None
-        return index.summary
 
 
 def refuse_existing(output: Path, replace: bool) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter
+from retrieval.serving.index.adding import short_repr
 from retrieval.serving.merging import measured
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.contract import CODE, Item
@@ -33,6 +34,8 @@ class Duplicates:
 
     ids: tuple[str, ...]
     largest: float
+
+    __repr__ = short_repr
 
 
 def find_duplicates(index: Index, within: float, where: Filter | None) -> list[Duplicates]:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import Any, Self, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL.Image import Image
 
-from retrieval.errors import DataError, StoreError, at_least_one, printable
+from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, Summary, add_images, add_sources
+from retrieval.serving.index.creating import create
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
+from retrieval.serving.index.hits import Hit, Hits
 from retrieval.serving.index.index_backend import Floats
 from retrieval.serving.index.migrating import Migrated, migrate, rollback
 from retrieval.serving.merging import Distances, measured, measured_alone
@@ -29,6 +30,7 @@ from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address, IndexPlace, place_of
 from retrieval.serving.store.contract import (
     CODE,
+    MARGIN,
     VECTOR,
     Candidates,
     Generation,
@@ -44,57 +46,11 @@ from retrieval.serving.store.place import store_place
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
 _TRIES = 5
-MARGIN = 8
-"""Extra candidates beyond k, because FAISS may swap neighbours that differ in the seventh digit."""
 _QUERIES_AT_ONCE = 256  # bounds the memory for measuring candidates
 
 
-class Hit(NamedTuple):
-    """One result of a search: an item and its distance to the query.
-
-    Attributes:
-        id: id of the item.
-        label: label of the item, or `None`.
-        distance: distance to the query; smaller is closer.
-        metadata: metadata of the item.
-        path: path of the indexed file. `None` for features.
-        keep: what the index keeps of the original; see `retrieval.serving.store.contract.Keep`.
-    """
-
-    id: str
-    label: str | None
-    distance: float
-    metadata: Mapping[str, Any]
-    path: Path | None = None
-    keep: str = "reference"
-
-
-class Hits(list[Hit]):
-    """The hits of one query, nearest first; prints as a table."""
-
-    def __repr__(self) -> str:
-        if not self:
-            return "no hits"
-        rows = [("distance", "label", "id"), *self._rows()]
-        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
-
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>"
-            for row in self._rows()
-        )
-        head = "<tr><th>distance</th><th>label</th><th>id</th></tr>"
-        return f"<table>{head}{rows}</table>"
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        return [
-            (f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)) for hit in self
-        ]
-
-
 class Index:
-    """An opened index that can be changed while it is searched.
+    """An index of images or vectors that can be changed while it is searched.
 
     Its methods may be called from several threads at once.
 
@@ -111,6 +67,8 @@ class Index:
     """
 
     summary: Summary | None = None
+
+    create = classmethod(create)
 
     def __init__(
         self, path: IndexPlace, store: Store, threads: int | None = None, device: Device = "auto"
@@ -242,7 +200,7 @@ class Index:
         *,
         candidates: int | None = None,
         where: Where = None,
-    ) -> list[list[Hit]]: ...
+    ) -> list[Hits]: ...
     @overload
     def search(
         self, queries: Any, k: int = 10, *, candidates: int | None = None, where: Where = None
@@ -262,7 +220,7 @@ class Index:
             queries: one query gives one list of hits:
 
                 - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its
-                  pixels, uint8 (H, W) or (H, W, 3);
+                  pixels as for `add`;
                 - a vector: features (F,) if the bundle takes features, otherwise an encoder output
                   (P,).
 
@@ -296,7 +254,8 @@ class Index:
                     rows = slice(start, start + _QUERIES_AT_ONCE)
                     part_code = None if code is None else code[rows]
                     hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
-                return Hits(hits[0]) if alone else hits
+                answers = [Hits(row, self.store.original) for row in hits]
+                return answers[0] if alone else answers
             except Superseded:
                 # Another generation is served now. Queries that arrived encoded cannot be
                 # encoded again for it.
@@ -555,6 +514,18 @@ def open_index(
     return Index.open(path, threads=threads, device=device, plugins=plugins)
 
 
+def create_index(
+    output: StrPath | Address,
+    bundle: StrPath | Bundle,
+    sources: StrPath | Sequence[StrPath] = (),
+    **options: Any,
+) -> Summary:
+    """Create an index without opening it; options and errors are those of `Index.create`."""
+    with Index.create(output, sources, model=bundle, **options) as index:
+        assert index.summary is not None
+        return index.summary
+
+
 def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
     """Open the store of an index without its bundle.
 
@@ -601,7 +572,8 @@ def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floa
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
     """Return the number of candidates to fetch per sub-space."""
     rescorer = bundle.manifest.rescorer
-    return max(k + MARGIN, candidates or (rescorer.candidates if rescorer else 0))
+    least = k if measured_alone(bundle) else k + MARGIN  # the store's order may not be the bundle's
+    return max(least, candidates or (rescorer.candidates if rescorer else 0))
 
 
 def _sorted_by_id(proposed: Candidates) -> Candidates:

@@ -1,6 +1,6 @@
-"""The contract of a store and building blocks for authors of new ones, as `retrieval.stores`.
+"""The contract of a store and building blocks of new ones, as `retrieval.plugin.stores`.
 
-`retrieval.testing` has the test suite that every store must pass.
+`retrieval.plugin.testing` has the test suite that every store must pass.
 """
 
 from __future__ import annotations

@@ -35,6 +35,9 @@ from retrieval.serving.store.items import widths_of as widths_of
 Capability = Literal["atomic", "ordered", "originals", "left_out", "compact", "snapshot"]
 """An optional feature of a store; see `Store.capabilities`."""
 
+MARGIN = 8
+"""Extra candidates beyond those requested, since more may be as near as the last, or nearly so."""
+
 _LACKING: dict[Capability, str] = {
     "atomic": "shows a call in parts while it is written",
     "ordered": "lists items in an order of its own",
@@ -177,12 +180,12 @@ class Store(ABC):
     def propose(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
-        """Propose the same items as `search`, with their arrays stacked for the index to measure.
+        """Propose what `search` does and some more, with arrays stacked for the index to measure.
 
         A store may override this to measure distances itself or to read arrays lazily.
         """
         answers = []
-        for items in self.search(queries, count, bundle, where=where):
+        for items in self.search(queries, count + MARGIN, bundle, where=where):
             items.sort(key=lambda item: item.id)
             names = items[0].arrays if items else ()
             arrays = {name: np.stack([item.arrays[name] for item in items]) for name in names}
@@ -200,7 +203,7 @@ class Store(ABC):
         """Return a local folder that holds a generation's bundle.
 
         The store keeps the bundle's files beside the items. A remote store fetches them into the
-        user's cache (`retrieval.stores.kept_bundle`).
+        user's cache (`retrieval.plugin.stores.kept_bundle`).
 
         Raises:
             StoreError: the generation was dropped.

@@ -31,7 +31,7 @@ from retrieval.serving.index.backends import make_backend
 from retrieval.serving.index.index_backend import recall_at_10
 from retrieval.serving.stages import stage
 from retrieval.serving.store.address import Address
-from retrieval.serving.store.contract import Capability, Store, StorePlace, Superseded
+from retrieval.serving.store.contract import MARGIN, Capability, Store, StorePlace, Superseded
 from retrieval.serving.store.folder import (
     INDEX,
     add_generation,
@@ -249,7 +249,7 @@ class LocalStore(Store):
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
         answers = []
-        for proposed in self.propose(queries, count, bundle, where=where):
+        for proposed in self._proposed(queries, count, 0, bundle, where):
             arrays = dict(proposed.arrays)
             items = [
                 replace(
@@ -266,6 +266,12 @@ class LocalStore(Store):
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
         """Propose the nearest items with their distances; see `Store`."""
+        return self._proposed(queries, count, MARGIN, bundle, where)
+
+    def _proposed(
+        self, queries: Floats, count: int, margin: int, bundle: str, where: Filter | None
+    ) -> list[Candidates]:
+        """Return what `propose` does, of `count` + `margin` rows in each sub-space."""
 
         def check(view: View) -> None:
             if view.generation.bundle != bundle:
@@ -276,27 +282,31 @@ class LocalStore(Store):
         only = None if view is None or where is None else view.matched.get(where)
         if view is not None and (where is None or only is not None):
             check(view)
-            hits = view.search(queries, min(count, view.count), only)
-            if (answers := self._candidates(view, *hits, None)) is not None:
+            hits = view.search(queries, min(count + margin, view.count), only)
+            if (answers := self._candidates(view, *hits, count, None)) is not None:
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
                 check(current)
                 only = None if where is None else self.masks.of(connection, current, where)
-                hits = current.search(queries, min(count, current.count), only)
-            return cast(list[Candidates], self._candidates(current, *hits, connection))
+                hits = current.search(queries, min(count + margin, current.count), only)
+            return cast(list[Candidates], self._candidates(current, *hits, count, connection))
 
     def _candidates(
         self,
         view: View,
         squared: Distances | None,
         rows: Numbers,
+        count: int,
         connection: apsw.Connection | None,
     ) -> list[Candidates] | None:
-        """Return the items of rows (Q, n), per query.
+        """Return the items of rows (Q, n), per query; the nearest `count` of those with distances.
 
         Without a connection, return None if an item is not in memory.
         """
+        wide = squared is not None and rows.shape[1] > count
+        if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
+            squared, rows = squared[:, :count], rows[:, :count]  # no others are as near
         present = rows >= 0
         ends = np.cumsum(present.sum(1)).tolist()
         rows = rows[present]
@@ -325,7 +335,10 @@ class LocalStore(Store):
                 _Arrays(view, rows[start:end]),
                 None if distances is None else distances[start:end],
             )
-            for start, end in pairwise([0, *ends])
+            for start, end in (
+                (start, end if distances is None else min(end, start + count))
+                for start, end in pairwise([0, *ends])
+            )
         ]
 
     def _in_memory(self, numbers: Sequence[int]) -> list[Item] | None:

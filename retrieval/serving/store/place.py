@@ -93,7 +93,7 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     if not isinstance(opened, StorePlace):
         raise PluginError(
             f"The store '{factory.name}' made a {type(opened).__name__}, not a"
-            " retrieval.stores.StorePlace."
+            " retrieval.plugin.stores.StorePlace."
         )
     return opened
 

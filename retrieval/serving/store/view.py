@@ -354,7 +354,7 @@ def _measured(
     Distances are computed in float64 from the vectors, exactly as in `serving.merging.merged`.
     """
     columns = slice(*span)
-    near = vectors[rows][..., columns]  # padding (-1) is masked below
+    near = vectors.take(rows, axis=0, mode="clip")[..., columns]  # padding (-1) is masked below
     apart = near - queries[:, None, columns].astype(np.float64)
     flat = apart.reshape(-1, apart.shape[-1])
     squared = np.einsum("ij,ij->i", flat, flat).reshape(rows.shape)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.errors import DataError, Interrupted, did_you_mean
-from retrieval.recipe.read import Recipe, check_recipe
+from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import plan, space
-from retrieval.training.comparison.jobs import Figures, Job, drawn_splits
+from retrieval.training.comparison.jobs import Figures, Job, drawn_splits, recipe_of
 from retrieval.training.comparison.result import Comparison, Contestant, Search
 from retrieval.training.comparison.search import Do, best, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
@@ -31,7 +31,7 @@ INSTALLED = "core.efficientnet_lite0"
 
 @shown
 def compare(
-    recipes: Sequence[StrPath],
+    recipes: Sequence[plan.Source],
     output: StrPath = "comparison",
     *,
     seeds: int = 5,
@@ -65,8 +65,9 @@ def compare(
     measured on the test side.
 
     Args:
-        recipes: TOML files. A single recipe is compared over its seeds, or over the settings of
-            `grid`.
+        recipes: TOML files, dictionaries of their tables, `Recipe`s, or runs, which stand for
+            their recipes. Their parts may be Python objects. A single recipe is compared over its
+            seeds, or over the settings of `grid`.
         output: the comparison's folder.
         seeds: runs of each recipe on each split, at least 2 if there is one split.
         splits: number of random splits; 1 uses the recipes' own split.
@@ -89,8 +90,8 @@ def compare(
         allow_different: compare recipes that differ in data, backbone or budget; the table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
-        track: trackers of the comparison and of each training with a seed: "wandb", "mlflow", or a
-            plugin's.
+        track: trackers of the comparison and of each training with a seed: "tensorboard", "wandb",
+            "mlflow", or a plugin's.
         latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with the messages of trackers. By default they are printed if `progress` is
@@ -119,7 +120,7 @@ def compare(
     read = [recipe for settings in by_file for recipe in settings]
     base = next((recipe for recipe in read if recipe.learner is None), read[0])
     backbone, why = pretrained_backbone(base, pretrained)
-    tables = {recipe.name: recipe.model_dump(exclude_unset=True) for recipe in read}
+    tables = plan.tables(read, in_process=workers == 1 and ray is None)
     planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
     titles = baseline_names(base, base.learner is None, backbone)
     if against is not None and against not in (*tables, *titles.values()):
@@ -221,6 +222,7 @@ class Jobs:
                         self.folder / "results" / recipe.name / f"{prefix}seed-{seed}.json",
                         track=self.track,
                         group=self.folder.name,
+                        objects=recipe.objects,
                     )
                     for seed in range(self.plan.seeds)
                 ]
@@ -321,7 +323,7 @@ def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int
     table = {**space.table_of(recipe), "split": split, "seed": seed}
     if _takes_pretrained(recipe):
         table["backbone"] = {**table["backbone"], "pretrained": False}
-    return Job("untrained", table, folder, folder.with_suffix(".json"))
+    return Job("untrained", table, folder, folder.with_suffix(".json"), objects=recipe.objects)
 
 
 def frozen_job(
@@ -329,7 +331,7 @@ def frozen_job(
 ) -> Job:
     """Return the job that measures pretrained features."""
     table = {**_frozen_table(recipe, backbone), "split": split}
-    return Job("frozen", table, folder, folder.with_suffix(".json"))
+    return Job("frozen", table, folder, folder.with_suffix(".json"), objects=recipe.objects)
 
 
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
@@ -351,5 +353,5 @@ def _checked(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
     factory = recipe.loaded.find("backbones", str(backbone["name"]))
     if any(p.name == "pretrained" for p in factory.parameters):
         backbone = {**backbone, "pretrained": True}
-    check_recipe(_frozen_table(recipe, backbone))
+    recipe_of(_frozen_table(recipe, backbone), recipe.objects)
     return backbone

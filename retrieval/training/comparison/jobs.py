@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,8 +18,9 @@ from torch import nn
 from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
-from retrieval.evaluation.evaluate_run import evaluate_run
+from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.files import write_json
+from retrieval.host.python_parts import WORDS, is_object
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe
@@ -27,7 +28,7 @@ from retrieval.recipe.tables import Sampler, Split
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
-from retrieval.run.open import Run, load_run
+from retrieval.run.open import Run
 from retrieval.serving.progress import showing
 from retrieval.training.comparison.plan import PRIMARY
 from retrieval.training.tracking import tracking
@@ -50,6 +51,7 @@ class Job:
         fold_by: "class" holds out whole classes, "item" items of every class.
         track: trackers of a job of the kind "seed".
         group: the comparison's name in the trackers.
+        objects: the recipe's Python objects, by table.
     """
 
     kind: Literal["fold", "seed", "untrained", "frozen"]
@@ -60,6 +62,13 @@ class Job:
     fold_by: Literal["class", "item"] = "class"
     track: tuple[str, ...] = ()
     group: str | None = None
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+
+def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
+    """Return the checked recipe of a table, with those of the objects that it names."""
+    named = {part for part in objects if is_object(str(dict(table.get(part, {})).get("name")))}
+    return check_recipe(table, objects={part: objects[part] for part in named})
 
 
 Figures = dict[str, dict[str, float]]
@@ -124,7 +133,7 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     own = dict(table.get("split", {}))
     if count == 1:
         return [own]
-    _, splits, split = _training_items(table)
+    _, splits, split = _training_items(table, recipe.objects)
     if split.by == "given":
         raise DataError(
             f'--splits draws splits, and [split] by = "given" of {recipe.name} takes the data\'s'
@@ -164,7 +173,7 @@ def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
     One part of the classes, or of each class's items, is the test side. If fewer classes remain
     than a batch needs, the batch takes more items of each and keeps about its size.
     """
-    inner, splits, split = _training_items(job.table)
+    inner, splits, split = _training_items(job.table, job.objects)
     number, folds = job.fold
     own = split.model_dump()
     if job.fold_by == "item":
@@ -173,13 +182,14 @@ def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
         parts = fold_classes(splits, split.seed, folds, number // folds)
         held = {**own, "by": "class", "test": parts[number % folds]}
     table = {**job.table, "split": held}
-    recipe = check_recipe(table, objects={"data": inner})
+    objects = {**job.objects, "data": inner}
+    recipe = check_recipe(table, objects=objects)
     if recipe.learner is None:
         train = make_splits(inner, recipe.split).train_labels
         sampler = _fitting(recipe.sampler, len(np.unique(train)))
         if sampler is not recipe.sampler:
             recipe = check_recipe(
-                {**table, "sampler": sampler.model_dump(exclude_none=True)}, objects={"data": inner}
+                {**table, "sampler": sampler.model_dump(exclude_none=True)}, objects=objects
             )
     return recipe, inner
 
@@ -196,11 +206,14 @@ _items: dict[str, tuple[Subset, Splits, Split]] = {}
 """The training side that this process opened last, which all folds of a search share."""
 
 
-def _training_items(table: Mapping[str, Any]) -> tuple[Subset, Splits, Split]:
+def _training_items(
+    table: Mapping[str, Any], objects: Mapping[str, Any]
+) -> tuple[Subset, Splits, Split]:
     """Return the items of the training side, all splits, and the `[split]` table."""
-    key = json.dumps([table.get(name) for name in ("plugins", "data", "split")], default=str)
+    parts = [table.get(name) for name in ("plugins", "data", "split")]
+    key = json.dumps([*parts, id(objects.get("data"))], default=str)
     if key not in _items:
-        recipe = check_recipe(table)
+        recipe = recipe_of(table, objects)
         dataset = build_dataset(recipe)
         splits = make_splits(dataset, recipe.split)
         _items.clear()
@@ -213,17 +226,17 @@ def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
     return named if PRIMARY in named else [*named, PRIMARY]
 
 
-def _trained(recipe: Recipe, folder: Path, dataset: Dataset | None = None) -> Run:
+def _trained(recipe: Recipe, folder: Path) -> Run:
     if is_complete(folder):
-        return load_run(folder, dataset=dataset)
+        return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
     return train(folder, recipe, resume=is_run(folder))
 
 
 def _fold(job: Job) -> Figures:
-    recipe, dataset = fold_recipe(job)
+    recipe, _ = fold_recipe(job)
     try:
-        run = _trained(recipe, job.folder, dataset)
-        return {"trained": evaluate_run(run, metrics=_metrics(recipe)).metrics["trained"]}
+        run = _trained(recipe, job.folder)
+        return {"trained": evaluate(run, metrics=_metrics(recipe)).metrics["trained"]}
     except (Diverged, Interrupted):
         raise
     except RetrievalError as error:
@@ -234,20 +247,20 @@ def _fold(job: Job) -> Figures:
 
 
 def _seed(job: Job) -> Figures:
-    recipe = check_recipe(job.table)
+    recipe = recipe_of(job.table, job.objects)
     called = f"{recipe.name} seed {recipe.seed}"
     # a worker cannot report a tracker's failure; the run's folder records it
     with tracking(job.track, recipe, lambda line: None, name=called, group=job.group) as tracker:
         run = _trained(recipe, job.folder)
         tracker.retrieval_run_start(run)  # for a run that was already trained
-        metrics = evaluate_run(run, metrics=_metrics(recipe)).metrics["trained"]
+        metrics = evaluate(run, metrics=_metrics(recipe)).metrics["trained"]
         tracker.log({f"test_{name}": value for name, value in metrics.items()})
     return {"trained": metrics}
 
 
 def _measured(job: Job) -> Figures:
     """Measure an untrained net (with seed 0 also the raw items), or a backbone's features."""
-    recipe = check_recipe(job.table)
+    recipe = recipe_of(job.table, job.objects)
     untrained = job.kind == "untrained"
     checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
@@ -261,7 +274,7 @@ def _measured(job: Job) -> Figures:
     create_folder(job.folder, recipe)
     run = Run(job.folder, recipe, dataset, splits, model.eval())
     raw = untrained and recipe.seed == 0
-    rows = evaluate_run(run, metrics=_metrics(recipe), baseline=raw).metrics
+    rows = evaluate(run, metrics=_metrics(recipe), baseline=raw).metrics
     return {job.kind if name == "trained" else name: values for name, values in rows.items()}
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from retrieval.errors import DataError, RecipeError, RetrievalError, listed
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.recipe.read import Recipe, read_recipe
-from retrieval.run.folder import absolute_paths
+from retrieval.recipe.tables import Tables
+from retrieval.run.folder import absolute_paths, is_run, record
+from retrieval.run.open import Run
 from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
 
@@ -53,17 +56,21 @@ class Plan:
         return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
 
 
+Source: TypeAlias = StrPath | Mapping[str, Any] | Tables | Run
+"""What `compare` takes as a recipe."""
+
+
 def read_recipes(
-    paths: Sequence[StrPath],
+    sources: Sequence[Source],
     overrides: Sequence[str],
     plugins: Sequence[str],
     search: bool,
     grid: Mapping[str, Sequence[Any]],
 ) -> list[list[Recipe]]:
-    """Return one list per file, with one recipe for each setting of the grid.
+    """Return one list per source, with one recipe for each setting of the grid.
 
     Args:
-        paths: TOML files.
+        sources: TOML files, tables, recipes, or runs or their folders.
         overrides: changes to each recipe.
         plugins: further plugins of each recipe.
         search: whether each recipe must have a `[search]`.
@@ -72,26 +79,29 @@ def read_recipes(
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.
     """
+    written = [_written(source) for source in sources]
+    paths = [source for source in written if isinstance(source, str | os.PathLike)]
     if missing := [str(path) for path in paths if not Path(path).is_file()]:
         raise _refused([f"There is no recipe {path}." for path in missing])
     recipes: list[list[Recipe]] = []
     problems: list[str] = []
-    origin: dict[str, StrPath] = {}
-    for path in paths:
+    origin: dict[str, str] = {}
+    for number, source in enumerate(written):
+        path = str(source) if isinstance(source, str | os.PathLike) else f"recipes[{number}]"
         try:
-            recipe = read_recipe(path, overrides, plugins)
+            recipe = read_recipe(source, overrides, plugins)
             if search and (wrong := space.faults(recipe)):
-                raise RecipeError(wrong, str(path))
+                raise RecipeError(wrong, path)
             if recipe.name in origin:
                 problems.append(
                     f"{origin[recipe.name]} and {path} are both called '{recipe.name}': change the"
                     " `name` of one."
                 )
             origin.setdefault(recipe.name, path)
-            prefix = f"{recipe.name}, " if len(paths) > 1 else ""
+            prefix = f"{recipe.name}, " if len(written) > 1 else ""
             recipes.append(
                 [
-                    absolute_paths(read_recipe(path, [*overrides, *setting], plugins))
+                    absolute_paths(read_recipe(source, [*overrides, *setting], plugins))
                     for setting in settings(grid, prefix)
                 ]
             )
@@ -100,6 +110,32 @@ def read_recipes(
     if problems:
         raise _refused(problems)
     return recipes
+
+
+def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
+    """Return a run's recipe, or the file of a run's folder, in place of the run."""
+    if isinstance(source, Run):
+        return source.recipe
+    if isinstance(source, str | os.PathLike) and is_run(Path(source)):
+        return Path(source) / "recipe.toml"
+    return source
+
+
+def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
+    """Return each recipe's table by name; a description of its Python objects belongs to it.
+
+    Raises:
+        DataError: recipes have Python objects, and are trained in other processes.
+    """
+    if not in_process and any(recipe.objects for recipe in recipes):
+        raise DataError(
+            "Recipes with Python objects train in this process: leave workers and ray out."
+        )
+    return {
+        recipe.name: recipe.model_dump(exclude_unset=True)
+        | ({"objects": record(recipe)} if recipe.objects else {})
+        for recipe in recipes
+    }
 
 
 def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
@@ -125,9 +161,9 @@ def _refused(problems: Sequence[str]) -> DataError:
 
 def same(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that all recipes must share, by name."""
-    train = recipe.train.model_dump()
+    train, data = recipe.train.model_dump(), record(recipe).get("data")
     shared: dict[str, Any] = {
-        "[data]": recipe.data.table,
+        "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
         "[split]": recipe.split.model_dump(),
         "[sampler]": recipe.sampler.model_dump(),
         "[augmentation]": recipe.augmentation.model_dump(),

@@ -143,6 +143,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
                 place / f"fold-{k}.json",
                 (k, plan.folds),
                 plan.fold_by,
+                objects=recipe.objects,
             )
             for k in range(plan.folds * plan.repeats)
         ]

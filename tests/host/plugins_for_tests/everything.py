@@ -17,7 +17,6 @@ from pydantic import Field
 from pytorch_metric_learning.distances import BaseDistance, LpDistance
 from pytorch_metric_learning.reducers import MeanReducer
 from pytorch_metric_learning.regularizers import LpRegularizer
-from retrieval import hookimpl
 from retrieval.host.hookspecs import Factories
 from retrieval.plugin import (
     Backbone,
@@ -27,6 +26,7 @@ from retrieval.plugin import (
     IndexBackend,
     Part,
     TripletIndices,
+    hookimpl,
     traits,
 )
 from retrieval.serving.store.address import Address
@@ -384,6 +384,11 @@ def retrieval_trackers() -> Factories:
 @hookimpl
 def retrieval_run_start(run: Any) -> None:
     _note(hook="run_start", run=run)
+
+
+@hookimpl
+def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    _note(hook="steps_end", run=run, step=step, metrics=metrics)
 
 
 @hookimpl

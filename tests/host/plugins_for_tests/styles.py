@@ -2,7 +2,7 @@
 their own for an empty batch.
 """
 
-# ruff: noqa: C408, UP004, UP008, UP032  (the styles are the point)
+# ruff: noqa: UP004, UP008, UP032  (the styles are the point)
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 from torch import nn
 
 
@@ -84,54 +84,6 @@ class Classifier(WeightRegularizerMixin, BaseMetricLossFunction):
         }
         self.add_weight_regularization_to_loss_dict(found, self.W.t())
         return found
-
-
-# batch-hard triplets as re-identification projects have them
-class BatchHard(nn.Module):
-    def __init__(self, margin=0.3):
-        super(BatchHard, self).__init__()
-        self.ranking_loss = nn.MarginRankingLoss(margin=margin)
-
-    def forward(self, inputs, targets):
-        n = inputs.size(0)
-        dist = torch.cdist(inputs, inputs).clamp(min=1e-12)
-        mask = targets.expand(n, n).eq(targets.expand(n, n).t())
-        dist_ap = torch.stack([dist[i][mask[i]].max() for i in range(n)])
-        dist_an = torch.stack([dist[i][mask[i] == 0].min() for i in range(n)])
-        return self.ranking_loss(dist_an, dist_ap, torch.ones_like(dist_an))
-
-
-# a loop over anchors, and a zero of its own where nothing was found
-class Loops(nn.Module):
-    def __init__(self, scale_pos=2.0, scale_neg=40.0, thresh=0.5, eps=0.1):
-        super().__init__()
-        self.scale_pos, self.scale_neg, self.thresh, self.eps = scale_pos, scale_neg, thresh, eps
-
-    def forward(self, feats, labels):
-        assert feats.size(0) == labels.size(0), f"{feats.size(0)} and {labels.size(0)}"
-        sim_mat = torch.matmul(feats, torch.t(feats))
-        loss = list()
-        for i in range(feats.size(0)):
-            pos_ = sim_mat[i][labels == labels[i]]
-            pos_ = pos_[pos_ < 1 - 1e-5]
-            neg_ = sim_mat[i][labels != labels[i]]
-            if len(pos_) < 1 or len(neg_) < 1:
-                continue
-            pos, neg = pos_[pos_ - self.eps < max(neg_)], neg_[neg_ + self.eps > min(pos_)]
-            if len(pos) < 1 or len(neg) < 1:
-                continue
-            p = (
-                torch.log(1 + torch.sum(torch.exp(-self.scale_pos * (pos - self.thresh))))
-                / self.scale_pos
-            )
-            n = (
-                torch.log(1 + torch.sum(torch.exp(self.scale_neg * (neg - self.thresh))))
-                / self.scale_neg
-            )
-            loss.append(p + n)
-        if len(loss) == 0:
-            return torch.zeros([], requires_grad=True)
-        return sum(loss) / feats.size(0)
 
 
 # proxies, with names of its own for what the host knows
@@ -213,36 +165,6 @@ class DocumentedMiner(BaseMiner):
         return a[keep], p[keep], n[keep]
 
 
-class HardPairs(nn.Module):
-    def __init__(self, k=1):
-        super().__init__()
-        self.k = k
-
-    def forward(self, embeddings, labels):
-        with torch.no_grad():
-            sim = embeddings @ embeddings.t()
-            same = labels.unsqueeze(1) == labels.unsqueeze(0)
-            rows = torch.arange(len(labels)).repeat_interleave(self.k)
-            pos = sim.masked_fill(~same, 2).topk(self.k, largest=False)[1].flatten()
-            neg = sim.masked_fill(same, -2).topk(self.k)[1].flatten()
-        return rows, pos, rows, neg
-
-
-class LoopMiner:
-    def __init__(self, per_class=None):
-        self.per_class = per_class
-
-    def __call__(self, embeddings, labels):
-        found = [
-            (i, j, k)
-            for i in range(len(labels))
-            for j in range(i + 1, len(labels))
-            for k in range(len(labels))
-            if labels[i] == labels[j] and labels[i] != labels[k] and (i + j + k) % 3 == 0
-        ]
-        return torch.LongTensor(found).t().unbind()
-
-
 @hookimpl
 def retrieval_losses():
     return {
@@ -250,8 +172,6 @@ def retrieval_losses():
         "pairs": Pairs,
         "hinted": Hinted,
         "classifier": Classifier,
-        "batch_hard": BatchHard,
-        "loops": Loops,
         "proxies": Proxies,
         "contrastive": SupervisedContrastive,
         "center": Center,
@@ -261,4 +181,4 @@ def retrieval_losses():
 
 @hookimpl
 def retrieval_miners():
-    return {"documented": DocumentedMiner, "hard_pairs": HardPairs, "loops": LoopMiner}
+    return {"documented": DocumentedMiner}

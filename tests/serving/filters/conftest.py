@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import apsw
 import pytest
 from retrieval.serving.filters import Filter, metadata_text, to_sql
 
@@ -13,7 +13,7 @@ Item = tuple[str, str | None, dict[str, Any]]
 
 
 class Database:
-    """One of the two ways to SQLite, and what a store asks of it."""
+    """SQLite, and what a store asks of it."""
 
     def __init__(self, execute: Callable[..., Any]) -> None:
         self.execute = execute
@@ -44,12 +44,8 @@ class Database:
         )
 
 
-@pytest.fixture(scope="module", params=["sqlite3", "apsw"])
-def database(request: pytest.FixtureRequest) -> Iterator[Database]:
-    if request.param == "sqlite3":
-        connection = sqlite3.connect(":memory:")
-        yield Database(connection.execute)
-    else:
-        connection = pytest.importorskip("apsw").Connection(":memory:")
-        yield Database(connection.execute)
+@pytest.fixture(scope="module")
+def database() -> Iterator[Database]:
+    connection = apsw.Connection(":memory:")
+    yield Database(connection.execute)
     connection.close()

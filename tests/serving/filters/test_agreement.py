@@ -4,13 +4,12 @@ as the same filter.
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from filter_strategies import FILTERS, ITEM, JSON, NAMES
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from retrieval.errors import DataError
@@ -31,19 +30,6 @@ from retrieval.serving.filters import (
     metadata_text,
     parse_filter,
     to_sql,
-)
-
-_spec = importlib.util.spec_from_file_location(
-    "filter_strategies", Path(__file__).with_name("strategies.py")
-)
-assert _spec is not None and _spec.loader is not None
-_strategies: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_strategies)
-FILTERS, ITEM, JSON, NAMES = (
-    _strategies.FILTERS,
-    _strategies.ITEM,
-    _strategies.JSON,
-    _strategies.NAMES,
 )
 
 

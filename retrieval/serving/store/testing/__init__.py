@@ -1,9 +1,9 @@
-"""Test suite for authors of stores, as `retrieval.testing`.
+"""Test suite for authors of stores, as `retrieval.plugin.testing`.
 
-`StoreSuite` has a test for every promise of `retrieval.stores.Store`. A subclass returns the place
-of an index:
+`StoreSuite` has a test for every promise of `stores.Store`. A subclass returns the place of an
+index:
 
-    from retrieval import stores, testing
+    from retrieval.plugin import stores, testing
 
     class TestMine(testing.StoreSuite):
         def store_at(self, place):

@@ -1,7 +1,7 @@
 """A plugin file of a run that an earlier version wrote."""
 
 from pytorch_metric_learning import losses
-from retrieval import hookimpl
+from retrieval.plugin import hookimpl
 
 
 def contrastive(margin: float = 1.0) -> losses.ContrastiveLoss:

@@ -6,60 +6,26 @@ from hypothesis import strategies as st
 from retrieval.serving.filters import And, Compare, Exists, In, Not, Or
 
 ODD = [
-    "a.b",
-    "a b",
-    "é",
-    "💥",
-    "[0]",
-    "$",
-    "#-1",
-    "'",
-    "metadata",
-    "id",
-    "label",
-    "and",
-    "Exists",
-    "a]",
-    "\x7f",
-    "\u2028",
-    "İ",
-    "--",
-    "a/*",
-    "?1",
-    " a",
-    "%s",
-    "{}",
-    "key",
-    "value",
-    "type",
+    *("a.b", "a b", "é", "💥", "[0]", "$", "#-1", "'", "metadata", "id", "label", "and", "Exists"),
+    *("a]", "\x7f", "\u2028", "İ", "--", "a/*", "?1", " a", "%s", "{}", "key", "value", "type"),
 ]
 NAMES = st.sampled_from(["a", "b", "c", *ODD])
+LARGE = [2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**70, 10**300]
+FLOATS = [
+    -0.0,
+    1.0,
+    2.0**53,
+    2.0**70,
+    0.1,
+    0.1 + 0.2,
+    0.3,
+    5e-324,
+    1.7976931348623157e308,
+    1e22,
+    1e23,
+]
 NUMBERS = st.one_of(
-    st.sampled_from(
-        [
-            0,
-            -0.0,
-            1,
-            1.0,
-            2**53,
-            2**53 + 1,
-            float(2**53),
-            2**63 - 1,
-            2**63,
-            -(2**63),
-            -(2**63) - 1,
-            2**70,
-            float(2**70),
-            10**300,
-            0.1,
-            0.1 + 0.2,
-            0.3,
-            5e-324,
-            1.7976931348623157e308,
-            1e22,
-            1e23,
-        ]
-    ),
+    st.sampled_from([0, 1, *LARGE, *FLOATS]),
     st.integers(-3, 3),
     st.integers(),
     st.floats(allow_nan=False, allow_infinity=False),
@@ -75,27 +41,9 @@ SYNTAX = [
     "array_contains(terms, 0)",
 ]
 """What would be a part of an engine's language, if it came there as it is."""
+WORDS = ["", "a", "A", "b", "1", "true", "null", "it's", '"', "\\", "\n"]
 TEXTS = st.one_of(
-    st.sampled_from(SYNTAX),
-    st.sampled_from(
-        [
-            "",
-            "a",
-            "A",
-            "b",
-            "1",
-            "true",
-            "null",
-            "it's",
-            '"',
-            "\\",
-            "\n",
-            "\ud7ff",
-            "\ue000",
-            "\uffff",
-            "𐀀",
-        ]
-    ),
+    st.sampled_from([*SYNTAX, *WORDS, "\ud7ff", "\ue000", "\uffff", "𐀀"]),
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=4),
 )
 SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
+import filter_strategies as strategies
 from hypothesis import strategies as st
-from retrieval import stores
 from retrieval.errors import DataError
+from retrieval.plugin import stores
 from retrieval.serving.filters import matches, metadata_text
 from retrieval.serving.store.testing.bench import item, normal, scanned
 from retrieval.serving.store.testing.bundles import WIDTH, opened
 
-_spec = importlib.util.spec_from_file_location(
-    "filter_strategies", Path(__file__).parents[1] / "serving" / "filters" / "strategies.py"
-)
-assert _spec is not None and _spec.loader is not None
-strategies: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(strategies)
 NAMES = ["a", "b", "c", *strategies.ODD]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
+from retrieval.errors import DataError
+from retrieval.model.contracts import Dataset
 from scipy.io import savemat
 
 SIZE = (24, 16)
@@ -297,3 +300,19 @@ def cifar100(root: Path) -> Path:
     lines(root / "coarse_label_names.txt", (f"coarse_{i}" for i in range(20)))
     lines(root / "fine_label_names.txt", (f"fine_{i}" for i in range(100)))
     return root
+
+
+def refused(load: Callable[..., Dataset], folder: Path, **values: Any) -> str:
+    """Return the sentence by which a folder is refused."""
+    with pytest.raises(DataError) as error:
+        load(folder, **values)
+    return str(error.value)
+
+
+def sides(data: Dataset) -> dict[str, list[str]]:
+    """Return the labels of each side, or role."""
+    actual: dict[str, list[str]] = {}
+    for i, label in enumerate(data.labels):
+        role = data.roles[i] if data.roles else ""
+        actual.setdefault(role or (data.splits[i] if data.splits else ""), []).append(label)
+    return actual

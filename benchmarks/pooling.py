@@ -1,0 +1,159 @@
+"""Which pool `core.convnet` should end in, on classes that it was not trained on.
+
+    npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
+    OMP_NUM_THREADS=1 python benchmarks/pooling.py --icons package
+
+Three sets of images of 32 × 32: scikit-learn's digits, 2,000 of Fashion-MNIST, and 300 of
+Phosphor's icons in six weights. Half of the classes train, the others are queries and gallery.
+Each pool trains three seeds with the same recipe, splits and steps. Finished runs are kept in
+results/raw/pooling.jsonl and not repeated.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.host.plugins import create
+from retrieval.plugin import ArrayDataset
+from retrieval.training.train import train
+
+from bench import (
+    RESULTS,
+    append,
+    arguments,
+    interval,
+    machine,
+    markdown,
+    read_lines,
+    versions,
+    write,
+)
+
+POOLS = ("mean", "max", "gem", "grid")
+SEEDS = 3
+RAW = RESULTS / "raw" / "pooling.jsonl"
+WEIGHTS = ("thin", "light", "regular", "bold", "fill", "duotone")
+Pictures = tuple[NDArray[np.uint8], NDArray[Any]]
+
+
+def digits(package: Path) -> Pictures:
+    data: Any = create("dataset", "core.digits")
+    return data.arrays, np.array(data.labels)
+
+
+def fashion(package: Path) -> Pictures:
+    data: Any = create("dataset", "core.fashion_mnist")
+    labels = np.array(data.labels)
+    rng = np.random.default_rng(0)
+    chosen = [rng.permutation(np.flatnonzero(labels == x))[:200] for x in np.unique(labels)]
+    rows = np.sort(np.concatenate(chosen))
+    return data.arrays[rows], labels[rows]
+
+
+def icons(package: Path) -> Pictures:
+    import resvg_py
+
+    assets = package / "assets"
+    names = sorted(file.stem for file in (assets / "regular").glob("*.svg"))
+    names = sorted(np.random.default_rng(0).permutation(names)[:300].tolist())
+    pictures = []
+    for name in names:
+        for weight in WEIGHTS:
+            file = assets / weight / (name + ("" if weight == "regular" else f"-{weight}") + ".svg")
+            drawn = resvg_py.svg_to_bytes(
+                svg_path=str(file), width=32, height=32, background="white"
+            )
+            pictures.append(np.asarray(Image.open(io.BytesIO(bytes(drawn))).convert("L")))
+    return np.stack(pictures), np.repeat(names, len(WEIGHTS))
+
+
+SETS: dict[str, tuple[Callable[[Path], Pictures], dict[str, int]]] = {
+    "digits": (digits, {"classes": 5, "items": 12}),
+    "fashion": (fashion, {"classes": 5, "items": 12}),
+    "icons": (icons, {"classes": 16, "items": 4}),
+}
+
+
+def recipe(pool: str, seed: int, sampler: dict[str, int]) -> dict[str, Any]:
+    return {
+        "name": f"{pool}-{seed}",
+        "seed": seed,
+        "split": {"by": "class", "validation": 0.0, "seed": seed},
+        "sampler": {**sampler, "batches": 15},
+        "backbone": {"name": "core.convnet", "size": 32, "width": 12, "pool": pool},
+        "head": {"embedding_size": 64},
+        "loss": {"name": "pml.multi_similarity"},
+        "miner": {"name": "pml.multi_similarity"},
+        "optimizer": {"lr": 2e-3},
+        "schedule": {"name": "cosine"},
+        "train": {"epochs": 8},
+    }
+
+
+def measure(name: str, package: Path) -> None:
+    done = {(row["set"], row["pool"], row["seed"]) for row in read_lines(RAW)}
+    if all((name, pool, seed) in done for pool in POOLS for seed in range(SEEDS)):
+        return
+    load, sampler = SETS[name]
+    arrays, labels = load(package)
+    dataset = ArrayDataset(arrays, labels.tolist())
+    for seed in range(SEEDS):
+        for pool in POOLS:
+            if (name, pool, seed) in done:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                started = time.process_time()
+                run = train(
+                    recipe(pool, seed, sampler),
+                    Path(folder) / "run",
+                    dataset=dataset,
+                    progress=False,
+                )
+                seconds = time.process_time() - started
+                metrics = evaluate(run, progress=False).metrics["trained"]
+            row = {"set": name, "pool": pool, "seed": seed, "seconds": round(seconds, 1)}
+            append(RAW, {**row, "recall": metrics["recall_at_1"], "map": metrics["map_at_r"]})
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.sets:
+        measure(name, options.icons)
+    rows = read_lines(RAW)
+    lines = [
+        [
+            pool,
+            *(
+                interval([row[key] for row in rows if (row["set"], row["pool"]) == (name, pool)])
+                for name in SETS
+                for key in ("recall", "map")
+            ),
+            f"{np.mean([row['seconds'] for row in rows if row['pool'] == pool]):.0f}",
+        ]
+        for pool in POOLS
+    ]
+    head = ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R")), "CPU s"]
+    write(
+        RESULTS / "pooling.md",
+        f"# Pools of a small net\n\n{markdown(head, lines)}\n\nUnseen classes, {SEEDS} class splits"
+        f" (mean ± 95 %), 120 steps. {machine()}; {versions('torch', 'embedding-retrieval')}."
+        " `python benchmarks/pooling.py`.\n",
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Barlow Twins: learning from two views of each item, without labels."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from retrieval.plugin import CheckedLoss, nothing, traits
+from torch import Tensor
+
+
+@traits(ref_emb=False, miner=False)
+class BarlowTwins(CheckedLoss):
+    """Makes two views of an item alike, and the embedding's dimensions independent.
+
+    Zbontar, Jing, Misra, LeCun & Deny, "Barlow Twins: Self-Supervised Learning via Redundancy
+    Reduction" (ICML 2021), equations 1 and 2. With C the correlation of each dimension of the first
+    views with each of the second views, over the batch,
+
+        Σ_i (1 − C_ii)² + λ Σ_i Σ_{j ≠ i} C_ij²
+
+    Items that share a label are views of one thing, paired in their order: use it with
+    `[augmentation] positives = "item"` and `views = 2`. It needs no negatives, and so no large
+    batch.
+
+    Args:
+        weight: λ.
+    """
+
+    def __init__(self, weight: Annotated[float, Field(ge=0)] = 0.005) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> dict[str, Any]:
+        """Return the sum as one number; 0 with fewer than two pairs of views."""
+        if ref_emb is not embeddings or indices_tuple is not None:
+            raise ValueError(
+                "core.barlow_twins takes the views from the batch: it takes no ref_emb and no"
+                " miner's indices"
+            )
+        order = torch.argsort(labels, stable=True)
+        grouped = labels[order]
+        place = torch.arange(len(labels), device=labels.device)
+        place = place - torch.searchsorted(grouped, grouped)  # number of an item in its class
+        first = ((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1])).nonzero().squeeze(1)
+        if len(first) < 2:  # one pair has no correlation
+            return {"loss": nothing(embeddings)}
+        x, y = (_standard(embeddings[order[rows]]) for rows in (first, first + 1))
+        correlation = x.T @ y / len(first)
+        apart = correlation - torch.eye(len(correlation)).to(correlation)
+        weights = torch.full_like(apart, self.weight).fill_diagonal_(1)
+        total = (weights * apart.square()).sum()
+        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+
+
+def _standard(views: Tensor) -> Tensor:
+    """Return views with mean 0 and variance 1 in each dimension."""
+    centred = views - views.mean(0)
+    return centred / (centred.square().mean(0) + 1e-12).sqrt()

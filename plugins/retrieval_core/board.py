@@ -1,0 +1,75 @@
+"""A run of TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from retrieval.plugin import TrackedRun
+
+METRICS = ("loss", "validation_map_at_r", "validation_recall_at_1")
+"""Metrics beside the recipe's keys in the tab HPARAMS."""
+
+
+class Board:
+    """A tracker that writes to the folder `tensorboard` of the run, without a network.
+
+    `tensorboard --logdir runs` shows all runs: losses and learning rates by step, metrics by epoch,
+    the recipe under HPARAMS, and a sheet of validation queries under IMAGES.
+    """
+
+    def __init__(self) -> None:
+        """Load the package in the calling thread; see `retrieval.plugin.Tracker`."""
+        from torch.utils import tensorboard
+
+        self._module: Any = tensorboard
+        self._writer: Any = None
+
+    def begin(self, run: TrackedRun) -> tuple[str, str]:
+        """Begin a run, or add to its folder; see `retrieval.plugin.Tracker`."""
+        folder = str(Path(run.folder) / "tensorboard")
+        self._writer = self._module.SummaryWriter(folder)
+        for summary in self._module.summary.hparams(
+            dict(_flat(run.configuration)), dict.fromkeys(METRICS, 0.0)
+        ):
+            self._writer.file_writer.add_summary(summary)
+        return folder, folder
+
+    def log_steps(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the means of steps at the last step's number."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(f"steps/{name}", value, step)
+
+    def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
+        """Log an epoch's metrics at its number, counted from 1, or final metrics at 0."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, 0 if epoch is None else epoch + 1)
+        self._writer.flush()
+
+    def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:
+        """Log a table as text."""
+        head, *rest = (f"| {' | '.join(map(str, row))} |" for row in rows)
+        self._writer.add_text(title, "\n".join([head, f"|{' --- |' * len(rows[0])}", *rest]))
+
+    def image(self, title: str, pixels: np.ndarray[Any, Any]) -> None:
+        """Log an image (H, W, 3)."""
+        self._writer.add_image(title, pixels, dataformats="HWC")
+
+    def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
+        """Write remaining data, and close the files."""
+        self._writer.close()
+
+
+def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested tables, with values that TensorBoard takes."""
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield (
+                f"{before}{key}",
+                value if isinstance(value, str | float | int) else json.dumps(value),
+            )

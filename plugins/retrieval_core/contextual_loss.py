@@ -1,0 +1,138 @@
+"""Contextual similarity: two items are similar if they have the same neighbours."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from retrieval.plugin import CheckedLoss, nothing, traits
+from torch import Tensor
+from torch.nn import functional
+
+Count = Annotated[int, Field(ge=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+STEEPNESS = 10.0
+"""Gradient that stands in for that of a step, which is 0."""
+
+
+@traits(ref_emb=False, miner=False)
+class Contextual(CheckedLoss):
+    """Trains the overlap of neighbourhoods, beside the cosine and its mean.
+
+    Liao, Tsiligkaridis & Kulis, "Supervised Metric Learning to Rank for Retrieval via Contextual
+    Similarity Optimization" (ICML 2023), as in the authors' code. With D = 2 − 2 s for cosines
+    s, and the k nearest items of i including i itself,
+
+        N_k(i, j) = 1 if D_ij ≤ D_i(k) + ε, else 0
+        w̃_ij = ½ (|N_k(i) ∩ N_k(j)| / |N_k(i)| + |N̄_k(i) ∩ N̄_k(j)| / |N̄_k(i)|) N_k(i, j)
+        R(i, j) = N_{k/2}(i, j) N_{k/2}(j, i)
+        ŵ_ij = Σ_l R(i, l) w̃_lj / |R(i)|,    w_ij = ½ (ŵ_ij + ŵ_ji)
+
+    N̄ is the complement. The loss is λ L_context + γ L_mean + (1 − λ − γ) L_contrast, where
+    L_context is the mean of (w_ij − y_ij)² over all pairs (y = 1 in a class), L_mean = (mean of s
+    − m)², and L_contrast the mean of the positive [p − s]₊ in a class plus that of the positive
+    [s − n]₊ across classes. In the gradient a step has the slope 10, and the first two
+    denominators are constants.
+
+    Args:
+        neighbors: k; use `[sampler] items`.
+        epsilon: ε, tolerance of a neighbourhood's border.
+        weight: λ, weight of the contextual loss.
+        mean_weight: γ, weight of the mean similarity's regulariser; λ + γ ≤ 1.
+        mean: m, the mean similarity that the batch should have.
+        positive_margin: p, the cosine above which a pair of one class costs nothing.
+        negative_margin: n, the cosine below which a pair of two classes costs nothing.
+    """
+
+    def __init__(
+        self,
+        neighbors: Count = 4,
+        epsilon: NonNegative = 0.05,
+        weight: Share = 0.4,
+        mean_weight: Share = 0.1,
+        mean: float = 0.25,
+        positive_margin: float = 0.75,
+        negative_margin: float = 0.6,
+    ) -> None:
+        super().__init__()
+        if weight + mean_weight > 1:
+            raise ValueError(
+                f"weight + mean_weight is {weight + mean_weight:g} and must be at most 1, for the"
+                " contrastive loss has the rest"
+            )
+        self.neighbors, self.epsilon = neighbors, epsilon
+        self.weight, self.mean_weight, self.mean = weight, mean_weight, mean
+        self.positive_margin, self.negative_margin = positive_margin, negative_margin
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> dict[str, Any]:
+        """Return the weighted sum as one number."""
+        if ref_emb is not embeddings or indices_tuple is not None:
+            raise ValueError(
+                "core.contextual compares the neighbourhoods of a batch: it takes no ref_emb and no"
+                " miner's indices"
+            )
+        count = len(embeddings)
+        if count < 2:
+            return {"loss": nothing(embeddings)}
+        unit = functional.normalize(embeddings)
+        similarity = unit @ unit.T
+        same = (labels[:, None] == labels).to(similarity.dtype)
+        pairs = 1 - torch.eye(count).to(similarity)
+        error = (contextual(similarity, self.neighbors, self.epsilon) - same).square() * pairs
+        contrast = _mean((self.positive_margin - similarity).relu() * same) + _mean(
+            (similarity - self.negative_margin).relu() * (1 - same)
+        )
+        total = (
+            self.weight * error.sum() / count**2
+            + self.mean_weight * (similarity.mean() - self.mean).square()
+            + (1 - self.weight - self.mean_weight) * contrast
+        )
+        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+
+
+def contextual(similarity: Tensor, neighbors: int, epsilon: float) -> Tensor:
+    """Return the contextual similarities w (N, N) of a batch with cosines (N, N)."""
+    closeness = -(2 - 2 * similarity).clamp(min=0)
+    ranked = closeness.detach().sort(1, descending=True).values
+    last = len(ranked) - 1
+
+    def near(k: int) -> Tensor:
+        border: Tensor = ranked[:, min(k - 1, last), None]
+        step: Tensor = _Step.apply(closeness + epsilon - border)
+        return step
+
+    inside = near(neighbors)
+    outside = 1 - inside
+    overlap = inside @ inside.T / inside.sum(1, keepdim=True).detach()
+    # without anybody outside there is no overlap outside
+    beyond = outside @ outside.T / outside.sum(1, keepdim=True).detach().clamp(min=1)
+    half = near(neighbors // 2)
+    mutual = half * half.T
+    expanded = mutual @ (0.5 * (overlap + beyond) * inside) / mutual.sum(1, keepdim=True)
+    return 0.5 * (expanded + expanded.T)
+
+
+def _mean(losses: Tensor) -> Tensor:
+    """Return the mean of the losses above 0, or 0."""
+    return losses.sum() / (losses > 0).sum().clamp(min=1)
+
+
+class _Step(torch.autograd.Function):
+    """1 where a number is at least 0, else 0; its gradient is `STEEPNESS`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (x >= 0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * STEEPNESS

@@ -1,0 +1,150 @@
+"""A loss that teaches the model the embeddings of another model, the teacher."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from retrieval.errors import DataError
+from retrieval.plugin import Part, as_given, full_precision, traits
+from torch import Tensor, nn
+
+Weight = Annotated[float, Field(ge=0)]
+
+
+class Distillation(nn.Module):
+    """The distance of embeddings to the teacher's, and of their relations to the teacher's.
+
+    A label is the row of its item in `teacher`, as `[augmentation] positives = "item"` gives it.
+
+    Args:
+        teacher: the teacher's embeddings (N, C) of the training items, of unit length.
+        classes: the items' classes (N,), for `loss`.
+        cosine: weight of the mean of 1 − cos(embedding, teacher's embedding).
+        relational: weight of the relational loss.
+        loss: a loss of embeddings and classes to add.
+        loss_weight: weight of `loss`.
+    """
+
+    teacher: Tensor
+    classes: Tensor
+
+    def __init__(
+        self,
+        teacher: Tensor,
+        classes: Tensor,
+        cosine: float = 1.0,
+        relational: float = 1.0,
+        loss: nn.Module | None = None,
+        loss_weight: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if len(teacher) != len(classes):
+            raise ValueError(
+                f"there are {len(teacher)} embeddings of the teacher and {len(classes)} classes"
+            )
+        # they come from the teacher's file again, so checkpoints do not keep them
+        self.register_buffer("teacher", teacher, persistent=False)
+        self.register_buffer("classes", classes, persistent=False)
+        self.cosine, self.relational = cosine, relational
+        self.loss, self.loss_weight = loss, loss_weight
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the weighted sum, a scalar; see `retrieval.plugin.Loss`."""
+        if indices_tuple is not None or ref_emb is not None:
+            raise ValueError("distillation compares with the teacher: no miner, no ref_emb")
+        x = full_precision(embeddings)
+        target = self.teacher[labels].to(x.dtype)
+        total = self.cosine * (1 - nn.functional.cosine_similarity(x, target)).mean()
+        if self.relational:
+            total = total + self.relational * relations(x, target)
+        if self.loss is not None:
+            total = total + self.loss_weight * self.loss(x, self.classes[labels])
+        return as_given(total, embeddings)
+
+
+def relations(student: Tensor, teacher: Tensor) -> Tensor:
+    """Return the mean Huber loss between both models' distances within a batch, a scalar.
+
+    Each model's distances are divided by their mean. Park et al., "Relational Knowledge
+    Distillation", CVPR 2019, equations 4 to 6.
+
+    Args:
+        student: embeddings (B, C).
+        teacher: embeddings (B, C') of the same items.
+    """
+    if len(student) < 2:
+        return student.sum() * 0
+    own, target = (_relative_distances(x) for x in (student, teacher))
+    return nn.functional.smooth_l1_loss(own, target)
+
+
+def _relative_distances(x: Tensor) -> Tensor:
+    """Return the distances of all pairs (P,), divided by their mean."""
+    i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
+    squares = (x[i] - x[j]).square().sum(1)
+    distances = squares.clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+    return distances / distances.mean().clamp(min=torch.finfo(x.dtype).eps)
+
+
+@traits(ref_emb=False, miner=False)
+def distillation(
+    teacher: Path,
+    embedding_size: int,
+    classes: int,
+    cosine: Weight = 1.0,
+    relational: Weight = 1.0,
+    loss: Annotated[nn.Module | None, Part("losses")] = None,
+    loss_weight: Weight = 1.0,
+) -> Distillation:
+    """Learn the embeddings of a larger model, the teacher, and their relations; needs no labels.
+
+    1 − cos(embedding, teacher's embedding), plus the relational loss of Park et al., "Relational
+    Knowledge Distillation", CVPR 2019, equations 4 to 6. `retrieval distill` writes the teacher's
+    file and the recipe, which sets `[augmentation] positives = "item"`.
+
+    Args:
+        teacher: NPZ file of `vectors` (N, embedding_size) and `classes` (N,), a row for each
+            training item in order.
+        cosine: weight of the distance to the teacher's embeddings.
+        relational: weight of the relational loss.
+        loss: a further loss of the items' classes, which compares items with one another.
+        loss_weight: weight of that loss.
+    """
+    try:
+        with np.load(teacher, allow_pickle=False) as file:
+            vectors, labels = file["vectors"], file["classes"]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise DataError(
+            f"[loss] teacher: {teacher} is no file of a teacher's embeddings ({error})."
+            " `retrieval distill` writes one."
+        ) from error
+    if vectors.ndim != 2 or vectors.shape[1] != embedding_size or labels.dtype.kind != "i":
+        raise ValueError(
+            f"{teacher} holds embeddings of shape {vectors.shape} and classes of type"
+            f" {labels.dtype}, not (N, {embedding_size}) and integers"
+        )
+    if len(vectors) < classes:
+        raise ValueError(
+            f"{teacher} holds embeddings of {len(vectors):,} items, and {classes:,} train: it"
+            " belongs to other photos"
+        )
+    return Distillation(
+        torch.from_numpy(vectors).float(),
+        torch.from_numpy(labels).long(),
+        cosine,
+        relational,
+        loss,
+        loss_weight,
+    )

@@ -1,0 +1,234 @@
+"""From the feature map or tokens of a network to one vector: averages, GeM, a grid of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from retrieval.plugin import Preprocessing
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+T = TypeVar("T")
+MapPool = Literal["mean", "max", "gem", "grid"]
+TokenPool = Literal["cls", "mean", "cls+mean", "gem", "grid"]
+Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
+"""The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
+_FLAT = 1e-6
+"""Added under the signed root: near zero the root becomes a line and its gradient stays finite."""
+
+
+class Pool(nn.Module):
+    """One vector of each feature map (B, C, h, w).
+
+    Args:
+        kind: `mean` and `max` over all positions (B, C); `gem`, their generalised mean (B, C) with
+            a learned exponent p, (mean x^p)^(1/p), p = 3 at first (Radenović, Tolias & Chum,
+            "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, equation 3; x
+            is at least 10⁻⁶); `grid`, the means of the cells of a grid (B, C × cells²).
+        size: height and width of the maps.
+        cells: number of cells per side of the grid.
+
+    Raises:
+        ValueError: the grid is finer than the map.
+    """
+
+    def __init__(self, kind: MapPool, size: tuple[int, int], cells: int) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "gem":
+            self.power = nn.Parameter(torch.tensor(3.0))
+        if kind == "grid":
+            if cells > min(size):
+                raise ValueError(
+                    f"pool: the last map has {size[0]} × {size[1]} positions, a grid of {cells} ×"
+                    f" {cells} is finer. Set cells to {min(size)} or less"
+                )
+            self.register_buffer("rows", averages(cells, size[0]), persistent=False)
+            self.register_buffer("columns", averages(cells, size[1]).T, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return vectors of maps (B, C, h, w)."""
+        if self.kind == "grid":
+            return (self.get_buffer("rows") @ x @ self.get_buffer("columns")).flatten(1)
+        if self.kind == "max":
+            return x.amax(dim=(2, 3))
+        if self.kind == "gem":
+            return x.clamp(min=1e-6).pow(self.power).mean(dim=(2, 3)).pow(1 / self.power)
+        return x.mean(dim=(2, 3))
+
+
+class Pooled(nn.Module):
+    """A network that ends in maps or tokens, and one vector of them.
+
+    Args:
+        network: maps images to maps (B, C, h, w), or tokens (B, N, C) in rows of a square.
+        pool: `cls`, the class token; `mean`, `gem` or `grid` of the positions, see `Pool`;
+            `cls+mean`, class token and mean, one after the other.
+        cells: number of cells per side of the grid.
+        preprocessing: gives the size of the images.
+        prefix: number of tokens before those of positions; the first is the class token.
+        channels_last: whether maps are (B, h, w, C).
+
+    Raises:
+        ValueError: there is no class token or no square of positions, or the grid is finer.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        pool: TokenPool,
+        cells: int,
+        preprocessing: Preprocessing,
+        *,
+        prefix: int = 0,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.network, self.prefix, self.channels_last = network, prefix, channels_last
+        self.kinds = pool.split("+")
+        output = tried(self, self.output, preprocessing)
+        if "cls" in self.kinds and not (prefix and output.ndim == 3):
+            raise ValueError(
+                f'pool = "{pool}": the model has no class token. Use mean, gem or grid'
+            )
+        kind = self.kinds[-1]
+        if output.ndim == 3:
+            self.side = round((output.shape[1] - prefix) ** 0.5)
+            if self.side**2 != output.shape[1] - prefix:
+                raise ValueError(f'pool = "{pool}": its tokens are no square of positions')
+        if kind in get_args(MapPool):
+            maps = self._maps(output)
+            self.pool = Pool(kind, (maps.shape[2], maps.shape[3]), cells)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, F) of images."""
+        output = self.output(x)
+        parts = [output[:, 0]] if "cls" in self.kinds else []
+        if self.kinds[-1] != "cls":
+            parts.append(self.pool(self._maps(output)))
+        return torch.cat(parts, dim=1)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the network's maps or tokens; timm's models have a method for it."""
+        network: Any = self.network
+        output: Tensor = getattr(network, "forward_features", network)(x)
+        return output
+
+    def _maps(self, output: Tensor) -> Tensor:
+        """Return a network's output as maps (B, C, h, w)."""
+        if output.ndim == 3:
+            positions = output[:, self.prefix :].transpose(1, 2)
+            return positions.unflatten(2, (self.side, self.side))
+        return output.permute(0, 3, 1, 2) if self.channels_last else output
+
+
+class Levels(nn.Module):
+    """Several levels of a network, each averaged over a grid, concatenated to one vector.
+
+    Late layers distinguish kinds of objects, early layers strokes and their positions; which of
+    them separates new classes is not known beforehand. Each level goes through a signed square root
+    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and is scaled to unit length, so
+    that all levels have the same weight.
+
+    Args:
+        network: an EfficientNet of timm, or a net of timm's `features_only`.
+        preprocessing: how images are prepared; the level "image" undoes the normalisation.
+        levels: number of grid cells per side for each level.
+        names: the levels whose maps a net of `features_only` returns, in its order.
+
+    Raises:
+        ValueError: there is no level, or a grid is finer than its level's map.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        network: nn.Module,
+        preprocessing: Preprocessing,
+        levels: Mapping[Any, int],
+        names: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        if not levels:
+            raise ValueError("levels: name at least one, such as {last = 1}")
+        self.network: Any = network
+        self.names = names
+        self.grids = {str(level): grid for level, grid in levels.items()}
+        channels = preprocessing.channels
+        self.register_buffer(
+            "mean", torch.tensor(preprocessing.mean).view(1, channels, 1, 1), persistent=False
+        )
+        self.register_buffer(
+            "std", torch.tensor(preprocessing.std).view(1, channels, 1, 1), persistent=False
+        )
+        maps = tried(self, self._maps, preprocessing)
+        too_fine = [
+            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have"
+            f" {grid} × {grid}"
+            for level, grid in self.grids.items()
+            if grid > min(maps[level].shape[2:])
+        ]
+        if too_fine:
+            raise ValueError(f"levels: {'; '.join(too_fine)}. Take coarser grids or a larger size")
+        for level, grid in self.grids.items():
+            height, width = maps[level].shape[2:]
+            self.register_buffer(f"rows_{level}", averages(grid, height), persistent=False)
+            self.register_buffer(f"columns_{level}", averages(grid, width).T, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return features (B, F) of images (B, 3, H, W), level by level."""
+        maps, parts = self._maps(x), []
+        for level in self.grids:
+            cells = (
+                getattr(self, f"rows_{level}") @ maps[level] @ getattr(self, f"columns_{level}")
+            ).flatten(1)
+            parts.append(normalize(cells * torch.rsqrt(cells.abs() + _FLAT)))
+        return torch.cat(parts, dim=1)
+
+    def _maps(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the feature maps (B, C, h, w) of the requested levels."""
+        network, maps = self.network, {}
+        if "image" in self.grids:
+            maps["image"] = x * self.std + self.mean
+        if self.names is not None:
+            last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+            listed = network(x) if self.names else []
+            listed = [level.permute(0, 3, 1, 2) if last else level for level in listed]
+            return maps | dict(zip(self.names, listed, strict=True))
+        deepest = max(get_args(Level).index(level) for level in self.grids)
+        h = network.bn1(network.conv_stem(x)) if deepest else x
+        for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
+            h = block(h)
+            if str(number) in self.grids:
+                maps[str(number)] = h
+        if "last" in self.grids:
+            maps["last"] = network.bn2(network.conv_head(h))
+        return maps
+
+
+def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preprocessing) -> T:
+    """Return what a method of a module gives for one black image, in evaluation mode."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            return call(torch.zeros(1, *preprocessing.shape))
+    finally:
+        module.train(training)
+
+
+def averages(cells: int, length: int) -> Tensor:
+    """Return the matrix (cells, length) that does adaptive average pooling along one axis.
+
+    The TorchScript exporter, which frozen features need, supports adaptive pooling only for lengths
+    that divide evenly.
+    """
+    matrix = torch.zeros(cells, length)
+    for cell in range(cells):
+        start, stop = cell * length // cells, -(-(cell + 1) * length // cells)
+        matrix[cell, start:stop] = 1 / (stop - start)
+    return matrix

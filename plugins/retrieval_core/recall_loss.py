@@ -1,0 +1,130 @@
+"""The recall surrogate RS@k, and similarity mixup."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from pytorch_metric_learning.distances import CosineSimilarity
+from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, traits
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Rank = Annotated[int, Field(ge=1)]
+Temperature = Annotated[float, Field(gt=0)]
+ENTRIES = 2**22
+"""Largest number of comparisons that are in memory at a time, 16 MB."""
+
+
+@traits(ref_emb=False, miner=False)
+class RecallAtK(CheckedLoss):
+    """RS@k: 1 − Recall@k with sigmoids in place of both comparisons, as a mean over several k.
+
+    Patel, Tolias & Matas, "Recall@k Surrogate Loss with Large Batches and Similarity Mixup" (CVPR
+    2022), as in the authors' code. For a query q of the batch with positives P, similarities s and
+    all other items as the database Ω, the rank of a positive x, and the loss, are
+
+        r(x) = 1 + Σ_{z ∈ Ω, z ≠ x} σ((s(q, z) − s(q, x)) / τ₂)
+        1 − 1/|K| Σ_{k ∈ K} min(k, Σ_{x ∈ P} σ((k − r(x)) / τ₁)) / min(k, |P|)
+
+    The authors' code counts the query in its own database; here Ω is without it. The loss needs
+    large batches: see `[train] chunk`.
+
+    With `mix`, two items x, y of a class have a virtual item between them, which serves as query,
+    positive and negative too. Its similarity to any w is α s(x, w) + (1 − α) s(y, w), with α drawn
+    evenly from 0 to 1 for each pair (SiMix).
+
+    Args:
+        k: the ranks K.
+        rank_temperature: τ₂, of the comparison of similarities.
+        recall_temperature: τ₁, of the comparison with k.
+        mix: whether to add virtual items (SiMix).
+        distance: how two embeddings are compared; the default is the cosine.
+        reducer: reduces the queries' losses to one number; the default is the mean.
+    """
+
+    def __init__(
+        self,
+        k: Annotated[list[Rank], Field(min_length=1)] = [1, 2, 4, 8, 16],  # noqa: B006
+        rank_temperature: Temperature = 0.01,
+        recall_temperature: Temperature = 1.0,
+        mix: bool = False,
+        distance: Distance = None,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(distance=distance, reducer=reducer)
+        self.k: Sequence[int] = tuple(k)
+        self.rank_temperature, self.recall_temperature = rank_temperature, recall_temperature
+        self.mix = mix
+
+    def get_default_distance(self) -> nn.Module:
+        """Return the cosine."""
+        cosine: nn.Module = CosineSimilarity()
+        return cosine
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> dict[str, Any]:
+        """Return one loss per query that has a positive."""
+        if ref_emb is not embeddings or indices_tuple is not None:
+            raise ValueError(
+                "core.recall_at_k ranks the whole batch: it takes no ref_emb and no miner's indices"
+            )
+        mat: Tensor = self.distance(embeddings)
+        similarity = mat if self.distance.is_inverted else -mat
+        if self.mix:
+            similarity, labels = _mixed(similarity, labels)
+        positive = labels[:, None] == labels
+        positive.fill_diagonal_(False)
+        query, item = positive.nonzero(as_tuple=True)
+        if not len(query):
+            return {"loss": nothing(embeddings)}
+        size = max(1, ENTRIES // len(labels))
+        ranks = torch.cat(
+            [
+                checkpoint(
+                    self._ranks,
+                    similarity,
+                    query[start : start + size],
+                    item[start : start + size],
+                    use_reentrant=False,
+                    preserve_rng_state=False,  # the block draws no random numbers
+                )
+                for start in range(0, len(query), size)
+            ]
+        )
+        count = positive.sum(1)
+        recalls = []
+        for k in self.k:
+            within = torch.sigmoid((k - ranks) / self.recall_temperature)
+            total = within.new_zeros(len(labels)).index_add(0, query, within)
+            recalls.append(total.clamp(max=k) / count.clamp(min=1, max=k))
+        rows = count.nonzero().squeeze(1)
+        losses = 1 - torch.stack(recalls).mean(0)[rows]
+        return {"loss": {"losses": losses, "indices": rows, "reduction_type": "element"}}
+
+    def _ranks(self, similarity: Tensor, query: Tensor, item: Tensor) -> Tensor:
+        """Return the smooth rank of each positive `item` among all but its query."""
+        rows = similarity[query]
+        ahead = torch.sigmoid((rows - similarity[query, item].unsqueeze(1)) / self.rank_temperature)
+        own = torch.zeros_like(ahead, dtype=torch.bool)
+        own.scatter_(1, torch.stack([query, item], 1), True)
+        return 1 + ahead.masked_fill(own, 0).sum(1)
+
+
+def _mixed(similarity: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return similarities and labels of the batch followed by its virtual items."""
+    first, second = torch.triu(labels[:, None] == labels, diagonal=1).nonzero(as_tuple=True)
+    alpha = torch.rand(len(first), dtype=similarity.dtype, device=similarity.device)
+    weights = similarity.new_zeros(len(first), len(labels))
+    rows = torch.arange(len(first), device=labels.device)
+    weights[rows, first], weights[rows, second] = alpha, 1 - alpha
+    every = torch.cat([torch.eye(len(labels)).to(similarity), weights])
+    return every @ similarity @ every.T, torch.cat([labels, labels[first]])

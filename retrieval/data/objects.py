@@ -1,0 +1,376 @@
+"""`as_dataset`: datasets of the objects that people have."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.data.datasets import ArrayDataset, FileDataset
+from retrieval.data.error_lists import refuse
+from retrieval.data.gate import is_missing
+from retrieval.data.splits import SIDES, sides
+from retrieval.errors import DataError, did_you_mean
+from retrieval.model.contracts import Dataset
+from retrieval.serving.images import as_list, decode, from_pixels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_LABELS = ("targets", "labels", "_labels", "y")
+_PAIRS = ("samples", "_samples", "imgs")
+_PLAIN = (str, int, float, bool, np.generic)
+_LARGEST_IN_MEMORY = 1 << 28
+"""Bytes of real pixels that become an array at once; larger ones are converted one by one."""
+
+
+def as_dataset(
+    obj: Any,
+    *,
+    image: str | int | None = None,
+    label: str | int | None = None,
+    split: str | Sequence[str] | None = None,
+    metadata: Sequence[str] | Sequence[Mapping[str, Any]] | None = None,
+    name: str = "",
+) -> Dataset:
+    """Return an object of another library as a dataset.
+
+    An image is a path, an encoded image's bytes, a Pillow image, pixels (H, W) or (H, W, 3) as
+    uint8 or as real numbers from 0 to 1, or a tensor of such pixels with channels first. A vector
+    (F,) in its place makes a dataset of features. Items are read when they are used, so the
+    object's own transforms run; they must not be random, nor normalise pixels.
+
+    Args:
+        obj: a dataset of PyTorch with `len` and items (image, label) or {"image": …, "label": …}; a
+            Hugging Face `Dataset`; a pandas `DataFrame`; a pair `(images, labels)`; or a dictionary
+            of any of these by side: "train", "validation", "test", or "query" and "gallery".
+        image: column, key or position of the image, by default "image" or 0.
+        label: column, key or position of the label, by default "label" or 1.
+        split: column of the sides ("train", "validation" or "test"), by default "split" if there
+            is one; for an object without columns, one side per item.
+        metadata: columns to keep for evaluation, by default all others that hold text, numbers or
+            booleans; for an object without columns, one dictionary per item.
+        name: name of the data in error messages.
+
+    Raises:
+        DataError: the object is none of these, or lacks a column.
+    """
+    if isinstance(obj, Dataset):
+        return obj
+    name = name or f"The dataset of type {type(obj).__name__}"
+    if isinstance(obj, Mapping):
+        parts = {
+            side: as_dataset(
+                part,
+                image=image,
+                label=label,
+                split=split,
+                metadata=metadata,
+                name=f"{name}, {side}",
+            )
+            for side, part in obj.items()
+        }
+        return _joined(parts, name)
+    columns = getattr(obj, "column_names", getattr(obj, "columns", None))
+    if columns is not None:
+        return _Table(obj, [*columns], name).dataset(image, label, split, metadata)
+    if isinstance(split, str):
+        raise DataError(f"{name} has no columns: give split as a list with one side per item.")
+    further = {"splits": sides(split), "metadata": metadata}
+    if isinstance(obj, tuple) and len(obj) == 2 and hasattr(obj[1], "__len__"):
+        return _of_images(obj[0], _texts(obj[1], (), name), name, **further)
+    if isinstance(obj, str | bytes | set) or not (
+        hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
+    ):
+        raise DataError(
+            f"{name} cannot be read: give a dataset of PyTorch with a length and items (image,"
+            " label), a Hugging Face Dataset, a DataFrame, or a pair (images, labels)."
+        )
+    return _of_items(obj, image, label, name, further)
+
+
+class ItemDataset(Dataset):
+    """A dataset of images that a function returns, read one at a time.
+
+    Args:
+        read: returns image `index` in any form that `as_dataset` takes.
+        labels: one label per item.
+        keys: one name per item; the default is the item's number.
+        name: name of the data in error messages.
+        splits: see `Dataset`.
+        roles: see `Dataset`.
+        metadata: see `Dataset`.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[int], Any],
+        labels: Sequence[str],
+        keys: Sequence[str] | None = None,
+        *,
+        name: str,
+        splits: Sequence[str] | None = None,
+        roles: Sequence[str] | None = None,
+        metadata: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._read, self._name, self._lock = read, name, threading.Lock()
+        self.labels, self.splits, self.roles, self.metadata = labels, splits, roles, metadata
+        self.keys = [str(i) for i in range(len(labels))] if keys is None else keys
+
+    def __getitem__(self, index: int) -> Image:
+        where = f"{self._name} item {self.keys[index]}"
+        with self._lock:  # readers of other libraries may not be thread-safe
+            item = reading(where, self._read, index)
+        return _image(item, where)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+
+def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what another library reads; its errors become a `DataError` that names the place."""
+    try:
+        return read(*arguments)
+    except DataError:
+        raise
+    except Exception as error:  # each reader raises its own errors
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
+        raise DataError(f"{where} cannot be read: {reason}.") from error
+
+
+def _image(item: Any, where: str) -> Image:
+    """Return an image of any form, decoded."""
+    if isinstance(item, Mapping):  # as `datasets.Image(decode=False)` gives it
+        item = item.get("bytes") or item.get("path")
+    pixels: Any = as_list(item)[0] if item is not None else None
+    try:
+        if isinstance(pixels, np.ndarray):
+            return from_pixels(pixels)
+        if isinstance(pixels, str | bytes | Path):
+            return decode(pixels)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not hasattr(pixels, "getdata"):
+        raise DataError(f"{where} is no image but an object of type {type(pixels).__name__}.")
+    image: Image = pixels
+    return image
+
+
+def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dataset:
+    """Return a dataset of images or vectors in a list, an array or a tensor."""
+    array = images if isinstance(images, np.ndarray) else None
+    if hasattr(images, "detach"):
+        array = images.detach().cpu().numpy()
+        array = array.transpose(0, 2, 3, 1) if array.ndim == 4 else array
+    listed = as_list(images) if array is None else list(array)
+    if len(listed) != len(labels):
+        raise DataError(f"{name} has {len(listed):,} images and {len(labels):,} labels.")
+    if array is None and labels and getattr(listed[0], "ndim", 0) == 1:
+        array = np.stack([np.asarray(row) for row in listed])
+    if array is not None and array.ndim == 2:
+        return ArrayDataset(array.astype(np.float32), labels, kind="features", **further)
+    if array is not None and array.dtype == np.uint8:
+        return ArrayDataset(np.ascontiguousarray(array), labels, **further)
+    if listed and all(isinstance(image, str | Path) for image in listed):
+        files = [Path(image) for image in listed]
+        if missing := [f"{file} is not a file." for file in files if not file.is_file()]:
+            refuse(name, missing)
+        keys = [str(file) for file in files]
+        return FileDataset(files, labels, keys if len({*keys}) == len(keys) else None, **further)
+    if array is not None and array.nbytes <= _LARGEST_IN_MEMORY:
+        pixels = [np.asarray(_image(row, f"{name} item {i}")) for i, row in enumerate(listed)]
+        return ArrayDataset(np.stack(pixels), labels, **further)
+    return ItemDataset(listed.__getitem__, labels, name=name, **further)
+
+
+class _Table:
+    """A Hugging Face `Dataset` or a `DataFrame`, by columns."""
+
+    def __init__(self, table: Any, columns: list[Any], name: str) -> None:
+        self.table, self.columns, self.name = table, columns, name
+        self.features = getattr(table, "features", {})
+
+    def column(self, name: Any) -> list[Any]:
+        """Return a column's values; those of a Hugging Face `ClassLabel` are names."""
+        values = self.table[name]
+        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        names = getattr(self.features.get(name), "names", None)
+        if not names:
+            return values
+        return [
+            names[value] if not is_missing(value) and 0 <= value < len(names) else None
+            for value in values
+        ]
+
+    def dataset(self, image: Any, label: Any, split: Any, metadata: Any) -> Dataset:
+        """Return the table as a dataset."""
+        usual = "path" if "path" in self.columns and "image" not in self.columns else "image"
+        image, label = usual if image is None else image, "label" if label is None else label
+        split = "split" if split is None and "split" in self.columns else split
+        named = [image, label, *([split] if isinstance(split, str) else []), *(metadata or ())]
+        problems = [
+            f"it has no column {column!r} (it has: {', '.join(map(str, self.columns))})."
+            f"{did_you_mean(str(column), map(str, self.columns))}"
+            for column in named
+            if column not in self.columns
+        ]
+        if problems:
+            refuse(self.name, problems)
+        rest = [c for c in self.columns if c not in named] if metadata is None else metadata
+        kept = {c: v for c in rest if (v := self._plain(c, metadata is not None)) is not None}
+        rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
+        further: dict[str, Any] = {
+            "splits": sides(
+                [str(s) for s in self.column(split)] if isinstance(split, str) else split
+            ),
+            "metadata": rows or None,
+        }
+        labels = _texts(self.column(label), (), self.name)
+        if self.features:
+            return ItemDataset(partial(_cell, self.table, image), labels, name=self.name, **further)
+        return _of_images(self.column(image), labels, self.name, **further)
+
+    def _plain(self, column: Any, required: bool) -> list[Any] | None:
+        """Return a column of metadata, or `None` if it holds more than text and numbers."""
+        dtype = getattr(self.features.get(column), "dtype", "" if self.features else "plain")
+        if not required and dtype in ("", "dict", "PIL.Image.Image"):
+            return None
+        values = [None if is_missing(value) else value for value in self.column(column)]
+        plain = all(value is None or isinstance(value, _PLAIN) for value in values)
+        return values if plain or required else None
+
+
+def _cell(table: Any, column: str, index: int) -> Any:
+    return table[index][column]
+
+
+def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, Any]) -> Dataset:
+    """Return a dataset of an object with a length and items."""
+    if not len(obj):
+        raise DataError(f"{name} holds no items.")
+    first = reading(f"{name} item 0", obj.__getitem__, 0)
+    if not isinstance(first, tuple | list | Mapping) or len(first) < 2:
+        raise DataError(
+            f"{name} gave an object of type {type(first).__name__} for item 0, and an item is a"
+            ' tuple (image, label) or a dictionary {"image": …, "label": …}.'
+        )
+    default: tuple[Any, Any] = ("image", "label") if isinstance(first, Mapping) else (0, 1)
+    place: Any = default[0] if image is None else image
+    other: Any = default[1] if label is None else label
+    held = list(first) if isinstance(first, Mapping) else range(len(first))
+    for chosen in (place, other):
+        if chosen not in held:
+            raise DataError(f"{name}: an item has no {chosen!r} (it has: {[*held]}).")
+    values = _listed_labels(obj) if label is None else None
+    # a dataset's `target_transform` may give other labels than it lists
+    if values is None or _texts(values[:1], (), name) != _texts([first[other]], (), name):
+        values = [reading(f"{name} item {i}", lambda i=i: obj[i][other]) for i in range(len(obj))]
+    labels = _texts(values, getattr(_innermost(obj), "classes", None), name)
+    if getattr(first[place], "ndim", 0) == 1:
+        rows = [
+            np.asarray(reading(f"{name} item {i}", obj.__getitem__, i)[place])
+            for i in range(len(obj))
+        ]
+        return _of_images(np.stack(rows), labels, name, **further)
+    data = _pixels(obj, first[place])
+    if data is not None:
+        return ArrayDataset(data, labels, **further)
+    return ItemDataset(partial(_item, obj, place), labels, name=name, **further)
+
+
+def _item(obj: Any, place: Any, index: int) -> Any:
+    return obj[index][place]
+
+
+def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
+    """Return the array `data` of torchvision's classes if items are its rows, else `None`."""
+    data = getattr(obj, "data", None)
+    array = None if data is None or not hasattr(data, "__len__") else np.asarray(data)
+    if array is None or array.dtype != np.uint8 or len(array) != len(obj):
+        return None
+    # the array may be laid out differently from the images, such as channels first
+    same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
+    return array if same and getattr(obj, "transform", None) is None else None
+
+
+def _innermost(obj: Any) -> Any:
+    """Return the dataset inside torch's `Subset`s."""
+    return _innermost(obj.dataset) if hasattr(obj, "indices") and hasattr(obj, "dataset") else obj
+
+
+def _listed_labels(obj: Any) -> list[Any] | None:
+    """Return the labels that a dataset lists, so that no image is decoded for them."""
+    if hasattr(obj, "indices") and hasattr(obj, "dataset"):  # torch's Subset
+        whole = _listed_labels(obj.dataset)
+        return None if whole is None else [whole[i] for i in obj.indices]
+    for attribute in _LABELS:
+        values: Any = getattr(obj, attribute, None)
+        if hasattr(values, "__len__") and len(values) == len(obj):
+            return list(values)
+    for attribute in _PAIRS:
+        pairs: Any = getattr(obj, attribute, None)
+        if hasattr(pairs, "__len__") and len(pairs) == len(obj):
+            return [pair[1] for pair in pairs]
+    return None
+
+
+def _texts(values: Any, classes: Any, name: str) -> list[str]:
+    """Return labels as text, as class names where `classes` has them; "" is a missing label."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    names = list(classes) if isinstance(classes, list | tuple) else []
+    texts = []
+    for value in values:
+        plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+        if is_missing(plain):
+            texts.append("")
+        elif isinstance(plain, bool) or not isinstance(plain, int | str):
+            raise DataError(f"{name} has no class for each image, but {str(plain)[:60]}.")
+        else:
+            named = isinstance(plain, int) and 0 <= plain < len(names)
+            texts.append(str(names[int(plain)] if named else plain))
+    return texts
+
+
+def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
+    """Return datasets end to end, each as one side."""
+    known = [
+        SIDES.get(str(side).lower(), (str(side), ""))
+        for side, part in parts.items()
+        for _ in part.labels
+    ]
+    columns: dict[str, Any] = {
+        "labels": [label for part in parts.values() for label in part.labels],
+        "keys": [f"{side}/{key}" for side, part in parts.items() for key in part.keys],
+        "splits": [side for side, _ in known],
+        "roles": [role for _, role in known] if any(role for _, role in known) else None,
+    }
+    if all(part.metadata is not None for part in parts.values()):
+        columns["metadata"] = [row for part in parts.values() for row in part.metadata or ()]
+    arrays = [part.arrays for part in parts.values()]
+    first = arrays[0] if arrays else None
+    if first is not None and all(a is not None and a.shape[1:] == first.shape[1:] for a in arrays):
+        kind = next(iter(parts.values())).kind
+        return ArrayDataset(
+            np.concatenate([a for a in arrays if a is not None]), kind=kind, **columns
+        )
+    return ItemDataset(_Parts(list(parts.values())), name=name, **columns)
+
+
+class _Parts:
+    """Reads items of datasets that lie end to end."""
+
+    def __init__(self, parts: list[Dataset]) -> None:
+        self.parts = parts
+        self.ends = np.cumsum([len(part) for part in parts])
+
+    def __call__(self, index: int) -> Any:
+        part = int(np.searchsorted(self.ends, index, side="right"))
+        return self.parts[part][index - (int(self.ends[part - 1]) if part else 0)]

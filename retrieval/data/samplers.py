@@ -1,0 +1,183 @@
+"""Which items a batch holds: P classes × M items, or what a batch sampler of torch says."""
+
+from __future__ import annotations
+
+import copy
+import random as python_random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from retrieval.errors import DataError, PluginError
+from retrieval.host.hookspecs import Factories, hookimpl
+from retrieval.host.plugin_calls import calling
+from retrieval.model.contracts import BatchSampler, TrainingItems
+
+if TYPE_CHECKING:
+    from retrieval.recipe.tables import Sampler
+
+
+class ClassBalanced(BatchSampler):
+    """P random classes and M random items of each.
+
+    Items repeat only in a class with fewer than M. Items of a class are adjacent. The draw equals
+    that of pytorch-metric-learning's `MPerClassSampler`, which is not used because it draws from a
+    generator shared by all threads and loads scikit-learn, pandas and FAISS.
+    """
+
+    def batches(self, items: TrainingItems) -> int:
+        """Return the number of batches, after checking that a batch has enough classes."""
+        classes = len(np.unique(items.labels))
+        if classes < items.classes:
+            raise DataError(
+                f"[sampler] classes: a batch takes {items.classes} classes, and only {classes}"
+                f" train. Set classes = {classes} or fewer."
+            )
+        return items.batches
+
+    def draw(
+        self, items: TrainingItems, epoch: int, random: np.random.RandomState
+    ) -> list[NDArray[np.int64]]:
+        """Return the batches of an epoch."""
+        by_class = rows_by_class(items.labels)
+        # shuffling a list of arrays gives the same order, five times as slowly
+        numbers = np.arange(len(by_class))
+        drawn = []
+        for _ in range(items.batches):
+            random.shuffle(numbers)
+            drawn.append(rows_of([by_class[i] for i in numbers[: items.classes]], items, random))
+        return drawn
+
+
+def rows_by_class(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the positions of each class's items; classes in order of appearance."""
+    by_class = np.argsort(labels, kind="stable")
+    firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
+    rows = np.split(by_class, firsts[1:])
+    return sorted(rows, key=lambda of_class: int(of_class[0]))
+
+
+def rows_of(
+    classes: Sequence[NDArray[np.int64]], items: TrainingItems, random: np.random.RandomState
+) -> NDArray[np.int64]:
+    """Return M random rows of each class, repeated only if a class has fewer."""
+    return np.concatenate(
+        [random.choice(rows, items.rows, replace=len(rows) < items.rows) for rows in classes]
+    )
+
+
+class TorchBatches(BatchSampler):
+    """A batch sampler of torch, or any object that yields batches of positions and has a length.
+
+    It may draw from the global generators of torch, numpy and Python, which are seeded for each
+    epoch and restored, or from its own. A resumed run draws the earlier epochs again on a copy of
+    the sampler, so that whatever it keeps is as it was. A sampler with `set_epoch` is told the
+    epoch.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self._fresh, self._seed = sampler, seed
+        self._current, self._next = copy.deepcopy(sampler), 0
+
+    def batches(self, items: TrainingItems) -> int:
+        """Return the sampler's length."""
+        return len(self._fresh)
+
+    def draw(
+        self, items: TrainingItems, epoch: int, random: np.random.RandomState
+    ) -> list[list[int]]:
+        """Return the batches of an epoch."""
+        if epoch < self._next:
+            self._current, self._next = copy.deepcopy(self._fresh), 0
+        while self._next <= epoch:
+            if hasattr(self._current, "set_epoch"):
+                self._current.set_epoch(self._next)
+            with _seeded(random_of(self._seed, self._next).randint(2**31)):
+                drawn = [list(batch) for batch in self._current]
+            self._next += 1
+        return drawn
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Context manager that seeds the global generators and restores them."""
+    numpy_state, python_state = np.random.get_state(), python_random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            np.random.seed(seed)
+            python_random.seed(seed)
+            yield
+    finally:
+        np.random.set_state(numpy_state)
+        python_random.setstate(python_state)
+
+
+def random_of(seed: int, epoch: int) -> np.random.RandomState:
+    """Return the random numbers of an epoch's batches."""
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
+
+
+def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
+    """Return what a factory gave as a `BatchSampler`, or raise a `PluginError`."""
+    if isinstance(sampler, BatchSampler):
+        return sampler
+    if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
+        raise PluginError(
+            f"The sampler {name} is an object of type {type(sampler).__name__}. It must be a"
+            " retrieval.plugin.BatchSampler, or yield batches of positions and have a length, as"
+            " torch.utils.data.BatchSampler does."
+        )
+    return TorchBatches(sampler, seed)
+
+
+def training_items(
+    table: Sampler, labels: NDArray[np.int64], metadata: Sequence[Mapping[str, Any]] | None
+) -> TrainingItems:
+    """Return what a batch sampler chooses from by `[sampler]`."""
+    batches = table.batches or max(1, len(labels) // (table.classes * table.items))
+    return TrainingItems(labels, metadata, table.classes, table.items, batches)
+
+
+def drawn_batches(
+    sampler: BatchSampler,
+    items: TrainingItems,
+    seed: int,
+    epoch: int,
+    embeddings: NDArray[np.float32] | None = None,
+) -> list[NDArray[np.int64]]:
+    """Return an epoch's batches as positions in `items.labels`, checked.
+
+    Raises:
+        PluginError: the sampler fails, gives another number of batches than it said, or something
+            else than positions.
+    """
+    who, items = f"The sampler {type(sampler).__name__}", replace(items, embeddings=embeddings)
+    if isinstance(sampler, TorchBatches):
+        who = f"The sampler {type(sampler._fresh).__name__}"
+    with calling(who):
+        batches: Iterable[Any] = sampler.draw(items, epoch, random_of(seed, epoch))
+        drawn = [np.asarray(batch) for batch in batches]
+    if len(drawn) != (count := sampler.batches(items)):
+        raise PluginError(
+            f"{who} drew {len(drawn)} batches for epoch {epoch}, and its length is {count}."
+        )
+    for batch in drawn:
+        whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
+        if not whole or batch.min() < 0 or batch.max() >= len(items.labels):
+            raise PluginError(
+                f"{who} drew a batch that is not a list of positions among the {len(items.labels)}"
+                " items that train, numbered from 0."
+            )
+    return [batch.astype(np.int64) for batch in drawn]
+
+
+@hookimpl
+def retrieval_samplers() -> Factories:
+    """P classes × M items."""
+    return {"class_balanced": ClassBalanced}

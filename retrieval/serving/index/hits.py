@@ -1,0 +1,102 @@
+"""The hits of a search, and how they are shown."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Iterable, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL.Image import Image
+
+from retrieval.errors import RetrievalError, printable
+from retrieval.serving.images import decode, to_mode
+
+MOST_PICTURES = 50
+"""Most pictures of a table of hits."""
+PICTURE = 96
+"""Pixels of a picture's longer side."""
+
+
+class Hit(NamedTuple):
+    """One result of a search: an item and its distance to the query.
+
+    Attributes:
+        id: id of the item.
+        label: label of the item, or `None`.
+        distance: distance to the query; smaller is closer.
+        metadata: metadata of the item.
+        path: path of the indexed file. `None` for features.
+        keep: what the index keeps of the original; see `retrieval.serving.store.contract.Keep`.
+    """
+
+    id: str
+    label: str | None
+    distance: float
+    metadata: Mapping[str, Any]
+    path: Path | None = None
+    keep: str = "reference"
+
+    def __repr__(self) -> str:
+        label = "" if self.label is None else f", label={self.label!r}"
+        return f"Hit(id={self.id!r}{label}, distance={self.distance:.4f})"
+
+
+class Hits(list[Hit]):
+    """The hits of one query, nearest first; prints as a table, in a notebook with pictures.
+
+    Args:
+        hits: the hits.
+        original: returns the bytes that the index keeps of an item's original, or `None`.
+    """
+
+    def __init__(
+        self, hits: Iterable[Hit] = (), original: Callable[[str], bytes | None] | None = None
+    ) -> None:
+        super().__init__(hits)
+        self._original = original
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no hits"
+        rows = [("distance", "label", "id"), *map(_row, self)]
+        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+        return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
+
+    def _repr_html_(self) -> str:
+        pictures = [self._picture(hit) for hit in self[:MOST_PICTURES]]
+        pictures += [""] * (len(self) - len(pictures))
+        rows = "".join(
+            f"<tr>{''.join(f'<td>{cell}</td>' for cell in (picture, *map(escape, _row(hit))))}</tr>"
+            for picture, hit in zip(pictures, self, strict=True)
+        )
+        head = "<tr><th></th><th>distance</th><th>label</th><th>id</th></tr>"
+        return f"<table>{head}{rows}</table>"
+
+    def image(self, hit: Hit) -> Image | None:
+        """Return a hit's original as an image, or `None` if it is not kept or cannot be read."""
+        try:
+            source: Path | bytes | None = self._original(hit.id) if self._original else None
+            if source is None and hit.keep == "reference":
+                source = hit.path
+            return None if source is None else decode(source)
+        except RetrievalError:
+            return None
+
+    def _picture(self, hit: Hit) -> str:
+        """Return a hit's picture in HTML, or "" without an image."""
+        image = self.image(hit)
+        if image is None:
+            return ""
+        small = to_mode(image, "RGB").copy()
+        small.thumbnail((PICTURE, PICTURE))
+        content = io.BytesIO()
+        small.save(content, "png")
+        data = base64.b64encode(content.getvalue()).decode()
+        return f'<img src="data:image/png;base64,{data}">'
+
+
+def _row(hit: Hit) -> tuple[str, str, str]:
+    return f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)

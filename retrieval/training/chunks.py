@@ -1,0 +1,66 @@
+"""Large batches in little memory: `[train] chunk`.
+
+A loss of pairs needs all embeddings of a batch at once, but not the activations that led to them.
+Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
+2021), embed the batch chunk by chunk without a graph, compute the loss and its gradient by
+the embeddings, and embed each chunk once more to carry that gradient on to the weights. torch's
+activation checkpointing does this for each chunk, so the rest of a step is as without chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+OWN_STATISTICS = (
+    "[train] chunk: batch norm takes its mean and variance from each chunk of {chunk} rows, so this"
+    " run is not what the whole batch would train. Layer norm, group norm and frozen batch norm"
+    " are not concerned."
+)
+"""Warning for a run that trains batch norm in chunks."""
+
+
+def in_little_memory(
+    forward: Callable[[Tensor], tuple[Tensor, Tensor]], model: nn.Module, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `forward(rows)`, whose activations are computed again for the gradient.
+
+    The second computation sees the same random numbers (dropout) and the same buffers (batch norm's
+    running statistics) as the first, and changes neither.
+    """
+    buffers = [
+        buffer
+        for module in model.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+    ]
+    before = [buffer.clone() for buffer in buffers]
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _holding(buffers, before)
+
+    # an early stop would raise torch's own exception through the checks of the model's parts
+    with set_checkpoint_early_stop(False):
+        parts: tuple[Tensor, Tensor] = checkpoint(
+            forward, rows, use_reentrant=False, context_fn=contexts
+        )
+    return parts
+
+
+@contextmanager
+def _holding(buffers: list[Tensor], values: list[Tensor]) -> Iterator[None]:
+    """Context manager in which buffers have other values; their own return at the end."""
+    own = [buffer.clone() for buffer in buffers]
+    _fill(buffers, values)
+    try:
+        yield
+    finally:
+        _fill(buffers, own)
+
+
+def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.data.copy_(value)

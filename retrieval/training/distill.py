@@ -1,0 +1,304 @@
+"""Train a small model, the student, to embed photos as a large one does, and export it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrieval.data.cache import files_identity
+from retrieval.data.readable import skip_unreadable
+from retrieval.errors import DataError
+from retrieval.export.export_backbone import BackboneEncoder
+from retrieval.export.export_model import refuse_existing
+from retrieval.export.export_run import export
+from retrieval.host.files import whole_file, write_json
+from retrieval.recipe.read import read_recipe
+from retrieval.run.folder import is_run
+from retrieval.serving.bundle import Bundle
+from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
+from retrieval.serving.files.places import StrPath, kind_of
+from retrieval.serving.image_files import find_images
+from retrieval.serving.progress import Progress, shown
+from retrieval.training.train import Run
+from retrieval.training.trainer import train
+
+DIMENSIONS = 128
+"""Default dimension of a student's embeddings."""
+_HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
+"""Share and largest number of photos that only measure the agreement."""
+_FEWEST = 64
+_BLOCK = 4096
+"""Number of photos that the teacher embeds between two saves."""
+_NEIGHBOURS = 10
+_STUDENT = {"core.convnet": {"size": 64, "channels": 3, "width": 32, "depth": 4}}
+"""Parameters of a backbone that is too small as it comes."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A student and its agreement with the teacher on photos that did not train.
+
+    Attributes:
+        bundle: the student's bundle.
+        run: its run.
+        trained: number of photos that trained.
+        held_out: number of other photos, which measured what follows.
+        cosine: mean cosine of the student's embeddings to the teacher's.
+        neighbours: share of the teacher's ten nearest photos that are also the student's.
+        images_per_second: photos that the student and the teacher embed in a second.
+    """
+
+    bundle: Path
+    run: Path
+    trained: int
+    held_out: int
+    cosine: float
+    neighbours: float
+    images_per_second: tuple[float, float]
+
+    def __str__(self) -> str:
+        student, teacher = self.images_per_second
+        return (
+            f"{self.bundle}: trained on {self.trained:,} photos. On {self.held_out:,} others the"
+            f" mean cosine to the teacher's embeddings is {self.cosine:.3f}, and of the teacher's"
+            f" {_NEIGHBOURS} nearest photos the student finds {self.neighbours:.0%}. It embeds"
+            f" {student:,.0f} photos a second, the teacher {teacher:,.0f}."
+        )
+
+
+@shown
+def distill(
+    teacher: Encoder | StrPath,
+    photos: StrPath,
+    output: StrPath,
+    *,
+    run: StrPath,
+    student: str = "core.convnet",
+    labels: bool = False,
+    dimensions: int = DIMENSIONS,
+    epochs: int = 20,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    resume: bool = False,
+    replace: bool = False,
+    progress: Progress = True,
+    report: Callable[[str], None] = lambda line: None,
+) -> Distillation:
+    """Train a student on photos that the teacher has embedded, and write its bundle.
+
+    The teacher's embeddings are reduced to `dimensions` by the projection that keeps most of their
+    inner products. The student learns them and their relations (`core.distillation`), so it needs
+    no labels. A twentieth of the photos, 1,000 at most, only measures the agreement.
+
+    Args:
+        teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
+        photos: a folder of photos; photos that cannot be read are skipped and logged.
+        output: folder of the student's bundle.
+        run: folder to work in. It keeps `photos.csv`, the teacher's embeddings and the run.
+        student: the student's backbone.
+        labels: whether the folder of each photo is its label, which the student learns, too.
+        dimensions: width of the student's embeddings, at most the teacher's.
+        epochs: number of epochs.
+        overrides: changes to the recipe, such as `"backbone.size=96"`.
+        plugins: further plugin files or modules.
+        resume: go on in `run`, with the embeddings that are there.
+        replace: replace an existing run and bundle.
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
+        report: called with one line per epoch.
+
+    Raises:
+        DataError: there are too few photos, or `run` belongs to other photos or another teacher.
+        RecipeError: a change does not fit the recipe.
+        BundleError: `output` exists, or torch and ONNX Runtime disagree.
+    """
+    work, goal = Path(run), Path(output)
+    refuse_existing(goal, replace)
+    if not isinstance(teacher, Encoder):
+        teacher = _encoder(teacher, plugins)
+    files, classes = _photos(Path(photos), labels)
+    name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
+    plan = {"photos": files_identity(files), "teacher": name}
+    _begin(work, plan, resume=resume, replace=replace)
+    vectors = _embeddings(work / "embeddings", teacher, files)
+    training, held_out = _apart(len(files))
+    basis = _basis(vectors[training], min(dimensions, vectors.shape[1]))
+    reduced = _unit(vectors @ basis)
+    ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
+    with whole_file(work / "teacher.npz", DataError) as path, path.open("wb") as file:
+        np.savez(file, vectors=reduced[training], classes=ids[training])
+    with whole_file(work / "photos.csv", DataError) as path:
+        _write_table(path, files, classes, set(held_out.tolist()))
+    recipe = read_recipe(
+        _recipe(work, student, basis.shape[1], epochs, len(training), labels),
+        overrides,
+        plugins,
+    )
+    trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
+    bundle = export(trained, goal, replace=replace, progress=progress)
+    shown_files = [files[i] for i in held_out]
+    vectors_of_student, student_speed = _timed(bundle, shown_files)
+    _, teacher_speed = _timed(teacher, shown_files[:_FEWEST])
+    student_vectors = _unit(vectors_of_student)
+    return Distillation(
+        bundle=goal,
+        run=work / "run",
+        trained=len(training),
+        held_out=len(held_out),
+        cosine=float((student_vectors * reduced[held_out]).sum(1).mean()),
+        neighbours=_overlap(student_vectors, _unit(vectors[held_out])),
+        images_per_second=(student_speed, teacher_speed),
+    )
+
+
+def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
+    kind = kind_of(Path(teacher))
+    if kind == "bundle":
+        return BundleEncoder(Bundle.open(teacher))
+    if kind == "run":
+        encoder: Encoder = Run.open(teacher)
+        return encoder
+    return BackboneEncoder(str(teacher), {}, plugins)
+
+
+def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
+    """Return the readable photos of a folder, and a class of each: its folder, if it is a label."""
+    images = find_images(folder).images
+    files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
+    if len(files) < 2 * _FEWEST:
+        raise DataError(
+            f"{folder} holds {len(files):,} photos, too few to learn a model's embeddings from."
+            f" Name a folder of {2 * _FEWEST} at least, better of thousands; they need no labels."
+        )
+    # a split wants classes, which the loss does not look at without `labels`
+    return files, [file.parent.name if labels else f"{i % 2}" for i, file in enumerate(files)]
+
+
+def _apart(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the photos that train and those that measure, each in ascending order."""
+    order = np.random.default_rng(0).permutation(count)
+    measure = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
+    return np.sort(order[measure:]), np.sort(order[:measure])
+
+
+def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) -> None:
+    """Make the working folder, or check that it was begun with the same photos and teacher.
+
+    Raises:
+        DataError: the folder exists, belongs to something else, or cannot be written.
+    """
+    file, begun = work / "distill.json", None
+    with suppress(OSError, ValueError):
+        begun = json.loads(file.read_text(encoding="utf-8"))
+    if work.exists() and not resume:
+        if not replace:
+            raise DataError(
+                f"{work} exists already. Go on in it with --resume, begin again with --replace, or"
+                " name another folder (--run)."
+            )
+        if begun is None:
+            raise DataError(f"{work} was not written by distillation. Name another folder (--run).")
+        shutil.rmtree(work)
+    elif begun is not None and begun != plan:
+        changed = " and ".join(name for name in plan if begun.get(name) != plan[name])
+        raise DataError(
+            f"{work} was begun with other {changed}. Begin again with --replace, or name another"
+            " folder (--run)."
+        )
+    try:
+        (work / "embeddings").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{work} cannot be made: {error.strerror or error}.") from error
+    write_json(file, plan, DataError)
+
+
+def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embeddings:
+    """Return the teacher's embeddings (N, D), and keep them in blocks to resume from."""
+    blocks = []
+    for start in range(0, len(files), _BLOCK):
+        kept = folder / f"{start:09}.npy"
+        if not kept.is_file():
+            vectors = teacher.encode(list(files[start : start + _BLOCK]))
+            with whole_file(kept, DataError) as temporary, temporary.open("wb") as file:
+                np.save(file, vectors)
+        blocks.append(np.load(kept, allow_pickle=False))
+    return np.concatenate(blocks)
+
+
+def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
+    """Return the projection (D, C) that keeps most of the inner products (Eckart & Young, 1936)."""
+    _, directions = np.linalg.eigh(vectors.T.astype(np.float64) @ vectors)
+    basis: Embeddings = directions[:, ::-1][:, :dimensions].astype(np.float32)
+    return basis
+
+
+def _unit(vectors: NDArray[np.float32]) -> Embeddings:
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    unit: Embeddings = vectors / np.maximum(length, np.finfo(np.float32).tiny)
+    return unit
+
+
+def _write_table(
+    path: Path, files: Sequence[Path], classes: Sequence[str], held_out: Container[int]
+) -> None:
+    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["path", "label", "split"])
+        for i, (photo, label) in enumerate(zip(files, classes, strict=True)):
+            rows.writerow([str(photo), label, "test" if i in held_out else "train"])
+
+
+def _recipe(
+    work: Path,
+    student: str,
+    dimensions: int,
+    epochs: int,
+    photos: int,
+    labels: bool,
+) -> Mapping[str, Any]:
+    """Return the student's recipe."""
+    loss: dict[str, Any] = {"name": "core.distillation", "teacher": str(work / "teacher.npz")}
+    if labels:
+        loss["loss"] = "pml.multi_similarity"
+    return {
+        "name": work.name,
+        "data": {"name": "core.csv", "manifest": str(work / "photos.csv")},
+        "split": {"validation": 0.0},
+        "backbone": {"name": student, **_STUDENT.get(student, {})},
+        "head": {"embedding_size": dimensions},
+        # views of the same photo share the teacher's embedding, which is that of the whole photo
+        "augmentation": {"crop_scale": [0.7, 1.0], "views": 2, "positives": "item"},
+        "sampler": {"classes": min(64, photos), "items": 1},
+        "loss": loss,
+        "optimizer": {"lr": 2e-3},
+        "schedule": {"name": "cosine", "warmup": 0.05},
+        "train": {"epochs": epochs},
+    }
+
+
+def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
+    """Return the embeddings of photos, and how many are embedded in a second."""
+    encoder.encode(list(files[:2]), progress=False)  # the first call starts threads
+    began = time.perf_counter()
+    vectors = encoder.encode(list(files), progress=False)
+    return vectors, len(files) / (time.perf_counter() - began)
+
+
+def _overlap(student: Embeddings, teacher: Embeddings) -> float:
+    """Return the share of the teacher's nearest neighbours that are also the student's."""
+    nearest = []
+    for vectors in (student, teacher):
+        similarities = vectors @ vectors.T
+        np.fill_diagonal(similarities, -np.inf)
+        nearest.append(np.argsort(-similarities, axis=1)[:, :_NEIGHBOURS])
+    shared = (nearest[0][:, :, None] == nearest[1][:, None, :]).any(2)
+    return float(shared.mean())

@@ -1,0 +1,186 @@
+"""Groups of parameters: what a phase trains, at which learning rate and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from retrieval.errors import RecipeError, did_you_mean
+from retrieval.model.model import Model
+from retrieval.recipe.read import Recipe
+from retrieval.recipe.section import Trainable
+from retrieval.recipe.tables import Optimizer, Phase
+from retrieval.run.build import Objective
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A parameter as the recipe's selectors see it (`retrieval.recipe.section.Selector`).
+
+    Attributes:
+        name: full name, such as `backbone.stages.0.weight`.
+        part: the part that owns it; a miner's parameters belong to the loss.
+        stage: number of the backbone's stage from 1, the input's; 0 outside the backbone.
+        dimensions: number of dimensions.
+    """
+
+    name: str
+    part: Trainable
+    stage: int
+    dimensions: int
+
+    def fits(self, selector: str) -> bool:
+        """Return whether a selector covers the parameter."""
+        if selector.startswith("stages:"):
+            return 0 < self.stage <= int(selector.partition(":")[2])
+        if selector == "vectors":
+            return self.dimensions <= 1
+        return selector == self.part or fnmatchcase(self.name, selector)
+
+    def last_of(self, values: Mapping[str, float]) -> float | None:
+        """Return the value of the last selector that covers the parameter, or `None`."""
+        fitting = [value for selector, value in values.items() if self.fits(selector)]
+        return fitting[-1] if fitting else None
+
+
+def stages(network: nn.Module, name: str = "") -> list[list[str]]:
+    """Return the names of a network's parameters by stage, the input's first.
+
+    Stages are the parts in which the network is written: the blocks of its only sequence of blocks
+    (EfficientNet, transformers), or else its direct children (`layer1` to `layer4` of a ResNet).
+    Norms and single parameters between them belong to the stage before.
+    """
+    children = [(key, part) for key, part in network.named_children() if _size(part)]
+    sequences = [part for _, part in children if _is_sequence(part)]
+    inner: nn.Module | None = None
+    if len(children) == 1:
+        inner = children[0][1]
+    elif not isinstance(network, nn.Sequential | nn.ModuleList) and len(sequences) <= 1:
+        inner = max((part for _, part in children), key=_size, default=None)
+        inner = sequences[0] if sequences else inner
+    own = [f"{name}{key}" for key, _ in network.named_parameters(recurse=False)]
+    by_stage = [own] if own else []
+    for key, part in children:
+        place = f"{name}{key}."
+        names = [f"{place}{inside}" for inside, _ in part.named_parameters()]
+        if part is inner and any(True for _ in part.children()):
+            by_stage += stages(part, place)
+        elif by_stage and all(p.ndim <= 1 for p in part.parameters()):
+            by_stage[-1] += names
+        else:
+            by_stage.append(names)
+    if len(by_stage) > 1 and by_stage[0] == own:
+        by_stage[:2] = [[*own, *by_stage[1]]]  # a class token or positions go with the first layer
+    return by_stage
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    """Return whether a module is a sequence of blocks, not of single layers."""
+    blocks = [
+        block
+        for block in module.children()
+        if any(True for _ in block.children()) and not hasattr(block, "base_layer")  # of PEFT
+    ]
+    return isinstance(module, nn.Sequential | nn.ModuleList) and bool(blocks)
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+class Groups:
+    """The named parameters of a model and its objective, and the recipe's choices among them.
+
+    Args:
+        recipe: the recipe.
+        model: the model.
+        objective: its loss, miner and generator.
+        parts: the parameters of each part, without repetition.
+
+    Raises:
+        RecipeError: a selector of the recipe covers no parameter.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        model: Model,
+        objective: Objective,
+        parts: Mapping[Trainable, Sequence[Parameter]],
+    ) -> None:
+        self.recipe, self.parts = recipe, parts
+        by_stage = stages(model.backbone, "backbone.")
+        self.stages = len(by_stage)
+        stage_of = {name: number for number, names in enumerate(by_stage, 1) for name in names}
+        owner = {id(p): part for part, parameters in parts.items() for p in parameters}
+        self.entries = {
+            id(p): Entry(name, owner[id(p)], stage_of.get(name, 0), p.ndim)
+            for module in (model, objective)
+            for name, p in module.named_parameters()
+            if id(p) in owner
+        }
+        self._refuse_idle()
+
+    def frozen(self, phase: Phase) -> set[int]:
+        """Return the ids of parameters that the phase keeps by `freeze` or by `[lora]`."""
+        return {
+            number
+            for number, entry in self.entries.items()
+            if any(entry.fits(selector) for selector in phase.freeze)
+            or (self.recipe.lora and entry.part == "backbone" and ".lora_" not in entry.name)
+        }
+
+    def of(
+        self, section: Optimizer, part: Trainable, lr: float, frozen: set[int]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the optimiser's groups of a part, those of the largest rate last."""
+        groups: dict[tuple[float, float | None], list[Parameter]] = {}
+        for parameter in self.parts[part]:
+            if id(parameter) in frozen:
+                continue
+            entry = self.entries[id(parameter)]
+            factor = entry.last_of(section.lr_factor)
+            factor = 1.0 if factor is None else factor
+            if entry.stage:
+                factor *= section.layer_decay ** (self.stages + 1 - entry.stage)
+            decay = entry.last_of(section.weight_decay)
+            groups.setdefault((factor, decay), []).append(parameter)
+        for (factor, decay), parameters in sorted(groups.items(), key=lambda group: group[0][0]):
+            yield {
+                "params": parameters,
+                "lr": lr * factor,
+                "name": part,
+                **({} if decay is None else {"weight_decay": decay}),
+            }
+
+    def _refuse_idle(self) -> None:
+        """Refuse selectors that cover no parameter; parts may be without parameters."""
+        sections = {"[optimizer]": self.recipe.optimizer}
+        if self.recipe.generator_optimizer:
+            sections["[generator_optimizer]"] = self.recipe.generator_optimizer
+        written = [
+            (f"{where} {key}", selector)
+            for where, section in sections.items()
+            for key in ("lr_factor", "weight_decay")
+            for selector in getattr(section, key)
+        ] + [(f"[[phase]] {p.name}: freeze", s) for p in self.recipe.phase for s in p.freeze]
+        names = [entry.name for entry in self.entries.values()]
+        problems = []
+        for where, selector in written:
+            number = int(selector.partition(":")[2] or 0)
+            if number > self.stages:
+                problems.append(f"{where}: {selector}, and the backbone has {self.stages} stages.")
+            elif any(sign in selector for sign in ".*?[") and not any(
+                entry.fits(selector) for entry in self.entries.values()
+            ):
+                problems.append(
+                    f"{where}: no parameter is named like '{selector}'. The first are"
+                    f" {', '.join(names[:3])}.{did_you_mean(selector, names)}"
+                )
+        if problems:
+            raise RecipeError(problems)

@@ -1,0 +1,83 @@
+"""The monitored metric: which epoch is the best, and what the run says of it at its end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retrieval.evaluation.evaluate_run import resolve_metrics
+from retrieval.recipe.read import Recipe
+from retrieval.run.resume import Position
+
+
+class Monitor:
+    """The metric of `[train] monitor`.
+
+    Attributes:
+        name: its name among the validation metrics.
+        larger: whether larger values are better.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        ((self.name, metric),) = resolve_metrics([recipe.train.monitor], recipe.loaded).items()
+        self.larger: bool = getattr(metric, "larger_is_better", True)
+
+    def better(self, value: float, other: float | None) -> bool:
+        """Return whether a value is better than another, or the first."""
+        return other is None or (value > other if self.larger else value < other)
+
+    def verdict(self, progress: Position, compares_frozen: bool) -> list[str]:
+        """Return sentences on whether training was worth it.
+
+        Args:
+            progress: the progress of a run that was validated.
+            compares_frozen: whether a pretrained backbone trained, so that the same backbone,
+                frozen and with a trained head, is of interest.
+        """
+        best, start = progress.best, progress.start
+        assert best is not None
+        where = f"epoch {progress.best_epoch}" if progress.best_epoch else "the start (epoch 0)"
+        if start is None and not progress.best_epoch:  # a run of an earlier version, resumed
+            where = "the best epoch"
+        lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
+        if start is not None:
+            lines.append(
+                f"Training beat the start ({start:.4f})."
+                if progress.best_epoch
+                else "No epoch beat the start: the run keeps the weights that it began with."
+            )
+        frozen, trained = progress.with_frozen, progress.with_trained
+        if frozen is not None and trained is not None:
+            lines.append(
+                f"Training the backbone ({trained:.4f}) beat the frozen backbone with a trained"
+                f" head ({frozen:.4f})."
+                if self.better(trained, frozen)
+                else f"Training the backbone ({trained:.4f}) did not beat the frozen backbone with"
+                f" a trained head ({frozen:.4f})."
+            )
+        elif compares_frozen:
+            lines.append(
+                "The frozen backbone with a trained head was not measured: a first [[phase]] with"
+                ' train = ["head", "loss"] does it, and is kept where it is better.'
+            )
+        return lines
+
+    def note(self, progress: Position, validation: dict[str, Any], trains_backbone: bool) -> bool:
+        """Record an epoch's validation in `progress`; return whether it is the best so far.
+
+        Args:
+            progress: the progress; `epoch` counts the epochs that are over.
+            validation: the metrics.
+            trains_backbone: whether the backbone has been trained by now.
+        """
+        value = float(validation[self.name])
+        side = "with_trained" if trains_backbone else "with_frozen"
+        if progress.start is None and progress.total == 0:
+            progress.start = value
+        elif self.better(value, getattr(progress, side)):
+            setattr(progress, side, value)
+        if not self.better(value, progress.best):
+            progress.stale += 1
+            return False
+        progress.best, progress.stale = value, 0
+        progress.best_metrics = dict(validation)
+        return True

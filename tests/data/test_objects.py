@@ -1,0 +1,193 @@
+"""`as_dataset`: what people have becomes a dataset with the same pixels, labels and sides."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from retrieval.data.objects import as_dataset
+from retrieval.errors import DataError
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+PIXELS = np.random.default_rng(0).integers(0, 256, (6, 5, 4, 3), dtype=np.uint8)
+LABELS = [0, 0, 1, 1, 2, 2]
+NAMES = ["cat", "dog", "emu"]
+TEXTS = [NAMES[label] for label in LABELS]
+
+
+class Torch:
+    """A map-style dataset whose items are made by `item`, without its labels in a list."""
+
+    classes = NAMES
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return len(LABELS)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.item(index)
+
+
+def tensor(index: int) -> Any:
+    return torch.from_numpy(PIXELS[index]).permute(2, 0, 1).float() / 255, LABELS[index]
+
+
+def pillow(index: int) -> Any:
+    return Image.fromarray(PIXELS[index]), torch.tensor(LABELS[index]), "more"
+
+
+def keyed(index: int) -> Any:
+    return {"label": LABELS[index], "image": PIXELS[index]}
+
+
+def pixels(dataset: Any) -> NDArray[np.uint8]:
+    return np.stack([np.asarray(dataset[i]) for i in range(len(dataset))])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("files")
+    for number, image in enumerate(PIXELS):
+        Image.fromarray(image).save(folder / f"{number}.png")
+    return [folder / f"{number}.png" for number in range(len(PIXELS))]
+
+
+@pytest.mark.parametrize("item", [tensor, pillow, keyed])
+def test_datasets_of_torch(item: Any) -> None:
+    data = as_dataset(Torch(item))
+    assert np.array_equal(pixels(data), PIXELS) and data.labels == TEXTS
+    again = pickle.loads(pickle.dumps(data))  # as processes that decode get it
+    assert np.array_equal(pixels(again), PIXELS)
+    part = as_dataset(Subset(Torch(item), [4, 1]))
+    assert np.array_equal(pixels(part), PIXELS[[4, 1]]) and part.labels == ["emu", "cat"]
+
+
+def test_sides_and_parts_lie_end_to_end() -> None:
+    data = as_dataset({"train": Subset(Torch(tensor), [0, 1, 2]), "val": Torch(pillow)})
+    assert data.splits == ["train"] * 3 + ["validation"] * 6 and data.keys[3] == "val/0"
+    assert np.array_equal(pixels(data), np.concatenate([PIXELS[:3], PIXELS]))
+    assert len(as_dataset(ConcatDataset([Torch(tensor), Torch(tensor)]))) == 12
+    roles = as_dataset(
+        {"train": Torch(pillow), "query": Torch(pillow), "gallery": (PIXELS, LABELS)}
+    )
+    assert roles.splits == ["train"] * 6 + ["test"] * 12
+    assert roles.roles == [""] * 6 + ["query"] * 6 + ["gallery"] * 6
+    arrays = as_dataset({"train": (PIXELS, LABELS), "test": (PIXELS, LABELS)})
+    assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
+
+
+def test_labels_that_a_dataset_lists_are_used_if_they_are_its_items() -> None:
+    listing = Torch(pillow)
+    listing.targets = LABELS  # type: ignore[attr-defined]
+    reads: list[int] = []
+    listing.item = lambda index: (reads.append(index), pillow(index))[1]
+    assert as_dataset(listing).labels == TEXTS and set(reads) == {0}
+    listing.targets = [9] * 6  # type: ignore[attr-defined] # as a `target_transform` changes them
+    assert as_dataset(listing).labels == TEXTS
+
+
+@pytest.mark.parametrize("form", ["paths", "bytes", "pillow", "uint8", "float", "tensor", "list"])
+def test_images_and_labels(form: str, files: list[Path]) -> None:
+    images: Any = {
+        "paths": files,
+        "bytes": [file.read_bytes() for file in files],
+        "pillow": list(map(Image.fromarray, PIXELS)),
+        "uint8": PIXELS,
+        "float": PIXELS / 255,
+        "tensor": torch.from_numpy(PIXELS).permute(0, 3, 1, 2),
+        "list": list(torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 255),
+    }[form]
+    data = as_dataset((images, np.array(LABELS)), split=["train"] * 4 + ["test"] * 2)
+    assert np.array_equal(pixels(data), PIXELS) and data.labels == list(map(str, LABELS))
+    assert data.splits == ["train"] * 4 + ["test"] * 2
+    assert (data.files is not None) == (form == "paths")
+
+
+def test_vectors_are_features() -> None:
+    vectors = torch.rand(6, 7)
+    for obj in (TensorDataset(vectors, torch.tensor(LABELS)), (vectors, LABELS)):
+        data = as_dataset(obj)
+        assert data.kind == "features" and np.array_equal(pixels(data), vectors.numpy())
+
+
+def test_a_data_frame(files: list[Path]) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pandas.DataFrame(
+        {
+            "file": list(map(str, files)),
+            "class": TEXTS,
+            "split": ["train"] * 4 + ["val"] * 2,
+            "price": [1.5, None, 2, 2, 2, 2],
+            "odd": [[1]] * 6,
+        }
+    )
+    data = as_dataset(frame, image="file", label="class")
+    assert np.array_equal(pixels(data), PIXELS) and data.labels == TEXTS
+    assert data.splits == ["train"] * 4 + ["validation"] * 2
+    assert data.metadata is not None and data.metadata[:2] == [{"price": 1.5}, {"price": None}]
+    with pytest.raises(DataError, match=r"(?s)2 problems.*'imgae'.*has no column 'label'"):
+        as_dataset(frame, image="imgae")
+    with pytest.raises(DataError, match=r"gone\.png is not a file"):
+        as_dataset(frame.assign(file="gone.png"), image="file", label="class")
+
+
+def test_a_hugging_face_dataset(files: list[Path]) -> None:
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
+    features = datasets.Features(
+        {
+            "img": datasets.Image(),
+            "label": datasets.ClassLabel(names=NAMES),
+            "price": datasets.Value("int64"),
+            "other": datasets.Image(),
+        }
+    )
+    columns = {
+        "img": list(map(str, files)),
+        "label": LABELS,
+        "price": LABELS,
+        "other": list(map(str, files)),
+    }
+    table = datasets.Dataset.from_dict(columns, features=features)
+    data = as_dataset(table, image="img")
+    assert np.array_equal(pixels(data), PIXELS) and data.labels == TEXTS
+    assert data.metadata is not None and data.metadata[3] == {"price": 1}
+    sides = as_dataset(datasets.DatasetDict(train=table, test=table), image="img", metadata=[])
+    assert sides.splits == ["train"] * 6 + ["test"] * 6 and sides.metadata is None
+
+
+@pytest.mark.parametrize(
+    ("obj", "said"),
+    [
+        (5, "give a dataset of PyTorch"),
+        ("photos", "give a dataset of PyTorch"),
+        ([], "holds no items"),
+        ([1, 2], "object of type int for item 0"),
+        ((PIXELS, LABELS[:3]), "6 images and 3 labels"),
+        ((PIXELS, [0.5] * 6), r"no class for each image, but 0\.5"),
+        (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
+        (Torch(lambda index: ("x.png",)), "object of type tuple for item 0"),
+    ],
+)
+def test_what_is_no_dataset_is_refused(obj: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        as_dataset(obj)
+
+
+def test_an_item_that_is_no_image_is_named() -> None:
+    for item, said in (
+        (
+            lambda index: (torch.randn(3, 4, 4) * 9, 1),
+            "item 2: Pixels .* leave out a normalisation",
+        ),
+        (lambda index: ([5], 1), "item 2 is no image but an object of type int"),
+    ):
+        with pytest.raises(DataError, match=said):
+            as_dataset(Torch(item))[2]

@@ -1,0 +1,155 @@
+"""Distillation: the loss against plain loops, a student that agrees with its teacher, and what is
+refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import retrieval
+import torch
+from PIL import Image
+from retrieval.serving.encoder import BundleEncoder
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from retrieval_core.distillation import Distillation
+
+SMALL = [
+    "backbone.size=16",
+    "backbone.channels=1",
+    "backbone.width=8",
+    "backbone.depth=2",
+    "augmentation.crop_scale=[0.9, 1.0]",
+]
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 digits in a folder per class."""
+    folder = tmp_path_factory.mktemp("digits")
+    images, labels = load_digits(return_X_y=True)
+    for i in range(300):
+        (folder / str(labels[i])).mkdir(exist_ok=True)
+        pixels = (images[i].reshape(8, 8) * 15).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / str(labels[i]) / f"{i:03}.png")
+    return folder
+
+
+def by_loops(x: Tensor, teacher: Tensor, cosine: float, relational: float) -> float:
+    """Park et al., CVPR 2019, equations 4 to 6, and the mean of 1 − cos."""
+
+    def distances(rows: list[list[float]]) -> list[float]:
+        pairs = [(i, j) for i in range(len(rows)) for j in range(i + 1, len(rows))]
+        lengths = [math.dist(rows[i], rows[j]) for i, j in pairs]
+        mean = sum(lengths) / len(lengths)
+        return [length / mean for length in lengths]
+
+    rows, wanted = x.tolist(), teacher.tolist()
+    total = 0.0
+    for a, b in zip(distances(rows), distances(wanted), strict=True):
+        total += (a - b) ** 2 / 2 if abs(a - b) <= 1 else abs(a - b) - 0.5
+    relation = total / (len(rows) * (len(rows) - 1) / 2)
+    angles = [
+        1 - sum(p * q for p, q in zip(a, b, strict=True)) / math.hypot(*a) / math.hypot(*b)
+        for a, b in zip(rows, wanted, strict=True)
+    ]
+    return cosine * sum(angles) / len(angles) + relational * relation
+
+
+def test_the_loss_is_that_of_the_loops() -> None:
+    random = torch.Generator().manual_seed(0)
+    teacher = nn.functional.normalize(
+        torch.randn(9, 5, generator=random, dtype=torch.float64) ** 3, dim=1
+    )
+    x = torch.randn(6, 5, generator=random, dtype=torch.float64, requires_grad=True)
+    items = torch.tensor([4, 0, 8, 2, 7, 1])
+    loss = Distillation(teacher, torch.arange(9) % 3, cosine=0.7, relational=2.0)
+    assert loss(x, items).item() == pytest.approx(
+        by_loops(x.detach(), teacher[items], 0.7, 2.0), abs=1e-12
+    )
+    assert torch.autograd.gradcheck(lambda rows: loss(rows, items), [x])
+
+    class OfClasses(nn.Module):
+        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+            return (embeddings.sum(1) * labels).sum()
+
+    with_classes = Distillation(teacher, torch.arange(9) % 3, 0.7, 2.0, OfClasses(), 0.5)
+    further = 0.5 * (x.sum(1) * (items % 3)).sum()
+    torch.testing.assert_close(with_classes(x, items), loss(x, items) + further)
+
+
+def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
+    bundle: BundleEncoder,
+    digits: Path,
+    tmp_path: Path,
+    cli: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = [word for change in SMALL for word in ("--set", change)]
+    call = ["distill", bundle.path, digits, "--run", tmp_path / "work", "--dimensions", "16"]
+    call += [*settings, "--output", tmp_path / "small.bundle"]
+    short = cli(*call, "--epochs", "1")
+    assert short.code == 0, short.err
+    assert "trained on 285 photos" in short.out
+    assert cli(*call).code == 2  # bundle and folder are there
+    again = cli(*call, "--epochs", "12", "--resume", "--output", tmp_path / "again.bundle")
+    assert again.code == 0, again.err
+
+    student, files = retrieval.load(tmp_path / "again.bundle"), sorted(digits.rglob("*.png"))[::7]
+    own, wanted = (encoder.encode(files, progress=False) for encoder in (student, bundle))
+    assert own.shape[1] == 16
+
+    def correlation(a: Any, b: Any) -> float:
+        pairs = np.triu_indices(len(files), 1)
+        return float(np.corrcoef((a @ a.T)[pairs], (b @ b.T)[pairs])[0, 1])
+
+    first = retrieval.load(tmp_path / "small.bundle").encode(files, progress=False)
+    assert correlation(own, wanted) > max(0.7, correlation(first, wanted))
+
+    def embeds_again(*args: Any, **options: Any) -> Any:
+        raise AssertionError("the teacher's embeddings are there already")
+
+    monkeypatch.setattr(BundleEncoder, "encode", embeds_again)
+    Image.new("L", (8, 8)).save(digits / "0" / "new.png")
+    other = cli(*call, "--resume", "--output", tmp_path / "other.bundle")
+    (digits / "0" / "new.png").unlink()
+    assert other.code == 2 and "other photos" in other.err
+
+
+def test_labels_are_learnt_too(
+    bundle: BundleEncoder, digits: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    call = ["distill", bundle.path, digits, "--output", tmp_path / "small.bundle", "--labels"]
+    call += ["--run", tmp_path / "work", "--epochs", "1", "--dimensions", "8"]
+    done = cli(*call, *(word for change in SMALL for word in ("--set", change)))
+    assert done.code == 0, done.err
+    run = retrieval.load(tmp_path / "work" / "run")
+    assert run.recipe.loss.parameters["loss"] == "pml.multi_similarity"
+    assert set(run.labels("test")) <= set(map(str, range(10)))
+    with np.load(tmp_path / "work" / "teacher.npz") as file:
+        classes = np.asarray(run.splits.classes)[file["classes"]]
+    assert list(classes) == list(run.labels("train"))
+
+
+def test_what_cannot_be_distilled_is_said(
+    bundle: BundleEncoder, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    (tmp_path / "few").mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "few" / "a.png")
+    few = cli("distill", bundle.path, tmp_path / "few", "-o", tmp_path / "small.bundle")
+    assert few.code == 2 and "too few" in few.err
+    (tmp_path / "broken.npz").write_bytes(b"no archive")
+    with pytest.raises(retrieval.errors.DataError, match="no file of a teacher's embeddings"):
+        retrieval.create(
+            "loss",
+            "core.distillation",
+            teacher=str(tmp_path / "broken.npz"),
+            embedding_size=8,
+            classes=4,
+        )

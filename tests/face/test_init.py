@@ -1,0 +1,76 @@
+"""`retrieval init`: what it sees in a folder of photos, and recipes that run as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from retrieval.recipe.read import read_recipe
+from retrieval.training.proposal import Facts, recipes_for
+
+FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=False, duplicates=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three classes of noise: one photo is in two of them, another cannot be read."""
+    random = np.random.default_rng(0)
+    for label in ("cup", "pot", "jug"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for i in range(6):
+            pixels = random.integers(0, 256, (40, 52), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"{i}.png")
+    twice = (tmp_path / "photos" / "cup" / "0.png").read_bytes()
+    (tmp_path / "photos" / "pot" / "again.png").write_bytes(twice)
+    (tmp_path / "photos" / "jug" / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    return tmp_path / "photos"
+
+
+def test_it_says_what_the_folder_holds_and_its_recipe_runs(
+    folder: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retrieval.training.proposal.WEIGHTS", "not_installed")
+    output = tmp_path / "recipes"
+    done = cli("init", folder, "--output", output)
+    assert done.code == 0, done.err
+    assert "19 grey photos of 3 classes, 6 to 7 of each (median 6), about 40 pixels" in done.out
+    assert "in more than one class" in done.out
+    (only,) = output.iterdir()  # without weights, a net from scratch
+    assert "on this machine" in only.read_text().splitlines()[0]
+    assert f"retrieval compare {only}" in done.out
+    checked = cli("check", only)
+    assert checked.code == 0 and "The recipe" in checked.out, checked.err
+
+    refused = cli("init", folder, "--output", output)
+    assert refused.code == 2 and "exists already" in refused.err
+    assert cli("init", folder, "--output", output, "--replace").code == 0
+    flat = cli("init", folder / "cup", "--output", tmp_path / "none")
+    assert flat.code == 2 and "no class's folder" in flat.err and not (tmp_path / "none").exists()
+
+
+def test_every_recipe_is_one_and_compares_the_same_split(tmp_path: Path) -> None:
+    recipes = []
+    for name, (_, lines) in recipes_for(FACTS, weights=True).items():
+        file = tmp_path / f"{name}.toml"
+        file.write_text("\n".join(lines))
+        recipes.append(read_recipe(file))
+        # every choice has its reason: each table has a comment
+        tables = "\n".join(lines).split("\n\n")
+        assert all(
+            "#" in table for table in tables if table.startswith(("[data", "[split", "[back"))
+        )
+    assert [recipe.name for recipe in recipes] == ["frozen", "finetune", "scratch"]
+    assert len({(str(recipe.split), str(recipe.sampler)) for recipe in recipes}) == 1
+    assert recipes[0].backbone.frozen and recipes[1].phases[0].train == ["head", "loss"]
+    assert recipes[0].split.by == "class" and recipes[0].split.validation_by == "class"
+
+
+def test_few_photos_are_not_for_a_net_from_scratch() -> None:
+    few = Facts(Path("photos"), 120, 10, (3, 12, 20), 300, grey=True, divided=True, duplicates=None)
+    recipes = recipes_for(few, weights=True)
+    assert "scratch" not in recipes
+    assert 'by = "given"             # the folders train, validation, test' in recipes["frozen"][1]

@@ -1,0 +1,87 @@
+"""Vector queries that wait for a thread at the same time are searched at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing
+
+import numpy as np
+import pytest
+from retrieval.errors import DataError
+from retrieval.serving.http.models import Options, Query, QueryInput
+from retrieval.serving.http.served import Served
+from retrieval.serving.http.settings import Settings
+from retrieval.serving.http.turns import Workers
+from retrieval.serving.index.index import Index
+from retrieval.serving.stages import Trail, following
+
+
+@pytest.fixture
+def queries(index_path) -> list[Query]:
+    with Index.open(index_path) as index:
+        width = index.bundle.manifest.vector
+    vectors = np.random.default_rng(0).normal(size=(8, width))
+    return [Query((QueryInput(vector=vector),), Options(k=5), None) for vector in vectors]
+
+
+def answers(
+    index: Index, queries: list[Query], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[object], list[int], list[Trail]]:
+    """Ask all queries while the only thread is busy; return their hits or errors, the number of
+    vectors of each search, and their trails.
+    """
+    workers, sizes, trails = Workers(Settings(workers=1)), list[int](), [Trail() for _ in queries]
+    search, served = index.search, Served("i", index, Settings(), workers)
+
+    def counted(vectors: np.ndarray, *given: int, **more: object) -> list[object]:
+        sizes.append(len(vectors))
+        return search(vectors, *given, **more)
+
+    async def ask(query: Query, trail: Trail) -> object:
+        hits: list[object] = []
+        with following(trail):
+            await served.search(query, lambda found, _: hits.extend(found[0]) or b"")
+        return hits
+
+    async def ask_all() -> list[object]:
+        gate = threading.Event()
+        busy = asyncio.create_task(workers.searches.run(gate.wait))
+        await asyncio.sleep(0.05)
+        tasks = [asyncio.create_task(ask(*pair)) for pair in zip(queries, trails, strict=True)]
+        await asyncio.sleep(0.05)
+        gate.set()
+        await busy
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    monkeypatch.setattr(index, "search", counted)
+    with closing(workers):
+        results = asyncio.run(ask_all())
+    assert not served._vectors
+    return results, sizes, trails
+
+
+def test_each_gets_the_hits_that_it_gets_alone(index_path, queries, monkeypatch):
+    other = queries[3]._replace(options=Options(k=2))
+    queries[3] = other
+    with Index.open(index_path, threads=1) as index:
+        alone = [
+            index.search(query.inputs[0].vector[None], query.options.k)[0] for query in queries
+        ]
+        results, sizes, trails = answers(index, queries, monkeypatch)
+    assert results == alone
+    assert sizes == [7, 1]  # one with another k
+    for trail in trails:
+        stages = [span.stage for span in trail.spans]
+        assert stages.count("search") == stages.count("items") == 1
+    searches = [span.items for trail in trails for span in trail.spans if span.stage == "search"]
+    assert sum(searches) == 8
+
+
+def test_an_invalid_vector_fails_alone(index_path, queries, monkeypatch):
+    queries[2].inputs[0].vector[0] = 1e300  # beyond float32
+    with Index.open(index_path, threads=1) as index:
+        results, _, _ = answers(index, queries, monkeypatch)
+    assert [isinstance(result, DataError) for result in results] == [False] * 2 + [True] + [
+        False
+    ] * 5

@@ -1,0 +1,496 @@
+"""Fine-tuning: groups of parameters, averages of weights, LoRA, the monitored metric, the start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from retrieval.errors import RecipeError
+from retrieval.recipe.read import Recipe, check_recipe, read_recipe
+from retrieval.run import checkpoint
+from retrieval.run.open import Run, build_run
+from retrieval.training.groups import stages
+from retrieval.training.process import make_accelerator
+from retrieval.training.step import Step
+from retrieval.training.trainer import train
+from torch import nn
+from trained_weights import STILL, Make, fit, moved, start, weights
+
+PLAIN: dict[str, Any] = {**STILL, "sampler": {"classes": 4, "items": 4, "batches": 3}}
+HEAD_THEN_WHOLE = [
+    {"name": "head", "epochs": 2, "train": ["head", "loss"]},
+    {"name": "whole", "epochs": 2, "lr": 1e-4},
+]
+
+
+def step_of(recipe: Recipe, tmp_path: Path, phase: int = 0, steps: int = 3) -> Step:
+    """The step of a phase, with its optimisers."""
+    checkpoint.seed_everything(0)
+    run = build_run(tmp_path, recipe)
+    assert run.objective is not None
+    return Step(
+        run.model, run.objective, recipe, recipe.phases[phase], steps, make_accelerator(recipe)
+    )
+
+
+def rates(step: Step) -> dict[str, tuple[float, float]]:
+    """Learning rate and weight decay of each parameter, by name."""
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    return {
+        names[id(p)]: (group["lr"], group["weight_decay"])
+        for group in step.optimizers["metric"].param_groups
+        for p in group["params"]
+    }
+
+
+# --- groups of parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "count", "last"),
+    [
+        ("core.convnet", {}, 6, "stages.17.weight"),
+        ("core.torchvision", {"model": "resnet18", "size": 64}, 5, "network.layer4.0.conv1.weight"),
+        ("core.timm", {"model": "vit_tiny_patch16_224", "size": 32}, 13, "blocks.11.norm1.weight"),
+        ("core.timm", {"model": "tf_efficientnet_lite0", "size": 64}, 9, "conv_head.weight"),
+        ("core.timm", {"model": "convnext_atto", "size": 64}, 5, "stages.3.downsample.0.weight"),
+    ],
+)
+def test_the_stages_of_a_net_are_the_blocks_it_is_written_in(
+    name: str, values: dict[str, Any], count: int, last: str
+) -> None:
+    from retrieval.host.plugins import create
+
+    if name == "core.timm":
+        pytest.importorskip("timm")
+    net: nn.Module = create("backbone", name, **values)
+    by_stage = stages(net)
+    assert len(by_stage) == count and by_stage[-1][0].endswith(last)
+    assert sorted(name for names in by_stage for name in names) == sorted(
+        name for name, _ in net.named_parameters()
+    )
+
+
+def test_rates_and_decays_follow_part_stage_pattern_and_depth(make: Make, tmp_path: Path) -> None:
+    recipe = make(
+        backbone={"name": "toolbox.net"},
+        optimizer={
+            "lr": 0.01,
+            "lr_factor": {"head": 10, "stages:1": 0.5, "backbone.layers.1.*": 3},
+            "layer_decay": 0.1,
+            "weight_decay": {"backbone": 0.3, "vectors": 0.0},
+            "options": {"weight_decay": 0.7},
+        },
+    )
+    actual = rates(step_of(recipe, tmp_path))
+    expected = {
+        "backbone.layers.0.weight": (0.01 * 0.5 * 0.1**2, 0.3),
+        "backbone.layers.0.bias": (0.01 * 0.5 * 0.1**2, 0.0),
+        "backbone.layers.1.weight": (0.01 * 3 * 0.1**2, 0.0),
+        "backbone.layers.1.bias": (0.01 * 3 * 0.1**2, 0.0),
+        "backbone.layers.4.weight": (0.01 * 0.1, 0.3),
+        "backbone.layers.4.bias": (0.01 * 0.1, 0.0),
+        "head.0.weight": (0.1, 0.7),
+        "head.0.bias": (0.1, 0.0),
+    }
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name] == pytest.approx(value), name
+
+
+def test_a_frozen_stage_keeps_weights_and_batch_statistics(make: Make, tmp_path: Path) -> None:
+    recipe = make(
+        backbone={"name": "toolbox.net"},
+        phase=[{"name": "upper", "epochs": 1, "freeze": "stages:1"}],
+    )
+    changed = moved(start(tmp_path / "a", recipe), weights(fit(tmp_path, recipe)))
+    assert "model.backbone.layers.4.weight" in changed and "model.head.0.weight" in changed
+    assert not {
+        name
+        for name in changed
+        if name.startswith(("model.backbone.layers.0", "model.backbone.layers.1"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        ({"optimizer": {"lr_factor": {"hed": 2}}}, "'hed' selects no parameters: write a part"),
+        ({"optimizer": {"weight_decay": {"head": -1}}}, r"\[optimizer\] weight_decay"),
+        (
+            {"optimizer": {"name": "Rprop", "weight_decay": {"head": 1}}},
+            "weight_decay: Rprop takes none",
+        ),
+        ({"optimizer": {"layer_decay": 0}}, "layer_decay"),
+        ({"schedule": {"warmup": 1.5}}, 'a share from 0 to below 1, "500 steps" or "2 epochs"'),
+        ({"schedule": {"warmup": "2 weeks"}}, '"500 steps" or "2 epochs"'),
+        ({"train": {"ema": 0.9, "average_last": 2}}, "remove one of the two"),
+        ({"train": {"monitor": "map_at_s"}}, r"\[train\] monitor: There is no metric 'map_at_s'"),
+        (
+            {"train": {"monitor": "map"}, "split": {"by": "class", "validation": 0.0}},
+            "monitor needs a validation part",
+        ),
+        (
+            {
+                "schedule": {"name": "ReduceLROnPlateau"},
+                "split": {"by": "class", "validation": 0.0},
+            },
+            "ReduceLROnPlateau needs a validation part",
+        ),
+        (
+            {"schedule": {"name": "ReduceLROnPlateau", "options": {"mode": "min"}}},
+            "takes no such argument",
+        ),
+        ({"lora": {}, "backbone": {"name": "toolbox.net", "frozen": True}}, r"\[lora\] .*frozen"),
+        ({"phase": [{"augment": False}]}, r"augment is of no use without an \[augmentation\]"),
+        (
+            {"loss": None, "learner": {"name": "core.pca"}, "train": {"ema": 0.9}},
+            r"\[train\] ema: a \[learner\] is fitted once",
+        ),
+    ],
+)
+def test_what_cannot_be_or_go_together(make: Make, tables: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        make(**tables)
+
+
+@pytest.mark.parametrize(
+    ("tables", "sentence"),
+    [
+        (
+            {"optimizer": {"lr_factor": {"backbone.layer.*": 2}}},
+            "lr_factor: no parameter is named like 'backbone.layer.*'",
+        ),
+        ({"phase": [{"freeze": "stages:9"}]}, "freeze: stages:9, and the backbone has 2 stages"),
+        (
+            {"schedule": {"warmup": "9 epochs"}},
+            "9 epochs are 27 steps, and the phase 'train' has 6",
+        ),
+        ({"phase": [{"freeze": ["backbone", "head", "loss"]}]}, "has parameters to train"),
+    ],
+)
+def test_what_the_model_does_not_have(
+    make: Make, tmp_path: Path, tables: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        step_of(make(**tables), tmp_path)
+
+
+# --- warm-up and plateaus
+
+
+def test_the_run_says_how_long_the_rate_rises(make: Make, tmp_path: Path) -> None:
+    lines: list[str] = []
+    recipe = make(**PLAIN, schedule={"name": "linear", "warmup": "2 steps"}, train={"epochs": 1})
+    train(tmp_path / "run", recipe, report=lines.append)
+    assert (
+        "note: in phase 'train' the learning rate rises for 2 of 3 steps (warmup = \"2 steps\")."
+        in lines
+    )
+    step = step_of(make(**PLAIN, schedule={"warmup": "1 epochs"}), tmp_path)
+    assert [_lr_after(step) for _ in range(4)] == pytest.approx([5e-4, 7.5e-4, 1e-3, 1e-3])
+
+
+def _lr_after(step: Step) -> float:
+    step.update()
+    return step.rates()["head"]
+
+
+def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make: Make, tmp_path: Path) -> None:
+    recipe = make(
+        **PLAIN,
+        schedule={"name": "ReduceLROnPlateau", "options": {"patience": 0, "factor": 0.5}},
+        train={"epochs": 4},
+        optimizer={"lr": 1e-7},
+        split={"by": "class", "validation": 0.3},
+    )
+    lines = log(fit(tmp_path, recipe))
+    scores = [line["validation_map_at_r"] for line in lines]
+    rate, best, expected = 1e-7, -1.0, []
+    for score in scores:
+        rate, best = (rate, score) if score > best * (1 + 1e-4) else (rate / 2, best)
+        expected.append(rate)
+    assert expected[-1] < 1e-7
+    # a record has the rate of its epoch's end
+    assert [line["lr"]["head"] for line in lines] == pytest.approx(expected)
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(x) for x in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- the start and the monitored metric
+
+
+def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: Path) -> None:
+    lines: list[str] = []
+    recipe = make(**PLAIN, optimizer={"name": "SGD", "lr": 30.0}, seed=1)
+    run = train(tmp_path / "run", recipe, report=lines.append)
+    summary = json.loads((run.path / "summary.json").read_text())
+    assert summary["best_epoch"] == 0
+    assert summary["validation"]["map_at_r"] == summary["start"] > summary["with_trained"]
+    first = start(tmp_path / "again", recipe)
+    kept = weights(run.path, "best")
+    assert all(torch.equal(first[name], value) for name, value in kept.items())
+    assert lines[0].startswith("epoch 0 (the start): validation_map_at_r 0.")
+    assert any("No epoch beat the start: the run keeps the weights" in line for line in lines)
+    assert not any(line["best"] for line in log(run.path))
+
+
+def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(
+    make: Make, tmp_path: Path
+) -> None:
+    """The head's phase uses features that are computed once, as a frozen net's recipe does."""
+    lines: list[str] = []
+    phases = make(**PLAIN, phase=HEAD_THEN_WHOLE)
+    run = train(tmp_path / "two", phases, report=lines.append)
+    summary = json.loads((run.path / "summary.json").read_text())
+    scores = [line["validation_map_at_r"] for line in log(run.path)]
+    assert summary["with_frozen"] == max(scores[:2])
+    assert summary["with_trained"] == max(scores[2:])
+    verb = "beat" if summary["with_trained"] > summary["with_frozen"] else "did not beat"
+    assert any(f"{verb} the frozen backbone with a trained head" in line for line in lines)
+    alone = make(
+        **{**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}}, train={"epochs": 2}
+    )
+    frozen = log(fit(tmp_path, alone, "frozen"))
+    assert [line["validation_map_at_r"] for line in frozen] == scores[:2]
+
+
+METRICS = '''
+import numpy as np
+from retrieval.plugin import hookimpl
+
+class Missed:
+    """The share of queries whose first hit is of another class; smaller is better."""
+    depth = 1
+    larger_is_better = False
+    def __call__(self, matches, relevant):
+        """Return 0.0 or 1.0."""
+        return 1.0 - matches[:, 0]
+
+@hookimpl
+def retrieval_metrics():
+    return {"missed": Missed}
+'''
+
+
+def test_a_plugins_metric_is_monitored_in_its_own_direction(tmp_path: Path, make: Make) -> None:
+    (tmp_path / "mine.py").write_text(METRICS)
+    plugins = [*make().plugins, str(tmp_path / "mine.py")]
+    lines: list[str] = []
+    recipe = make(
+        **PLAIN,
+        plugins=plugins,
+        train={"epochs": 3, "monitor": "mine.missed"},
+        head={"embedding_size": 2},
+    )
+    run = train(tmp_path / "run", recipe, report=lines.append)
+    summary = json.loads((run.path / "summary.json").read_text())
+    values = [summary["start"], *(line["validation_mine.missed"] for line in log(run.path))]
+    assert summary["best_epoch"] == values.index(min(values)) and max(values) > min(values)
+    assert summary["monitor"] == "mine.missed"
+    assert all("validation_mine.missed" in line for line in lines if line.startswith("epoch"))
+
+
+def test_a_frozen_backbone_with_random_weights_is_warned_of(make: Make, tmp_path: Path) -> None:
+    from retrieval.training.check import run_one_batch
+
+    random = make(**{**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}})
+    (warning,) = [line for line in run_one_batch(random) if line.startswith("warning")]
+    assert "toolbox.net is frozen, and its weights are random" in warning
+    source = fit(tmp_path, make(**PLAIN, train={"epochs": 1}), "source")
+    started = make(
+        **{**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}},
+        train={"epochs": 1, "start_from": str(source), "start_parts": ["backbone"]},
+    )
+    assert not [line for line in run_one_batch(started) if "random" in line]
+
+
+# --- averages of weights
+
+
+def test_ema_is_the_average_by_hand_and_is_what_is_kept(make: Make, tmp_path: Path) -> None:
+    """Also over a resume: the second run stops after two of four steps' checkpoints."""
+    recipe = make(
+        **PLAIN,
+        train={"epochs": 1, "ema": 0.3, "checkpoint_every": 1},
+        split={"by": "class", "validation": 0.0},
+    )
+    seen: list[dict[str, torch.Tensor]] = []
+    expected = start(tmp_path / "a", recipe)
+    call = Step.__call__
+
+    def noted(self: Step, *arguments: Any) -> Any:
+        result = call(self, *arguments)
+        seen.append({k: v.clone() for k, v in self.model.state_dict().items()})
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Step, "__call__", noted)
+        folder = fit(tmp_path, recipe)
+    assert len(seen) == 3
+    for n, state in enumerate(seen, 1):
+        decay = min(0.3, (1 + n) / (10 + n))
+        for name, value in state.items():
+            key = f"model.{name}"
+            expected[key] = decay * expected[key] + (1 - decay) * value
+    kept = weights(folder, "best")
+    assert moved(kept, weights(folder))
+    for name, value in kept.items():
+        torch.testing.assert_close(value, expected[name])
+    assert all(
+        torch.equal(v, kept[f"model.{k}"]) for k, v in Run.open(folder).model.state_dict().items()
+    )
+
+
+def test_the_mean_of_the_last_epochs_is_kept(make: Make, tmp_path: Path) -> None:
+    options = {"split": {"by": "class", "validation": 0.0}}
+    ends = [
+        weights(fit(tmp_path, make(**PLAIN, **options, train={"epochs": n}), f"end{n}"))
+        for n in (2, 3)
+    ]
+    recipe = make(**PLAIN, **options, train={"epochs": 3, "average_last": 2})
+    kept = weights(fit(tmp_path, recipe), "best")
+    for name, value in kept.items():
+        torch.testing.assert_close(value, (ends[0][name] + ends[1][name]) / 2)
+
+
+# --- LoRA
+
+
+def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
+    make: Make, tmp_path: Path
+) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    from retrieval.export.export_run import export
+    from retrieval.serving.bundle import Bundle
+
+    recipe = make(
+        backbone={"name": "toolbox.net"},
+        lora={"rank": 2, "alpha": 4, "modules": ["layers.4"]},
+        optimizer={"lr": 0.05},
+        split={"by": "class", "validation": 0.0},
+        train={"epochs": 2, "ema": 0.5},
+    )
+    before = start(tmp_path / "a", recipe)
+    folder = fit(tmp_path, recipe)
+    changed = {name for name in moved(before, weights(folder)) if "backbone" in name}
+    assert changed == {
+        f"model.backbone.layers.4.lora_{x}.default.weight" for x in "AB"
+    }  # so batch statistics are kept, too
+    run = Run.open(folder)
+    assert not [name for name in run.model.state_dict() if "lora" in name]
+    checkpoint.seed_everything(0)
+    unmerged = build_run(tmp_path, recipe).model.eval()
+    average = checkpoint.load(folder / "checkpoints" / "last.safetensors")["average"]
+    state = {k.removeprefix("module."): v for k, v in average.items() if k != "n_averaged"}
+    unmerged.load_state_dict(state)
+    images = np.stack([run.dataset[i] for i in range(20)])[:, None]
+    with torch.inference_mode():
+        expected = unmerged(torch.from_numpy(images))[1].numpy()
+    export(run, tmp_path / "bundle", progress=False)
+    bundle = Bundle.open(tmp_path / "bundle", threads=1)
+    np.testing.assert_allclose(bundle.encode(images).vector, expected, atol=1e-4)
+    (folder / "checkpoints" / "best.safetensors").unlink()  # as in a run that was stopped
+    assert not [name for name in Run.open(folder).model.state_dict() if "lora" in name]
+
+
+def test_lora_names_the_layers_there_are(make: Make, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="the extra lora is not installed")
+    with pytest.raises(RecipeError, match=r"named like 'attn'. It has layers.0, layers.4"):
+        build_run(tmp_path, make(lora={"modules": ["attn"]}))
+
+
+# --- resume and several processes
+
+
+def everything(plugins: list[str], variant: str = "") -> dict[str, Any]:
+    """A recipe with all that goes together."""
+    lora, plateau = variant == "lora", variant == "plateau"
+    return {
+        "name": "tuned",
+        "plugins": plugins,
+        "data": {"name": "toolbox.digits"},
+        "split": {"by": "class"},
+        "sampler": {"classes": 4, "items": 4, "batches": 3},
+        "augmentation": {"crop_scale": [0.8, 1.0]},
+        "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+        "loss": {"name": "toolbox.deadly"},
+        "optimizer": {
+            "lr_factor": {"head": 3, "*.bias": 2},
+            "layer_decay": 0.5,
+            "weight_decay": {"backbone": 0.1, "vectors": 0},
+        },
+        "schedule": {"name": "ReduceLROnPlateau", "options": {"patience": 0}}
+        if plateau
+        else {"name": "cosine", "warmup": "2 steps"},
+        **({"lora": {"rank": 2, "dropout": 0.1}} if lora else {}),
+        "train": {
+            "checkpoint_every": 1,
+            "monitor": "recall_at_2",
+            **({"average_last": 2} if plateau else {"ema": 0.8}),
+        },
+        "phase": [
+            {"name": "head", "epochs": 1, "train": ["head", "loss"], "augment": False},
+            {"name": "whole", "epochs": 2, "lr": 1e-2, **({} if lora else {"freeze": "stages:1"})},
+        ],
+    }
+
+
+@pytest.mark.parametrize("variant", ["", "lora", "plateau"])
+def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    if variant == "lora":
+        pytest.importorskip("peft", reason="the extra lora is not installed")
+    recipe = check_recipe(everything(make().plugins, variant))
+    train(tmp_path / "whole", recipe)
+    for step in (1, 3, 5, 8):
+        folder = tmp_path / f"stopped{step}"
+        monkeypatch.setenv("NAN_AT", str(step + 1))  # the loss refuses the next step
+        with pytest.raises(Exception, match="Training stopped"):
+            train(folder, recipe)
+        monkeypatch.delenv("NAN_AT")
+        train(folder, recipe, resume=True)
+        for name in ("last", "best"):
+            whole, again = (weights(f, name) for f in (tmp_path / "whole", folder))
+            assert whole.keys() == again.keys() and not moved(whole, again), (step, name)
+        summaries = [(f / "summary.json").read_text() for f in (tmp_path / "whole", folder)]
+        assert summaries[0] == summaries[1]
+
+
+def test_two_processes_fine_tune_as_one(
+    make: Make, processes: Callable[..., str], tmp_path: Path
+) -> None:
+    from retrieval.recipe.read import to_toml
+
+    table = everything(make().plugins)
+    recipe = check_recipe({**table, "optimizer": {**table["optimizer"], "name": "SGD", "lr": 0.05}})
+    one = weights(fit(tmp_path, recipe, "one"), "best")
+    (tmp_path / "two.toml").write_text(to_toml(recipe))
+    processes(2, "train_process.py", str(tmp_path), "two")
+    two = weights(tmp_path / "two", "best")
+    for name, value in one.items():
+        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path: Path) -> None:
+    """As on the page, on small digits and for a few steps."""
+    pytest.importorskip("timm", reason="the extra efficientnet is not installed")
+    page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")
+    text = page.split(":caption: finetuned.toml\n")[1].split("```")[0]
+    (tmp_path / "finetuned.toml").write_text(text, encoding="utf-8")
+    small = ["backbone.size=32", "sampler.classes=3", "sampler.batches=2", "evaluate.batch=512"]
+    digits = ["data={name='core.digits'}", "phase.0.epochs=2", "phase.1.epochs=1"]
+    lines: list[str] = []
+    recipe = read_recipe(tmp_path / "finetuned.toml", [*digits, *small])
+    run = train(tmp_path / "run", recipe, report=lines.append)
+    assert [line["phase"] for line in log(run.path)] == ["head", "head", "whole"]
+    assert any(line.startswith("Kept: ") for line in lines)
+    assert any("the frozen backbone with a trained head" in line for line in lines)

@@ -1,0 +1,322 @@
+"""`[sampler]`: the bundled samplers, torch's batch samplers, exact resume, several processes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import retrieval
+import torch
+from numpy.typing import NDArray
+from pytorch_metric_learning.samplers import MPerClassSampler
+from retrieval.data.loading import TrainBatches
+from retrieval.data.samplers import drawn_batches
+from retrieval.errors import DataError, PluginError, RecipeError
+from retrieval.host.plugins import create
+from retrieval.plugin import BatchSampler, TrainingItems
+from retrieval.recipe.read import Recipe, check_recipe, to_toml
+from retrieval.run import checkpoint
+from retrieval.training.trainer import Trainer, train
+from torch.utils import data as torch_data
+
+from .conftest import BASE
+
+Make = Callable[..., Any]
+LABELS = np.repeat(np.arange(12), 10)
+GENERA = [f"genus {label // 4}" for label in LABELS]
+
+
+def items(**changes: Any) -> TrainingItems:
+    columns = [{"genus": genus} for genus in GENERA]
+    return TrainingItems(**{**vars(TrainingItems(LABELS, columns, 4, 3, 8)), **changes})
+
+
+def drawn(sampler: Any, of: TrainingItems | None = None, epoch: int = 0) -> list[NDArray[np.int64]]:
+    of = of or items()
+    return drawn_batches(sampler, of, 7, epoch, of.embeddings)
+
+
+class TestRandom:
+    def test_each_item_comes_once_before_any_comes_again(self) -> None:
+        batches = drawn(create("sampler", "core.random"), items(batches=25))
+        assert [len(batch) for batch in batches] == [12] * 25
+        order = np.concatenate(batches)
+        assert sorted(order[:120]) == sorted(order[120:240]) == list(range(120))
+
+
+class TestHierarchical:
+    def test_a_batch_holds_classes_of_few_groups(self) -> None:
+        sampler = create("sampler", "core.hierarchical", level="genus", groups=2)
+        for batch in drawn(sampler):
+            assert sorted(Counter(LABELS[batch]).values()) == [3] * 4
+            assert len({GENERA[row] for row in batch}) == 2
+        seen = {GENERA[row] for batch in drawn(sampler) for row in batch}
+        assert seen == set(GENERA)
+
+    def test_further_groups_fill_a_batch(self) -> None:
+        sampler = create("sampler", "core.hierarchical", level="genus", groups=1)
+        for batch in drawn(sampler, items(classes=6)):
+            classes = Counter(GENERA[row] for row in batch)
+            assert sorted(classes.values()) == [2 * 3, 4 * 3]
+
+    def test_a_class_of_two_groups_is_refused(self) -> None:
+        columns = [{"genus": genus} for genus in GENERA]
+        columns[3] = {"genus": "genus 2"}
+        columns[15] = {}
+        sampler = create("sampler", "core.hierarchical", level="genus")
+        with pytest.raises(DataError, match=r"2 of 12 classes.*'genus'.*nothing"):
+            sampler.batches(items(metadata=columns))
+
+
+class TestHardClasses:
+    def test_it_takes_the_class_that_is_nearest_to_one_of_the_batch(self) -> None:
+        random = np.random.default_rng(0)
+        embeddings = random.normal(size=(120, 5)).astype(np.float32)
+        sampler = create("sampler", "core.hard_classes")
+        for batch in drawn(sampler, items(embeddings=embeddings)):
+            order = list(dict.fromkeys(LABELS[batch].tolist()))
+            means = {c: embeddings[c == LABELS].astype(np.float64).mean(0) for c in range(12)}
+            for size in range(1, 4):
+                rest = [c for c in means if c not in order[:size]]
+                best = min(
+                    rest,
+                    key=lambda c: min(
+                        float(((means[c] - means[o]) ** 2).sum()) for o in order[:size]
+                    ),
+                )
+                assert order[size] == best
+
+    def test_other_embeddings_give_other_batches(self) -> None:
+        sampler = create("sampler", "core.hard_classes")
+        random = np.random.default_rng(0)
+        one, other = (
+            np.concatenate(drawn(sampler, items(embeddings=random.normal(size=(120, 5)))))
+            for _ in range(2)
+        )
+        assert (one != other).any()
+
+
+def test_an_epoch_follows_from_seed_and_epoch_alone() -> None:
+    for name, more in (("random", {}), ("hierarchical", {"level": "genus"})):
+        sampler = create("sampler", f"core.{name}", **more)
+        first, second = drawn(sampler, epoch=0), drawn(sampler, epoch=1)
+        assert any((one != other).any() for one, other in zip(first, second, strict=True))
+        again = drawn(create("sampler", f"core.{name}", **more), epoch=1)
+        for one, other in zip(second, again, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+class Counting:
+    """A batch sampler with a state of its own: it goes on where the last epoch ended."""
+
+    def __init__(self, wrong: Any = None) -> None:
+        self.generator, self.wrong = torch.Generator().manual_seed(1), wrong
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.randint(100, (2, 8), generator=self.generator).tolist()
+        yield self.wrong or torch.randint(100, (4,), generator=self.generator).tolist()
+
+
+def of_torch(kind: str) -> Any:
+    if kind == "own generator":
+        order = torch_data.RandomSampler(range(100), generator=torch.Generator().manual_seed(3))
+    else:
+        order = torch_data.RandomSampler(range(100))  # draws from torch's global generator
+    return Counting() if kind == "state" else torch_data.BatchSampler(order, 10, drop_last=True)
+
+
+@pytest.mark.parametrize("kind", ["state", "own generator", "global generator"])
+def test_torch_batch_samplers_resume_exactly(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Batches of unequal sizes too; the second epoch differs from the first."""
+
+    def made() -> Recipe:
+        return check_recipe(
+            {
+                **BASE,
+                "loss": {"name": "pml.contrastive"},
+                "train": {"epochs": 3, "checkpoint_every": 2},
+            },
+            objects={"sampler": of_torch(kind)},
+        )
+
+    sizes: list[int] = []
+    real = Trainer._train_batch
+
+    def stop(self: Any, inputs: Any, labels: Any) -> Any:
+        sizes.append(len(inputs))
+        if len(sizes) == stop_at:
+            raise KeyboardInterrupt
+        return real(self, inputs, labels)
+
+    monkeypatch.setattr(Trainer, "_train_batch", stop)
+    stop_at = 0
+    train(tmp_path / "whole", made())
+    assert sizes[:3] == ([8, 8, 4] if kind == "state" else [10] * 3)
+    stop_at, count = len(sizes) - 1, len(sizes)
+    sizes.clear()
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", made())
+    stop_at = 0
+    train(tmp_path / "stopped", made(), resume=True)
+    assert len(sizes) > count  # from a checkpoint within the last epoch
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> None:
+    table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
+    sampler = of_torch("own generator")
+    retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
+    assert retrieval.load(tmp_path / "run", sampler=sampler).recipe.sampler.name.startswith(
+        "object"
+    )
+    with pytest.raises(RecipeError, match=r"sampler=…"):
+        retrieval.load(tmp_path / "run")
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = (
+        checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
+        for folder in (one, other)
+    )
+    return all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_samplers_by_name_in_torchs_way(make: Make) -> None:
+    """pytorch-metric-learning's sampler, as a batch sampler, gives whole batches of M per class."""
+    labels = np.repeat(np.arange(6), 20)
+
+    class OfPml(torch_data.BatchSampler):
+        """M items of each class."""
+
+        def __init__(self) -> None:
+            super().__init__(MPerClassSampler(labels, 4, 12, 120), 12, drop_last=True)
+
+    from retrieval.data.samplers import as_batch_sampler
+
+    of = TrainingItems(labels, None, 3, 4, 99)
+    batches = drawn_batches(as_batch_sampler(OfPml(), "object.OfPml", 0), of, 0, 2)
+    assert len(batches) == 10
+    assert all(sorted(Counter(labels[batch]).values()) == [4] * 3 for batch in batches)
+
+
+def test_hard_classes_resume_within_an_epoch(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batches follow from the weights at the start of the epoch, which are gone by then."""
+    made = make(
+        sampler={"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5},
+        loss={"name": "pml.contrastive"},
+        train={"epochs": 2, "checkpoint_every": 2},
+    )
+    train(tmp_path / "whole", made)
+    real, calls = Trainer._train_batch, [0]
+
+    def stop(self: Any, *batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 8:
+            raise KeyboardInterrupt
+        return real(self, *batch)
+
+    monkeypatch.setattr(Trainer, "_train_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", made)
+    monkeypatch.setattr(Trainer, "_train_batch", real)
+    train(tmp_path / "stopped", made, resume=True)
+    assert same(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
+    for name in ("hard_classes", "random"):
+        made = make(
+            sampler={"name": f"core.{name}", "classes": 4, "items": 4, "batches": 3},
+            backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+            loss={"name": "pml.contrastive"},
+            optimizer={"name": "SGD", "lr": 0.05},
+        )
+        (tmp_path / f"{name}.toml").write_text(to_toml(made))
+        train(tmp_path / f"{name} one", made)
+    processes(2, "train_process.py", str(tmp_path), "hard_classes", "random")
+    for name in ("hard_classes", "random"):
+        one, two = (
+            checkpoint.load(tmp_path / run / "checkpoints" / "last.safetensors")["model"]
+            for run in (f"{name} one", name)
+        )
+        assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
+
+
+def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from retrieval.plugin import hookimpl\n"
+        "from torch.utils.data import BatchSampler\n"
+        "def forwards(first: int = 0):\n"
+        "    '''Items in order.\n\n    Args:\n        first: the first item.\n    '''\n"
+        "    return BatchSampler(range(first, 60), 8, drop_last=True)\n"
+        "@hookimpl\n"
+        "def retrieval_samplers():\n"
+        "    return {'forwards': forwards}\n"
+    )
+    made = make(
+        plugins=[*BASE["plugins"], str(plugin)],
+        sampler={"name": "mine.forwards", "first": 4},
+        loss={"name": "pml.contrastive"},
+        train={"epochs": 1},
+    )
+    seen = []
+    real = TrainBatches.draw
+    try:
+        TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+        train(tmp_path / "run", made)
+    finally:
+        TrainBatches.draw = real  # type: ignore[method-assign]
+    assert [batch.tolist() for batch in seen[-1]] == [
+        list(range(i, i + 8)) for i in range(4, 60, 8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "sentence"),
+    [
+        ({"name": "core.hierarchical"}, "level: is required"),
+        ({"name": "core.clas_balanced"}, "Did you mean 'core.class_balanced'"),
+        ({"classes": 4, "itms": 3}, "itms.*Did you mean 'items'"),
+        ({"classes": 1}, "classes.*2"),
+    ],
+)
+def test_a_wrong_table_is_refused(make: Make, sampler: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        make(sampler=sampler)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [([1, 100000], "not a list of positions"), ([[1, 2]], "not a list"), ([0.5], "not a list")],
+)
+def test_what_is_no_batch_is_refused(wrong: Any, sentence: str) -> None:
+    from retrieval.data.samplers import as_batch_sampler
+
+    with pytest.raises(PluginError, match=f"Counting.*{sentence}"):
+        drawn(as_batch_sampler(Counting(wrong), "object.Counting", 0))
+    with pytest.raises(PluginError, match=r"must be a retrieval.plugin.BatchSampler"):
+        as_batch_sampler(7, "mine.seven", 0)
+
+
+class Short(BatchSampler):
+    """Draws less than it says."""
+
+    def draw(self, of: TrainingItems, epoch: int, random: Any) -> list[list[int]]:
+        return [[1, 2]]
+
+
+def test_another_number_of_batches_is_refused() -> None:
+    with pytest.raises(PluginError, match="Short drew 1 batches for epoch 0, and its length is 8"):
+        drawn(Short())

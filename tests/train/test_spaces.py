@@ -1,0 +1,153 @@
+"""Generators after the head (`space = "embeddings"`): in a step, resumed, and in two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import Accelerator
+from retrieval.errors import PluginError
+from retrieval.model.products import check_generator
+from retrieval.plugin import Generator
+from retrieval.recipe.read import check_recipe, to_toml
+from retrieval.run import checkpoint
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer, train
+from torch import Tensor, nn
+
+from .conftest import BASE
+
+Make = Callable[..., Any]
+SYMMETRICAL = {
+    "generator": {"name": "core.symmetrical_synthesis"},
+    "loss": {"name": "pml.triplet_margin", "margin": 0.4},
+}
+
+
+class Shifted(Generator):
+    """Moves the negative by a learned vector, and notes what it gets."""
+
+    space = "embeddings"
+    classmates = True
+    seen: ClassVar[list[tuple[Tensor, ...]]] = []
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((width,), 0.01))
+
+    def forward(self, *rows: Tensor) -> Tensor:
+        self.seen.append(rows)
+        return rows[2] + self.shift
+
+    def objective(self, anchor: Tensor, positive: Tensor, *rows: Any) -> Tensor:
+        _, synthetic, distance = rows
+        apart: Tensor = distance(anchor, synthetic)
+        assert torch.allclose(apart, (anchor - synthetic).norm(dim=1), atol=1e-4)
+        return apart.mean()
+
+
+class Noted(nn.Module):
+    """A loss that notes its reference set."""
+
+    seen: ClassVar[list[tuple[Tensor, Tensor]]] = []
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any = None,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+    ) -> Tensor:
+        assert ref_emb is not None and ref_labels is not None
+        self.seen.append((ref_emb, ref_labels))
+        a, _, n = indices_tuple
+        return (embeddings[a] * ref_emb[n]).sum(1).mean()
+
+
+def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) -> None:
+    recipe = check_recipe(
+        {**BASE, "train": {"device": "cpu"}}, objects={"generator": Shifted(), "loss": Noted()}
+    )
+    checkpoint.seed_everything(0)
+    of = Trainer(build_run(tmp_path, recipe), Accelerator(cpu=True))
+    of.enter_phase()
+    inputs, labels = next(iter(of.batches.epoch(0)))
+    losses = of.step.losses(inputs, labels)
+    of.step.zero_grad()
+    of.step.backward(losses)
+    anchor, positive, negative, mate = Shifted.seen[-1]
+    whole, classes = Noted.seen[-1]
+    assert whole.shape[1] == anchor.shape[1] == 16 and len(whole) == 16 + len(anchor)
+    assert torch.allclose(whole[16:], negative + 0.01)
+    codes = whole[:16].detach()
+
+    def labels_of(rows: Tensor) -> Tensor:
+        return labels[torch.cdist(rows.detach(), codes).argmin(1)]
+
+    assert torch.equal(labels_of(anchor), labels_of(positive))
+    assert torch.equal(labels_of(negative), labels_of(mate))
+    assert torch.equal(classes[16:], labels_of(negative))
+    assert bool((negative != mate).any(1).all())  # each class has four items
+    for part in ("backbone", "head", "generator"):
+        assert any(p.grad is not None and bool(p.grad.any()) for p in of.step.parts[part])
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_weights(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
+    train(tmp_path / "whole", made)
+    real, calls = Trainer._train_batch, [0]
+
+    def stop(self: Any, *batch: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 4:
+            raise KeyboardInterrupt
+        return real(self, *batch)
+
+    monkeypatch.setattr(Trainer, "_train_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", made)
+    monkeypatch.setattr(Trainer, "_train_batch", real)
+    train(tmp_path / "stopped", made, resume=True)
+    one, other = (weights(tmp_path / name) for name in ("whole", "stopped"))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    model: dict[str, Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
+    return model
+
+
+def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
+    """Of a generator, and of losses that draw random numbers or see whole rankings."""
+    cases = {
+        "symmetrical": SYMMETRICAL,
+        "recall": {"loss": {"name": "core.recall_at_k", "k": [1, 2], "mix": True}},
+        "metrix": {"loss": {"name": "core.metrix"}},
+        "contextual": {"loss": {"name": "core.contextual"}},
+    }
+    for name, tables in cases.items():
+        made = make(
+            backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+            optimizer={"name": "SGD", "lr": 0.05},
+            train={"epochs": 1},
+            **tables,
+        )
+        (tmp_path / f"{name}.toml").write_text(to_toml(made))
+        train(tmp_path / f"{name} one", made)
+    processes(2, "train_process.py", str(tmp_path), *cases)
+    for name in cases:
+        one, two = weights(tmp_path / f"{name} one"), weights(tmp_path / name)
+        assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
+
+
+def test_another_space_is_refused() -> None:
+    generator = Shifted()
+    generator.space = "pixels"  # type: ignore[misc,assignment]
+    with pytest.raises(PluginError, match=r"mine.shifted has space = 'pixels'; it must be \"feat"):
+        check_generator(generator, "mine.shifted")
