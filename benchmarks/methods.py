@@ -275,7 +275,7 @@ def beside(result: Comparison, base: str) -> tuple[list[str], list[str]]:
 def signed(difference: Difference) -> str:
     """Return a difference as the tables write it."""
     half = f" ± {number(difference.mean.half)}" if difference.mean.half else ""
-    return f"{'+' if difference.mean.value >= 0 else '−'}{number(abs(difference.mean.value))}{half}"
+    return f"{difference.mean.value:+.3f}".replace("-", "−") + half
 
 
 def edges(searches: Sequence[Search]) -> str:
