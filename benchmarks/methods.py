@@ -279,7 +279,7 @@ def signed(difference: Difference) -> str:
 
 
 def edges(searches: Sequence[Search]) -> str:
-    """Return which best values lay at an edge of their declared ranges, and on how many splits."""
+    """Return which best values lay at an edge of those tried, and on how many splits."""
     counts: Counter[str] = Counter()
     for search in searches:
         counts.update(
