@@ -47,6 +47,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "serve": ("serve", lambda script, raw: script.render(raw)),
     "store": ("store", lambda script, raw: script.render(raw)),
     "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),
+    "oahu_table3": ("oahu_table3", lambda script, raw: script.render(raw)),
     "oahu_warm": ("oahu_warm", lambda script, raw: script.render(raw)),
     "search": ("search", lambda script, raw: script.render(raw)),
     "soak": ("soak", lambda script, raw: script.render(raw)),
