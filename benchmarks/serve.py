@@ -378,8 +378,8 @@ def render(raw: dict[str, Any]) -> str:
             f" processes of a server, the median of {raw['rounds']} rounds of {raw['seconds']:g} s,"
             " contestants in turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread,"
             " decoding with Pillow, without a server or JSON. *Bare* is an ASGI application under"
-            f" uvicorn that only reads the same upload. {K} nearest by exact search. {raw['machine']},"
-            f" {raw['versions']}; load average {raw['load']} at the start: others and the client"
+            f" uvicorn that only reads the same upload. {K} nearest by exact search."
+            f" {raw['machine']}, {raw['versions']}; load average {raw['load']} at the start: others and the client"
             " share the cores, so read CPU time and ratios, and no latency."
         ),
         "",

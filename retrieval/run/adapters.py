@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
