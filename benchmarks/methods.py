@@ -353,8 +353,8 @@ def summary(sets: Kept) -> list[str]:
         rhos = [rho for row in result.contestants if row.recipe for rho in [agreed(row)]]
         lines.append(
             f"- {SETS[name]['title']}: of {count} methods, {len(above)} are better than raw pixels,"
-            f" {len(below)} are worse, {count - len(above + below)} are not decided; the folds' ρ"
-            f" is {decimals(min(rhos), 2)} to {decimals(max(rhos), 2)}."
+            f" {len(below)} worse, {count - len(above + below)} not decided; the folds' ρ is"
+            f" {decimals(min(rhos), 2)} to {decimals(max(rhos), 2)}."
         )
     return [*lines, ""]
 
