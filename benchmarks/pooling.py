@@ -150,8 +150,8 @@ def main() -> None:
     write(
         RESULTS / "pooling.md",
         f"# Pools of a small net\n\n{markdown(head, lines)}\n\nUnseen classes, one"
-        f" class split and one seed, 120 steps. {machine()}; {versions('torch', 'embedding-retrieval')}."
-        " `python benchmarks/pooling.py`.\n",
+        f" class split and one seed, 120 steps. {machine()};"
+        f" {versions('torch', 'embedding-retrieval')}. `python benchmarks/pooling.py`.\n",
     )
 
 
