@@ -37,25 +37,9 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     )
 
 
-def work_arguments(doc: str | None, name: str) -> argparse.ArgumentParser:
-    """Return a parser of a script that trains for long, with --work and --report."""
-    parser = arguments(doc)
-    parser.add_argument(
-        "--work", type=Path, default=WORK / name, help="folder of finished runs and reduced sets"
-    )
-    parser.add_argument("--report", type=Path, help="also write the report here")
-    return parser
-
-
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *lines))
-
-
-def spread(values: Any) -> str:
-    """Return mean ± standard deviation of shares, in percent."""
-    percent = 100 * np.asarray(values)
-    return f"{percent.mean():.1f} ± {percent.std(ddof=1):.1f}"
 
 
 def half_width(values: Sequence[float], level: float = 0.95) -> float:
@@ -231,70 +215,6 @@ def train_and_judge(
         run = train(folder, check_recipe(table), report=len)
         seconds = time.process_time() - began
         return evaluate(run, baseline=baseline).metrics, seconds
-
-
-class Runs:
-    """Figures of recipes that were trained, one JSON object a line: an interrupted benchmark goes
-    on.
-
-    Args:
-        work: the folder that has the file, the sets and the run in progress.
-    """
-
-    def __init__(self, work: Path) -> None:
-        work.mkdir(parents=True, exist_ok=True)
-        self.work, self.file = work, work / "results.jsonl"
-        self.done = {entry["key"]: entry for entry in read_lines(self.file)}
-
-    def run(self, table: dict[str, Any], key: str | None = None) -> dict[str, Any]:
-        """Return a recipe's figures and seconds; train it if that was not done.
-
-        Args:
-            table: the recipe.
-            key: what it is kept under; by default the recipe itself.
-        """
-        key = key or json.dumps(table, sort_keys=True).replace(str(self.work), "")
-        if key not in self.done:
-            figures, seconds = train_and_judge(table, self.work / f"run-{os.getpid()}")
-            self.done[key] = {"key": key, "figures": figures["trained"], "seconds": seconds}
-            append(self.file, self.done[key], show=False)
-            shown = {name: round(value, 4) for name, value in figures["trained"].items()}
-            print(table["loss"], f"seed {table['seed']}", shown, f"{seconds:.1f} s", flush=True)
-        return self.done[key]
-
-
-def reduced_fashion(folder: Path, per_class: int, classes: int) -> Path:
-    """Write the first images of some of Fashion-MNIST's classes as idx files, and return their
-    folder.
-    """
-    from retrieval.data.idx import read_idx
-
-    if folder.exists():
-        return folder
-    images = read_idx(FASHION / "train-images-idx3-ubyte.gz", 3)
-    labels = read_idx(FASHION / "train-labels-idx1-ubyte.gz", 1)
-    rows = np.concatenate([np.flatnonzero(labels == c)[:per_class] for c in range(classes)])
-    temporary = folder.with_suffix(".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    for prefix, part in (("train", rows[1:]), ("t10k", rows[:1])):  # the recipes split by class
-        for kind, array in (("images-idx3", images[part]), ("labels-idx1", labels[part])):
-            header = bytes([0, 0, 8, array.ndim]) + b"".join(
-                n.to_bytes(4, "big") for n in array.shape
-            )
-            (temporary / f"{prefix}-{kind}-ubyte").write_bytes(
-                header + array.astype(np.uint8).tobytes()
-            )
-    temporary.replace(folder)
-    return folder
-
-
-def report(text: str, file: Path | None, runs: Runs) -> None:
-    """Print a report; where a file is given, write it there and its runs to results/raw."""
-    print(text)
-    if file:
-        write(file, text.rstrip() + "\n")
-        write(RAW / f"{file.stem}.jsonl", runs.file.read_text(encoding="utf-8"))
 
 
 def child(script: str, *words: object, limit: float | None = None) -> Any:

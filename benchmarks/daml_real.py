@@ -15,13 +15,13 @@ ten seeds then halves the other 60 % anew: one half trains, the other is searche
 for the others. No item that is searched there had a say in a choice. In all sets but "letter,
 unseen classes" the classes are known; there classes are divided in place of items.
 
-Every row has 32 numbers per item beside the discriminator's, the triplet loss on the hardest
-semi-hard negatives (the strongest row of `daml_baselines.py` for its price), 120 batches, a linear
-head, and chooses among the same ten pairs of margin and learning rate (at first six: the rates at
-both ends were added for every row, since choices lay at the ends of the three; what was chosen then
-was searched with again). `daml.discriminator` trains as Algorithm 2 has it, at first with even
-weights; its own parameters are the defaults, with 32 hidden units. "views" are the four quarters of
-an image, of which each metric sees one. The first row of a set is the features, not trained.
+Every row has 32 numbers per item beside the discriminator's, the triplet loss on the hardest semi-
+hard negatives, 120 batches, a linear head, and chooses among the same ten pairs of margin and
+learning rate (at first six: the rates at both ends were added for every row, since choices lay at
+the ends of the three; what was chosen then was searched with again). `daml.discriminator` trains as
+Algorithm 2 has it, at first with even weights; its own parameters are the defaults, with 32 hidden
+units. "views" are the four quarters of an image, of which each metric sees one. The first row of a
+set is the features, not trained.
 """
 
 from __future__ import annotations

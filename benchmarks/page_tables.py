@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from bench import RESULTS
+from bench import RESULTS, markdown
 
 Table = list[dict[str, str]]
 
@@ -58,3 +58,9 @@ def row(table: Table, **wanted: str) -> dict[str, str]:
 def mean(cell: str) -> float:
     """Return the mean of "mean ± spread"."""
     return float(cell.split("±")[0].replace(",", ""))
+
+
+def claimed(method: str) -> str:
+    """Return what a method gains over the loss that it builds on, one column a set."""
+    cells = list(row(rows("methods", "Claimed"), _=method).items())[3:]
+    return markdown([name for name, _ in cells], [[value for _, value in cells]])

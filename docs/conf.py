@@ -54,9 +54,8 @@ def add_results(app: Any, name: str, source: list[str]) -> None:
     """Put every measured result into benchmarks.md: a figure stands in one place only."""
     if name == "benchmarks":
         files = sorted(RESULTS.glob("*.md"))
-        parts = [
-            f"```{{include}} ../benchmarks/results/{f.name}\n:heading-offset: 1\n```" for f in files
-        ]
+        options = ":heading-offset: 1\n:relative-images:"
+        parts = [f"```{{include}} ../benchmarks/results/{f.name}\n{options}\n```" for f in files]
         source[0] = source[0].replace(MARK, "\n\n".join(parts))
 
 

@@ -22,7 +22,7 @@ class Contextual(CheckedLoss):
     """Trains the overlap of neighbourhoods, beside the cosine and its mean.
 
     Liao, Tsiligkaridis & Kulis, "Supervised Metric Learning to Rank for Retrieval via Contextual
-    Similarity Optimization" (ICML 2023), §3, as in the authors' code. With D = 2 − 2 s for cosines
+    Similarity Optimization" (ICML 2023), as in the authors' code. With D = 2 − 2 s for cosines
     s, and the k nearest items of i including i itself,
 
         N_k(i, j) = 1 if D_ij ≤ D_i(k) + ε, else 0

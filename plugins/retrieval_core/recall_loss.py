@@ -23,17 +23,18 @@ class RecallAtK(CheckedLoss):
     """RS@k: 1 − Recall@k with sigmoids in place of both comparisons, as a mean over several k.
 
     Patel, Tolias & Matas, "Recall@k Surrogate Loss with Large Batches and Similarity Mixup" (CVPR
-    2022), §3. For a query q of the batch with positives P, similarities s and all other items as
-    the database Ω, the rank of a positive x, and the loss, are
+    2022), as in the authors' code. For a query q of the batch with positives P, similarities s and
+    all other items as the database Ω, the rank of a positive x, and the loss, are
 
         r(x) = 1 + Σ_{z ∈ Ω, z ≠ x} σ((s(q, z) − s(q, x)) / τ₂)
         1 − 1/|K| Σ_{k ∈ K} min(k, Σ_{x ∈ P} σ((k − r(x)) / τ₁)) / min(k, |P|)
 
-    where the minima are those of the authors' code. It needs large batches: see `[train] chunk`.
+    The authors' code counts the query in its own database; here Ω is without it. The loss needs
+    large batches: see `[train] chunk`.
 
     With `mix`, two items x, y of a class have a virtual item between them, which serves as query,
     positive and negative too. Its similarity to any w is α s(x, w) + (1 − α) s(y, w), with α drawn
-    evenly from 0 to 1 for each pair (SiMix, §3.3).
+    evenly from 0 to 1 for each pair (SiMix).
 
     Args:
         k: the ranks K.

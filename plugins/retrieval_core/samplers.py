@@ -94,7 +94,7 @@ class HardClasses(BatchSampler):
 
     A batch begins with a random class. Then the class whose mean embedding is nearest to one that
     the batch has joins it, until there are P. This is "hard negative class mining" of Sohn,
-    "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (NIPS 2016), §3.2, with
+    "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (NIPS 2016), with
     the mean of a class where the paper embeds one or two examples. All training items pass through
     the model once in each epoch.
     """

@@ -237,8 +237,8 @@ class DisturbedNegative(Generator):
     Like a trained generator this fools the metric, but the copies are drawn without knowing the
     anchor, so a copy keeps its label as far as the perturbation does not depend on the class. There
     are no parameters; gradients pass through x̃ to n, with d as a constant. Use it with the hardest
-    real negatives (`daml.semi_hard` with `pick = "hardest"`). It helps most with few training
-    classes; with many, keep the real negatives too (`[train] real_weight = 1`).
+    real negatives (`daml.semi_hard` with `pick = "hardest"`); with many training classes keep the
+    real negatives too (`[train] real_weight = 1`).
 
     Args:
         by: "noise" or "classmates".

@@ -2,7 +2,7 @@
 
 A loss of pairs needs all embeddings of a batch at once, but not the activations that led to them.
 Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
-2021), §3.2, embed the batch chunk by chunk without a graph, compute the loss and its gradient by
+2021), embed the batch chunk by chunk without a graph, compute the loss and its gradient by
 the embeddings, and embed each chunk once more to carry that gradient on to the weights. torch's
 activation checkpointing does this for each chunk, so the rest of a step is as without chunks.
 """

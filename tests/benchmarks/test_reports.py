@@ -36,6 +36,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
     "data_check": ("data_check", lambda script, raw: script.render(raw)),
     "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
+    "methods": ("methods", lambda script, raw: script.render(raw)),
     "damage": ("damage", lambda script, raw: script.render(raw)),
     "kills": ("kills", lambda script, raw: script.render(raw)),
     "daml_weights": ("daml_weights", lambda script, raw: script.render()),

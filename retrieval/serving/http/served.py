@@ -189,8 +189,8 @@ class Served:
         trail.spans += own.spans
         if own.hits is None:
             first = len(trail.spans)
-            others = [other for other in self._vectors if other.options == own.options]
-            batch = [own, *(other for other in others if other is not own)][:_TOGETHER]
+            alike = [vector for vector in self._vectors if vector.options == own.options]
+            batch = [own, *(vector for vector in alike if vector is not own)][:_TOGETHER]
             for vector in batch:
                 with suppress(ValueError):
                     self._vectors.remove(vector)
