@@ -377,10 +377,10 @@ def render(raw: dict[str, Any]) -> str:
             "`python benchmarks/serve.py`: CPU milliseconds (user and system) a request of all"
             f" processes of a server, the median of {raw['rounds']} rounds of {raw['seconds']:g} s,"
             " contestants in turn. *By hand* is ONNX Runtime and FAISS in a loop with one thread,"
-            " decoding with Pillow, without a server or JSON. *Bare* is an ASGI application under uvicorn"
-            f" that only reads the same upload. {K} nearest by exact search. {raw['machine']},"
-            f" {raw['versions']}; load average {raw['load']} at the start: others and the client"
-            " share the cores, so read CPU time and ratios, and no latency."
+            " decoding with Pillow, without a server or JSON. *Bare* is an ASGI application under"
+            f" uvicorn that only reads the same upload. {K} nearest by exact search."
+            f" {raw['machine']}, {raw['versions']}; load average {raw['load']} at the start: others"
+            " and the client share the cores, so read CPU time and ratios, and no latency."
         ),
         "",
         markdown(head, lines),

@@ -120,7 +120,7 @@ class Pooled(nn.Module):
         """Return a network's output as maps (B, C, h, w)."""
         if output.ndim == 3:
             positions = output[:, self.prefix :].transpose(1, 2)
-            return positions.unflatten(2, (self.side, self.side))
+            return positions.reshape(*positions.shape[:2], self.side, self.side)
         return output.permute(0, 3, 1, 2) if self.channels_last else output
 
 

@@ -302,7 +302,7 @@ class Lora(Section):
     """`[lora]`: train low-rank additions to the backbone's layers in place of their weights."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(8, description="Rank r of an addition B A.")
-    alpha: Annotated[float, Field(gt=0)] | None = Field(
+    alpha: Count | None = Field(
         None, description="The addition is scaled by α / r. The default is α = r."
     )
     dropout: Fraction = Field(0.0, description="Dropout of an addition's input in training.")

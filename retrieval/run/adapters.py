@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -50,9 +51,10 @@ def adapt(model: Model, lora: Lora) -> None:
             ]
         )
     chosen = [name for name in layers if any(fnmatchcase(name, p) for p in lora.modules)]
+    alpha: Any = lora.alpha or lora.rank  # peft divides it by the rank, and says that it is whole
     configuration = peft.LoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha or lora.rank,
+        lora_alpha=alpha,
         lora_dropout=lora.dropout,
         target_modules="|".join(map(re.escape, chosen)),
     )

@@ -237,9 +237,9 @@ class Trainer:
             self.report(f"epoch 0 (the start): {self._shown(validation)}")
 
     def _shown(self, validation: dict[str, float]) -> str:
-        names = dict.fromkeys((self.monitor.name, "map_at_r", "recall_at_1"))
+        names = (self.monitor.name, "map_at_r", "recall_at_1")
         return ", ".join(
-            f"validation_{name} {validation[name]:.4f}" for name in names if name in validation
+            f"validation_{name} {value:.4f}" for name, value in validation.items() if name in names
         )
 
     def _epoch(self, meter: Meter) -> dict[str, float]:

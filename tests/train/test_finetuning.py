@@ -237,7 +237,7 @@ def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: P
     first = start(tmp_path / "again", recipe)
     kept = weights(run.path, "best")
     assert all(torch.equal(first[name], value) for name, value in kept.items())
-    assert lines[0].startswith("epoch 0 (the start): validation_map_at_r 0.")
+    assert lines[0].startswith("epoch 0 (the start): validation_recall_at_1 0.")
     assert any("No epoch beat the start: the run keeps the weights" in line for line in lines)
     assert not any(line["best"] for line in log(run.path))
 
