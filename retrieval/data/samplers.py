@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class ClassBalanced(BatchSampler):
     """P random classes and M random items of each.
 
-    Items repeat only if a class has fewer than M. Items of a class are adjacent. Batches equal those
-    of pytorch-metric-learning's `MPerClassSampler`, which draws from a generator that all threads
-    share.
+    Items repeat only if a class has fewer than M. Items of a class are adjacent. Batches equal
+    those of pytorch-metric-learning's `MPerClassSampler`, which draws from a generator that all
+    threads share.
     """
 
     def batches(self, items: TrainingItems) -> int:
