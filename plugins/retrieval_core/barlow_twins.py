@@ -1,4 +1,4 @@
-"""Barlow Twins: learning from two views of each item, without labels."""
+"""Barlow Twins: a loss of two views of each item, without labels or negatives."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 @traits(ref_emb=False, miner=False)
 class BarlowTwins(CheckedLoss):
-    """Makes two views of an item alike, and the embedding's dimensions independent.
+    """Makes two views of an item alike and decorrelates the embedding's dimensions.
 
     Zbontar, Jing, Misra, LeCun & Deny, "Barlow Twins: Self-Supervised Learning via Redundancy
-    Reduction" (ICML 2021), equations 1 and 2. With C the correlation of each dimension of the first
-    views with each of the second views, over the batch,
+    Reduction" (ICML 2021), equations 1 and 2. The loss is
 
         Σ_i (1 − C_ii)² + λ Σ_i Σ_{j ≠ i} C_ij²
 
-    Items that share a label are views of one thing, paired in their order: use it with
-    `[augmentation] positives = "item"` and `views = 2`. It needs no negatives, and so no large
-    batch.
+    where C_ij is the correlation, over the batch, of dimension i of the first views with dimension
+    j of the second views. Rows with the same label are views of one item and are paired in order:
+    use the loss with `[augmentation] positives = "item"` and `views = 2`. It needs neither
+    negatives nor large batches.
 
     Args:
-        weight: λ.
+        weight: λ, weight of the correlations between different dimensions.
     """
 
     def __init__(self, weight: Annotated[float, Field(ge=0)] = 0.005) -> None:
@@ -40,16 +40,16 @@ class BarlowTwins(CheckedLoss):
         ref_emb: Tensor,
         ref_labels: Tensor,
     ) -> dict[str, Any]:
-        """Return the sum as one number; 0 with fewer than two pairs of views."""
+        """Return the loss as one number; 0 for fewer than two pairs of views."""
         if ref_emb is not embeddings or indices_tuple is not None:
             raise ValueError(
-                "core.barlow_twins takes the views from the batch: it takes no ref_emb and no"
+                "core.barlow_twins compares the views in a batch: it takes neither ref_emb nor a"
                 " miner's indices"
             )
         order = torch.argsort(labels, stable=True)
         grouped = labels[order]
         place = torch.arange(len(labels), device=labels.device)
-        place = place - torch.searchsorted(grouped, grouped)  # number of an item in its class
+        place = place - torch.searchsorted(grouped, grouped)  # position of a row in its class
         first = ((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1])).nonzero().squeeze(1)
         if len(first) < 2:  # one pair has no correlation
             return {"loss": nothing(embeddings)}

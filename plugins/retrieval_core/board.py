@@ -1,4 +1,4 @@
-"""A run of TensorBoard."""
+"""A tracker that writes for TensorBoard."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from retrieval.plugin import TrackedRun
 
 METRICS = ("loss", "validation_map_at_r", "validation_recall_at_1")
-"""Metrics beside the recipe's keys in the tab HPARAMS."""
+"""Metrics that the tab HPARAMS shows beside the recipe's keys."""
 
 
 class Board:
-    """A tracker that writes to the folder `tensorboard` of the run, without a network.
+    """A tracker that writes to the folder `tensorboard` in the run's folder and needs no network.
 
     `tensorboard --logdir runs` shows all runs: losses and learning rates by step, metrics by epoch,
     the recipe under HPARAMS, and a sheet of validation queries under IMAGES.
     """
 
     def __init__(self) -> None:
-        """Load the package in the calling thread; see `retrieval.plugin.Tracker`."""
+        """Import TensorBoard in the calling thread; see `retrieval.plugin.Tracker`."""
         from torch.utils import tensorboard
 
         self._module: Any = tensorboard
         self._writer: Any = None
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or add to its folder; see `retrieval.plugin.Tracker`."""
+        """Start a run, or continue in its folder; see `retrieval.plugin.Tracker`."""
         folder = str(Path(run.folder) / "tensorboard")
         self._writer = self._module.SummaryWriter(folder)
         for summary in self._module.summary.hparams(
@@ -39,12 +39,12 @@ class Board:
         return folder, folder
 
     def log_steps(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the means of steps at the last step's number."""
+        """Log the means of the last steps under the number of the last one."""
         for name, value in metrics.items():
             self._writer.add_scalar(f"steps/{name}", value, step)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's metrics at its number, counted from 1, or final metrics at 0."""
+        """Log metrics under the epoch's number, counted from 1, or final metrics under 0."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, 0 if epoch is None else epoch + 1)
         self._writer.flush()
@@ -59,12 +59,12 @@ class Board:
         self._writer.add_image(title, pixels, dataformats="HWC")
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
-        """Write remaining data, and close the files."""
+        """Write the remaining data and close the files."""
         self._writer.close()
 
 
 def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys of nested tables, with values that TensorBoard takes."""
+    """Yield dotted keys of nested tables with their values, as JSON if TensorBoard needs it."""
     for key, value in tables.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{key}.")

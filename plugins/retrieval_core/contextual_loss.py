@@ -1,4 +1,4 @@
-"""Contextual similarity: two items are similar if they have the same neighbours."""
+"""Contextual similarity loss: two items are similar if they share neighbours."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ Count = Annotated[int, Field(ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 STEEPNESS = 10.0
-"""Gradient that stands in for that of a step, which is 0."""
+"""Slope that replaces the zero gradient of a step function in backward."""
 
 
 @traits(ref_emb=False, miner=False)
 class Contextual(CheckedLoss):
-    """Trains the overlap of neighbourhoods, beside the cosine and its mean.
+    """Combines a loss of shared neighbours with a contrastive loss and a mean regulariser.
 
     Liao, Tsiligkaridis & Kulis, "Supervised Metric Learning to Rank for Retrieval via Contextual
-    Similarity Optimization" (ICML 2023), as in the authors' code. With D = 2 − 2 s for cosines
-    s, and the k nearest items of i including i itself,
+    Similarity Optimization" (ICML 2023), as in the authors' code. Let s be the cosines, D = 2 − 2 s
+    and D_i(k) the distance of i to its k-th nearest item, counting i itself. Then
 
         N_k(i, j) = 1 if D_ij ≤ D_i(k) + ε, else 0
         w̃_ij = ½ (|N_k(i) ∩ N_k(j)| / |N_k(i)| + |N̄_k(i) ∩ N̄_k(j)| / |N̄_k(i)|) N_k(i, j)
         R(i, j) = N_{k/2}(i, j) N_{k/2}(j, i)
         ŵ_ij = Σ_l R(i, l) w̃_lj / |R(i)|,    w_ij = ½ (ŵ_ij + ŵ_ji)
 
-    N̄ is the complement. The loss is λ L_context + γ L_mean + (1 − λ − γ) L_contrast, where
-    L_context is the mean of (w_ij − y_ij)² over all pairs (y = 1 in a class), L_mean = (mean of s
-    − m)², and L_contrast the mean of the positive [p − s]₊ in a class plus that of the positive
-    [s − n]₊ across classes. In the gradient a step has the slope 10, and the first two
-    denominators are constants.
+    where N_k(i) is the set of j with N_k(i, j) = 1 and N̄_k(i) its complement. The loss is
+
+        λ L_context + γ L_mean + (1 − λ − γ) L_contrast
+
+    L_context is the mean of (w_ij − y_ij)² over all pairs, with y = 1 for pairs of one class and 0
+    for others. L_mean is (mean of s − m)². L_contrast is the mean of [p − s]₊ over pairs of one
+    class plus the mean of [s − n]₊ over pairs of two classes, each over its numbers above 0. In
+    the gradient, the steps in N have slope 10, and |N_k(i)| and |N̄_k(i)| are constants.
 
     Args:
         neighbors: k; use `[sampler] items`.
-        epsilon: ε, tolerance of a neighbourhood's border.
+        epsilon: ε, tolerance at the border of a neighbourhood.
         weight: λ, weight of the contextual loss.
         mean_weight: γ, weight of the mean similarity's regulariser; λ + γ ≤ 1.
         mean: m, the mean similarity that the batch should have.
@@ -59,8 +62,8 @@ class Contextual(CheckedLoss):
         super().__init__()
         if weight + mean_weight > 1:
             raise ValueError(
-                f"weight + mean_weight is {weight + mean_weight:g} and must be at most 1, for the"
-                " contrastive loss has the rest"
+                f"weight + mean_weight is {weight + mean_weight:g} but must be at most 1, because"
+                " the contrastive loss gets the rest"
             )
         self.neighbors, self.epsilon = neighbors, epsilon
         self.weight, self.mean_weight, self.mean = weight, mean_weight, mean
@@ -77,7 +80,7 @@ class Contextual(CheckedLoss):
         """Return the weighted sum as one number."""
         if ref_emb is not embeddings or indices_tuple is not None:
             raise ValueError(
-                "core.contextual compares the neighbourhoods of a batch: it takes no ref_emb and no"
+                "core.contextual compares neighbourhoods in a batch: it takes neither ref_emb nor a"
                 " miner's indices"
             )
         count = len(embeddings)
@@ -113,7 +116,7 @@ def contextual(similarity: Tensor, neighbors: int, epsilon: float) -> Tensor:
     inside = near(neighbors)
     outside = 1 - inside
     overlap = inside @ inside.T / inside.sum(1, keepdim=True).detach()
-    # without anybody outside there is no overlap outside
+    # clamped, because a neighbourhood of the whole batch has nothing outside
     beyond = outside @ outside.T / outside.sum(1, keepdim=True).detach().clamp(min=1)
     half = near(neighbors // 2)
     mutual = half * half.T
@@ -122,7 +125,7 @@ def contextual(similarity: Tensor, neighbors: int, epsilon: float) -> Tensor:
 
 
 def _mean(losses: Tensor) -> Tensor:
-    """Return the mean of the losses above 0, or 0."""
+    """Return the mean of the losses above 0, or 0 if there are none."""
     return losses.sum() / (losses > 0).sum().clamp(min=1)
 
 

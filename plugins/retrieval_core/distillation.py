@@ -1,4 +1,4 @@
-"""A loss that teaches the model the embeddings of another model, the teacher."""
+"""A loss that trains a model to reproduce the embeddings of another model, the teacher."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class Distillation(nn.Module):
-    """The distance of embeddings to the teacher's, and of their relations to the teacher's.
+    """Compares embeddings, and the distances between them, with the teacher's.
 
-    A label is the row of its item in `teacher`, as `[augmentation] positives = "item"` gives it.
+    Labels are row numbers of the items in `teacher`, which `[augmentation] positives = "item"`
+    provides.
 
     Args:
         teacher: the teacher's embeddings (N, C) of the training items, of unit length.
         classes: the items' classes (N,), for `loss`.
         cosine: weight of the mean of 1 − cos(embedding, teacher's embedding).
         relational: weight of the relational loss.
-        loss: a loss of embeddings and classes to add.
+        loss: a further loss of embeddings and classes.
         loss_weight: weight of `loss`.
     """
 
@@ -47,7 +48,7 @@ class Distillation(nn.Module):
             raise ValueError(
                 f"there are {len(teacher)} embeddings of the teacher and {len(classes)} classes"
             )
-        # they come from the teacher's file again, so checkpoints do not keep them
+        # not persistent, because a resumed run reads them from the teacher's file again
         self.register_buffer("teacher", teacher, persistent=False)
         self.register_buffer("classes", classes, persistent=False)
         self.cosine, self.relational = cosine, relational
@@ -63,7 +64,7 @@ class Distillation(nn.Module):
     ) -> Tensor:
         """Return the weighted sum, a scalar; see `retrieval.plugin.Loss`."""
         if indices_tuple is not None or ref_emb is not None:
-            raise ValueError("distillation compares with the teacher: no miner, no ref_emb")
+            raise ValueError("core.distillation takes neither ref_emb nor a miner's indices")
         x = full_precision(embeddings)
         target = self.teacher[labels].to(x.dtype)
         total = self.cosine * (1 - nn.functional.cosine_similarity(x, target)).mean()
@@ -75,10 +76,10 @@ class Distillation(nn.Module):
 
 
 def relations(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean Huber loss between both models' distances within a batch, a scalar.
+    """Return the mean Huber loss between the two models' distances within a batch, a scalar.
 
-    Each model's distances are divided by their mean. Park et al., "Relational Knowledge
-    Distillation", CVPR 2019, equations 4 to 6.
+    The distances of each model are first divided by their mean. Source: Park et al., "Relational
+    Knowledge Distillation", CVPR 2019, equations 4 to 6.
 
     Args:
         student: embeddings (B, C).
@@ -108,27 +109,27 @@ def distillation(
     loss: Annotated[nn.Module | None, Part("losses")] = None,
     loss_weight: Weight = 1.0,
 ) -> Distillation:
-    """Learn the embeddings of a larger model, the teacher, and their relations; needs no labels.
+    """Learn the embeddings of a larger model, the teacher, and their relations, without labels.
 
-    1 − cos(embedding, teacher's embedding), plus the relational loss of Park et al., "Relational
-    Knowledge Distillation", CVPR 2019, equations 4 to 6. `retrieval distill` writes the teacher's
-    file and the recipe, which sets `[augmentation] positives = "item"`.
+    The loss is the mean of 1 − cos(embedding, teacher's embedding) plus the relational loss of Park
+    et al., "Relational Knowledge Distillation", CVPR 2019, equations 4 to 6. `retrieval distill`
+    writes the teacher's file and the recipe, which sets `[augmentation] positives = "item"`.
 
     Args:
-        teacher: NPZ file of `vectors` (N, embedding_size) and `classes` (N,), a row for each
-            training item in order.
+        teacher: NPZ file with `vectors` (N, embedding_size) and `classes` (N,), one row per
+            training item, in order.
         cosine: weight of the distance to the teacher's embeddings.
         relational: weight of the relational loss.
-        loss: a further loss of the items' classes, which compares items with one another.
-        loss_weight: weight of that loss.
+        loss: a further loss of the items' classes, one that compares items with one another.
+        loss_weight: weight of the further loss.
     """
     try:
         with np.load(teacher, allow_pickle=False) as file:
             vectors, labels = file["vectors"], file["classes"]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"[loss] teacher: {teacher} is no file of a teacher's embeddings ({error})."
-            " `retrieval distill` writes one."
+            f"[loss] teacher: {teacher} is not a file of a teacher's embeddings ({error})."
+            " `retrieval distill` writes such a file."
         ) from error
     if vectors.ndim != 2 or vectors.shape[1] != embedding_size or labels.dtype.kind != "i":
         raise ValueError(
@@ -137,7 +138,7 @@ def distillation(
         )
     if len(vectors) < classes:
         raise ValueError(
-            f"{teacher} holds embeddings of {len(vectors):,} items, and {classes:,} train: it"
+            f"{teacher} holds embeddings of {len(vectors):,} items, but {classes:,} items train: it"
             " belongs to other photos"
         )
     return Distillation(

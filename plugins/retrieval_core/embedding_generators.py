@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class HardestOfClass(Generator):
-    """Replaces each negative by the nearest to the anchor of several points of its class."""
+    """Base class: replaces each negative by the point nearest to the anchor."""
 
     space = "embeddings"
     classmates = True
@@ -30,21 +30,21 @@ class HardestOfClass(Generator):
         return points[apart.argmin(0), torch.arange(len(anchor), device=anchor.device)]
 
     def points(self, negative: Tensor, classmate: Tensor) -> list[Tensor]:
-        """Return the points to choose from, each (T, C)."""
+        """Return the candidate points for the negatives, each (T, C)."""
         raise NotImplementedError
 
 
 class SymmetricalSynthesis(HardestOfClass):
-    """Reflects a negative and another item of its class, each about the other.
+    """Reflects a negative and another item of its class about each other.
 
     Gu & Ko, "Symmetrical Synthesis for Deep Metric Learning" (AAAI 2020), as in the authors' code.
     The reflection of x about the axis through 0 and y is
 
         x' = α (x·u) u − x,  u = y / ‖y‖,  α = 2
 
-    of the length of x, and as similar to y as x is. Of the four points x, y, x' and y' the nearest
-    to the anchor becomes the negative. The paper also reflects the anchor and its positive; here
-    the anchor is a real item.
+    It has the length of x and the same similarity to y. The nearest to the anchor of x, y, x' and
+    y' becomes the negative. The paper also reflects the anchor and its positive; here the anchor
+    is a real item.
     """
 
     def points(self, negative: Tensor, classmate: Tensor) -> list[Tensor]:
@@ -61,7 +61,7 @@ class EmbeddingExpansion(HardestOfClass):
     """Divides the line between a negative and another item of its class into equal parts.
 
     Ko & Gu, "Embedding Expansion: Augmentation in Embedding Space for Deep Metric Learning" (CVPR
-    2020), as in the authors' code. Between x and y lie the n points
+    2020), as in the authors' code. The n points between x and y are
 
         x̄_k = (k x + (n + 1 − k) y) / (n + 1),  k = 1 … n
 
@@ -69,7 +69,7 @@ class EmbeddingExpansion(HardestOfClass):
     paper also divides the line between the anchor and its positive; here the anchor is a real item.
 
     Args:
-        inner: n, number of points between the two.
+        inner: n, number of points between x and y.
     """
 
     def __init__(self, inner: Annotated[int, Field(ge=1)] = 2) -> None:
@@ -88,6 +88,6 @@ class EmbeddingExpansion(HardestOfClass):
 
 
 def _reflected(x: Tensor, axis: Tensor) -> Tensor:
-    """Return rows reflected about the axes through 0 and other rows."""
+    """Return rows of `x` reflected about the axes through 0 and the rows of `axis`."""
     unit = functional.normalize(axis)
     return 2 * (x * unit).sum(1, keepdim=True) * unit - x

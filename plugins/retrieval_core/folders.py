@@ -39,17 +39,17 @@ def image_folder(
     label: str | None = None,
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read a folder that has one folder of images per class: `folder/CLASS/*.jpg`.
+    """Read a folder that has one subfolder of images per class: `folder/CLASS/*.jpg`.
 
-    If all folders in it are called `train`, `validation` (or `val`), `test`, `query` or `gallery`
-    and hold the class folders (`folder/train/CLASS/*.jpg`), they define the split. An item's key is
-    its path below `folder`.
+    If all its subfolders are called `train`, `validation` (or `val`), `test`, `query` or `gallery`
+    and contain the class folders (`folder/train/CLASS/*.jpg`), they define the split. An item's key
+    is its path below `folder`.
 
     Args:
         folder: the folder; a relative path starts at the working directory.
-        levels: names of several levels of folders, the highest first, such as ["brand", "model"]
-            for `folder/BRAND/MODEL/*.jpg`. All but the label's become metadata.
-        label: the level whose folder is an item's label; by default the last of `levels`.
+        levels: names of nested levels of folders, the outermost first, such as ["brand", "model"]
+            for `folder/BRAND/MODEL/*.jpg`. All levels but the label's become metadata.
+        label: the level whose folder name is an item's label; by default the last of `levels`.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
@@ -71,7 +71,7 @@ def image_folder(
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:
         plural = len(stray) > 1
-        where = "no class's folder" if levels is None else f"fewer than {len(names)} folders"
+        where = "no class folder" if levels is None else f"fewer than {len(names)} folders"
         raise DataError(
             f"{folder}: {len(stray):,} image{'s lie' if plural else ' lies'} in {where},"
             f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
@@ -111,28 +111,28 @@ def image_folder(
 
 
 def _levels(levels: list[str] | None, label: str | None) -> list[str]:
-    """Return the names of the levels of folders, after checking them and the label's.
+    """Return the checked names of the levels of folders.
 
     Raises:
-        DataError: names are missing or equal, or the label's level is none of them.
+        DataError: names are missing or equal, or the label is none of them.
     """
     if levels is None and label is None:
         return ["class"]
     names = levels or []
     if not all(name.strip() for name in names) or len({*names}) < max(1, len(names)):
         raise DataError(
-            "[data] levels: name each level of folders once, the highest first, such as"
+            "[data] levels: name each level of folders once, the outermost first, such as"
             ' levels = ["brand", "model"].'
         )
     if label is not None and label not in names:
         raise DataError(
-            f"[data] label: '{label}' is none of levels = {names}.{did_you_mean(label, names)}"
+            f"[data] label: '{label}' is not in levels = {names}.{did_you_mean(label, names)}"
         )
     return names
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Return the sorted subfolders of a folder, without hidden ones."""
+    """Return the subfolders of a folder, sorted, without hidden ones."""
     try:
         return sorted(
             place for place in folder.iterdir() if place.is_dir() and not place.name.startswith(".")
@@ -154,9 +154,9 @@ def manifest(
     these columns and the values of `split` and `role` may be in capitals. The file is UTF-8 and
     separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
-    OML's files (open-metric-learning) are read as they are. Where `is_query` and `is_gallery` are,
-    the rows of `split` validation are the test side: in both roles, or each in one of them. `x_1`,
-    `x_2`, `y_1` and `y_2` are the left, right, top and bottom of an item's box.
+    Files of OML (open-metric-learning) are read as they are. If they have the columns `is_query`
+    and `is_gallery`, the validation rows are the test side: either all in both roles, or each in
+    one role. `x_1`, `x_2`, `y_1` and `y_2` are the left, right, top and bottom of an item's box.
 
     Args:
         manifest: the CSV file; a relative path starts at the working directory.
@@ -221,7 +221,7 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
     if not row[path]:
         return f"{path} is empty."
     if is_missing_text(row[label]):
-        written = f": '{row[label]}' stands for a missing one" if row[label] else ""
+        written = f": '{row[label]}' stands for a missing value" if row[label] else ""
         return f"{row[path]} has no {label}{written}."
     split, role = row.get("split"), row.get("role")
     if split is not None and split not in SPLITS and not (split == "" and role):
@@ -237,7 +237,7 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
 
 
 def _box(row: Row) -> tuple[Box | None, str]:
-    """Return the box of a row of OML's, or `None` for the whole image, and its problem or ""."""
+    """Return the box of an OML row, or `None` for the whole image, and its problem or ""."""
     edges = [row[name] for name in BOX]
     if all(is_missing_text(edge) for edge in edges):
         return None, ""
@@ -251,7 +251,7 @@ def _box(row: Row) -> tuple[Box | None, str]:
 
 
 def _read_table(file: Path, root: Path, path: str, label: str) -> CsvTable:
-    """Return the file's table, with normalised values of `split` and `role`."""
+    """Return the file's table with `split` and `role` in canonical form."""
     if not file.exists():
         raise DataError(
             f"[data] manifest: {file} does not exist. Relative paths start at {Path.cwd()}."
@@ -271,7 +271,7 @@ def _read_table(file: Path, root: Path, path: str, label: str) -> CsvTable:
 
 
 def _flags_to_roles(table: CsvTable) -> None:
-    """Turn OML's `is_query` and `is_gallery` into roles, and its validation into the test side."""
+    """Convert OML's `is_query` and `is_gallery` to roles, and its validation to the test side."""
     flags = [tuple(row[flag].lower() in _TRUE for flag in FLAGS) for _, row in table.rows]
     both = [line for (line, _), flag in zip(table.rows, flags, strict=True) if all(flag)]
     mixed = both and any(query != gallery for query, gallery in flags)
@@ -281,8 +281,8 @@ def _flags_to_roles(table: CsvTable) -> None:
         row["role"] = "" if both else "query" if query else "gallery" if gallery else ""
     if mixed:
         problem = (
-            f"is_query and is_gallery are both true (and in {len(both) - 1:,} more lines), and"
-            " other rows have one role only. Either all rows of the test side have both, or each"
-            " has one of them."
+            f"is_query and is_gallery are both true (and in {len(both) - 1:,} more lines), but"
+            " other rows have one role only. Either all rows of the test side must have both"
+            " roles, or each must have one."
         )
         table.problems.append((both[0], problem))

@@ -1,4 +1,4 @@
-"""Metrix: mixup for losses of pairs."""
+"""Metrix: a contrastive loss with mixup."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ Positive = Annotated[float, Field(gt=0)]
 
 @traits(ref_emb=False)
 class Metrix(CheckedLoss):
-    """The contrastive loss, also of an anchor with a mixture of a positive and a negative.
+    """A contrastive loss that also mixes a positive and a negative of each anchor.
 
     Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos & Avrithis, "It Takes Two to Tango: Mixup
     for Deep Metric Learning" (ICLR 2022), Metrix/embed with the contrastive loss, as in the
-    authors' code. A triplet (a, p, n) of unit vectors has the mixture v = λ p + (1 − λ) n, scaled
-    to unit length, and to the extent λ it is a positive, to 1 − λ a negative:
+    authors' code. A triplet (a, p, n) of unit vectors gives the mixture v = λ p + (1 − λ) n, scaled
+    to unit length. It counts as a positive with weight λ and as a negative with weight 1 − λ. With
+    the Euclidean distance d, the four terms are
 
         [d(a, p) − m₊]₊,  [m₋ − d(a, n)]₊,  w λ [d(a, v) − m₊]₊,  w (1 − λ) [m₋ − d(a, v)]₊
 
-    with Euclidean d. The loss is the sum of the means of the four, each over its numbers above 0.
-    One λ is drawn from Beta(α, α) for each batch.
+    Each term is averaged over its numbers above 0, and the loss is the sum of the four averages.
+    Each batch draws one λ from Beta(α, α).
 
     Args:
         positive_margin: m₊, the distance up to which a positive costs nothing.
         negative_margin: m₋, the distance from which on a negative costs nothing.
         alpha: α of the distribution of λ.
         weight: w, weight of the mixtures.
-        reducer: reduces each of the four to one number; the default is the mean of those above 0.
+        reducer: reduces each term to one number; the default is the mean of the numbers above 0.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Metrix(CheckedLoss):
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
         if ref_emb is not embeddings:
-            raise ValueError("core.metrix mixes the items of a batch: it takes no ref_emb")
+            raise ValueError("core.metrix mixes items of a batch and takes no ref_emb")
         if indices_tuple is None:
             a, p, b, n = indices_utils.get_all_pairs_indices(labels)
         else:
@@ -79,7 +80,7 @@ class Metrix(CheckedLoss):
         cosine = unit @ unit.T
         part = torch._sample_dirichlet(cosine.new_full((2,), self.alpha).detach())[0]
         rest = 1 - part
-        # v has the cosine (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖ with a
+        # the cosine of a and v is (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖
         length = part**2 + rest**2 + 2 * part * rest * cosine[positive, negative]
         mixed = part * cosine[anchor, positive] + rest * cosine[anchor, negative]
         distance = _distance(mixed / length.clamp(min=1e-6).sqrt())
@@ -112,7 +113,7 @@ class Metrix(CheckedLoss):
 def _triplets(
     indices: Any, a: Tensor, p: Tensor, b: Tensor, n: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a miner's triplets, or all triplets of pairs with one anchor."""
+    """Return a miner's triplets, or all triplets that pairs with the same anchor form."""
     if indices is not None and len(indices) == 3:
         return a, p, n
     which, other = (a[:, None] == b).nonzero(as_tuple=True)
@@ -120,5 +121,5 @@ def _triplets(
 
 
 def _distance(cosine: Tensor) -> Tensor:
-    """Return Euclidean distances of unit vectors; the root has no gradient at 0."""
+    """Return Euclidean distances of unit vectors, clamped since the root has no gradient at 0."""
     return (2 - 2 * cosine).clamp(min=1e-12).sqrt()

@@ -1,4 +1,4 @@
-"""From the feature map or tokens of a network to one vector: averages, GeM, a grid of positions."""
+"""Pooling of a network's feature map or tokens to one vector: averages, GeM, grids."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ TokenPool = Literal["cls", "mean", "cls+mean", "gem", "grid"]
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
 """The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
 _FLAT = 1e-6
-"""Added under the signed root: near zero the root becomes a line and its gradient stays finite."""
+"""Added under the signed root, so that its gradient stays finite near zero."""
 
 
 class Pool(nn.Module):
-    """One vector of each feature map (B, C, h, w).
+    """Pools each feature map (B, C, h, w) to one vector.
+
+    GeM is the generalised mean (mean x^p)^(1/p) with a learned exponent p, at first 3, and with x
+    at least 10⁻⁶ (Radenović, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human
+    Annotation", TPAMI 2019, equation 3).
 
     Args:
-        kind: `mean` and `max` over all positions (B, C); `gem`, their generalised mean (B, C) with
-            a learned exponent p, (mean x^p)^(1/p), p = 3 at first (Radenović, Tolias & Chum,
-            "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, equation 3; x
-            is at least 10⁻⁶); `grid`, the means of the cells of a grid (B, C × cells²).
+        kind: `mean`, `max` or `gem` over all positions, (B, C); or `grid`, the means of the cells
+            of a grid, (B, C × cells²).
         size: height and width of the maps.
         cells: number of cells per side of the grid.
 
@@ -42,14 +44,14 @@ class Pool(nn.Module):
         if kind == "grid":
             if cells > min(size):
                 raise ValueError(
-                    f"pool: the last map has {size[0]} × {size[1]} positions, a grid of {cells} ×"
-                    f" {cells} is finer. Set cells to {min(size)} or less"
+                    f"pool: the last map has {size[0]} × {size[1]} positions, but the grid has"
+                    f" {cells} × {cells} cells. Set cells to {min(size)} or less"
                 )
             self.register_buffer("rows", averages(cells, size[0]), persistent=False)
             self.register_buffer("columns", averages(cells, size[1]).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return vectors of maps (B, C, h, w)."""
+        """Return one vector per map (B, C, h, w)."""
         if self.kind == "grid":
             return (self.get_buffer("rows") @ x @ self.get_buffer("columns")).flatten(1)
         if self.kind == "max":
@@ -60,19 +62,20 @@ class Pool(nn.Module):
 
 
 class Pooled(nn.Module):
-    """A network that ends in maps or tokens, and one vector of them.
+    """A network whose last maps or tokens are pooled to one vector.
 
     Args:
-        network: maps images to maps (B, C, h, w), or tokens (B, N, C) in rows of a square.
-        pool: `cls`, the class token; `mean`, `gem` or `grid` of the positions, see `Pool`;
-            `cls+mean`, class token and mean, one after the other.
+        network: returns maps (B, C, h, w) or tokens (B, N, C); tokens form a square, row by row.
+        pool: `cls` is the class token; `mean`, `gem` and `grid` pool the positions as in `Pool`;
+            `cls+mean` concatenates class token and mean.
         cells: number of cells per side of the grid.
-        preprocessing: gives the size of the images.
+        preprocessing: preprocessing that sets the size of the images.
         prefix: number of tokens before those of positions; the first is the class token.
         channels_last: whether maps are (B, h, w, C).
 
     Raises:
-        ValueError: there is no class token or no square of positions, or the grid is finer.
+        ValueError: the network has no class token or no square of positions, or the grid is finer
+            than the map.
     """
 
     def __init__(
@@ -97,7 +100,9 @@ class Pooled(nn.Module):
         if output.ndim == 3:
             self.side = round((output.shape[1] - prefix) ** 0.5)
             if self.side**2 != output.shape[1] - prefix:
-                raise ValueError(f'pool = "{pool}": its tokens are no square of positions')
+                raise ValueError(
+                    f'pool = "{pool}": the model\'s tokens form no square of positions'
+                )
         if kind in get_args(MapPool):
             maps = self._maps(output)
             self.pool = Pool(kind, (maps.shape[2], maps.shape[3]), cells)  # type: ignore[arg-type]
@@ -111,7 +116,7 @@ class Pooled(nn.Module):
         return torch.cat(parts, dim=1)
 
     def output(self, x: Tensor) -> Tensor:
-        """Return the network's maps or tokens; timm's models have a method for it."""
+        """Return the network's maps or tokens, from timm's `forward_features` if it exists."""
         network: Any = self.network
         output: Tensor = getattr(network, "forward_features", network)(x)
         return output
@@ -125,21 +130,21 @@ class Pooled(nn.Module):
 
 
 class Levels(nn.Module):
-    """Several levels of a network, each averaged over a grid, concatenated to one vector.
+    """Averages several levels of a network over grids and concatenates them to one vector.
 
-    Late layers distinguish kinds of objects, early layers strokes and their positions; which of
-    them separates new classes is not known beforehand. Each level goes through a signed square root
+    Late layers distinguish kinds of objects, early layers strokes and their positions. Which level
+    separates new classes best is not known in advance. Each level goes through a signed square root
     (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and is scaled to unit length, so
-    that all levels have the same weight.
+    that all levels have equal weight.
 
     Args:
-        network: an EfficientNet of timm, or a net of timm's `features_only`.
-        preprocessing: how images are prepared; the level "image" undoes the normalisation.
+        network: an EfficientNet of timm, or a timm model built with `features_only`.
+        preprocessing: preprocessing of the images, whose normalisation the level "image" undoes.
         levels: number of grid cells per side for each level.
-        names: the levels whose maps a net of `features_only` returns, in its order.
+        names: the levels that a `features_only` model returns, in order; `None` for EfficientNet.
 
     Raises:
-        ValueError: there is no level, or a grid is finer than its level's map.
+        ValueError: `levels` is empty, or a grid is finer than its level's map.
     """
 
     mean: Tensor
@@ -167,13 +172,13 @@ class Levels(nn.Module):
         )
         maps = tried(self, self._maps, preprocessing)
         too_fine = [
-            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} cells, its grid would have"
-            f" {grid} × {grid}"
+            f"{level} has {' × '.join(map(str, maps[level].shape[2:]))} positions, but its grid has"
+            f" {grid} × {grid} cells"
             for level, grid in self.grids.items()
             if grid > min(maps[level].shape[2:])
         ]
         if too_fine:
-            raise ValueError(f"levels: {'; '.join(too_fine)}. Take coarser grids or a larger size")
+            raise ValueError(f"levels: {'; '.join(too_fine)}. Use coarser grids or a larger size")
         for level, grid in self.grids.items():
             height, width = maps[level].shape[2:]
             self.register_buffer(f"rows_{level}", averages(grid, height), persistent=False)
@@ -211,7 +216,7 @@ class Levels(nn.Module):
 
 
 def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preprocessing) -> T:
-    """Return what a method of a module gives for one black image, in evaluation mode."""
+    """Return the result of `call` for one black image, with the module in evaluation mode."""
     training = module.training
     module.eval()
     try:
@@ -222,10 +227,10 @@ def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preproc
 
 
 def averages(cells: int, length: int) -> Tensor:
-    """Return the matrix (cells, length) that does adaptive average pooling along one axis.
+    """Return the matrix (cells, length) of adaptive average pooling along one axis.
 
-    The TorchScript exporter, which frozen features need, supports adaptive pooling only for lengths
-    that divide evenly.
+    The TorchScript exporter, which frozen features need, supports torch's adaptive pooling only for
+    lengths that divide evenly.
     """
     matrix = torch.zeros(cells, length)
     for cell in range(cells):

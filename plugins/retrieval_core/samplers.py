@@ -1,4 +1,4 @@
-"""Samplers beside P classes × M items: any items, classes of one group, classes that are near."""
+"""Samplers of random items, of classes in the same group, and of classes that are near."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Batches = list[NDArray[np.int64]]
 
 
 class RandomItems(BatchSampler):
-    """P × M random items, whatever their classes, as for classifiers and unlabelled data.
+    """P × M random items of any classes, for classifiers and unlabelled data.
 
-    Each item comes once before any comes again, as with a shuffled data loader.
+    No item repeats before all items have been drawn, as with a shuffled data loader.
     """
 
     def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> Batches:
@@ -28,18 +28,17 @@ class RandomItems(BatchSampler):
 
 
 class Hierarchical(BatchSampler):
-    """P classes of few coarser groups, such as species of two genera, and M items of each.
+    """P classes from few coarser groups, such as species of two genera, and M items of each class.
 
-    Classes of one group look alike, so a batch holds harder negatives. A group with too few classes
-    gives those that it has, and further groups the others.
+    Classes of one group look alike, so a batch holds harder negatives. If a group has too few
+    classes, further groups fill the batch.
     """
 
     def __init__(self, level: str, groups: Annotated[int, Field(ge=1)] = 2) -> None:
         """Choose groups.
 
         Args:
-            level: the column of metadata that holds the coarser label, such as `genus`; one of
-                `[evaluate] levels`.
+            level: column of metadata with the coarser label, such as `genus`.
             groups: number of groups in a batch.
         """
         self.level, self.groups = level, groups
@@ -92,11 +91,11 @@ class Hierarchical(BatchSampler):
 class HardClasses(BatchSampler):
     """P classes that the model confuses, and M items of each.
 
-    A batch begins with a random class. Then the class whose mean embedding is nearest to one that
-    the batch has joins it, until there are P. This is "hard negative class mining" of Sohn,
-    "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (NIPS 2016), with
-    the mean of a class where the paper embeds one or two examples. All training items pass through
-    the model once in each epoch.
+    A batch starts with a random class. Until it has P classes, it adds the class whose mean
+    embedding is nearest to that of a class in the batch. This is the "hard negative class mining"
+    of Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (NIPS 2016),
+    except that the paper uses one or two examples of a class instead of its mean. In each epoch
+    the model also embeds all training items once.
     """
 
     uses_embeddings = True
@@ -105,8 +104,8 @@ class HardClasses(BatchSampler):
         """Choose candidates.
 
         Args:
-            candidates: number of random classes that a batch's classes are chosen from; fewer make
-                batches more random.
+            candidates: number of random classes from which a batch chooses its classes. With fewer
+                candidates batches are more random.
         """
         self.candidates = candidates
 
@@ -139,7 +138,7 @@ class HardClasses(BatchSampler):
 
 
 def _nearest(means: NDArray[np.float64], count: int) -> list[int]:
-    """Return the first row, and again and again the row that is nearest to one of those."""
+    """Return `count` rows: the first, then repeatedly the row nearest to any chosen row."""
     chosen = [0]
     nearest = np.full(len(means), np.inf)
     while len(chosen) < count:

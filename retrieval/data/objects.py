@@ -1,4 +1,4 @@
-"""`as_dataset`: datasets of the objects that people have."""
+"""`as_dataset`: turns objects of other libraries into datasets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LABELS = ("targets", "labels", "_labels", "y")
 _PAIRS = ("samples", "_samples", "imgs")
 _PLAIN = (str, int, float, bool, np.generic)
 _LARGEST_IN_MEMORY = 1 << 28
-"""Bytes of real pixels that become an array at once; larger ones are converted one by one."""
+"""Floating-point images of up to this many bytes become one array; more are read one by one."""
 
 
 def as_dataset(
@@ -40,25 +40,26 @@ def as_dataset(
 ) -> Dataset:
     """Return an object of another library as a dataset.
 
-    An image is a path, an encoded image's bytes, a Pillow image, pixels (H, W) or (H, W, 3) as
-    uint8 or as real numbers from 0 to 1, or a tensor of such pixels with channels first. A vector
-    (F,) in its place makes a dataset of features. Items are read when they are used, so the
-    object's own transforms run; they must not be random, nor normalise pixels.
+    An image is a path, the bytes of an image file, a Pillow image, an array (H, W) or (H, W, 3) of
+    uint8 or of floats from 0 to 1, or a tensor of such pixels with channels first. If items are
+    vectors (F,) instead, the result is a dataset of features. Items are read when they are used, so
+    the object's own transforms run; they must neither be random nor normalise pixels.
 
     Args:
-        obj: a dataset of PyTorch with `len` and items (image, label) or {"image": …, "label": …}; a
-            Hugging Face `Dataset`; a pandas `DataFrame`; a pair `(images, labels)`; or a dictionary
-            of any of these by side: "train", "validation", "test", or "query" and "gallery".
+        obj: a PyTorch dataset with a length and items (image, label) or {"image": …, "label": …};
+            a Hugging Face `Dataset`; a pandas `DataFrame`; a pair `(images, labels)`; or a
+            dictionary of these with the keys "train", "validation", "test", or "query" and
+            "gallery".
         image: column, key or position of the image, by default "image" or 0.
         label: column, key or position of the label, by default "label" or 1.
-        split: column of the sides ("train", "validation" or "test"), by default "split" if there
-            is one; for an object without columns, one side per item.
+        split: column of the sides ("train", "validation" or "test"), by default "split" if it
+            exists. For an object without columns, a list with one side per item.
         metadata: columns to keep for evaluation, by default all others that hold text, numbers or
-            booleans; for an object without columns, one dictionary per item.
+            booleans. For an object without columns, a list with one dictionary per item.
         name: name of the data in error messages.
 
     Raises:
-        DataError: the object is none of these, or lacks a column.
+        DataError: the object has none of these types, or lacks a column.
     """
     if isinstance(obj, Dataset):
         return obj
@@ -80,7 +81,7 @@ def as_dataset(
     if columns is not None:
         return _Table(obj, [*columns], name).dataset(image, label, split, metadata)
     if isinstance(split, str):
-        raise DataError(f"{name} has no columns: give split as a list with one side per item.")
+        raise DataError(f"{name} has no columns: pass split as a list with one side per item.")
     further = {"splits": sides(split), "metadata": metadata}
     if isinstance(obj, tuple) and len(obj) == 2 and hasattr(obj[1], "__len__"):
         return _of_images(obj[0], _texts(obj[1], (), name), name, **further)
@@ -88,17 +89,17 @@ def as_dataset(
         hasattr(obj, "__len__") and hasattr(obj, "__getitem__")
     ):
         raise DataError(
-            f"{name} cannot be read: give a dataset of PyTorch with a length and items (image,"
-            " label), a Hugging Face Dataset, a DataFrame, or a pair (images, labels)."
+            f"{name} cannot be read: pass a PyTorch dataset with a length and items (image, label),"
+            " a Hugging Face Dataset, a DataFrame, or a pair (images, labels)."
         )
     return _of_items(obj, image, label, name, further)
 
 
 class ItemDataset(Dataset):
-    """A dataset of images that a function returns, read one at a time.
+    """A dataset of images that a function reads one at a time.
 
     Args:
-        read: returns image `index` in any form that `as_dataset` takes.
+        read: returns the image with an index, in any form that `as_dataset` accepts.
         labels: one label per item.
         keys: one name per item; the default is the item's number.
         name: name of the data in error messages.
@@ -136,7 +137,7 @@ class ItemDataset(Dataset):
 
 
 def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what another library reads; its errors become a `DataError` that names the place."""
+    """Return `read(*arguments)`; errors of other libraries become a `DataError` about `where`."""
     try:
         return read(*arguments)
     except DataError:
@@ -147,8 +148,8 @@ def reading(where: str, read: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _image(item: Any, where: str) -> Image:
-    """Return an image of any form, decoded."""
-    if isinstance(item, Mapping):  # as `datasets.Image(decode=False)` gives it
+    """Return an image of any form as a Pillow image."""
+    if isinstance(item, Mapping):  # from `datasets.Image(decode=False)`
         item = item.get("bytes") or item.get("path")
     pixels: Any = as_list(item)[0] if item is not None else None
     try:
@@ -159,7 +160,7 @@ def _image(item: Any, where: str) -> Image:
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     if not hasattr(pixels, "getdata"):
-        raise DataError(f"{where} is no image but an object of type {type(pixels).__name__}.")
+        raise DataError(f"{where} is an object of type {type(pixels).__name__}, not an image.")
     image: Image = pixels
     return image
 
@@ -192,14 +193,14 @@ def _of_images(images: Any, labels: list[str], name: str, **further: Any) -> Dat
 
 
 class _Table:
-    """A Hugging Face `Dataset` or a `DataFrame`, by columns."""
+    """A Hugging Face `Dataset` or a `DataFrame`."""
 
     def __init__(self, table: Any, columns: list[Any], name: str) -> None:
         self.table, self.columns, self.name = table, columns, name
         self.features = getattr(table, "features", {})
 
     def column(self, name: Any) -> list[Any]:
-        """Return a column's values; those of a Hugging Face `ClassLabel` are names."""
+        """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
         values = self.table[name]
         values = values.tolist() if hasattr(values, "tolist") else list(values)
         names = getattr(self.features.get(name), "names", None)
@@ -259,8 +260,8 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
     first = reading(f"{name} item 0", obj.__getitem__, 0)
     if not isinstance(first, tuple | list | Mapping) or len(first) < 2:
         raise DataError(
-            f"{name} gave an object of type {type(first).__name__} for item 0, and an item is a"
-            ' tuple (image, label) or a dictionary {"image": …, "label": …}.'
+            f"Item 0 of {name} is an object of type {type(first).__name__}. It must be a tuple"
+            ' (image, label) or a dictionary {"image": …, "label": …}.'
         )
     default: tuple[Any, Any] = ("image", "label") if isinstance(first, Mapping) else (0, 1)
     place: Any = default[0] if image is None else image
@@ -270,7 +271,7 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
         if chosen not in held:
             raise DataError(f"{name}: an item has no {chosen!r} (it has: {[*held]}).")
     values = _listed_labels(obj) if label is None else None
-    # a dataset's `target_transform` may give other labels than it lists
+    # `target_transform` may change the labels that a dataset lists
     if values is None or _texts(values[:1], (), name) != _texts([first[other]], (), name):
         values = [reading(f"{name} item {i}", lambda i=i: obj[i][other]) for i in range(len(obj))]
     labels = _texts(values, getattr(_innermost(obj), "classes", None), name)
@@ -291,7 +292,7 @@ def _item(obj: Any, place: Any, index: int) -> Any:
 
 
 def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
-    """Return the array `data` of torchvision's classes if items are its rows, else `None`."""
+    """Return the array `data` of a torchvision dataset if its rows are the items, else `None`."""
     data = getattr(obj, "data", None)
     array = None if data is None or not hasattr(data, "__len__") else np.asarray(data)
     if array is None or array.dtype != np.uint8 or len(array) != len(obj):
@@ -307,7 +308,7 @@ def _innermost(obj: Any) -> Any:
 
 
 def _listed_labels(obj: Any) -> list[Any] | None:
-    """Return the labels that a dataset lists, so that no image is decoded for them."""
+    """Return the labels that a dataset lists, or `None`; reading them decodes no image."""
     if hasattr(obj, "indices") and hasattr(obj, "dataset"):  # torch's Subset
         whole = _listed_labels(obj.dataset)
         return None if whole is None else [whole[i] for i in obj.indices]
@@ -323,7 +324,7 @@ def _listed_labels(obj: Any) -> list[Any] | None:
 
 
 def _texts(values: Any, classes: Any, name: str) -> list[str]:
-    """Return labels as text, as class names where `classes` has them; "" is a missing label."""
+    """Return labels as text, with the names in `classes` for numbers; "" is a missing label."""
     values = values.tolist() if hasattr(values, "tolist") else values
     names = list(classes) if isinstance(classes, list | tuple) else []
     texts = []
@@ -332,7 +333,7 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
         if is_missing(plain):
             texts.append("")
         elif isinstance(plain, bool) or not isinstance(plain, int | str):
-            raise DataError(f"{name} has no class for each image, but {str(plain)[:60]}.")
+            raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")
         else:
             named = isinstance(plain, int) and 0 <= plain < len(names)
             texts.append(str(names[int(plain)] if named else plain))
@@ -340,7 +341,7 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
 
 
 def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
-    """Return datasets end to end, each as one side."""
+    """Return datasets joined into one, each as one side of the split."""
     known = [
         SIDES.get(str(side).lower(), (str(side), ""))
         for side, part in parts.items()
@@ -365,7 +366,7 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
 
 
 class _Parts:
-    """Reads items of datasets that lie end to end."""
+    """Reads an item of joined datasets by its index in the whole."""
 
     def __init__(self, parts: list[Dataset]) -> None:
         self.parts = parts

@@ -1,4 +1,4 @@
-"""Which items a batch holds: P classes × M items, or what a batch sampler of torch says."""
+"""Batch samplers: P classes × M items, or any batch sampler of torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 class ClassBalanced(BatchSampler):
     """P random classes and M random items of each.
 
-    Items repeat only in a class with fewer than M. Items of a class are adjacent. The draw equals
-    that of pytorch-metric-learning's `MPerClassSampler`, which is not used because it draws from a
-    generator shared by all threads and loads scikit-learn, pandas and FAISS.
+    Items repeat only if a class has fewer than M. Items of a class are adjacent. Batches equal
+    those of pytorch-metric-learning's `MPerClassSampler`, which draws from a generator that all
+    threads share.
     """
 
     def batches(self, items: TrainingItems) -> int:
@@ -45,7 +45,7 @@ class ClassBalanced(BatchSampler):
     ) -> list[NDArray[np.int64]]:
         """Return the batches of an epoch."""
         by_class = rows_by_class(items.labels)
-        # shuffling a list of arrays gives the same order, five times as slowly
+        # shuffling the list of arrays itself gives the same order but takes five times as long
         numbers = np.arange(len(by_class))
         drawn = []
         for _ in range(items.batches):
@@ -74,10 +74,10 @@ def rows_of(
 class TorchBatches(BatchSampler):
     """A batch sampler of torch, or any object that yields batches of positions and has a length.
 
-    It may draw from the global generators of torch, numpy and Python, which are seeded for each
-    epoch and restored, or from its own. A resumed run draws the earlier epochs again on a copy of
-    the sampler, so that whatever it keeps is as it was. A sampler with `set_epoch` is told the
-    epoch.
+    It may draw from the global generators of torch, NumPy and Python, which are seeded for each
+    epoch and restored afterwards, or from its own. A resumed run draws the earlier epochs again on
+    a copy of the sampler, which restores the sampler's state. `set_epoch` is called before each
+    epoch, if the sampler has it.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -124,7 +124,11 @@ def random_of(seed: int, epoch: int) -> np.random.RandomState:
 
 
 def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
-    """Return what a factory gave as a `BatchSampler`, or raise a `PluginError`."""
+    """Return the result of a sampler's factory as a `BatchSampler`.
+
+    Raises:
+        PluginError: it is no sampler.
+    """
     if isinstance(sampler, BatchSampler):
         return sampler
     if not (hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")):
@@ -139,7 +143,7 @@ def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
 def training_items(
     table: Sampler, labels: NDArray[np.int64], metadata: Sequence[Mapping[str, Any]] | None
 ) -> TrainingItems:
-    """Return what a batch sampler chooses from by `[sampler]`."""
+    """Return the training items and the batch size and count of `[sampler]`, for a sampler."""
     batches = table.batches or max(1, len(labels) // (table.classes * table.items))
     return TrainingItems(labels, metadata, table.classes, table.items, batches)
 
@@ -154,8 +158,8 @@ def drawn_batches(
     """Return an epoch's batches as positions in `items.labels`, checked.
 
     Raises:
-        PluginError: the sampler fails, gives another number of batches than it said, or something
-            else than positions.
+        PluginError: the sampler fails, draws a number of batches that differs from its length, or
+            returns anything but positions.
     """
     who, items = f"The sampler {type(sampler).__name__}", replace(items, embeddings=embeddings)
     if isinstance(sampler, TorchBatches):
@@ -165,14 +169,14 @@ def drawn_batches(
         drawn = [np.asarray(batch) for batch in batches]
     if len(drawn) != (count := sampler.batches(items)):
         raise PluginError(
-            f"{who} drew {len(drawn)} batches for epoch {epoch}, and its length is {count}."
+            f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
     for batch in drawn:
         whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
         if not whole or batch.min() < 0 or batch.max() >= len(items.labels):
             raise PluginError(
                 f"{who} drew a batch that is not a list of positions among the {len(items.labels)}"
-                " items that train, numbered from 0."
+                " training items, numbered from 0."
             )
     return [batch.astype(np.int64) for batch in drawn]
 

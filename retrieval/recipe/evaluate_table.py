@@ -20,12 +20,12 @@ class Rerank(Section):
 
 
 class Expansion(Section):
-    """`[evaluate] expand`, `augment`: replace an item by the mean of itself and its neighbours."""
+    """`[evaluate] expand` and `augment`: replace items by means with their neighbours."""
 
     k: Count = Field(5, description="Number of neighbours.")
     alpha: Annotated[float, Field(ge=0.0)] = Field(
         0.0,
-        description="A neighbour's weight is its cosine to this power α. With 0, all are equal.",
+        description="α: a neighbour's weight is its cosine to the power α. 0 weighs all equally.",
     )
 
 
@@ -35,64 +35,68 @@ class Evaluate(Section):
     metrics: list[str | dict[str, Any]] = Field(
         ["recall_at_1", "recall_at_2", "recall_at_4", "recall_at_8", "r_precision", "map_at_r"],
         description=(
-            "Metrics by name; a plugin's metric as `PLUGIN.NAME`, with parameters as `{ name ="
+            "Names of metrics. A plugin's metric is `PLUGIN.NAME`, or with parameters `{ name ="
             ' "core.recall_at", k = 5 }`.'
         ),
     )
     clusters: bool = Field(
-        False, description="Adds NMI and F1 of k-means clusters, with k = number of classes."
+        False, description="Adds NMI and F1 of k-means clusters, where k is the number of classes."
     )
     exclude: str | None = Field(
         None,
         description=(
-            "A column of the metadata, such as `camera`. For each query, gallery items with the"
-            " same value are left out, as in cross-camera, cross-vendor or cross-session search."
+            "A column of metadata, such as `camera`. A query skips gallery items with its own"
+            " value, as in cross-camera, cross-vendor or cross-session search."
         ),
     )
     exclude_label: Literal["any", "same"] = Field(
         "any",
         description=(
-            "Which of those items are left out: those of `any` label, or only those of the `same`"
-            " label as the query, so that the others stay as distractors (as in the protocols of"
-            " Market-1501 and VeRi-776)."
+            "Which of these items a query skips: `any` skips them all; `same` skips only those"
+            " with the query's label, so that the others stay as distractors (as in the protocols"
+            " of Market-1501 and VeRi-776)."
         ),
     )
     levels: list[str] = Field(
         [],
         description=(
-            "Columns of metadata with coarser classes, finest first, such as `genus`, `family`."
-            " `ndcg_at_K` then grades an item by the finest level that it shares with the query;"
-            " the label itself is the finest level."
+            "Columns of metadata with coarser classes than the label, finest first, such as"
+            " `genus`, `family`. `ndcg_at_K` then grades an item by the finest level that it shares"
+            " with the query; the label is the finest of all."
         ),
     )
     tags: str | None = Field(
         None,
         description=(
             "A column of metadata with several labels per item, separated by `;`. Items match if"
-            " they share a label; `ndcg_at_K` grades by the number of shared labels. Training"
-            " compares items by their one label, not by these."
+            " they share a label; `ndcg_at_K` grades by the number of shared labels. Training still"
+            " uses each item's single label."
         ),
     )
     by: str | None = Field(
         None,
         description=(
-            "A column of metadata, such as `vendor`. Adds metrics for the queries of each value."
+            "A column of metadata, such as `vendor`. Adds separate metrics for the queries of each"
+            " value."
         ),
     )
     gallery_items: Count | None = Field(
         None,
         description=(
-            "Number of random test items of each class in the gallery; the others are queries."
-            " Metrics are means over `repetitions`. 1 is the protocol of VehicleID. The default is"
-            " the data's own roles."
+            "Number of random test items of each class that form the gallery; the others are"
+            " queries. Metrics are means over `repetitions` draws. 1 is the protocol of VehicleID."
+            " By default the data's own roles decide."
         ),
     )
-    repetitions: Count = Field(10, description="Number of random galleries with `gallery_items`.")
+    repetitions: Count = Field(
+        10, description="Number of random galleries that `gallery_items` draws."
+    )
     open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
         [],
         description=(
-            "False acceptance rates. Adds DIR@FAR, the share of known queries that are found, at"
-            " thresholds that accept this share of queries whose class is not in the gallery."
+            "False acceptance rates. Each adds DIR@FAR: the share of queries that are identified"
+            " at the threshold that accepts this share of the queries whose class is not in the"
+            " gallery."
         ),
     )
     rerank: Rerank | None = Field(

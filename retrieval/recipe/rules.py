@@ -1,4 +1,4 @@
-"""Checks of names outside plugins' tables, and of tables that cannot be used together.
+"""Checks of a recipe's names, and of tables that cannot be used together.
 
 Each message names both sides of a conflict and says what to do.
 """
@@ -55,14 +55,14 @@ def _check_metric(
 
 
 def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
-    """Return advice for an unknown key: `accumulate`, or an argument of the class that is named."""
+    """Return advice for an unknown key, such as `accumulate` or an optimiser's argument."""
     from retrieval.recipe.optimizers import takes
 
     if place == ("train", "accumulate"):
         return (
-            " Adding up the gradients of several batches does not make a large one: a loss of pairs"
-            " would never compare items of different batches. Set the batch in [sampler], and chunk"
-            " to the rows that fit into memory."
+            " Adding up the gradients of several batches does not equal a large batch: a loss of"
+            " pairs would never compare items of different batches. Set the batch size in"
+            " [sampler], and [train] chunk to the number of rows that fit into memory."
         )
     section: Any = getattr(recipe, str(place[0]), None) if len(place) == 2 else None
     if not hasattr(section, "options") or str(place[1]) in type(section).model_fields:
@@ -85,7 +85,7 @@ def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
         )
     elif "learner" in present:
         problems += [
-            f"[{name}] goes with a [loss]; a [learner] has no use for it. Remove one of the two."
+            f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two."
             for name in ("combiner", "miner", "generator")
             if name in present
         ]
@@ -118,8 +118,8 @@ def _loss(recipe: Tables) -> list[str]:
         "losses", loss, lambda f: not any(p.per_width for p in f.parameters)
     ):
         problems.append(
-            f"[combiner] {combiner} compares whole codes, and {name} trains the beginnings of one"
-            " embedding. Remove one of the two."
+            f"[combiner] {combiner} compares whole codes, but {name} trains shortened embeddings."
+            " Remove one of the two."
         )
     elif combiner:
         if not _measures(plugins, loss):
@@ -140,25 +140,22 @@ def _loss(recipe: Tables) -> list[str]:
         )
     elif generator and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
-            f"[generator] {generator} makes a negative for each triplet, and {name} picks its own"
-            " pairs. Use a loss that takes them:"
+            f"[generator] {generator} makes a negative for each triplet, but {name} picks its own"
+            " pairs. Use a loss that takes triplets:"
             f" {alternatives(lambda f: f.supports_ref_emb and f.supports_miner)}."
         )
     if generator and recipe.train.mine == "after":
         if recipe.miner is None:
-            problems.append(
-                '[train] mine = "after" says when the miner picks, and there is none. Add a'
-                " [miner], or remove it."
-            )
+            problems.append('[train] mine = "after" needs a [miner]. Add one, or remove the key.')
         elif not plugins.every("miners", recipe.miner.table, lambda f: f.supports_ref_emb):
             problems.append(
-                f'[train] mine = "after" lets the miner pick from a reference set, and {miner}'
+                f'[train] mine = "after" needs a miner that picks from a reference set, but {miner}'
                 ' takes no `ref_emb`. Use mine = "before", or another miner.'
             )
     if miner and not plugins.every("losses", loss, lambda f: f.supports_miner):
         problems.append(
-            f"[miner] {miner} picks pairs or triplets, and {name} has no use for them. Remove the "
-            f"[miner], or use a loss that has: {alternatives(lambda f: f.supports_miner)}."
+            f"[miner] {miner} picks pairs or triplets, but {name} has no use for them. Remove the"
+            f" [miner], or use a loss that takes them: {alternatives(lambda f: f.supports_miner)}."
         )
     return problems
 
@@ -185,7 +182,7 @@ def _generator(recipe: Tables, present: set[str]) -> list[str]:
     if "generator" in present:
         return []
     problems = [
-        f"[[phase]] {phase.name}: trains only a generator, and the recipe has no [generator]."
+        f"[[phase]] {phase.name}: trains only a generator, but the recipe has no [generator]."
         for phase in recipe.phase
         if phase.train == ["generator"]
     ]
@@ -211,29 +208,29 @@ def _rates(recipe: Tables, present: set[str]) -> list[str]:
     own = recipe.generator_optimizer
     if own is not None:
         problems += [
-            f"[generator_optimizer] lr_factor.{part}: it steps the generator alone. Set it in"
-            " [optimizer] lr_factor."
+            f"[generator_optimizer] lr_factor.{part}: this optimiser trains only the generator. Set"
+            " the factor in [optimizer] lr_factor."
             for part in own.lr_factor
             if part != "generator"
         ]
         if "generator" in recipe.optimizer.lr_factor:
             problems.append(
-                "[optimizer] lr_factor.generator: the generator has a [generator_optimizer]. Set"
-                " its lr there."
+                "[optimizer] lr_factor.generator: the generator has its own [generator_optimizer]."
+                " Set the learning rate there."
             )
     for phase in recipe.phase:
         where = f"[[phase]] {phase.name}:"
         if phase.lr and phase.train == ["generator"] and own is not None:
             problems.append(
-                f"{where} lr is instead of [optimizer] lr, and here only the generator trains,"
-                " which has a [generator_optimizer]. Use generator_lr."
+                f"{where} lr replaces [optimizer] lr, but only the generator trains in this phase,"
+                " by [generator_optimizer]. Use generator_lr."
             )
         if phase.generator_lr and "generator" not in present:
             problems.append(f"{where} generator_lr is of no use without a [generator]. Remove it.")
         elif phase.generator_lr and "generator" not in phase.train:
             problems.append(
-                f"{where} generator_lr is of no use, for the generator does not train. Remove it,"
-                ' or add "generator" to train.'
+                f"{where} generator_lr is of no use because the generator does not train. Remove"
+                ' it, or add "generator" to train.'
             )
     return problems
 
@@ -255,8 +252,8 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
     if recipe.augmentation.active and (recipe.backbone.frozen or "learner" in present):
         once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
         problems.append(
-            f"[augmentation] changes images anew in each epoch, and with {once} their features are"
-            " computed once. "
+            f"[augmentation] changes images in every epoch, but with {once} their features are"
+            " computed only once. "
             + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
         )
     problems += _compiled(recipe, present)
@@ -264,8 +261,8 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
     problems += _views(recipe)
     if (mix := recipe.augmentation.mix) is not None:
         problems += [
-            f'[augmentation] mix = "{mix}": a [{table}] compares items that have one label each.'
-            " Remove one of the two."
+            f'[augmentation] mix = "{mix}" gives items two labels, but a [{table}] needs one label'
+            " per item. Remove one of the two."
             for table in ("combiner", "generator", "miner")
             if table in present
         ]
@@ -274,8 +271,8 @@ def _training(recipe: Tables, present: set[str]) -> list[str]:
             problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
         if phase.train == ["backbone"] and recipe.backbone.frozen:
             problems.append(
-                f"[[phase]] {phase.name}: trains only the backbone, which [backbone] frozen = true"
-                " keeps as it is."
+                f"[[phase]] {phase.name}: trains only the backbone, but [backbone] frozen = true"
+                " keeps its weights fixed."
             )
     if not recipe.split.validation and recipe.split.by != "given":
         needed = {
@@ -303,17 +300,17 @@ def _finetuning(recipe: Tables, present: set[str]) -> list[str]:
     }
     if "learner" in present:
         problems += [
-            f"{key}: a [learner] is fitted once, without steps. Remove it."
+            f"{key}: a [learner] is fitted once, without training steps. Remove {key}."
             for key, is_set in steps.items()
             if is_set
         ]
     if recipe.lora is not None and recipe.backbone.frozen:
         problems.append(
-            "[lora] trains additions to the backbone, which [backbone] frozen = true keeps as it"
-            " is. Remove one of the two."
+            "[lora] trains additions to the backbone, but [backbone] frozen = true keeps it fixed."
+            " Remove one of the two."
         )
     if train.ema is not None and train.average_last is not None:
-        problems.append("[train] ema and average_last are two averages: remove one of the two.")
+        problems.append("[train] ema and average_last exclude each other. Remove one of the two.")
     for where, section in (
         ("[optimizer]", recipe.optimizer),
         ("[generator_optimizer]", recipe.generator_optimizer),
@@ -330,8 +327,8 @@ def _finetuning(recipe: Tables, present: set[str]) -> list[str]:
             problems.append(f"{where} augment is of no use without an [augmentation]. Remove it.")
         elif not phase.augment and recipe.augmentation.views > 1:
             problems.append(
-                f"{where} augment = false makes all views of an item the same, and [augmentation]"
-                f" views = {recipe.augmentation.views} asks for several. Remove one of the two."
+                f"{where} augment = false makes all views of an item equal, but [augmentation]"
+                f" views = {recipe.augmentation.views} needs different ones. Remove one of the two."
             )
     return problems
 
@@ -344,13 +341,13 @@ def _compiled(recipe: Tables, present: set[str]) -> list[str]:
     if recipe.backbone.frozen or "learner" in present:
         once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
         problems.append(
-            f"[train] compile makes a training backbone faster, and with {once} its features are"
-            " computed once. Remove compile."
+            f"[train] compile speeds up a training backbone, but with {once} its features are"
+            " computed only once. Remove compile."
         )
     if recipe.train.sync_batch_norm:
         problems.append(
-            "[train] compile: processes exchange batch norm's statistics (sync_batch_norm = true)"
-            " where a compiled backbone cannot wait for them. Remove one of the two."
+            "[train] compile: a compiled backbone cannot exchange batch norm's statistics between"
+            " processes (sync_batch_norm = true). Remove one of the two."
         )
     return problems
 
@@ -361,8 +358,8 @@ def _chunked(recipe: Tables, present: set[str]) -> list[str]:
         return []
     once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
     return [
-        f"[train] chunk saves the memory of a training backbone, and with {once} its features are"
-        " computed once. Remove chunk."
+        f"[train] chunk saves memory of a training backbone, but with {once} its features are"
+        " computed only once. Remove chunk."
     ]
 
 
@@ -371,17 +368,17 @@ def _views(recipe: Tables) -> list[str]:
     augmentation, problems = recipe.augmentation, []
     if augmentation.views > 1 and not augmentation.active:
         problems.append(
-            f"[augmentation] views = {augmentation.views}: nothing changes an image, so all its"
-            " views are the same. Add a crop or transforms, or remove it."
+            f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views"
+            " of an item are equal. Add a crop or transforms, or remove views."
         )
     if augmentation.positives == "item" and augmentation.views == 1:
         problems.append(
-            '[augmentation] positives = "item": only views of one item are alike, and each item has'
-            " one. Set views = 2 or more."
+            '[augmentation] positives = "item": only views of the same item are positives, but each'
+            " item has one view. Set views to 2 or more."
         )
     if augmentation.positives == "item" and recipe.sampler.items != 1:
         problems.append(
             f'[sampler] items = {recipe.sampler.items}: with [augmentation] positives = "item" each'
-            " item is a class of its own. Set items = 1, and classes to the items of a batch."
+            " item is its own class. Set items = 1, and classes to the number of items in a batch."
         )
     return problems

@@ -1,4 +1,4 @@
-"""What the tables of a recipe are made of: their base class and the types of their values."""
+"""Base class of a recipe's tables, and types of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
 def selector(text: str) -> str:
-    """Check that a text can name parameters; whether any has such a name is known later."""
+    """Return `text` if it is a valid selector. Training checks that it covers a parameter."""
     if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
         return text
     if not any(sign in text for sign in ".*?["):
@@ -25,10 +25,11 @@ def selector(text: str) -> str:
 
 
 Selector = Annotated[str, AfterValidator(selector)]
-"""Parameters of the model and the loss.
+"""Selects parameters of the model and the loss.
 
-A part; `stages:N`, the backbone's first N stages; `vectors`, parameters of one dimension (biases
-and the scales of norms); or a shell pattern of full names, such as `backbone.*.bias`.
+It is a part; `stages:N` for the backbone's first N stages; `vectors` for parameters of one
+dimension (biases and the scales of norms); or a shell pattern of full names, such as
+`backbone.*.bias`.
 """
 
 

@@ -14,13 +14,15 @@ from retrieval.recipe.section import Count, Fraction, Section, Selector, Trainab
 
 
 class Range(Section):
-    """One line of `[search]`: numbers from `low` to `high`, or one of `choices`."""
+    """One entry of `[search]`: a range of numbers from `low` to `high`, or `choices`."""
 
     low: int | float | None = Field(None, description="The smallest value.")
     high: int | float | None = Field(None, description="The largest value.")
-    log: bool = Field(False, description="Draw evenly over the logarithm, as for a learning rate.")
+    log: bool = Field(
+        False, description="Draw the logarithm evenly, as is usual for a learning rate."
+    )
     choices: list[str | int | float | bool] = Field(
-        [], description="The values, instead of a range."
+        [], description="A list of values to try, instead of a range."
     )
 
     @model_validator(mode="after")
@@ -66,12 +68,12 @@ class Component(Section):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The part's parameters as in the file."""
+        """The part's parameters, as the recipe has them."""
         return dict(self.__pydantic_extra__ or {})
 
     @property
     def table(self) -> dict[str, Any]:
-        """Name and parameters, as `Plugins.build` takes them."""
+        """Name and parameters in one dictionary, the form that `Plugins.build` expects."""
         return {"name": self.name, **self.parameters}
 
 
@@ -79,7 +81,10 @@ class Backbone(Component):
     """`[backbone]`: maps images or vectors to features."""
 
     frozen: bool = Field(
-        False, description="Keep the weights. Features are then computed once and cached on disk."
+        False,
+        description=(
+            "Whether the weights stay fixed. Features are then computed once and cached on disk."
+        ),
     )
 
 
@@ -89,32 +94,36 @@ class Split(Section):
     by: Literal["given", "class", "item"] = Field(
         "given",
         description=(
-            "`given`: the dataset's own split; `class`: training and test classes are disjoint, the"
-            " usual zero-shot protocol; `item`: items of every class on both sides."
+            "`given` uses the dataset's own split. `class` holds out whole classes, the usual"
+            " zero-shot protocol. `item` puts items of every class on both sides."
         ),
     )
     test: Fraction | list[str | int] = Field(
         0.5,
         description=(
             'With `by = "class"`, the fraction of classes to hold out, or a list of classes. With'
-            " `item`, the fraction of each class's items. Unused with `given`."
+            ' `by = "item"`, the fraction of each class\'s items. Unused with `by = "given"`.'
         ),
     )
     validation: Fraction = Field(
         0.2,
         description=(
             "Fraction of the *training* side that is held out for early stopping and model"
-            " selection; 0 for none."
+            " selection. 0 holds out nothing."
         ),
     )
     validation_by: Literal["item", "class"] = Field(
         "item",
-        description=("Hold out items of every class (`item`) or whole classes (`class`)."),
+        description=(
+            "Whether the validation part has items of every class (`item`) or whole classes"
+            " (`class`)."
+        ),
     )
     seed: int = Field(
         0,
         description=(
-            "Seed of the split, independent of the run's seed so that several runs share a split."
+            "Seed of the split. It is separate from the run's seed, so that runs with different"
+            " seeds share a split."
         ),
     )
 
@@ -139,8 +148,8 @@ class Augmentation(Section):
     crop_scale: tuple[float, float] | None = Field(
         None,
         description=(
-            "Smallest and largest share of the image's area for a random resized crop. The default"
-            " is no crop."
+            "Smallest and largest share of the image's area that a random resized crop keeps. The"
+            " default is no crop."
         ),
     )
     crop_ratio: tuple[float, float] = Field(
@@ -152,21 +161,21 @@ class Augmentation(Section):
     transforms: list[str | dict[str, Any]] = Field(
         [],
         description=(
-            'Further changes in order, by name: torchvision\'s (`"RandAugment"`, `{ name ='
-            ' "RandomAffine", degrees = 15 }`; `retrieval plugins list --kind augmentations` shows'
-            " them), a plugin's as `PLUGIN.NAME`. They get the image in the backbone's input size"
-            " and must not change the size."
+            'Further transforms in order: torchvision\'s by name (`"RandAugment"`, `{ name ='
+            ' "RandomAffine", degrees = 15 }`), a plugin\'s as `PLUGIN.NAME`. `retrieval plugins'
+            " list --kind augmentations` lists them. They receive the image in the backbone's input"
+            " size and must keep that size."
         ),
     )
     views: Annotated[int, Field(ge=1, le=64)] = Field(
-        1, description="Number of differently changed copies of each item in its batch."
+        1, description="Number of differently augmented copies of each item in its batch."
     )
     positives: Literal["class", "item"] = Field(
         "class",
         description=(
-            "Which items are positives for loss and miner: those of one `class`, or only the views"
-            " of one `item` (self-supervised). With `item`, labels are not used and `[sampler]"
-            " classes` is the number of items."
+            "Which items are positives for loss and miner: items of one `class`, or only the views"
+            " of one `item` (self-supervised). With `item`, training ignores labels, and `[sampler]"
+            " classes` is the number of items in a batch."
         ),
     )
 
@@ -174,21 +183,21 @@ class Augmentation(Section):
         None,
         description=(
             "Mix each image with another of its batch, by a weighted mean (`mixup`) or by pasting a"
-            " box of the other image (`cutmix`). The loss is the weighted mean of both labels'"
-            " losses; it must compare items with classes, not with each other."
+            " box of the other image (`cutmix`). Training uses the weighted mean of the losses for"
+            " both labels. The loss must compare items with classes, not with each other."
         ),
     )
     mix_alpha: Annotated[float, Field(gt=0.0, le=100.0)] = Field(
         1.0,
         description=(
-            "α of the Beta(α, α) distribution of a batch's weight. Small values give weights near 0"
-            " or 1."
+            "α of the Beta(α, α) distribution from which each batch draws its mixing weight. Small"
+            " values give weights near 0 or 1."
         ),
     )
 
     @property
     def active(self) -> bool:
-        """True if the table changes images at all."""
+        """Whether the table changes images at all."""
         return bool(
             self.crop_scale is not None
             or self.horizontal_flip > 0
@@ -208,45 +217,50 @@ class Augmentation(Section):
 class Head(Section):
     """`[head]`: maps features to the embedding, unless a combiner or learner has its own head."""
 
-    embedding_size: Count = Field(64, description="Width of the embedding.")
+    embedding_size: Count = Field(64, description="Dimension of the embedding.")
     hidden: list[Count] = Field(
         [], description="Widths of hidden layers with ReLU. The default is a linear map."
     )
     normalize: bool = Field(
-        True, description="Scale embeddings to unit length, so Euclidean and cosine order agree."
+        True,
+        description=(
+            "Scale embeddings to unit length, so that Euclidean distance and cosine give the same"
+            " order."
+        ),
     )
     identity: bool = Field(False, description="Use the features as the embedding, without a head.")
 
 
 class Optimizer(Section):
-    """`[optimizer]`: an optimiser of `torch.optim` by its class name."""
+    """`[optimizer]`: an optimiser of `torch.optim` and its learning rates."""
 
     name: str = Field("AdamW", description="A class of `torch.optim`.")
     lr: Annotated[float, Field(gt=0)] = Field(1e-3, description="Learning rate.")
     lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
         description=(
-            "Factors of the learning rate by part (`{ head = 10, loss = 100 }`), by the backbone's"
-            ' first stages (`"stages:2" = 0.1`), for biases and scales of norms (`vectors`), or by'
-            ' pattern of parameter names (`"backbone.*.bias" = 2`). The last key that fits holds.'
+            "Factors of the learning rate for a part (`{ head = 10, loss = 100 }`), the backbone's"
+            ' first stages (`"stages:2" = 0.1`), biases and scales of norms (`vectors`), or a'
+            ' pattern of parameter names (`"backbone.*.bias" = 2`). If several keys cover a'
+            " parameter, the last one applies."
         ),
     )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0,
         description=(
-            "Factor of the learning rate from each stage of the backbone to the one below it; the"
-            " last stage has it once."
+            "Factor by which the learning rate falls from each stage of the backbone to the stage"
+            " before it. The last stage's rate is multiplied once."
         ),
     )
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
         description=(
-            "Weight decay by the same keys as `lr_factor`: `{ backbone = 0.05, vectors = 0 }`. For"
-            " other parameters `options.weight_decay` holds."
+            "Weight decay, with the same keys as `lr_factor`: `{ backbone = 0.05, vectors = 0 }`."
+            " `options.weight_decay` applies to all other parameters."
         ),
     )
     options: dict[str, Any] = Field(
-        {}, description="Further arguments of that class, such as `weight_decay`."
+        {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
     )
 
     @field_validator("lr_factor", "weight_decay")
@@ -258,14 +272,14 @@ class Optimizer(Section):
 
 
 class Schedule(Section):
-    """`[schedule]`: the learning rate over a phase's steps."""
+    """`[schedule]`: how the learning rate changes over the steps of a phase."""
 
     name: str = Field(
         "constant",
         description=(
-            "`constant`, `cosine` or `linear` (both down to 0), or a class of"
-            " `torch.optim.lr_scheduler`, stepped once an epoch; `ReduceLROnPlateau` after each"
-            " validation, by `[train] monitor`."
+            "`constant`, `cosine` or `linear` (both fall to 0), or a class of"
+            " `torch.optim.lr_scheduler`, which is stepped once an epoch. `ReduceLROnPlateau` is"
+            " stepped after each validation, with `[train] monitor`."
         ),
     )
     warmup: float | str = Field(
@@ -291,7 +305,7 @@ class Schedule(Section):
         return warmup
 
     def warmup_steps(self, epochs: int, steps: int) -> int:
-        """Return the number of steps of warm-up in a phase of `epochs` of `steps` each."""
+        """Return the number of warm-up steps in a phase of `epochs` epochs with `steps` each."""
         if not isinstance(self.warmup, str):
             return round(self.warmup * epochs * steps)
         number, unit = self.warmup.split()
@@ -299,13 +313,17 @@ class Schedule(Section):
 
 
 class Lora(Section):
-    """`[lora]`: train low-rank additions to the backbone's layers in place of their weights."""
+    """`[lora]`: train low-rank additions to the backbone's layers instead of their weights."""
 
-    rank: Annotated[int, Field(ge=1, le=1024)] = Field(8, description="Rank r of an addition B A.")
-    alpha: Count | None = Field(
-        None, description="The addition is scaled by α / r. The default is α = r."
+    rank: Annotated[int, Field(ge=1, le=1024)] = Field(
+        8, description="Rank r of each addition B A to a layer's weight."
     )
-    dropout: Fraction = Field(0.0, description="Dropout of an addition's input in training.")
+    alpha: Count | None = Field(
+        None, description="α of the scale α / r of each addition. The default is α = r."
+    )
+    dropout: Fraction = Field(
+        0.0, description="Dropout probability of an addition's input in training."
+    )
     modules: list[str] = Field(
         ["*"],
         description=(
@@ -322,35 +340,36 @@ class Phase(Section):
     epochs: Count = Field(10, description="Number of epochs.")
     train: list[Trainable] = Field(
         ["backbone", "head", "combiner", "loss", "generator"],
-        description=("The parts that train; the others keep their weights and batch statistics."),
+        description="The parts that train. The others keep their weights and batch statistics.",
     )
     freeze: list[Selector] = Field(
         [],
         description=(
-            'Parameters of these parts that are kept all the same, by the keys of `lr_factor`: `"st'
-            'ages:2"`, or a list. A layer that is kept as a whole keeps its batch statistics, too.'
+            "Parameters that stay fixed although their part trains, selected by one key of"
+            ' `lr_factor` such as `"stages:2"`, or by a list of keys. A layer whose parameters all'
+            " stay fixed also keeps its batch statistics."
         ),
     )
     augment: bool = Field(
         True,
         description=(
-            "Whether `[augmentation]` changes images in this phase. Without it, first phases that"
-            " keep the backbone compute its features once, as with `frozen = true`."
+            "Whether `[augmentation]` changes images in this phase. If it does not and the backbone"
+            " has not trained yet, features are computed once, as with `frozen = true`."
         ),
     )
     lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
         description=(
-            "Learning rate of this phase, instead of `[optimizer] lr`. It also holds for the"
-            " generator, unless there is a `[generator_optimizer]`."
+            "Learning rate of this phase, instead of `[optimizer] lr`. It applies to the generator"
+            " too, unless the recipe has a `[generator_optimizer]`."
         ),
     )
     generator_lr: Annotated[float, Field(gt=0)] | None = Field(
         None,
-        description=("The generator's learning rate in this phase, instead of its optimiser's."),
+        description="The generator's learning rate in this phase, instead of its optimiser's.",
     )
     synthetic: bool = Field(
-        True, description="Whether the generator's negatives enter the loss in this phase."
+        True, description="Whether the loss uses the generator's negatives in this phase."
     )
 
     @field_validator("freeze", mode="before")
@@ -362,26 +381,30 @@ class Phase(Section):
 class Train(Section):
     """`[train]`: how to train."""
 
-    epochs: Count = Field(10, description="Number of epochs, if there is no `[[phase]]`.")
+    epochs: Count = Field(10, description="Number of epochs, if the recipe has no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
         "no", description="Mixed precision; `bf16` is faster on CPUs too."
     )
     chunk: Count | None = Field(
         None,
         description=(
-            "Number of a batch's rows that pass through the model at a time, on each process. The"
-            " loss still compares the whole batch, and gradients are the same; memory holds the"
-            " activations of one chunk, and a step computes each twice. Batch norm that trains sees"
-            " one chunk at a time. The default is the whole batch."
+            "Number of images or vectors that pass through the model at a time, on each process."
+            " The loss still compares the whole batch, and the gradients are the same. Memory holds"
+            " only one chunk's activations, and each chunk is computed twice. Batch norm in"
+            " training sees one chunk at a time. The default is the whole batch."
         ),
     )
     channels_last: bool = Field(
-        False, description="Memory format of images; faster convolutions on CPUs and recent GPUs."
+        False,
+        description=(
+            "Store images and weights with channels last, which makes convolutions faster on CPUs"
+            " and recent GPUs."
+        ),
     )
     compile: bool = Field(
         False,
         description=(
-            "Compile the backbone with `torch.compile`: it takes minutes at the start and makes"
+            "Compile the backbone with `torch.compile`. This takes minutes at the start and makes"
             " steps faster. On a CPU it needs a C++ compiler."
         ),
     )
@@ -394,38 +417,42 @@ class Train(Section):
         ),
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Largest norm of the gradient. The default is no clipping."
+        None, description="Norm to which larger gradients are clipped. The default is no clipping."
     )
     patience: Count | None = Field(
         None,
         description=(
-            "Stop after this many validations without a better `monitor`. The default is never."
+            "End a phase after this many validations without a better `monitor`. The default is to"
+            " train all epochs."
         ),
     )
     monitor: str | dict[str, Any] = Field(
         "map_at_r",
         description=(
-            "The validation metric by which the best epoch is kept, named as in `[evaluate]"
-            " metrics`. The weights before the first step count as epoch 0."
+            "The validation metric that decides the best epoch, named as in `[evaluate] metrics`."
+            " The weights before the first step count as epoch 0."
         ),
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
         description=(
-            "Decay of an exponential moving average of the weights, such as 0.999, which is then"
-            " validated, kept and exported. It begins anew in each phase."
+            "Decay, such as 0.999, of an exponential moving average of the weights. The average is"
+            " then validated, saved and exported. It starts anew in each phase."
         ),
     )
     average_last: Annotated[int, Field(ge=2)] | None = Field(
         None,
         description=(
-            "Number of epochs at the end of each phase whose mean weights are validated, kept and"
-            " exported."
+            "Number of epochs at the end of each phase over which weights are averaged. The average"
+            " is then validated, saved and exported."
         ),
     )
     validate_every: Count = Field(1, description="Number of epochs between validations.")
     checkpoint_every: Count | None = Field(
-        None, description="Steps between checkpoints. The default is the end of each epoch."
+        None,
+        description=(
+            "Number of steps between checkpoints. By default each epoch ends with a checkpoint."
+        ),
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         0, description="Number of processes that load images."
@@ -433,15 +460,15 @@ class Train(Section):
     start_from: str | None = Field(
         None,
         description=(
-            "A run whose weights training starts from, such as `runs/a`. The default is the parts'"
-            " own initial weights."
+            "Folder of a run, such as `runs/a`, whose weights training starts from. The default is"
+            " the parts' own initial weights."
         ),
     )
     start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
         Field(
             ["backbone", "head", "combiner"],
             description=(
-                "The parts that take their weights from that run; names and shapes must match."
+                "The parts whose weights come from that run. Names and shapes must match."
             ),
         )
     )
@@ -451,44 +478,44 @@ class Train(Section):
     sync_batch_norm: bool = Field(
         False,
         description=(
-            "With several processes, batch norm uses mean and variance of the whole batch, as one"
-            " process would, instead of each process's share."
+            "With several processes, whether batch norm uses mean and variance of the whole batch,"
+            " as a single process would, instead of those of each process's share."
         ),
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
         0.0,
         description=(
-            "With a generator, weight of the loss on real negatives, which is added to the loss on"
-            " synthetic ones."
+            "With a generator, the weight of the loss on real negatives, which is added to the loss"
+            " on synthetic negatives."
         ),
     )
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
         description=(
-            "With a generator or a combiner, weight λ of the loss on real and synthetic samples"
-            " against the objectives of generator and combiner, as in DAML's J_gen + μ J_dis"
-            " + λ J_m."
+            "With a generator or a combiner, the weight λ of the loss (on real and synthetic"
+            " samples) relative to the objectives of generator and combiner, as in DAML's J_gen +"
+            " μ J_dis + λ J_m."
         ),
     )
     mine: Literal["before", "after"] = Field(
         "before",
         description=(
-            "With a generator and a miner, `before` generates from the triplets that the miner"
-            " picks. `after` generates from each positive pair and a random negative; the miner"
-            " then picks among real and synthetic samples."
+            "With a generator and a miner: `before` generates negatives for the triplets that the"
+            " miner picks. `after` generates one for each positive pair with a random negative, and"
+            " the miner then picks among real and synthetic samples."
         ),
     )
     coupling: Literal["separate", "joint"] = Field(
         "separate",
         description=(
-            "With a generator, `separate` updates each side by its own objective, and `joint` lets"
-            " both gradients flow everywhere."
+            "With a generator: `separate` trains model and loss by the loss and the generator by"
+            " its own objective. `joint` trains all of them by the sum of both."
         ),
     )
 
 
 class _Loaded:
-    """Holds a recipe's plugins, which are not compared or pickled with the recipe."""
+    """Holds a recipe's plugins, which comparing and pickling the recipe ignore."""
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -514,7 +541,7 @@ class Tables(Section):
     plugins: list[str] = Field(
         [],
         description=(
-            "Plugin files (`x.py`) and folders (`x/`), relative to the recipe, or modules (`x`)."
+            "Plugins: files (`x.py`) and folders (`x/`) relative to the recipe, or modules (`x`)."
         ),
     )
     data: Component = Field(description="The dataset.")
@@ -522,16 +549,19 @@ class Tables(Section):
     sampler: Sampler = Field(default_factory=Sampler)
     augmentation: Augmentation = Field(default_factory=Augmentation)
     lora: Lora | None = Field(
-        None, description="Low-rank additions to the backbone; the rest of it keeps its weights."
+        None,
+        description=(
+            "Low-rank additions to the backbone's layers. The layers' own weights stay fixed."
+        ),
     )
     backbone: Backbone = Field(
         description=(
-            "The backbone; `frozen = true` computes its features once and caches them on disk."
+            "The backbone. `frozen = true` computes its features once and caches them on disk."
         )
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
-        None, description="The distance over codes; it has its own head."
+        None, description="A learned distance over codes, with its own head."
     )
     loss: Component | None = Field(None, description="The loss.")
     miner: Component | None = Field(None, description="The miner.")
@@ -550,9 +580,9 @@ class Tables(Section):
     search: dict[str, Range] = Field(
         {},
         description=(
-            "Values that `retrieval compare --search N` may try, by key: `loss.margin = { low ="
-            ' 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD", "AdamW"] }`.'
-            " Training itself does not read it."
+            "Values that `retrieval compare --search N` tries for keys of the recipe: `loss.margin"
+            ' = { low = 0.01, high = 1.0, log = true }`, `optimizer.name = { choices = ["SGD",'
+            ' "AdamW"] }`. Training ignores this table.'
         ),
     )
     _loaded: _Loaded = PrivateAttr(default_factory=_Loaded)
@@ -587,11 +617,11 @@ class Tables(Section):
 
     @property
     def phases(self) -> list[Phase]:
-        """The phases; without any in the recipe, one that trains for `[train] epochs`."""
+        """The recipe's phases, by default one that trains everything for `[train] epochs`."""
         return list(self.phase) or [Phase(epochs=self.train.epochs)]
 
     def from_features(self, number: int) -> bool:
-        """Return whether a phase trains on features of the backbone that were computed once."""
+        """Return whether a phase trains on backbone features that are computed only once."""
         phases = self.phases
         kept = not any("backbone" in phase.train for phase in phases[: number + 1])
         return self.backbone.frozen or (
@@ -600,7 +630,7 @@ class Tables(Section):
 
     @property
     def loaded(self) -> Plugins:
-        """The plugins that the recipe was checked with; an unchecked recipe loads them now."""
+        """The recipe's plugins, loaded on first use unless the recipe was checked with them."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
@@ -621,12 +651,12 @@ class Tables(Section):
 
         Args:
             table: "data", "backbone", "loss" and so on; the recipe must have the table.
-            known: values that the host knows (`retrieval.host.factory.GIVEN`). Each factory gets
-                those that it has parameters for.
+            known: values that the host supplies (`retrieval.host.factory.GIVEN`). A factory
+                receives those that it has parameters for.
 
         Raises:
             PluginError: no plugin offers the part.
-            RecipeError: the parameters do not fit, or the factory refuses them.
+            RecipeError: the parameters are wrong, or the factory refuses them.
         """
         part: Component = getattr(self, table)
         return self.loaded.build(COMPONENTS[table], part.table, known)

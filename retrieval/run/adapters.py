@@ -21,7 +21,7 @@ from retrieval.run.checkpoint import python_random_kept
 
 
 def adapt(model: Model, lora: Lora) -> None:
-    """Give the chosen layers of a model's backbone their additions, in place.
+    """Add low-rank additions to the chosen layers of a model's backbone, in place.
 
     Raises:
         MissingDependency: PEFT is not installed.
@@ -45,13 +45,13 @@ def adapt(model: Model, lora: Lora) -> None:
         have = f"It has {some(layers, 5) or 'none'}."
         raise RecipeError(
             [
-                "[lora] modules: no linear layer or convolution of the backbone is named like"
+                "[lora] modules: no name of a linear layer or convolution of the backbone matches"
                 f" '{pattern}'. {have}{did_you_mean(pattern, layers)}"
                 for pattern in idle or ["*"]
             ]
         )
     chosen = [name for name in layers if any(fnmatchcase(name, p) for p in lora.modules)]
-    alpha: Any = lora.alpha or lora.rank  # peft divides it by the rank, and says that it is whole
+    alpha: Any = lora.alpha or lora.rank  # peft divides it by the rank
     configuration = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
@@ -65,7 +65,7 @@ def adapt(model: Model, lora: Lora) -> None:
 
 
 def merge(model: Model) -> None:
-    """Add the additions to the layers' own weights, in place; a plain model stays as it is."""
+    """Merge the additions into the layers' weights, in place; without additions do nothing."""
     for name, module in list(model.backbone.named_modules()):
         if hasattr(module, "base_layer") and hasattr(module, "merge"):
             module.merge(safe_merge=True)
@@ -74,7 +74,7 @@ def merge(model: Model) -> None:
 
 
 def without_additions(model: Model) -> Model:
-    """Return a model without additions: the model itself, or a merged copy."""
+    """Return a copy with merged additions, or the model itself if it has none."""
     if not any(hasattr(module, "base_layer") for module in model.backbone.modules()):
         return model
     copied = copy.deepcopy(model)

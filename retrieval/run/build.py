@@ -43,7 +43,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
 
 def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
-    """Refuse an `[evaluate]` that names columns of metadata that no item has.
+    """Check that items have the columns of metadata that `[evaluate]` names.
 
     Raises:
         RecipeError: columns are missing; the message lists them.
@@ -73,7 +73,11 @@ def build_sampler(recipe: Recipe) -> BatchSampler:
 
 
 def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
-    """Return the recipe's backbone, or refuse one that does not take the dataset's items."""
+    """Return the recipe's backbone.
+
+    Raises:
+        RecipeError: the backbone does not accept the dataset's items.
+    """
     width = None
     if dataset.kind == "features":
         first = dataset.arrays if dataset.arrays is not None else dataset[0]
@@ -81,8 +85,8 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     elif recipe.loaded.find("backbones", recipe.backbone.name).takes("features"):
         raise RecipeError(
             [
-                f"[backbone] {recipe.backbone.name} takes vectors, and [data] {recipe.data.name}"
-                " gives images."
+                f"[backbone] {recipe.backbone.name} takes vectors, but [data] {recipe.data.name}"
+                " returns images."
             ]
         )
     backbone_object = recipe.build("backbone", features=width)
@@ -92,18 +96,18 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
             [
-                f"[backbone] {recipe.backbone.name} takes images, and [data] {recipe.data.name}"
-                " gives vectors. Use core.features."
+                f"[backbone] {recipe.backbone.name} takes images, but [data] {recipe.data.name}"
+                " returns vectors. Use core.features."
             ]
         )
     return backbone
 
 
 def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Return the names of the backbone's tensors that differ between builds with two seeds.
+    """Return the names of the backbone's tensors that differ when it is built with another seed.
 
-    This does not detect a factory that seeds torch itself. Weights of `[train] start_from` are not
-    random.
+    The result is empty if `[train] start_from` loads the backbone's weights. A factory that seeds
+    torch itself goes undetected.
     """
     if recipe.train.start_from is not None and "backbone" in recipe.train.start_parts:
         return []
@@ -134,7 +138,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
             "combiner", features=backbone.features, embedding_size=recipe.head.embedding_size
         )
         combiner = check_combiner(combiner_object, name)
-        with calling(f"The combiner {name}, asked for build_head({backbone.features}),"):
+        with calling(f"The combiner {name}, called as build_head({backbone.features}),"):
             built = combiner.build_head(backbone.features)
         check_head(built, f"The combiner {name}", backbone.features)
         if combiner.plain:
@@ -202,13 +206,13 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
     generator = None
     if recipe.generator:
         generator = check_generator(recipe.build("generator", **arguments), recipe.generator.name)
-        with calling(f"The generator {recipe.generator.name}, given the head by bind(head),"):
+        with calling(f"The generator {recipe.generator.name}, called as bind(head),"):
             _bind(generator, model)
     return Objective(loss, miner, generator, classes)
 
 
 def loss_sizes(objective: Objective, width: int) -> str:
-    """Return a sentence about the sizes that a loss with weights needs; empty without weights."""
+    """Return a sentence comparing a loss's weights with the data's sizes; "" without weights."""
     shapes = [str(tuple(p.shape)) for p in objective.loss.parameters()]
     if not shapes:
         return ""
@@ -241,7 +245,7 @@ def as_module(part_object: Any, part: str, name: str) -> nn.Module:
     if not callable(part_object):
         raise PluginError(
             f"The {part} {name} is an object of type {type(part_object).__name__}, which cannot be"
-            " called. Its factory must give a module whose forward takes embeddings and labels."
+            " called. Its factory must return a module whose forward takes embeddings and labels."
         )
     return Called(part_object)
 
@@ -251,7 +255,7 @@ def _bind(generator: Generator, model: Model) -> None:
     theirs = {id(item) for item in (*model.modules(), *model.parameters())}
     if any(id(item) in theirs for item in (*generator.modules(), *generator.parameters())):
         raise PluginError(
-            f"{type(generator).__name__} keeps the head that bind(head) gave it as a part of"
-            " itself: its weights would be saved and trained twice. Keep it in a tuple: self._head"
+            f"{type(generator).__name__} stores the head of bind(head) as its own submodule, so"
+            " the head's weights would be saved and trained twice. Keep it in a tuple: self._head"
             " = (head,)."
         )

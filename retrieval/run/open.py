@@ -1,4 +1,4 @@
-"""Build a run from its recipe, open it again, and encode its items."""
+"""Build a run from its recipe, reopen it, and encode its items."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from retrieval.serving.files.places import StrPath, instead
 
 @dataclass(repr=False)
 class Run:
-    """A run: its folder, and everything built from its recipe. Hooks receive it.
+    """A run: its folder and everything built from its recipe. Hooks receive it.
 
     Attributes:
         path: the run's folder.
         recipe: the checked recipe.
         dataset: all items.
-        splits: the items that train, validate and test.
+        splits: which items are for training, validation and test.
         model: the model; a learner's recipe has one only after fitting.
-        objective: loss, miner and generator; `None` for a learner, and for a run loaded for use.
+        objective: loss, miner and generator; `None` for a learner, and for a reopened run.
         device: where the model runs.
     """
 
@@ -87,10 +87,9 @@ class Run:
 
         Args:
             path: the run's folder.
-            or_kept: if the data cannot be opened, use the held-out inputs that the run keeps. The
-                dataset is then a `KeptInputs`, and a note of the splits says why.
-            dataset: the object that the run was trained with, as `train` took it; `None` if a
-                plugin made this part.
+            or_kept: whether to use the held-out inputs in the run's folder if the data cannot be
+                opened. The dataset is then a `KeptInputs`, and a note of the splits says why.
+            dataset: the object that was passed to `train`; `None` if the recipe names the dataset.
             sampler: see `dataset`.
             backbone: see `dataset`.
             combiner: see `dataset`.
@@ -134,7 +133,7 @@ class Run:
         else:
             chosen, advice = _weights_to_use(path)
             if recipe.lora is not None and chosen != checkpoint_file(path, "best"):
-                adapt(model, recipe.lora)  # the best weights are merged, those of a resume are not
+                adapt(model, recipe.lora)  # only the best weights are saved in merged form
             load_weights(model, checkpoint.load(chosen, advice), chosen)
             merge(model)
         return cls(path, recipe, items, splits, model.eval())
@@ -180,7 +179,7 @@ class Run:
         except OSError as error:
             raise DataError(
                 f"{self.metrics_file} cannot be written: {error.strerror or error}. Free some"
-                " space, then go on with --resume."
+                " space, then continue with --resume."
             ) from error
 
 
@@ -237,21 +236,18 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
     try:
         files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
     except DataError as error:
-        report(
-            "note: the run keeps no held-out inputs to export with, should its data be gone:"
-            f" {error}"
-        )
+        report(f"note: the run keeps no held-out inputs, so exporting will need its data: {error}")
     create_folder(run.path, run.recipe, files, replace=replace)
 
 
 def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> Run:
-    """Build everything that a recipe with a loss names; seed the random generators first."""
+    """Build a run from a recipe with a loss. The caller seeds the random generators first."""
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     if recipe.evaluate.tags is not None:
         splits.notes.append(
-            "training compares items by their one label;"
-            f' [evaluate] tags = "{recipe.evaluate.tags}" counts in evaluation only.'
+            "training uses each item's single label;"
+            f' [evaluate] tags = "{recipe.evaluate.tags}" affects evaluation only.'
         )
     model = build_model(recipe, dataset)
     objective = build_objective(recipe, model, _classes(recipe, splits))
@@ -282,10 +278,10 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint for evaluation and export, and the advice if it is damaged."""
+    """Return the checkpoint for evaluation and export, and advice in case it is damaged."""
     names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
     if not names:
-        raise DataError(f"{path} has no checkpoint yet. Train on, with --resume.")
+        raise DataError(f"{path} has no checkpoint yet. Continue training with --resume.")
     advice = "Train again, with --replace."
     if len(names) > 1:
         advice = (
@@ -296,12 +292,10 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
 
 
 class ItemCodes:
-    """Encodes items of a run by index.
-
-    With a frozen backbone or a learner it starts from the features that training cached on disk.
+    """Encodes items of a run by index, with a frozen backbone or a learner from cached features.
 
     Attributes:
-        source: the backbone's features, or the run's dataset.
+        source: the dataset that is encoded: cached backbone features, or the run's dataset.
         from_features: whether `source` holds features.
     """
 
@@ -318,12 +312,12 @@ class ItemCodes:
         """Return codes (N, C), float32, on the CPU.
 
         Args:
-            indices: (N,) the items to encode.
-            model: the model to use, by default the run's own. With features on disk, it must have
-                the same backbone.
+            indices: (N,), indices of the items.
+            model: the model to use, by default the run's own. If `from_features`, it must have the
+                same backbone.
         """
         model = (model or self.run.model).to(self.device)
-        if isinstance(self.source, KeptInputs):  # few, and already preprocessed
+        if isinstance(self.source, KeptInputs):  # these are few and already preprocessed
             with evaluating(model):
                 kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
                 codes: Tensor = model(kept)[1].float().cpu()

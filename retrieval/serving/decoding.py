@@ -1,10 +1,10 @@
 """Decode untrusted images in processes with a deadline and a memory limit.
 
-An image may hang its decoder, crash it or exhaust memory. This costs one process, and the sender
+An image may hang its decoder, crash it or exhaust memory. Then one process is lost, and the sender
 gets an error. An image may even take over its decoder, so the server validates every answer and
-unpickles none. Each decoding thread talks to one process over a pair of sockets. A pool with its
-own threads (pebble) took twice the time of a small image's search, and multiprocessing's pipes took
-0.1 ms more for a photo.
+never unpickles one. Each decoding thread talks to one process over a pair of sockets. pebble's pool
+took twice as long as the search for a small image, and multiprocessing's pipes took 0.1 ms more per
+photo.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _KEPT_BYTES = 8_000_000
 """A process keeps freed memory blocks up to this size for its next image."""
 _LONGEST_SENTENCE = 4096  # characters
 _ANSWER = struct.Struct("<?III")
-"""Header of an answer: whether the image was decoded, its width and height, and the number of bytes
-that follow: pixels, a file or a sentence.
+"""Header of an answer: whether the image was decoded, width, height, and number of bytes after it.
+
+The bytes are pixels, a file or an error message.
 """
 
 Kind = Literal["pixels", "png", "thumbnail"]
@@ -73,7 +74,7 @@ class Undecodable(Exception):
 
 
 class Decoders:
-    """Decoder processes, one for each thread that decodes at the same time.
+    """A pool of decoder processes, one per thread that decodes at the same time.
 
     Args:
         limits: largest images to decode.
@@ -85,7 +86,7 @@ class Decoders:
         self._lock, self._closed = threading.Lock(), False
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
-        # Started early, so that the first image need not wait; that image reports any failure.
+        # Started now, so that the first image need not wait. If it fails, that image reports it.
         with suppress(Undecodable):
             self._idle.append(self._start())
 
@@ -125,15 +126,15 @@ class Decoders:
                 f"{name} cannot be decoded: it crashes its decoder. Save it as a plain PNG or JPEG."
             ) from None
         with self._lock:
-            self._idle.append(worker)  # reused first, because its caches are warm
+            self._idle.append(worker)  # the next image takes it, because its caches are warm
         if isinstance(result, str):
             raise DataError(result)
         return result
 
     def _longest(self, content: bytes, preprocessing: Preprocessing | None) -> int:
-        """Return the maximum size in bytes of an answer: a sentence, pixels or a PNG.
+        """Return the maximum size of an answer in bytes: an error message, pixels or a PNG.
 
-        A PNG has at most four channels and its image's colour profile.
+        A PNG holds at most four channels and the colour profile of the image.
         """
         png = 5 * self.limits.pixels + len(content)
         longest = png if preprocessing is None else math.prod(preprocessing.shape)
@@ -212,12 +213,12 @@ class _Worker:
         preprocessing: Preprocessing | None,
         name: str,
     ) -> Decoded | bytes | str:
-        """Return pixels, a file, or the sentence about a bad image.
+        """Return pixels, a file, or an error message as text.
 
         Raises:
             TimeoutError: the process takes too long.
             OSError, EOFError: the process ended.
-            ValueError: its answer has more than `longest` bytes, or not the number of the pixels.
+            ValueError: the answer has more than `longest` bytes, or a wrong number of pixels.
         """
         self.pipe.settimeout(self._seconds)
         self.pipe.sendall(pickle.dumps((kind, content, preprocessing, name), 5))
@@ -234,7 +235,7 @@ class _Worker:
         return Decoded(pixels, width, height)
 
     def _read(self, size: int, seconds: float) -> bytearray:
-        """Return the next `size` bytes; raise as `ask` does."""
+        """Return the next `size` bytes; raises the same errors as `ask`."""
         end, content, start = monotonic() + seconds, bytearray(size), 0
         with memoryview(content) as rest:
             while start < size:
@@ -261,7 +262,7 @@ def _start_without_main(process: Any) -> None:
 
 
 def _serve(pipe: socket.socket, limits: Limits) -> None:
-    """Answer jobs until the socket closes; runs in the decoder process."""
+    """Decode images until the socket closes; runs in the decoder process."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C is for the server, which ends this process
@@ -281,7 +282,7 @@ def _serve(pipe: socket.socket, limits: Limits) -> None:
 def _answer(
     limits: Limits, kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str
 ) -> bytes:
-    """Return the answer to one job, as `_Worker.ask` reads it."""
+    """Return the answer to one job in the format that `_Worker.ask` reads."""
     try:
         if kind == "pixels":
             assert preprocessing is not None

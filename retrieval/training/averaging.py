@@ -1,4 +1,4 @@
-"""Averages of a model's weights over training, which are validated and kept in their place."""
+"""Averages of a model's weights, which are validated and saved instead of the weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from retrieval.recipe.tables import Phase, Train
 class Average:
     """The average of a phase's weights and batch statistics.
 
-    With `[train] ema`, an exponential moving average over steps: θ' ← d θ' + (1 − d) θ with
-    d = min(ema, (1 + n) / (10 + n)) at step n, so that a short phase does not keep the start's
-    weights (Tarvainen & Valpola, "Mean teachers are better role models", NeurIPS 2017; the warm-up
-    is TensorFlow's). With `average_last`, the mean over the ends of the last epochs (Izmailov et
-    al., "Averaging Weights Leads to Wider Optima", UAI 2018).
+    `[train] ema` selects an exponential moving average over steps, θ' ← d θ' + (1 − d) θ, with
+    d = min(ema, (1 + n) / (10 + n)) at step n (Tarvainen & Valpola, "Mean teachers are better role
+    models", NeurIPS 2017). Its warm-up, TensorFlow's, lets a short phase forget its initial
+    weights. `average_last` selects the mean of the weights at the ends of the last epochs (Izmailov
+    et al., "Averaging Weights Leads to Wider Optima", UAI 2018).
 
     Args:
         model: the model in training.
@@ -39,23 +39,23 @@ class Average:
 
     @property
     def model(self) -> Model:
-        """The model to validate and to keep: the average, once it differs from the weights."""
+        """The model to validate and save: the average once it has two terms, else the model."""
         if self.averaged is None or int(self.averaged.n_averaged) < 2:
             return self.trained
         return cast(Model, self.averaged.module)
 
     def step(self) -> None:
-        """Take in the weights after a step."""
+        """Update the moving average after a training step."""
         if self.averaged is not None and self.ema is not None:
             self.averaged.update_parameters(self.trained)
 
     def epoch_end(self, epoch: int) -> None:
-        """Take in the weights after the phase's epoch number `epoch`, from 1."""
+        """Update the mean after an epoch of the phase, counted from 1."""
         if self.averaged is not None and self.last and epoch > self.epochs - self.last:
             self.averaged.update_parameters(self.trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what resuming needs."""
+        """Return the average's state; empty without an average."""
         return {} if self.averaged is None else self.averaged.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 A loss of pairs needs all embeddings of a batch at once, but not the activations that led to them.
 Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
-2021), embed the batch chunk by chunk without a graph, compute the loss and its gradient by
-the embeddings, and embed each chunk once more to carry that gradient on to the weights. torch's
-activation checkpointing does this for each chunk, so the rest of a step is as without chunks.
+2021), embed the batch chunk by chunk without a graph, compute the gradient of the loss with respect
+to the embeddings, and embed each chunk again to propagate that gradient to the weights. Here
+torch's activation checkpointing does this for each chunk, so the rest of a step needs no change.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 OWN_STATISTICS = (
-    "[train] chunk: batch norm takes its mean and variance from each chunk of {chunk} rows, so this"
-    " run is not what the whole batch would train. Layer norm, group norm and frozen batch norm"
-    " are not concerned."
+    "[train] chunk: batch norm computes its mean and variance over each chunk of {chunk} rows, so"
+    " the result differs from training on the whole batch. Layer norm, group norm and frozen batch"
+    " norm are not affected."
 )
 """Warning for a run that trains batch norm in chunks."""
 
@@ -26,10 +26,10 @@ OWN_STATISTICS = (
 def in_little_memory(
     forward: Callable[[Tensor], tuple[Tensor, Tensor]], model: nn.Module, rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `forward(rows)`, whose activations are computed again for the gradient.
+    """Return `forward(rows)` without keeping activations; backward computes them again.
 
-    The second computation sees the same random numbers (dropout) and the same buffers (batch norm's
-    running statistics) as the first, and changes neither.
+    The second computation uses the same random numbers (dropout) and buffers (batch norm's running
+    statistics) as the first, and changes neither.
     """
     buffers = [
         buffer
@@ -42,7 +42,7 @@ def in_little_memory(
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _holding(buffers, before)
 
-    # an early stop would raise torch's own exception through the checks of the model's parts
+    # torch stops a recomputation early by an exception, which the checks of parts would catch
     with set_checkpoint_early_stop(False):
         parts: tuple[Tensor, Tensor] = checkpoint(
             forward, rows, use_reentrant=False, context_fn=contexts
@@ -52,7 +52,7 @@ def in_little_memory(
 
 @contextmanager
 def _holding(buffers: list[Tensor], values: list[Tensor]) -> Iterator[None]:
-    """Context manager in which buffers have other values; their own return at the end."""
+    """Context manager that sets buffers to other values and restores their own at the end."""
     own = [buffer.clone() for buffer in buffers]
     _fill(buffers, values)
     try:

@@ -35,27 +35,28 @@ from retrieval.training.trainer import train
 DIMENSIONS = 128
 """Default dimension of a student's embeddings."""
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
-"""Share and largest number of photos that only measure the agreement."""
+"""Share, and largest number, of the photos that are held out to measure the agreement."""
 _FEWEST = 64
+"""Half the smallest number of photos, and number of photos that time the teacher."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
-_STUDENT = {"core.convnet": {"size": 64, "channels": 3, "width": 32, "depth": 4, "pool": "grid"}}
-"""Parameters of a backbone that is too small as it comes."""
+_STUDENT = {"core.convnet": {"size": 64, "channels": 3, "width": 32, "depth": 4}}
+"""Parameters of a backbone whose defaults are too small for a student."""
 
 
 @dataclass(frozen=True)
 class Distillation:
-    """A student and its agreement with the teacher on photos that did not train.
+    """A student and its agreement with the teacher on held-out photos.
 
     Attributes:
         bundle: the student's bundle.
-        run: its run.
-        trained: number of photos that trained.
-        held_out: number of other photos, which measured what follows.
-        cosine: mean cosine of the student's embeddings to the teacher's.
-        neighbours: share of the teacher's ten nearest photos that are also the student's.
-        images_per_second: photos that the student and the teacher embed in a second.
+        run: the student's run.
+        trained: number of photos that the student was trained on.
+        held_out: number of held-out photos, on which the following were measured.
+        cosine: mean cosine between the student's and the teacher's embeddings.
+        neighbours: share of the teacher's ten nearest photos that the student finds too.
+        images_per_second: photos per second that the student and the teacher embed.
     """
 
     bundle: Path
@@ -70,8 +71,8 @@ class Distillation:
         student, teacher = self.images_per_second
         return (
             f"{self.bundle}: trained on {self.trained:,} photos. On {self.held_out:,} others the"
-            f" mean cosine to the teacher's embeddings is {self.cosine:.3f}, and of the teacher's"
-            f" {_NEIGHBOURS} nearest photos the student finds {self.neighbours:.0%}. It embeds"
+            f" mean cosine to the teacher's embeddings is {self.cosine:.3f}, and the student finds"
+            f" {self.neighbours:.0%} of the teacher's {_NEIGHBOURS} nearest photos. It embeds"
             f" {student:,.0f} photos a second, the teacher {teacher:,.0f}."
         )
 
@@ -96,9 +97,9 @@ def distill(
 ) -> Distillation:
     """Train a student on photos that the teacher has embedded, and write its bundle.
 
-    The teacher's embeddings are reduced to `dimensions` by the projection that keeps most of their
-    inner products. The student learns them and their relations (`core.distillation`), so it needs
-    no labels. A twentieth of the photos, 1,000 at most, only measures the agreement.
+    A projection reduces the teacher's embeddings to `dimensions` and keeps most of their inner
+    products. The student learns these embeddings and their relations (`core.distillation`), so it
+    needs no labels. A twentieth of the photos, at most 1,000, is held out to measure the agreement.
 
     Args:
         teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
@@ -106,19 +107,19 @@ def distill(
         output: folder of the student's bundle.
         run: folder to work in. It keeps `photos.csv`, the teacher's embeddings and the run.
         student: the student's backbone.
-        labels: whether the folder of each photo is its label, which the student learns, too.
-        dimensions: width of the student's embeddings, at most the teacher's.
+        labels: whether the student also learns labels, the names of the photos' folders.
+        dimensions: dimension of the student's embeddings, at most the teacher's.
         epochs: number of epochs.
         overrides: changes to the recipe, such as `"backbone.size=96"`.
         plugins: further plugin files or modules.
-        resume: go on in `run`, with the embeddings that are there.
-        replace: replace an existing run and bundle.
+        resume: whether to continue in `run` and reuse the teacher's embeddings in it.
+        replace: whether to replace an existing run and bundle.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with one line per epoch.
 
     Raises:
         DataError: there are too few photos, or `run` belongs to other photos or another teacher.
-        RecipeError: a change does not fit the recipe.
+        RecipeError: an override does not fit the recipe.
         BundleError: `output` exists, or torch and ONNX Runtime disagree.
     """
     work, goal = Path(run), Path(output)
@@ -171,27 +172,31 @@ def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
 
 
 def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
-    """Return the readable photos of a folder, and a class of each: its folder, if it is a label."""
+    """Return the readable photos of a folder, and the class of each.
+
+    With `labels` the class is the name of the photo's folder.
+    """
     images = find_images(folder).images
     files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
     if len(files) < 2 * _FEWEST:
         raise DataError(
             f"{folder} holds {len(files):,} photos, too few to learn a model's embeddings from."
-            f" Name a folder of {2 * _FEWEST} at least, better of thousands; they need no labels."
+            f" Name a folder with at least {2 * _FEWEST} photos, better thousands; they need no"
+            " labels."
         )
-    # a split wants classes, which the loss does not look at without `labels`
+    # the split needs classes; without `labels` the loss ignores them
     return files, [file.parent.name if labels else f"{i % 2}" for i, file in enumerate(files)]
 
 
 def _apart(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the photos that train and those that measure, each in ascending order."""
+    """Return the indices of the training and of the held-out photos, each in ascending order."""
     order = np.random.default_rng(0).permutation(count)
     measure = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
     return np.sort(order[measure:]), np.sort(order[:measure])
 
 
 def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) -> None:
-    """Make the working folder, or check that it was begun with the same photos and teacher.
+    """Create the working folder, or check that it belongs to the same photos and teacher.
 
     Raises:
         DataError: the folder exists, belongs to something else, or cannot be written.
@@ -202,7 +207,7 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
     if work.exists() and not resume:
         if not replace:
             raise DataError(
-                f"{work} exists already. Go on in it with --resume, begin again with --replace, or"
+                f"{work} exists already. Continue it with --resume, start over with --replace, or"
                 " name another folder (--run)."
             )
         if begun is None:
@@ -211,18 +216,18 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
     elif begun is not None and begun != plan:
         changed = " and ".join(name for name in plan if begun.get(name) != plan[name])
         raise DataError(
-            f"{work} was begun with other {changed}. Begin again with --replace, or name another"
-            " folder (--run)."
+            f"{work} was started with different {changed}. Start over with --replace, or name"
+            " another folder (--run)."
         )
     try:
         (work / "embeddings").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{work} cannot be made: {error.strerror or error}.") from error
+        raise DataError(f"{work} cannot be created: {error.strerror or error}.") from error
     write_json(file, plan, DataError)
 
 
 def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embeddings:
-    """Return the teacher's embeddings (N, D), and keep them in blocks to resume from."""
+    """Return the teacher's embeddings (N, D); each block is saved, so a resumed run reuses it."""
     blocks = []
     for start in range(0, len(files), _BLOCK):
         kept = folder / f"{start:09}.npy"
@@ -275,7 +280,7 @@ def _recipe(
         "split": {"validation": 0.0},
         "backbone": {"name": student, **_STUDENT.get(student, {})},
         "head": {"embedding_size": dimensions},
-        # views of the same photo share the teacher's embedding, which is that of the whole photo
+        # the target of every view of a photo is the teacher's embedding of the whole photo
         "augmentation": {"crop_scale": [0.7, 1.0], "views": 2, "positives": "item"},
         "sampler": {"classes": min(64, photos), "items": 1},
         "loss": loss,
@@ -286,7 +291,7 @@ def _recipe(
 
 
 def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
-    """Return the embeddings of photos, and how many are embedded in a second."""
+    """Return the embeddings of photos, and the number of photos embedded per second."""
     encoder.encode(list(files[:2]), progress=False)  # the first call starts threads
     began = time.perf_counter()
     vectors = encoder.encode(list(files), progress=False)
@@ -294,7 +299,7 @@ def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
 
 
 def _overlap(student: Embeddings, teacher: Embeddings) -> float:
-    """Return the share of the teacher's nearest neighbours that are also the student's."""
+    """Return the share of the teacher's nearest neighbours that the student finds too."""
     nearest = []
     for vectors in (student, teacher):
         similarities = vectors @ vectors.T

@@ -25,7 +25,7 @@ class Entry:
     Attributes:
         name: full name, such as `backbone.stages.0.weight`.
         part: the part that owns it; a miner's parameters belong to the loss.
-        stage: number of the backbone's stage from 1, the input's; 0 outside the backbone.
+        stage: the backbone's stage, counted from 1 at the input; 0 outside the backbone.
         dimensions: number of dimensions.
     """
 
@@ -49,11 +49,11 @@ class Entry:
 
 
 def stages(network: nn.Module, name: str = "") -> list[list[str]]:
-    """Return the names of a network's parameters by stage, the input's first.
+    """Return the names of a network's parameters, one list per stage, starting at the input.
 
-    Stages are the parts in which the network is written: the blocks of its only sequence of blocks
-    (EfficientNet, transformers), or else its direct children (`layer1` to `layer4` of a ResNet).
-    Norms and single parameters between them belong to the stage before.
+    If the network has one sequence of blocks (EfficientNet, transformers), each block is a stage.
+    Otherwise each direct child is one (`layer1` to `layer4` of a ResNet). Norms and single
+    parameters between stages belong to the stage before them.
     """
     children = [(key, part) for key, part in network.named_children() if _size(part)]
     sequences = [part for _, part in children if _is_sequence(part)]
@@ -75,7 +75,7 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
         else:
             by_stage.append(names)
     if len(by_stage) > 1 and by_stage[0] == own:
-        by_stage[:2] = [[*own, *by_stage[1]]]  # a class token or positions go with the first layer
+        by_stage[:2] = [[*own, *by_stage[1]]]  # class token and positions join the first layer
     return by_stage
 
 
@@ -94,7 +94,7 @@ def _size(module: nn.Module) -> int:
 
 
 class Groups:
-    """The named parameters of a model and its objective, and the recipe's choices among them.
+    """Selects parameters of a model and its objective by the recipe's selectors.
 
     Args:
         recipe: the recipe.
@@ -127,7 +127,7 @@ class Groups:
         self._refuse_idle()
 
     def frozen(self, phase: Phase) -> set[int]:
-        """Return the ids of parameters that the phase keeps by `freeze` or by `[lora]`."""
+        """Return the ids of parameters that `freeze` or `[lora]` keeps fixed in a phase."""
         return {
             number
             for number, entry in self.entries.items()
@@ -138,7 +138,7 @@ class Groups:
     def of(
         self, section: Optimizer, part: Trainable, lr: float, frozen: set[int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield the optimiser's groups of a part, those of the largest rate last."""
+        """Yield a part's parameter groups for the optimiser, by increasing learning rate."""
         groups: dict[tuple[float, float | None], list[Parameter]] = {}
         for parameter in self.parts[part]:
             if id(parameter) in frozen:
@@ -159,7 +159,7 @@ class Groups:
             }
 
     def _refuse_idle(self) -> None:
-        """Refuse selectors that cover no parameter; parts may be without parameters."""
+        """Refuse stages and patterns that cover no parameter; a named part may have none."""
         sections = {"[optimizer]": self.recipe.optimizer}
         if self.recipe.generator_optimizer:
             sections["[generator_optimizer]"] = self.recipe.generator_optimizer
@@ -174,12 +174,12 @@ class Groups:
         for where, selector in written:
             number = int(selector.partition(":")[2] or 0)
             if number > self.stages:
-                problems.append(f"{where}: {selector}, and the backbone has {self.stages} stages.")
+                problems.append(f"{where}: {selector}, but the backbone has {self.stages} stages.")
             elif any(sign in selector for sign in ".*?[") and not any(
                 entry.fits(selector) for entry in self.entries.values()
             ):
                 problems.append(
-                    f"{where}: no parameter is named like '{selector}'. The first are"
+                    f"{where}: no parameter's name matches '{selector}'. The first names are"
                     f" {', '.join(names[:3])}.{did_you_mean(selector, names)}"
                 )
         if problems:

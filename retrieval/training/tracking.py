@@ -1,8 +1,8 @@
 """Trackers of a run, such as Weights & Biases, which never stop training.
 
 Each tracker runs in its own thread, because a network may hang. If a tracker fails, the run reports
-it and continues without it. The trackers' run ids are kept in the run's folder, so that a resumed
-run continues the same tracked run.
+it and continues without it. The run's folder keeps the trackers' run ids, so that a resumed run
+continues the same tracked run.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PATIENCE = 30.0
 FIRST_PATIENCE = 10.0
 """Seconds to wait for a tracker at the start of a run.
 
-The address of the tracked run is then printed first. The wait also lets a tracker finish its
-imports: two threads that import at once can see each other's modules half initialised.
+The wait lets the tracked run's address be printed before training starts. It also lets a tracker
+finish its imports: two threads that import at once can see half-initialised modules.
 """
 
 Tell = Callable[[str], None]
@@ -85,7 +85,7 @@ class Tracking:
 
     @hookimpl
     def retrieval_run_end(self, run: Run, metrics: Mapping[str, float]) -> None:
-        """Log the best validation metrics and, for trackers that take images, a sheet."""
+        """Log the best validation metrics, and a sheet of hits to trackers that accept images."""
         self.log({f"best_validation_{name}": value for name, value in metrics.items()})
         drawn = run.dataset.kind == "image" and len(run.splits.validation) > 1
         if drawn and any(follower.takes("image") for follower in self._followers):
@@ -99,7 +99,7 @@ class Tracking:
                 self._tell(lambda tracker: tracker.image("validation", pixels), "image")
 
     def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
-        """Start tracking, or continue the run that the folder records; later calls do nothing."""
+        """Start tracking, or continue the tracked run in the folder; later calls do nothing."""
         if self._begun:
             return
         self._begun = True
@@ -111,7 +111,7 @@ class Tracking:
             follower.wait(FIRST_PATIENCE)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None = None) -> None:
-        """Log the metrics of an epoch, or final ones."""
+        """Log an epoch's metrics, or the final metrics if `epoch` is `None`."""
         now = {str(name): float(value) for name, value in metrics.items()}
         if now:
             self._tell(lambda tracker: tracker.log(now, epoch))
@@ -121,7 +121,7 @@ class Tracking:
         self._tell(lambda tracker: tracker.table(title, rows))
 
     def _tell(self, call: Callable[[Any], Any], method: str = "log") -> None:
-        """Call each tracker that has a method."""
+        """Queue a call for every tracker that has `method`."""
         for follower in self._followers if self._begun else ():
             if follower.takes(method):
                 follower.call(call)
@@ -166,7 +166,7 @@ class _Follower(threading.Thread):
                     if isinstance(error, Exception)
                     else f"{what} failed: it wanted to end the process"
                 )
-                self._fail(f"{sentence}. The run goes on without it.")
+                self._fail(f"{sentence}. The run continues without it.")
                 return
 
     def _fail(self, sentence: str) -> None:
@@ -176,7 +176,7 @@ class _Follower(threading.Thread):
                 _keep(self._folder, self.tracker_name, {"failed": sentence})
 
     def takes(self, method: str) -> bool:
-        """Return whether the tracker has a method, which may be optional."""
+        """Return whether the tracker has a method; some methods are optional."""
         return hasattr(self._tracker, method)
 
     def call(self, call: Callable[[Any], Any]) -> None:
@@ -196,8 +196,8 @@ class _Follower(threading.Thread):
         self.join(seconds)
         if self.is_alive():
             self._fail(
-                f"The tracker {self.tracker_name} has not taken everything within {seconds:.0f}"
-                " seconds, and is left to itself."
+                f"The tracker {self.tracker_name} has not finished within {seconds:.0f} seconds;"
+                " some of its data may be lost."
             )
         self._tell()
 
@@ -207,9 +207,9 @@ class _Follower(threading.Thread):
 
 
 def full_name(plugins: Plugins, name: str) -> str:
-    """Return a tracker's full name.
+    """Return a tracker's full name, `PLUGIN.NAME`.
 
-    The tracker's own name is enough, and so is the name of a plugin with one tracker.
+    `name` may also be NAME alone, or PLUGIN if that plugin has a single tracker.
 
     Raises:
         PluginError: no such tracker exists, or the plugin offers several.
@@ -219,7 +219,7 @@ def full_name(plugins: Plugins, name: str) -> str:
     if len(offered) == 1:
         return offered[0]
     if offered:
-        raise PluginError(f"'{name}' may mean several trackers: name one of {', '.join(offered)}.")
+        raise PluginError(f"'{name}' matches several trackers: name one of {', '.join(offered)}.")
     wrong = plugins.disabled("trackers")
     if why := [reason for full, reason in wrong.items() if name in (full, full.partition(".")[0])]:
         raise PluginError(why[0])
@@ -244,7 +244,7 @@ def tracking(
     name: str | None = None,
     group: str | None = None,
 ) -> Iterator[Tracking]:
-    """Context manager in which trackers follow the training of a recipe.
+    """Context manager that attaches trackers to the training of a recipe and ends them after it.
 
     Raises:
         PluginError: a tracker does not exist.
@@ -276,7 +276,7 @@ def ending(tracking: Tracking) -> Iterator[None]:
 
 
 def failures(folders: Sequence[Path]) -> list[str]:
-    """Return each distinct failure of a tracker, with the number of folders that had it."""
+    """Return each distinct failure of a tracker and the number of folders with it."""
     counts: dict[str, int] = {}
     for folder in folders:
         for entry in _kept(folder).values():
@@ -289,7 +289,7 @@ _writing = threading.Lock()
 
 
 def _kept(folder: Path) -> dict[str, dict[str, str]]:
-    """Return the trackers' entries in a folder; none if the file is missing or damaged."""
+    """Return the trackers' entries in a folder; empty if the file is missing or damaged."""
     try:
         content = json.loads((folder / FILE).read_text(encoding="utf-8"))
         return {str(name): dict(entry) for name, entry in content.items()}

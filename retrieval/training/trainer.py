@@ -81,7 +81,7 @@ class Trainer:
         accelerator: Accelerate's `Accelerator`, which sets device, precision and number of
             processes.
         report: called with one line per epoch.
-        progress: how far the run has come, if it is resumed.
+        progress: progress of a resumed run; `None` for a new one.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Trainer:
                 dataset = backbone_features(
                     without_additions(run.model), dataset, run.device, recipe.evaluate.batch
                 )
-            # shared, so that validation does not decode images again
+            # validation uses the same inputs, so it does not decode images again
             self._source = self.from_features, dataset, RawInputs(dataset, preprocessing)
         _, self.dataset, self.raw = self._source
         augments = self.phase.augment and not self.from_features
@@ -172,7 +172,7 @@ class Trainer:
             self._batches.close()
 
     def _begin_phase(self) -> None:
-        """Report the phase's warm-up, and save."""
+        """Report the length of the phase's warm-up, and write a checkpoint."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
         if warmup and self.main:
             rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
@@ -229,7 +229,7 @@ class Trainer:
         return validate(self.run, self.dataset, self.from_features, self.raw, self.average.model)
 
     def _validate_start(self) -> None:
-        """Make the weights before the first step epoch 0, the first candidate for the best."""
+        """Validate the initial weights as epoch 0, the first candidate for the best."""
         validation = self._validate()
         self.monitor.note(self.progress, validation, trains_backbone=False)
         if self.main:
@@ -274,7 +274,7 @@ class Trainer:
         return metrics
 
     def _drawn(self) -> list[NDArray[np.int64]] | None:
-        """Return the epoch's batches if they follow from embeddings; a checkpoint keeps them."""
+        """Return the epoch's batches if the sampler uses embeddings; checkpoints keep them."""
         if not self.batches.batch_sampler.uses_embeddings:
             return None
         if self.progress.drawn is None:
@@ -311,7 +311,7 @@ class Trainer:
         return losses.all_metrics()
 
     def _end_steps(self) -> None:
-        """Tell the plugins the means of the metrics since the last call, and the learning rates."""
+        """Pass the metrics' means since the last call, and the learning rates, to plugins."""
         self.tally.read()
         progress, (sums, counts) = self.progress, self._step_sums
         self._step_sums = dict(progress.sums), dict(progress.counts)
@@ -341,7 +341,7 @@ class Trainer:
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
     def _exhausted(self) -> bool:
-        """Return whether the phase ends early; one that trains only the generator never does."""
+        """Return whether `patience` ends the phase; not if only the generator trains."""
         patience, trains_metric = (
             self.recipe.train.patience,
             any(part != "generator" for part in self.phase.train),
@@ -435,7 +435,7 @@ class Trainer:
         return self.progress.best_metrics
 
     def _compares_frozen(self) -> bool:
-        """Return whether the best weights lack a comparison with the frozen backbone."""
+        """Return whether to suggest a comparison with the frozen, pretrained backbone."""
         recipe = self.recipe
         return (
             not recipe.backbone.frozen
@@ -448,7 +448,11 @@ class Trainer:
     # -------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the checkpoint to resume from; refuses weights with NaN."""
+        """Write the checkpoint to resume from.
+
+        Raises:
+            DataError: weights are NaN or infinite.
+        """
         self.tally.read()
         self._refuse_nan()
         self._files = save(self.run, self.step, self.average, self.progress, self._files)
@@ -456,7 +460,7 @@ class Trainer:
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
             wrong = not all_finite(parameters)
-            if self.step.divided:  # another process's rows may have NaN; then all processes stop
+            if self.step.divided:  # all processes stop if the rows of any of them have NaN
                 wrong = bool(
                     self.step.devices.total(torch.tensor(int(wrong), device=self.run.device))
                 )

@@ -175,7 +175,7 @@ def test_torchvision_pretrained_weights_are_loaded(
         (
             "torchvision",
             {"model": "resnet18", "weights": "DEFALT"},
-            "IMAGENET1K_V1, DEFAULT, and no 'DEFALT'. Did you mean",
+            "no weights 'DEFALT'; it has: IMAGENET1K_V1, DEFAULT.",
         ),
         (
             "torchvision",

@@ -186,7 +186,7 @@ def test_image_folder_faults(
     assert "no image in empty" in caplog.text
     picture(tmp_path / "stray.png")
     with pytest.raises(
-        DataError, match=r"1 image lies in no class's folder, .*: stray\.png\. Move it"
+        DataError, match=r"1 image lies in no class folder, .*: stray\.png\. Move it"
     ):
         build(plugins, "image_folder", folder=tmp_path)
 

@@ -76,8 +76,8 @@ def test_gradients_are_finite_where_a_map_is_zero(levels: Backbone) -> None:
         (
             {"levels": {"image": 65, "last": 3}},
             (
-                r"image has 64 × 64 cells, its grid would have 65 × 65; last has 2 × 2 cells, its"
-                r" grid would have 3 × 3\. Take coarser grids"
+                r"image has 64 × 64 positions, but its grid has 65 × 65 cells; last has 2 × 2"
+                r" positions, but its grid has 3 × 3 cells\. Use coarser grids"
             ),
         ),
         ({"levels": {"8": 1}}, r"known: image, 1, 2, 3, 4, 5, 6, 7, last"),

@@ -181,5 +181,5 @@ def test_a_combiner_is_refused_beside_it() -> None:
         "combiner": {"name": combiner},
         "loss": {"name": "core.matryoshka", "loss": "pml.contrastive", "widths": [8]},
     }
-    with pytest.raises(RecipeError, match="trains the beginnings of one embedding"):
+    with pytest.raises(RecipeError, match="trains shortened embeddings"):
         check_recipe(recipe)

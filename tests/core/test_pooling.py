@@ -104,7 +104,11 @@ def test_levels_of_a_timm_net_are_its_own_maps() -> None:
 @pytest.mark.parametrize(
     ("name", "values", "sentence"),
     [
-        ("core.convnet", {"pool": "grid", "cells": 8}, "7 × 7 positions, a grid of 8 × 8 is finer"),
+        (
+            "core.convnet",
+            {"pool": "grid", "cells": 8},
+            "7 × 7 positions, but the grid has 8 × 8 cells",
+        ),
         ("core.convnet", {"pool": "cls"}, "pool: should be"),
         (
             "core.torchvision",

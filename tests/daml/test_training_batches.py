@@ -95,7 +95,7 @@ def test_what_is_mined_after_generation_by_loops() -> None:
     [
         (
             {"train": {"mine": "after"}},
-            r'mine = "after" says when the miner picks, and there is none',
+            r'mine = "after" needs a \[miner\]',
         ),
         (
             {"generator": None, "train": {"mine": "after"}},
@@ -107,7 +107,7 @@ def test_what_is_mined_after_generation_by_loops() -> None:
                 "train": {"mine": "after"},
             },
             (
-                r"pick from a reference set, and pml.embeddings_already_packaged_as_triplets takes"
+                r"picks from a reference set, but pml.embeddings_already_packaged_as_triplets takes"
                 r" no `ref_emb`"
             ),
         ),

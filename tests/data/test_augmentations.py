@@ -238,9 +238,9 @@ class TestViews:
                 Recipe(**{**RECIPE, **tables})
             return str(refused.value)
 
-        assert "all its views are the same" in problems(augmentation={"views": 2})
+        assert "all views of an item are equal" in problems(augmentation={"views": 2})
         said = problems(augmentation={"positives": "item", "horizontal_flip": 0.5})
-        assert "Set views = 2" in said and "Set items = 1" in said
+        assert "Set views to 2" in said and "Set items = 1" in said
 
     def test_a_net_learns_from_views_alone(self, tmp_path: Path) -> None:
         """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen

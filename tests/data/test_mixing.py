@@ -153,7 +153,7 @@ class TestRefusals:
             run_one_batch(recipe)
 
     def test_a_miner(self) -> None:
-        with pytest.raises(RecipeError, match="compares items that have one label each"):
+        with pytest.raises(RecipeError, match="needs one label per item"):
             Recipe(**RECIPE, miner={"name": "pml.multi_similarity"}, augmentation={"mix": "cutmix"})
 
     def test_a_recipe_that_mixes_runs(self) -> None:

@@ -166,12 +166,12 @@ def test_a_hugging_face_dataset(files: list[Path]) -> None:
 @pytest.mark.parametrize(
     ("obj", "said"),
     [
-        (5, "give a dataset of PyTorch"),
-        ("photos", "give a dataset of PyTorch"),
+        (5, "pass a PyTorch dataset"),
+        ("photos", "pass a PyTorch dataset"),
         ([], "holds no items"),
         ([1, 2], "object of type int for item 0"),
         ((PIXELS, LABELS[:3]), "6 images and 3 labels"),
-        ((PIXELS, [0.5] * 6), r"no class for each image, but 0\.5"),
+        ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
         (Torch(lambda index: ("x.png",)), "object of type tuple for item 0"),
     ],
@@ -187,7 +187,7 @@ def test_an_item_that_is_no_image_is_named() -> None:
             lambda index: (torch.randn(3, 4, 4) * 9, 1),
             "item 2: Pixels .* leave out a normalisation",
         ),
-        (lambda index: ([5], 1), "item 2 is no image but an object of type int"),
+        (lambda index: ([5], 1), "item 2 is an object of type int, not an image"),
     ):
         with pytest.raises(DataError, match=said):
             as_dataset(Torch(item))[2]

@@ -277,8 +277,8 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ('{"x": "text"}', "panel 'x' is no SVG or PNG"),
-        ("[1]", "gave list, not drawings"),
+        ('{"x": "text"}', "panel 'x' must be the bytes of an SVG or PNG"),
+        ("[1]", "returned list, not a mapping"),
         ("1 / 0", "ZeroDivisionError"),
         ('{"x": b"<svg" + bytes(5 << 20)}', "at most 4 MB"),
     ],

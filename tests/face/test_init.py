@@ -49,7 +49,7 @@ def test_it_says_what_the_folder_holds_and_its_recipe_runs(
     assert refused.code == 2 and "exists already" in refused.err
     assert cli("init", folder, "--output", output, "--replace").code == 0
     flat = cli("init", folder / "cup", "--output", tmp_path / "none")
-    assert flat.code == 2 and "no class's folder" in flat.err and not (tmp_path / "none").exists()
+    assert flat.code == 2 and "no class folder" in flat.err and not (tmp_path / "none").exists()
 
 
 def test_every_recipe_is_one_and_compares_the_same_split(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ WITHOUT_GENERATOR = "is of no use without a [generator]"
         ({**COMBINER, "head": {"normalize": False}}, ["[head] normalize: a [combiner] brings"]),
         ({"learner": {"name": "everything.centre"}}, ["either a [loss] or a [learner], not both"]),
         ({"loss": None}, ["either a [loss] or a [learner]; it has neither"]),
-        ({**LEARNER, **MINER}, ["[miner] goes with a [loss]"]),
+        ({**LEARNER, **MINER}, ["[miner] needs a [loss]"]),
         ({**LEARNER, **FLIP}, ["[augmentation]", "with a [learner]"]),
         ({**FROZEN, **FLIP}, ["[augmentation] changes", "[backbone] frozen = true", "once"]),
         (

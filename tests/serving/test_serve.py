@@ -191,7 +191,7 @@ def test_originals_are_shown_only_below_folders_that_the_operator_names(
     plain = served(index_path).client
     (hit,) = plain.post("/v1/search", json=query).json()["results"]
     assert hit["image_url"] is None and plain.get(url).json()["thumbnail_url"] is None
-    assert "no folder that may be shown" in plain.get(f"{url}/image").json()["detail"]
+    assert "outside the folders that may be shown" in plain.get(f"{url}/image").json()["detail"]
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(photos)
     for folder, status in (

@@ -130,7 +130,7 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     ({"generator": of("generator", "replaces")}, ["has replaces = 'anchor'"]),
     (
         {"generator": of("generator", "bind")},
-        ["generator broken.generator, given the head by bind(head), failed"],
+        ["generator broken.generator, called as bind(head), failed"],
     ),
     (combined("no_head"), ["combiner broken.combiner gave None as the head"]),
     (combined("flat"), ["combiner broken.combiner's compute_mat gave a tensor of shape (6,)"]),

@@ -129,7 +129,7 @@ def test_a_frozen_stage_keeps_weights_and_batch_statistics(make: Make, tmp_path:
         ({"optimizer": {"layer_decay": 0}}, "layer_decay"),
         ({"schedule": {"warmup": 1.5}}, 'a share from 0 to below 1, "500 steps" or "2 epochs"'),
         ({"schedule": {"warmup": "2 weeks"}}, '"500 steps" or "2 epochs"'),
-        ({"train": {"ema": 0.9, "average_last": 2}}, "remove one of the two"),
+        ({"train": {"ema": 0.9, "average_last": 2}}, "Remove one of the two"),
         ({"train": {"monitor": "map_at_s"}}, r"\[train\] monitor: There is no metric 'map_at_s'"),
         (
             {"train": {"monitor": "map"}, "split": {"by": "class", "validation": 0.0}},
@@ -164,9 +164,9 @@ def test_what_cannot_be_or_go_together(make: Make, tables: dict[str, Any], sente
     [
         (
             {"optimizer": {"lr_factor": {"backbone.layer.*": 2}}},
-            "lr_factor: no parameter is named like 'backbone.layer.*'",
+            "lr_factor: no parameter's name matches 'backbone.layer.*'",
         ),
-        ({"phase": [{"freeze": "stages:9"}]}, "freeze: stages:9, and the backbone has 2 stages"),
+        ({"phase": [{"freeze": "stages:9"}]}, "freeze: stages:9, but the backbone has 2 stages"),
         (
             {"schedule": {"warmup": "9 epochs"}},
             "9 epochs are 27 steps, and the phase 'train' has 6",
@@ -238,7 +238,9 @@ def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: P
     kept = weights(run.path, "best")
     assert all(torch.equal(first[name], value) for name, value in kept.items())
     assert lines[0].startswith("epoch 0 (the start): validation_recall_at_1 0.")
-    assert any("No epoch beat the start: the run keeps the weights" in line for line in lines)
+    assert any(
+        "No epoch beat the start: the run keeps its initial weights" in line for line in lines
+    )
     assert not any(line["best"] for line in log(run.path))
 
 
@@ -403,7 +405,7 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
 
 def test_lora_names_the_layers_there_are(make: Make, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="the extra lora is not installed")
-    with pytest.raises(RecipeError, match=r"named like 'attn'. It has layers.0, layers.4"):
+    with pytest.raises(RecipeError, match=r"matches 'attn'. It has layers.0, layers.4"):
         build_run(tmp_path, make(lora={"modules": ["attn"]}))
 
 

@@ -318,5 +318,5 @@ class Short(BatchSampler):
 
 
 def test_another_number_of_batches_is_refused() -> None:
-    with pytest.raises(PluginError, match="Short drew 1 batches for epoch 0, and its length is 8"):
+    with pytest.raises(PluginError, match="Short drew 1 batches for epoch 0, but its length is 8"):
         drawn(Short())

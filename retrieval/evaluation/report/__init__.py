@@ -1,1 +1,1 @@
-"""The HTML report of runs: metrics, hits and mistakes, and thresholds."""
+"""HTML report of runs: metrics, hits and mistakes, and thresholds."""

@@ -1,4 +1,4 @@
-"""The numbers of a report: neighbours, metrics, distances of pairs, mistakes."""
+"""Measurements for a report: neighbours, metrics, distances of pairs, mistakes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Items = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 SHOWN = 8
-"""Number of neighbours in a sheet, and for judging a label."""
+"""Number of neighbours that a sheet shows, and that must agree to suspect a label."""
 RECALLS = (1, 2, 4, 8)
 PER_CLASS = 50
-"""Number of items of a class in the sample of pairs, if that fills the sample."""
+"""Largest number of items per class in the sample of pairs, if that fills the sample."""
 BLOCK = 256
-"""Number of queries per lookup of grades."""
+"""Number of queries whose grades are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Searched:
 
     Attributes:
         query: (Q,), the queries that have a relevant item, or a sample of them.
-        query_count: number of such queries before sampling.
+        query_count: number of queries that have a relevant item, before sampling.
         gallery: number of items in the gallery.
-        neighbours: (Q, SHOWN), the results, nearest first; −1 if there are fewer.
+        neighbours: (Q, SHOWN), the results, nearest first, padded with −1.
         distances: (Q, SHOWN), the distances of the results.
         grades: (Q, SHOWN), the grades of relevance of the results.
-        match: the smallest grade of a right result.
-        metrics: the value (Q,) of each metric for each query.
+        match: the smallest grade that counts as a match.
+        metrics: values (Q,) of each metric, one per query.
     """
 
     query: Items
@@ -61,12 +61,12 @@ class Searched:
 
 @dataclass(frozen=True)
 class Measured(Searched):
-    """The results on a run's test items; with random galleries, those of the first gallery.
+    """Results on a run's test items; with random galleries, the results in the first gallery.
 
     Attributes:
         run: the run.
-        rounds: number of random galleries; 1 without any.
-        intervals: each metric's mean and 95 % interval over classes, for all galleries.
+        rounds: number of random galleries, or 1 if the recipe draws none.
+        intervals: mean and 95 % interval (by classes) of each metric over all galleries.
         pairs: a sample of pairs for the histograms and thresholds.
         names: the name of every class, in the order of the run's classes.
     """
@@ -89,7 +89,7 @@ class Measured(Searched):
 
 @dataclass(frozen=True)
 class Pairs:
-    """A sample of the test items, and every pair of them.
+    """A sample of the test items, and all pairs of its items.
 
     Attributes:
         items: (S,), the items.
@@ -113,10 +113,14 @@ class Pairs:
 def measure(
     run: Run, queries: int, sample: int, seed: int = 0, label_column: str | None = None
 ) -> Measured:
-    """Search for a run's test items, or a sample of them, according to its `[evaluate]`.
+    """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
-    At most `queries` queries are searched in each random gallery, or among all items. All pairs of
-    at most `sample` items are measured. `label_column` is a column of metadata that names classes.
+    Args:
+        run: the run.
+        queries: largest number of queries in each gallery.
+        sample: largest number of items whose pairs are measured.
+        seed: seed of the samples.
+        label_column: column of metadata with names of classes; `None` shows the labels.
 
     Raises:
         DataError: the run has no test items, no query has a relevant item, or the data lack the
@@ -156,7 +160,7 @@ def measure(
 
 
 def class_names(run: Run, column: str | None) -> list[str]:
-    """Return the name of each class: its label, or its first item's value in a column.
+    """Return the name of each class: its label, or the value of its first item in `column`.
 
     Raises:
         DataError: no item has the column.
@@ -187,7 +191,7 @@ def _searched(
     queries: int,
     random: np.random.Generator,
 ) -> Searched:
-    """Search for items, or a sample of them, in a gallery; `None` searches among themselves.
+    """Search for items, or a sample of them, in a gallery or, if that is `None`, among themselves.
 
     Raises:
         DataError: no query has a relevant item.
@@ -207,12 +211,12 @@ def _searched(
     answerable = np.flatnonzero(relevant > 0)
     if not len(answerable):
         what = (
-            "another one of its class"
+            "another item of its class"
             if relevance is None
-            else "a relevant one ([evaluate] levels, tags)"
+            else "a relevant item ([evaluate] levels, tags)"
         )
-        seen = "" if hidden is None else " of those that it may see ([evaluate] exclude)"
-        raise DataError(f"{run.path}: no test item has {what} to be found{seen}.")
+        seen = "" if hidden is None else " that [evaluate] exclude lets it find"
+        raise DataError(f"{run.path}: no test item has {what}{seen}.")
     chosen = np.sort(random.permutation(answerable)[:queries])
     names = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
     rows, apart = search.nearest(min(len(searched), SHOWN), chosen)
@@ -240,7 +244,7 @@ def _searched(
 
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
-    """Return the grades of results (Q, k), with 0 for missing results."""
+    """Return the grades (Q, k) of results; 0 for missing results."""
     graded = np.zeros(rows.shape)
     for start in range(0, len(chosen), BLOCK):
         part = slice(start, start + BLOCK)
@@ -252,10 +256,10 @@ def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
 def interval(
     values: Floats, classes: Items, random: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Return a mean and its 95 % interval by a bootstrap over classes.
+    """Return a mean with the ends of its 95 % interval, by a bootstrap over classes.
 
-    Source: Field & Welsh, "Bootstrapping clustered data", JRSS B 69, 2007. With a single class the
-    interval is the mean itself.
+    For a single class the interval is the mean itself. Source: Field & Welsh, "Bootstrapping
+    clustered data", JRSS B 69, 2007.
     """
     _, place = np.unique(classes, return_inverse=True)
     sums, counts = np.bincount(place, values), np.bincount(place)
@@ -268,10 +272,10 @@ def interval(
 def _pairs(
     run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator
 ) -> Pairs:
-    """Measure every pair of a sample of items of whole classes.
+    """Measure all pairs in a sample of items.
 
-    If `PER_CLASS` items of each class do not fill the sample, it takes more of each. Pairs that
-    `[evaluate] exclude` hides from each other are left out.
+    The sample takes up to `PER_CLASS` items of each class, or more if these do not fill it. Pairs
+    that `[evaluate] exclude` hides are left out.
     """
     labels = run.splits.labels[items]
     chosen: list[int] = []
@@ -303,7 +307,7 @@ def _pairs(
 
 
 def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return (query's class, nearest item's class, count, queries), the most frequent first."""
+    """Return the most frequent confusions as (class, nearest item's class, count, queries)."""
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
@@ -320,7 +324,7 @@ def confusion_matrix(
 ) -> tuple[list[str], list[str], list[list[int]], int]:
     """Return names of rows and columns, counts of nearest items, and the number of test classes.
 
-    Rows are the `most` classes with most mistakes; a last column is for all others, if needed.
+    Rows are the `most` classes with the most mistakes. If needed, a last column counts all others.
     """
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     size = len(measured.names)
@@ -338,7 +342,7 @@ def confusion_matrix(
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:
-    """Return rows of queries whose nearest items all share another label, the closest first.
+    """Return positions of queries whose nearest items all share one other label, closest first.
 
     Source: Wilson, "Asymptotic properties of nearest neighbor rules using edited data", IEEE Trans.
     SMC 2, 1972.
@@ -353,7 +357,7 @@ def suspects(measured: Measured, most: int = 12) -> Items:
 def hardest(
     measured: Measured, most: int = 8
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
-    """Return the closest pairs of two classes and the farthest pairs of one, with distances."""
+    """Return the closest non-matching and the farthest matching pairs, with distances."""
     pairs = measured.pairs
 
     def listed(which: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
@@ -372,7 +376,7 @@ def hardest(
 
 
 def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
-    """Return operating points of "the same thing?" as (name, distance, FAR, FRR)."""
+    """Return thresholds for telling whether a pair matches, as (name, distance, FAR, FRR)."""
     if pairs.same.all() or not pairs.same.any():
         return []
     roc = roc_curve(pairs.distance, pairs.same)

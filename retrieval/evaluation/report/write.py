@@ -59,17 +59,17 @@ def report(
 ) -> Path:
     """Write a self-contained HTML report of the strengths and mistakes of runs.
 
-    Samples are bounded, so that the file stays small and a large test set needs little more memory
-    than its embeddings.
+    The report samples large test sets, so that the file stays small and memory holds little more
+    than the embeddings.
 
     Args:
-        runs: one or more finished runs, or their folders, at most `MOST_RUNS`.
-        output: the file to write; an existing one is replaced.
-        queries: most test items to use as queries. The gallery is always complete.
-        sample: most test items for the map and for the distances of pairs.
-        thumbnails: most thumbnails of items, over all runs.
+        runs: finished runs or their folders, 1 to `MOST_RUNS`.
+        output: the file to write; an existing file is replaced.
+        queries: largest number of test items that are queries. The gallery is always complete.
+        sample: largest number of test items on the map and in the distances of pairs.
+        thumbnails: largest number of thumbnails over all runs.
         map: method of the map: "tsne", "pca" or "none".
-        label_column: column of metadata with the names of classes, shown instead of their labels.
+        label_column: column of metadata with names of classes to show instead of labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
@@ -83,20 +83,20 @@ def report(
     """
     runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
-        raise DataError(f"A report is of 1 to {MOST_RUNS} runs, not of {len(runs)}.")
+        raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
     for name, value, least, most in (
         ("--queries", queries, 1, 100_000),
         ("--sample", sample, 10, 3000),
         ("--thumbnails", thumbnails, 0, 5000),
     ):
         if not least <= value <= most:
-            raise DataError(f"{name} is a number from {least:,} to {most:,}, not {value:,}.")
+            raise DataError(f"{name} must be from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
-        raise DataError(f"A map is one of {', '.join(METHODS)}, not {map!r}.")
+        raise DataError(f"map must be one of {', '.join(METHODS)}, not {map!r}.")
     target = Path(output)
     if target.is_dir():
         raise DataError(
-            f"{target} is a folder, and a report is a file: give --output a name such as"
+            f"{target} is a folder, but a report is a file. Set --output to a file such as"
             f" {target / 'report.html'}."
         )
     opened = _opened(runs)
@@ -131,7 +131,7 @@ def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
 
 
 def _names(runs: Sequence[StrPath]) -> list[str]:
-    """Return each folder's name, or its whole path if two have the same name."""
+    """Return each folder's name, or its whole path if another folder has the same name."""
     short = [Path(run).resolve().name for run in runs]
     return [
         str(run) if short.count(name) > 1 else name for run, name in zip(runs, short, strict=True)
@@ -139,7 +139,7 @@ def _names(runs: Sequence[StrPath]) -> list[str]:
 
 
 def panels(run: Run) -> dict[str, bytes]:
-    """Return the training curves of a run and the drawings of plugins, by title.
+    """Return drawings by title: the training curves of a run, and the panels of plugins.
 
     Raises:
         PluginError: a plugin failed, or did not return drawings.
@@ -158,8 +158,8 @@ def panels(run: Run) -> dict[str, bytes]:
     for answer in answers:
         if not isinstance(answer, Mapping):
             raise PluginError(
-                f"A plugin's retrieval_report_panels gave {type(answer).__name__}, not drawings by"
-                " title."
+                f"A plugin's retrieval_report_panels returned {type(answer).__name__}, not a"
+                " mapping of titles to drawings."
             )
         for name, picture in answer.items():
             drawn = isinstance(picture, bytes) and picture.startswith(
@@ -167,8 +167,8 @@ def panels(run: Run) -> dict[str, bytes]:
             )
             if not drawn or len(picture) > LARGEST_PANEL:
                 raise PluginError(
-                    f"A plugin's panel '{name}' is no SVG or PNG of at most {LARGEST_PANEL >> 20}"
-                    " MB, as bytes."
+                    f"A plugin's panel '{name}' must be the bytes of an SVG or PNG of at most"
+                    f" {LARGEST_PANEL >> 20} MB."
                 )
             drawings[str(name)] = picture
     return drawings
@@ -179,14 +179,14 @@ LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
 SHEET = 6
 """Number of queries in each sheet."""
 NEAR = 5
-"""Number of neighbours that the map shows of an item."""
+"""Number of an item's neighbours that the map shows."""
 LEGEND = 24
-"""Most classes in the map's legend."""
+"""Largest number of classes in the map's legend."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A run's section of the page.
+    """The section of the page about one run.
 
     Attributes:
         name: the run's title.
@@ -204,7 +204,7 @@ class Section:
 
     @property
     def left_out(self) -> list[str]:
-        """The keys of `[evaluate]` that are set but ignored by the page."""
+        """The keys of `[evaluate]` that are set and that the report ignores."""
         settings = self.measured.run.recipe.evaluate
         return [key for key in LEFT_OUT if getattr(settings, key) not in (None, [], False)]
 
@@ -215,7 +215,7 @@ class Section:
         return settings.levels == [] and settings.tags is not None
 
     def sheets(self) -> list[tuple[str, Any]]:
-        """Return titles and positions of the queries to show."""
+        """Return the sheets of queries as (title, positions of the queries)."""
         metrics, distances = self.measured.metrics, self.measured.distances
         order = np.lexsort((distances[:, 0], -metrics["map_at_r"]))
         random = np.random.default_rng(0).permutation(len(order))[:SHEET]
@@ -243,7 +243,7 @@ class Section:
 
     @property
     def recipe(self) -> str:
-        """The recipe as TOML, without defaults."""
+        """The recipe as TOML, without default values."""
         return to_toml(self.measured.run.recipe)
 
     def curve(self) -> dict[str, list[float]]:
@@ -254,7 +254,7 @@ class Section:
         return {name: values[some].round(6).tolist() for name, values in curve.items()}
 
     def points(self) -> dict[str, Any]:
-        """Return the map's description, dots, legend, and data for the script."""
+        """Return the map's description, dots and legend, and the data for the page's script."""
         assert self.map is not None
         plane, what = places(self.measured, self.map)
         pairs = self.measured.pairs
@@ -281,7 +281,7 @@ class Section:
 
 
 def page(sections: Sequence[Section]) -> str:
-    """Return the whole page."""
+    """Return the HTML of the page."""
     folder = files(__package__)
     template, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
@@ -318,7 +318,7 @@ def page(sections: Sequence[Section]) -> str:
 
 
 def facts(runs: Sequence[Run]) -> list[list[str]]:
-    """Return rows of what identifies runs: seed, parameters, recipe keys that differ, versions."""
+    """Return table rows of seed, number of parameters, recipe keys that differ, and versions."""
     recipes = [flat(run.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in ("seed", "name"))
     differing = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
@@ -331,7 +331,7 @@ def facts(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def versions(run: Run) -> dict[str, str]:
-    """Return the versions that a run was trained with; none if `run.json` is damaged."""
+    """Return the versions that a run was trained with; empty if `run.json` is damaged."""
     try:
         recorded = json.loads((run.path / "run.json").read_text(encoding="utf-8"))["versions"]
         return {str(name): str(version) for name, version in recorded.items()}
@@ -340,9 +340,9 @@ def versions(run: Run) -> dict[str, str]:
 
 
 def compared(sections: Sequence[Section]) -> list[list[tuple[Section, int]]] | None:
-    """Return the queries on which runs differ most, each as its place in every run.
+    """Return the queries on which the runs differ most, each with its position in every run.
 
-    `None` if the runs have different test items, or there is a single run.
+    The result is `None` if the runs have different test items, or if there is only one run.
     """
     runs = [section.measured.run for section in sections]
     same = all(
@@ -381,7 +381,7 @@ SIDE = 96
 
 
 class Thumbnails:
-    """Up to `most` thumbnails of a dataset's items, each made once; `refused` are the others."""
+    """Makes up to `most` thumbnails of a dataset's items; `refused` holds the items beyond that."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
@@ -389,7 +389,7 @@ class Thumbnails:
         self._thumbnails: dict[int, str] = {}
 
     def __call__(self, item: int) -> str:
-        """Return an item as a data URI; empty for vectors, damaged images, or beyond `most`."""
+        """Return an item's data URI; "" for vectors, damaged images, and items beyond `most`."""
         if item in self._thumbnails:
             return self._thumbnails[item]
         if self.dataset.kind != "image":
@@ -415,7 +415,7 @@ class Thumbnails:
 
 
 def svg(figure: Any) -> bytes:
-    """Return a matplotlib figure as SVG; equal figures give equal bytes."""
+    """Return a matplotlib figure as SVG; equal figures result in equal bytes."""
     import matplotlib as mpl
 
     out = io.BytesIO()
@@ -431,7 +431,7 @@ def data_uri(picture: bytes) -> str:
 
 
 def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
-    """Draw Recall@K of runs by name, with intervals."""
+    """Draw Recall@K of runs with intervals, from each run's metrics by name."""
     figure = Picture(5.6, 3.2)
     axis = figure.subplots()
     for place, (name, intervals) in enumerate(runs.items()):
@@ -447,7 +447,7 @@ def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> byt
 
 
 def distances(measured: Measured) -> bytes:
-    """Draw histograms, each of area 1, of the distances of pairs of one class and of two."""
+    """Draw histograms of the distances of matching and of other pairs, each with area 1."""
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
     pairs = measured.pairs
@@ -464,7 +464,7 @@ def distances(measured: Measured) -> bytes:
 
 
 def rates(measured: Measured) -> bytes:
-    """Draw FAR and FRR by threshold."""
+    """Draw false accept and false reject rates by threshold."""
     roc = roc_curve(measured.pairs.distance, measured.pairs.same)
     some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
     figure = Picture(5.6, 3.0)
@@ -478,7 +478,7 @@ def rates(measured: Measured) -> bytes:
 
 
 def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
-    """Return positions (S, 2) of the sample on a map, from 0 to 1, and a description of the map."""
+    """Return positions (S, 2) of the sample on a map, from 0 to 1, and the map's description."""
     pairs = measured.pairs
     if method == "tsne" and len(pairs.items) >= 5:
         from sklearn.manifold import TSNE

@@ -1,4 +1,4 @@
-"""One index of a server: search, read and change it in threads, within the server's limits."""
+"""One index of a server: searches, reads and changes in threads, within the server's limits."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ _NOT_WRITTEN = (
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
 _TOGETHER = 16
-"""Largest number of vectors of different requests that are searched at once."""
+"""Largest number of requests' vectors that are searched at once."""
 _COPIED_BYTES = 64_000_000
-"""Maximum size of the originals that one change of labels or metadata copies, in bytes."""
+"""Maximum bytes of originals that one change of labels or metadata may copy."""
 T = TypeVar("T")
 
 
 class _Held:
-    """An open index, the number of its users, and whether another one has replaced it."""
+    """An open index, the number of its users, and whether another index has replaced it."""
 
     def __init__(self, index: Index) -> None:
         self.index, self.users, self.retired = index, 0, False
 
 
 class _Vector:
-    """A query of one vector that waits for a thread, or its hits from another query's batch."""
+    """A waiting query of one vector; `hits` is set if another query's batch searched it too."""
 
     __slots__ = ("hits", "options", "spans", "vector")
 
@@ -81,7 +81,7 @@ class Served:
     """One index of a server.
 
     Attributes:
-        failed: repeats the last search that found damage, or None.
+        failed: function that repeats the last search that failed because of damage, or `None`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Served:
 
     @contextmanager
     def use(self) -> Iterator[Index]:
-        """Context manager that keeps the current index open. Use it in a thread."""
+        """Context manager that keeps the current index open; for threads, not the event loop."""
         with self._lock:
             held = self._held
             held.users += 1
@@ -121,10 +121,10 @@ class Served:
                 held.index.close()
 
     def take_up(self) -> str | None:
-        """If another index has replaced this one, open and serve it. Call this in a thread.
+        """Open and serve the index that has replaced this one, if any. Call this in a thread.
 
         Returns:
-            None on success, else a sentence with the path, for the log.
+            `None` on success, else a sentence for the log, with the path.
         """
         changed = self.index.changed()
         if changed is None or self._reopen is None:
@@ -132,7 +132,7 @@ class Served:
         try:
             index = self._reopen()
         except RetrievalError as error:
-            return f"{changed} What is there cannot be opened: {error}"
+            return f"{changed} The new index cannot be opened: {error}"
         with self._lock:
             old, self._held = self._held, _Held(index)
             old.retired, unused = True, not old.users
@@ -146,7 +146,7 @@ class Served:
     async def search(
         self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]
     ) -> bytes:
-        """Search, and return the response that `finish` makes of the hits, in the same thread.
+        """Search and return the response, which `finish` makes from the hits in the same thread.
 
         Raises:
             DataError: an image or vector is invalid, or the filter names a field that no item has.
@@ -157,7 +157,7 @@ class Served:
 
         async def ask() -> bytes:
             bundle = self.index.bundle
-            if len(images) == 1:  # search in the decoding thread; switching would cost as much
+            if len(images) == 1:  # search in the decoding thread, which saves a switch of threads
 
                 def work() -> bytes:
                     pixels = self.workers.decode("pixels", images[0], bundle).pixels[None]
@@ -181,9 +181,9 @@ class Served:
         return await self._again(ask, DAMAGED)
 
     def _together(self, own: _Vector, index: Index, query: Query) -> list[list[Hit]]:
-        """Return the hits of a query; queries that wait with the same options are searched with it.
+        """Return the hits of a query, and search waiting queries with equal options along with it.
 
-        Eight queries at once take half the time or less of eight searches.
+        Eight queries in one search take at most half the time of eight searches.
         """
         trail = current() or Trail()
         trail.spans += own.spans
@@ -199,7 +199,7 @@ class Served:
                 with stage("search", len(batch)):
                     vectors = np.stack([vector.vector for vector in batch])
                     hits = index.search(vectors, options.k, candidates=options.candidates)
-            except DataError:  # of any of them; the others wait for their own search
+            except DataError:  # any query may be at fault; the others are searched on their own
                 return _hits(index, query, None)
             for vector, own_hits in zip(batch, hits, strict=True):
                 vector.hits = own_hits
@@ -225,7 +225,7 @@ class Served:
             raise
 
     async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
-        """Return the result of a function that reads the index; raises as `search` does."""
+        """Return `work(index)`, run in a thread; raises the same errors as `search`."""
 
         def used() -> T:
             with self.use() as index:
@@ -297,7 +297,7 @@ class Served:
         return await self._again(ask, _NOT_WRITTEN)
 
     async def delete(self, change: Change) -> int:
-        """Delete the items of a change and return their number; raises as `put` does."""
+        """Delete the items of a change and return their number; raises the same errors as `put`."""
 
         def work(index: Index) -> int:
             change.count = index.delete(change.ids, where=change.where)
@@ -308,7 +308,11 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a snapshot; raise a RequestError 503 if too many wait or writing fails."""
+        """Write a snapshot.
+
+        Raises:
+            RequestError: 503 if too many snapshots wait or writing fails.
+        """
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -317,7 +321,7 @@ class Served:
         await self._again(lambda: self._change(work, change, self.workers.snapshots), sentence)
 
     async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
-        """Run a change in the pool `turns`, and record it."""
+        """Run a change in the pool `turns` and record it in the audit log."""
 
         def recorded() -> T:
             with (
@@ -335,15 +339,15 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's original: the index's copy, or the file that it was indexed from.
+        """Return an item's image: the index's copy, or the file that the item was indexed from.
 
         Args:
             id: id of the item.
             small: whether to prefer a stored thumbnail to the file.
 
         Raises:
-            RequestError: 404 if the item does not exist, or its file is missing, was changed or may
-                not be shown; 503 if the index fails.
+            RequestError: 404 if the item does not exist, or if its file is missing, was changed or
+                may not be shown; 503 if the index fails.
         """
 
         def work() -> bytes:
@@ -365,16 +369,19 @@ class Served:
             raise store_failed(error, _UNREADABLE) from None
 
     def _file(self, item: Item) -> bytes:
-        """Return the file that an item was indexed from, if its folder may be shown."""
+        """Return the content of the file that an item was indexed from.
+
+        Raises:
+            RequestError: 404 if the file is missing, too large, was changed or may not be shown.
+        """
         if item.path is None:
             raise RequestError(
                 404,
-                f"Item {item.id} was indexed from features, or the index keeps nothing of its"
-                " image.",
+                f"Item {item.id} was indexed from features, or the index does not keep its image.",
             )
         path, image = Path(os.path.realpath(item.path)), f"The image of item {item.id}"
         if not any(path.is_relative_to(folder) for folder in self._folders):
-            raise RequestError(404, f"{image} is in no folder that may be shown.")
+            raise RequestError(404, f"{image} is outside the folders that may be shown.")
         try:
             content = read_plain(path, BATCH_BYTES + 1)
         except (OSError, ValueError):
@@ -387,13 +394,13 @@ class Served:
 
 
 def _alone(query: Query, bundle: Bundle) -> _Vector | None:
-    """Return the vector of a query that may be searched together with other requests' queries."""
+    """Return a query's vector if other requests' queries may be searched with it, else `None`."""
     vector, options = query.inputs[0].vector, query.options
     if (
         len(query.inputs) > 1
         or vector is None
         or len(vector) != bundle.manifest.vector
-        or bundle.manifest.input.kind == "features"  # batches would change the last bits
+        or bundle.manifest.input.kind == "features"  # encoded in batches, their last bits change
         or query.where is not None
         or options.explain
     ):
@@ -434,7 +441,7 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
         stacked = np.stack(vectors)
         if bundle.manifest.input.kind != "features":
             width, length = bundle.manifest.vector, stacked.shape[1]
-            if length != width:  # `search` would take the array for the pixels of an image
+            if length != width:  # `search` would mistake the array for the pixels of an image
                 raise DataError(f"A vector for this index has {width} numbers, not {length}.")
             return stacked
     with stage("encode", len(queries)):
@@ -442,11 +449,11 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
 
 
 def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
-    """Return items of the index as queries."""
+    """Return stored items of the index, encoded as queries."""
     bundle, ids = index.bundle, [str(query.id) for query in queries]
     if bundle.manifest.query_vectors:
         raise DataError(
-            "The bundle of this index encodes queries in another way than items: search with the"
+            "The bundle of this index encodes queries differently from items: search with the"
             " item's image."
         )
     items = index.get(ids, arrays=True)
@@ -472,14 +479,14 @@ def _embedded(
     images: Sequence[Decoded],
     thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
-    """Return the items that have an image or a vector, by id, with their arrays.
+    """Return the request's items that have an image or a vector, with their arrays, by id.
 
     Args:
         bundle: bundle that embeds the items.
         widths: width of each array of an item, by name.
         new_items: all items of the request.
-        images: decoded images of the items that have one, in order.
-        thumbnails: thumbnails by id, for items that keep only these.
+        images: decoded images of the items with an image, in order.
+        thumbnails: thumbnails by id, for items that keep only a thumbnail.
 
     Raises:
         DataError: vectors do not fit the index.
@@ -538,8 +545,8 @@ def _of_vectors(
         return _arrays(bundle, widths, vectors)
     if set(widths) != {VECTOR}:
         raise DataError(
-            "This index keeps more of an item than its vector: give the image, or features where it"
-            " takes them."
+            "This index stores more of an item than its vector. Send the image instead, or features"
+            " if the bundle takes features."
         )
     with np.errstate(over="ignore"):
         return [{VECTOR: row} for row in vectors.astype(np.float32)]
@@ -550,23 +557,24 @@ def _write(
 ) -> int:
     """Write items in one transaction; return how many existed. Runs in the writing thread.
 
-    New items that are not in the embedded `items` change label or metadata of existing ones.
+    New items that are missing in `items`, the embedded ones, change label or metadata of existing
+    items.
 
     Raises:
-        DataError: an item that is not embedded does not exist.
+        DataError: an item without an embedding does not exist.
     """
     changes = [new for new in new_items if new.id not in items]
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}
     if missing := [new.id for new in changes if new.id not in stored]:
         more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
         raise DataError(
-            f"There is no item {missing[0][:80]!a} yet: give it an image or a vector{more}."
+            f"There is no item {missing[0][:80]!a} yet: send an image or a vector for it{more}."
         )
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:
         raise DataError(
-            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer at"
-            " a time."
+            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer"
+            " items at a time."
         )
     with stage("write", len(new_items)):
         whole = [items.get(new.id) or _changed(index, stored[new.id], new) for new in new_items]

@@ -1,29 +1,29 @@
 """Exact nearest neighbours among the rows of a float32 matrix, in memory or mapped from a file.
 
-A fast float32 matrix product compares every row with every query, block by block. An error bound
-of float32 selects the rows that can be among the nearest, and these are measured again in float64.
-The result therefore equals that of a float64 search, whatever the offset, scale or number of
+A float32 matrix product compares every row with every query, block by block. A bound of its
+rounding error selects the rows that may be among the nearest, and these are measured again in
+float64. The result therefore equals that of a float64 search, for any offset, scale or number of
 duplicates of the vectors.
 
 **The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu), with n a little above the width P. A sum of P
-products is off by at most γ Σ |terms|, in whatever order it is added (N. Higham, Accuracy and
+products has an error of at most γ Σ |terms|, in any order of summation (N. Higham, Accuracy and
 Stability of Numerical Algorithms, 2002, §3.1). Let a row x lie within r of the query q:
 
 - Σ (q − x)² in float32 is at most r² (1 + γ).
 - |q|² + |x|² − 2 q·x in float32 is at most r² + γ (|q| + |x|)². Since |x| ≤ |q| + r, that is at
   most r² + γ (2 |q| + r)².
 
-With r the distance of the k-th nearest row so far, a row whose value exceeds this limit is farther
-than r and is ruled out. The second formula (products) serves several queries at once. If it leaves
-too many rows in doubt, as for vectors with a common offset or of very different lengths, the search
-falls back to the first (sums), one query at a time.
+Let r be the distance of the k-th nearest row so far. A row whose value exceeds the limit is then
+farther than r and is ruled out. The second formula (products) serves several queries at once. If it
+leaves too many rows in doubt, as for vectors with a common offset or of very different lengths, the
+search falls back to the first (sums), one query at a time.
 
 **The companion.** Embeddings often vary in few directions. Let V (P, D − 1) have the principal
 components of the vectors as orthonormal columns, and let m be their mean. The companion stores
 z(x) = (Vᵀ (x − m), s) for each row, where s is the length of the part of x − m outside the span of
 V. Then |z(q) − z(x)| ≤ |q − x|, so sums over the narrow table rule most rows out in the same way.
-Sums over the vectors themselves then rule out nearly all others. The table's columns lie in parts
-of 8, for which FAISS has a kernel that is several times as fast a number as for other widths.
+Sums over the vectors themselves then rule out nearly all others. The table is stored in parts of 8
+columns, because FAISS's kernel for width 8 is several times as fast per number as those for others.
 """
 
 from __future__ import annotations
@@ -55,31 +55,31 @@ _FEW = 4
 """Without a companion, up to this many queries are searched one by one; more are faster as a
 group."""
 _ANSWERS = 1 << 21
-"""Maximum of group size times k, which bounds the memory of a group."""
+"""Maximum of queries × k in a group, which bounds the group's memory."""
 _BLOCK_PAIRS = 1 << 21
-"""Pairs of query and row in a block: 8 MB of float32 values."""
+"""Number of pairs of a query and a row in a block: 8 MB of float32 values."""
 _LINE = 1 << 16
-"""Rows of a companion in a block: 2 MB, and 256 KB of sums for a query."""
+"""Number of a companion's rows in a block: 2 MB, and 256 KB of sums per query."""
 _GROUP = 64
 """Maximum number of rows that one comparison rules out."""
 _CANDIDATES = 4
-"""Candidates for the first bound that a companion proposes, as a multiple of k."""
+"""A companion proposes this many times k rows, whose distances give the first bound."""
 _BLOCK_NUMBERS = 1 << 20
-"""Numbers in a block whose rows or columns are copied: 4 MB."""
+"""Size of a block whose rows or columns are copied, in numbers: 4 MB."""
 _PART_NUMBERS = 1 << 17
-"""Numbers of vectors in one matrix product: 512 KB, which fit into a core's own cache."""
+"""Size of the vectors in one matrix product, in numbers: 512 KB, which fit into a core's cache."""
 _PAIR_NUMBERS = 1 << 16
-"""Numbers that are measured in float64 at a time: 512 KB."""
+"""Size of the vectors that are measured in float64 at a time, in numbers: 512 KB."""
 _PAIRS = 1 << 19
-"""Pairs in doubt that are measured and merged at a time, which bounds their memory."""
+"""Number of pairs in doubt that are measured and merged at a time, which bounds memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
-"""Up to a share of min(`_SPARSE`, `_SPARSE_ONE` · √queries), matching rows are copied together."""
+"""Matching rows are copied together if their share is at most min(`_SPARSE`, `_SPARSE_ONE` √Q)."""
 _DOUBT = 1 / 16
 """Share of pairs in doubt above which sums over the vectors are faster."""
 _MIN_DOUBT = 64
-"""This many pairs in doubt, times k times queries, are always allowed."""
+"""This many times k × queries pairs in doubt are always allowed."""
 _LARGEST = 2.0**120
-"""Larger squares may overflow float32, so that no bound holds."""
+"""Squares above this may overflow float32, so that no bound holds."""
 _TINY = 2.0**-100
 """Upper bound of the error of one product by underflow."""
 _MAX_WIDTH = 1 << 20
@@ -95,10 +95,10 @@ def nearest(
     companion: Companion | None = None,
     threads: int = 1,
 ) -> tuple[Doubles, Rows]:
-    """Return the exact k nearest rows of each query by Euclidean distance; equal distances by row.
+    """Return the exact k nearest rows of each query by Euclidean distance.
 
-    Thread-safe. Memory is bounded by a few blocks of rows and the result (Q, k); the matrix is not
-    copied.
+    Equal distances are ordered by row. The function is thread-safe. It needs memory for a few
+    blocks of rows and the result (Q, k), and does not copy the matrix.
 
     Args:
         queries: (Q, P), finite.
@@ -106,7 +106,7 @@ def nearest(
         k: number of rows per query, at least 1.
         keep: boolean mask (N,) of the rows to search; `None` searches all.
         span: half-open column range to compare; `None` compares all columns.
-        companion: companion of these vectors from `Companion.build`; not allowed with `span`.
+        companion: companion of `vectors` from `Companion.build`; not allowed with `span`.
         threads: number of threads that share the work.
 
     Returns:
@@ -135,13 +135,13 @@ def nearest(
 
 @dataclass(frozen=True)
 class Companion:
-    """A narrow table that is read in place of the vectors; see the module's docstring.
+    """A narrow table that rules rows out in place of the vectors; see the module's docstring.
 
     Attributes:
         mean: (P,) float64.
-        basis: (P, D − 1) float64, orthonormal columns.
+        basis: (P, D − 1) float64, with orthonormal columns.
         error: maximum distance by which rounding may have moved a row of `table`.
-        table: (D / 8, N, 8) float32, eight columns after the other.
+        table: (D / 8, N, 8) float32, the columns in parts of 8.
     """
 
     mean: Doubles
@@ -150,15 +150,15 @@ class Companion:
     table: Floats
 
     PART = 8
-    """Columns that lie together."""
+    """Number of columns in a part."""
     ENERGY = 0.8
-    """The basis explains this share of the variance. If D > P / 2 for that, none is built."""
+    """Share of the variance that the basis explains. If that needs D > P / 2, none is built."""
     SAMPLE_ROWS = 16_384
-    """Maximum number of rows that the principal components are computed from."""
+    """Largest number of rows from which the principal components are computed."""
 
     @classmethod
     def build(cls, vectors: Floats) -> Companion | None:
-        """Return the companion of vectors (N, P), or None if they vary in too many directions."""
+        """Return the companion of vectors (N, P), or `None` if it would not be narrow enough."""
         count, width = vectors.shape
         sample = vectors[:: max(1, -(-count // cls.SAMPLE_ROWS))].astype(np.float64)
         if len(sample) < 2 * width or not np.isfinite(np.square(sample).sum()):
@@ -216,10 +216,10 @@ class Companion:
 
     @classmethod
     def load(cls, path: Path, count: int, width: int) -> Companion:
-        """Map the companion of (count, width) vectors. The caller verifies the file's checksum.
+        """Map the companion of vectors (count, width). The caller verifies the file's checksum.
 
         Raises:
-            StoreError: the file is not that companion; the message is the end of a sentence.
+            StoreError: the file is not that companion; the message completes a sentence about it.
             OSError: the file cannot be read.
         """
         with path.open("rb") as file:
@@ -286,17 +286,17 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
 def _blocks(
     keep: Mask | None, count: int, start: int, stop: int, most: int, copied: int
 ) -> Iterator[tuple[slice | Rows, Mask | None]]:
-    """Yield row numbers from `start` to `stop`, and their part of the mask (None: all count).
+    """Yield blocks of row numbers with their part of the mask, or `None` if all of them count.
 
-    If the mask keeps few rows, a block has only these.
+    If the mask keeps few rows, blocks hold only these.
 
     Args:
         keep: boolean mask (N,) of the rows to search, or `None`.
         count: number of queries.
         start: first row.
-        stop: first row that is not searched.
-        most: maximum number of rows of a block.
-        copied: the same for a block of few rows, which are copied together.
+        stop: row after the last.
+        most: maximum number of rows in a block.
+        copied: maximum number of rows in a block that holds only the kept rows, as a copy.
     """
     chosen: Rows | None = None
     if keep is not None:
@@ -312,10 +312,10 @@ def _blocks(
 
 
 def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer | None:
-    """Return squared distances and rows (Q, k), or None if too many rows remain in doubt.
+    """Return squared distances and rows (Q, k), or `None` if too many rows remain in doubt.
 
-    The queries take a block of the table in turns, so that both it and the sums of one query stay
-    in a core's own cache.
+    All queries pass over one block of the table before the next block, so that the block and the
+    sums of one query stay in a core's cache.
     """
     exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
     near, lost = companion.project(queries)
@@ -380,8 +380,8 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
         query: (P,).
         vectors: (N, P).
         rows: rows of a block.
-        sums: what the companion makes of their distances.
-        k: see `nearest`.
+        sums: squared distances of these rows in the companion.
+        k: number of rows per query.
     """
     members = max(1, min(_GROUP, len(sums) // (4 * _CANDIDATES * k)))
     groups = len(sums) // members
@@ -389,7 +389,7 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     if most < k:
         return math.inf
     least = sums[: members * groups].reshape(members, groups).min(axis=0)
-    # at least so many rows are within this, and seldom many more
+    # at least `most` rows lie within this bound, and seldom many more
     near = np.flatnonzero(sums <= np.partition(least, most - 1)[most - 1])[: 4 * most]
     if len(near) < k:
         return math.inf
@@ -405,7 +405,7 @@ def _limit(squared: float, width: int, slack: float = 0.0) -> float:
     Args:
         squared: the squared distance.
         width: number of products in a sum.
-        slack: distance by which a companion's rounding may have moved query and row.
+        slack: distance by which rounding in the companion may have moved query and row.
     """
     radius = (math.sqrt(squared) * (1 + 2.0**-40) + slack) * (1 + 2.0**-40)
     size = radius * radius
@@ -431,7 +431,7 @@ class _Scan:
         self.lengths = np.linalg.norm(self.exact, axis=1)
 
     def run(self) -> Answer | None:
-        """Return squared distances and rows (Q, k), or None if sums should be used instead."""
+        """Return squared distances and rows (Q, k), or `None` if sums should be used instead."""
         total, threads = len(self.task.vectors), self.task.threads
         step = -(-total // threads)
         ranges = [(start, min(start + step, total)) for start in range(0, total, step)]
@@ -472,7 +472,7 @@ class _Scan:
             query, place = np.nonzero(~(least > limits[:, None]))
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
-            for first in range(0, len(query), step):  # many equal rows are all in doubt
+            for first in range(0, len(query), step):  # in steps, as equal rows are all in doubt
                 queries, group = query[first : first + step], place[first : first + step]
                 inside = values[queries, :, group]
                 near, member = np.nonzero(~(inside > limits[queries, None]))
@@ -515,8 +515,8 @@ class _Scan:
     def _values(self, block: Floats, kept: Mask | None) -> Floats:
         """Return squared distances (Q, G, B / G) in float32; masked rows and padding get infinity.
 
-        Row i of the block is in column i modulo B / G, so that the minimum of each column, which
-        is fast to compute, rules out most rows G at a time.
+        Row i of the block is in column i modulo B / G. The minima of the columns are fast to
+        compute, and each rules out G rows at a time.
         """
         faiss, (size, width) = load_faiss(), block.shape
         members = max(1, min(_GROUP, size // (4 * self.task.k)))
@@ -561,8 +561,8 @@ class _Scan:
 def _one_thread() -> Iterator[None]:
     """Context manager that limits FAISS to the calling thread.
 
-    On busy cores, waiting OpenMP threads can take a hundred times as long, and a process that has
-    started some cannot fork.
+    On busy cores, waiting for OpenMP threads can make a call take a hundred times as long, and a
+    process that has started OpenMP threads cannot fork.
     """
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
@@ -574,7 +574,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
-    """Merge rows (n,) of queries (n,) into the nearest `best` (Q, k); equal distances by row."""
+    """Merge pairs of query and row (n,) into `best` (Q, k); equal distances are ordered by row."""
     count, k = best[0].shape
     if count == 1:
         squared, row = np.concatenate([best[0][0], squared]), np.concatenate([best[1][0], row])
@@ -593,10 +593,10 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
 def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
     """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
 
-    FAISS returns more than k rows; the last of their distances bounds those of all other rows.
+    FAISS returns more than k rows. No other row is nearer than the last of them.
 
     Returns:
-        The result, or None if other rows may be as near.
+        The result, or `None` if other rows may be as near.
     """
     faiss, (count, width) = load_faiss(), vectors.shape
     kept = k + _MARGIN + k // 16
@@ -604,7 +604,7 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
         return None
     sums, rows = np.empty(kept, np.float32), np.empty(kept, np.int64)
     pointer, table, out, numbers = map(faiss.swig_ptr, (query, vectors, sums, rows))
-    # FAISS uses at most one thread per query, here the calling one.
+    # FAISS uses at most one thread per query; for one query that is the calling thread.
     faiss.knn_L2sqr(pointer, table, width, 1, count, kept, out, numbers, None, None)
     wider, tiny = 1 + 2 * _gamma(width), width * _TINY
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
@@ -635,8 +635,8 @@ def measured(
     Args:
         queries: (Q, width of `columns`).
         vectors: (N, P).
-        query: index of the query (n,) of each pair.
-        row: index of the row (n,) of each pair.
+        query: (n,), index of each pair's query.
+        row: (n,), index of each pair's row.
         columns: columns of the vectors to compare.
     """
     squared = np.empty(len(row))
@@ -673,8 +673,8 @@ def _check(
     if keep is not None and (keep.shape != (count,) or keep.dtype != np.bool_):
         raise ValueError(f"keep must be bool ({count},), not {keep.dtype} {keep.shape}.")
     if companion is not None and companion.shape != vectors.shape:
-        raise ValueError(f"The companion is of vectors {companion.shape}, not {vectors.shape}.")
+        raise ValueError(f"The companion is for vectors {companion.shape}, not {vectors.shape}.")
     if companion is not None and span is not None:
-        raise ValueError("A companion is of whole vectors: it cannot be read within a span.")
+        raise ValueError("A companion covers whole vectors and cannot be used with a span.")
     if span is not None and not 0 <= span[0] < span[1] <= width:
         raise ValueError(f"span {span} is not within {width} columns.")
