@@ -52,9 +52,9 @@ class Evaluate(Section):
     exclude_label: Literal["any", "same"] = Field(
         "any",
         description=(
-            "Which items `exclude` skips: `any` skips all that share the query's value; `same` skips"
-            " only those that also have its label, so that the others stay as distractors (the"
-            " protocols of Market-1501 and VeRi-776)."
+            "Which items `exclude` skips: `any` skips all that share the query's value; `same`"
+            " skips only those that also have its label, so that the others stay as distractors"
+            " (the protocols of Market-1501 and VeRi-776)."
         ),
     )
     levels: list[str] = Field(
