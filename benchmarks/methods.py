@@ -275,11 +275,11 @@ def beside(result: Comparison, base: str) -> tuple[list[str], list[str]]:
 def signed(difference: Difference) -> str:
     """Return a difference as the tables write it."""
     half = f" ± {number(difference.mean.half)}" if difference.mean.half else ""
-    return f"{'+' if difference.mean.value >= 0 else '−'}{number(abs(difference.mean.value))}{half}"
+    return f"{difference.mean.value:+.3f}".replace("-", "−") + half
 
 
 def edges(searches: Sequence[Search]) -> str:
-    """Return which best values lay at an edge of their declared ranges, and on how many splits."""
+    """Return which best values lay at an edge of those tried, and on how many splits."""
     counts: Counter[str] = Counter()
     for search in searches:
         counts.update(

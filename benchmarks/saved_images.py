@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from retrieval import hookimpl
-from retrieval.plugin import ArrayDataset, Dataset
+from retrieval.plugin import ArrayDataset, Dataset, hookimpl
 
 
 def saved(file: Path) -> Dataset:

@@ -132,7 +132,8 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
     """Return whether an array is the pixels of an image and the bundle takes images.
 
-    An array (H, W) of real numbers is an image if they go from 0 to 1 and no vector is W wide.
+    An array (H, W) of real numbers is an image if they go from 0 to 1, it has more than one row,
+    and no vector is W wide.
     """
     if not isinstance(item, np.ndarray) or bundle.manifest.input.kind != "image":
         return False
@@ -142,6 +143,7 @@ def _is_pixels(bundle: Bundle, item: Any) -> bool:
         item.ndim == 2
         and item.dtype.kind == "f"
         and item.size
+        and len(item) > 1
         and item.shape[1] != bundle.manifest.vector
         and item.min() >= 0
         and item.max() <= 1

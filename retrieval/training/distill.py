@@ -41,7 +41,7 @@ _FEWEST = 64
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
-_STUDENT = {"core.convnet": {"size": 64, "channels": 3, "width": 32, "depth": 4}}
+_STUDENT = {"core.convnet": {"size": 64, "channels": 3, "width": 32, "depth": 4, "pool": "grid"}}
 """Parameters of a backbone whose defaults are too small for a student."""
 
 

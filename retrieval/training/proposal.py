@@ -230,26 +230,29 @@ _HEAD_ONLY = [
 _PHASES = [
     "[[phase]]",
     'name = "head"            # a head with random weights would spoil the pretrained net',
-    "epochs = 5",
     'train = ["head", "loss"]',
+    "augment = false          # so that each photo goes through the net once in this phase",
+    "epochs = 20",
     "lr = 3e-3",
     "",
     "[[phase]]",
     'name = "whole"',
     "epochs = 5",
-    "lr = 1e-4                # small, because the net is pretrained",
+    "lr = 3e-4                # small, because the net is pretrained",
     "",
     "[optimizer]",
-    "lr_factor = { head = 10 }",
+    "layer_decay = 0.8        # early stages learn more slowly",
+    "weight_decay = { vectors = 0 }",
     "",
     "[schedule]",
     'name = "cosine"',
     "warmup = 0.1",
     "",
     "[train]",
+    "ema = 0.99               # validate, keep and export an average of the weights",
+    "clip_norm = 1.0",
     'precision = "bf16"       # faster on CPUs and GPUs alike',
     "channels_last = true",
-    "patience = 3             # stop when validation no longer improves",
 ]
 _FROM_SCRATCH = [
     "[optimizer]",
@@ -276,6 +279,7 @@ def _small_net(facts: Facts) -> list[str]:
         "channels = 1             # all photos are grey" if facts.grey else "channels = 3",
         "width = 32",
         f"depth = {4 if size == 64 else 3}",
+        'pool = "grid"            # keeps where things are; "mean" forgets it',
     ]
 
 
@@ -346,7 +350,7 @@ def expected_seconds(recipe: Recipe) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run = build_run(Path(folder), recipe)
     assert run.objective is not None
-    device, frozen = accelerator.device, recipe.backbone.frozen
+    device = accelerator.device
     model, objective = run.model.to(device), run.objective.to(device)
     batches = TrainBatches(
         run.dataset,
@@ -358,7 +362,8 @@ def expected_seconds(recipe: Recipe) -> float:
         seed=recipe.seed,
     )
     total = 0.0
-    for phase in recipe.phases:
+    for place, phase in enumerate(recipe.phases):
+        frozen = recipe.from_features(place)
         step = Step(
             model, objective, recipe, phase, 1, accelerator, from_features=frozen, tried=True
         )
@@ -376,7 +381,7 @@ def expected_seconds(recipe: Recipe) -> float:
             step.backward(step.losses(inputs.to(device), labels.to(device)))
             spent.append(time.perf_counter() - began)
         total += min(spent) * len(batches) * phase.epochs
-    if frozen:
+    if recipe.from_features(0):
         began = time.perf_counter()
         images, _ = next(batches.epoch(0))
         with torch.inference_mode():

@@ -13,6 +13,7 @@ and ones that send a byte a second.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import random
@@ -26,7 +27,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -384,6 +385,24 @@ def _memory(result: Result) -> list[str]:
     return lines
 
 
+def write(page: Path, text: str, measured: dict[str, Any]) -> None:
+    """Write a page, and what was measured beside it, into `raw/`."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Seen):
+            return vars(value)
+        longest = sorted(value.answered) or [0.0]
+        percentiles = {p: longest[(len(longest) - 1) * p // 100] for p in (0, 25, 50, 75, 99, 100)}
+        return {**vars(value), "answered": len(value.answered), "seconds": percentiles}
+
+    raw = page.parent / "raw" / f"{page.stem}.json"
+    raw.parent.mkdir(parents=True, exist_ok=True)
+    head = {"date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *sys.argv])}
+    measured_as_text = json.dumps({**head, **measured}, indent=1, default=plain)
+    raw.write_text(measured_as_text + "\n", encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
+
+
 def main() -> None:
     """Attack, print the report, and say by the exit code whether the promises were kept."""
     parser = argparse.ArgumentParser(
@@ -423,7 +442,9 @@ def main() -> None:
     text = report(result, took, lines, options.requests, slow)
     print(text)
     if options.output:
-        options.output.write_text(text, encoding="utf-8")
+        slow_clients = None if slow is None else {"closed": slow.closed, "most": slow.most}
+        measured = {"attack": result, "ends": took, "lines": lines, "slow": slow_clients}
+        write(options.output, text, measured)
     kept = (
         not (result.faults or result.honest.wrong or result.honest.late)
         and max(took, default=0) <= GRACE + 0.5

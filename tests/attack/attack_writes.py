@@ -23,7 +23,7 @@ import threading
 import time
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]  # its neighbours
@@ -45,6 +45,7 @@ from attack import (  # noqa: E402
     Result,
     Server,
     report,
+    write,
 )
 
 OPEN, STILL = "open", "still"
@@ -332,9 +333,9 @@ def bombs_of(bombs: dict[str, list[float]]) -> str:
 
 def run(
     processes: int, images: list[tuple[str, bytes]], options: argparse.Namespace
-) -> tuple[str, bool, dict[str, list[float]]]:
+) -> tuple[str, bool, dict[str, list[float]], dict[str, Any]]:
     """Attack a server of so many processes; return what came of it, whether the promises were kept,
-    and the bombs' seconds.
+    the bombs' seconds, and what was measured.
     """
     with tempfile.TemporaryDirectory() as name:
         behind = ["--proxy-header-from", "127.0.0.1"] if options.proxy else []
@@ -343,7 +344,7 @@ def run(
         bombs = attacked.bombs(dict(images))
         if options.bombs:
             attacked.server.end()
-            return "", True, bombs
+            return "", True, bombs, {}
         proxy = slow = None
         if options.proxy:
             proxy = Proxy(Path(name) / "proxy", attacked.server.port)
@@ -378,7 +379,12 @@ def run(
         changes = attacked.audit.read_text(encoding="utf-8").count("\n")
     sent = sum(sum(entry.values()) for entry in result.answers.values())
     kept = not (faults or result.faults or result.honest.wrong or result.honest.late)
-    return text_of(result, processes, sent, lines, left, faults, changes, slow), kept, bombs
+    measured = {"processes": processes, "attack": result, "lines": lines, "changes": changes}
+    measured |= {"held": left, "faults": faults}
+    if slow is not None:
+        measured["slow"] = {"closed": slow.closed, "most": slow.most}
+    text = text_of(result, processes, sent, lines, left, faults, changes, slow)
+    return text, kept, bombs, measured
 
 
 def main() -> None:
@@ -404,9 +410,11 @@ def main() -> None:
     options = parser.parse_args()
     images = [*worst(options.seed), *damaged(options.seed, 20)]
     parts, whole, bombs = ["# An attack on the server\n"], True, dict[str, list[float]]()
+    attacks: list[dict[str, Any]] = []
     for processes in options.processes or [1]:
         load = os.getloadavg()[0]
-        text, kept, took = run(processes, images, options)
+        text, kept, took, measured = run(processes, images, options)
+        attacks.append(measured)
         bombs, whole = bombs or took, whole and kept
         parts.append(
             f"{text}\nLoad average: {load:.1f} when it began, {os.getloadavg()[0]:.1f} when it"
@@ -418,7 +426,7 @@ def main() -> None:
     page = "\n".join([part for part in parts if part] + [bombs_of(bombs)])
     print(bombs_of(bombs))
     if options.output:
-        options.output.write_text(page, encoding="utf-8")
+        write(options.output, page, {"attacks": attacks, "bombs": bombs})
     raise SystemExit(0 if whole else 1)
 
 

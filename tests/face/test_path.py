@@ -237,6 +237,12 @@ def test_a_query_is_whatever_encode_takes(index: retrieval.Index, photos: Path) 
         assert all(isinstance(hits, retrieval.results.Hits) for hits in answers)
 
 
+def test_a_vector_of_another_width_is_no_picture(index: retrieval.Index) -> None:
+    for vectors in (np.zeros((1, 15)), np.zeros(15), [[0.5] * 15]):
+        with pytest.raises(retrieval.errors.RetrievalError, match="15"):
+            index.search(vectors)
+
+
 def test_hits_show_pictures_and_numbers_of_four_digits(
     index: retrieval.Index, photos: Path, tmp_path: Path
 ) -> None:

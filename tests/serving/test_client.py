@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import quote
+from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -64,6 +67,8 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
             assert (put.id, put.replaced) == (id, False)
             assert client.image(id) == path.read_bytes()
             assert client.thumbnail(id).startswith(b"\xff\xd8\xff")
+            with urlopen(f"{server.url}/v1/items/{quote(id, safe='')}") as answer:
+                assert json.load(answer)["id"] == id
             item = client.get(id)
             assert (item.id, item.label, item.metadata, item.vector) == (
                 id,
