@@ -45,16 +45,16 @@ class Evaluate(Section):
     exclude: str | None = Field(
         None,
         description=(
-            "A column of metadata, such as `camera`. A query skips gallery items with its own"
+            "A column of metadata, such as `camera`. A query skips gallery items that share its"
             " value, as in cross-camera, cross-vendor or cross-session search."
         ),
     )
     exclude_label: Literal["any", "same"] = Field(
         "any",
         description=(
-            "Which of these items a query skips: `any` skips them all; `same` skips only those"
-            " with the query's label, so that the others stay as distractors (as in the protocols"
-            " of Market-1501 and VeRi-776)."
+            "Which items `exclude` skips: `any` skips all that share the query's value; `same`"
+            " skips only those that also have its label, so that the others stay as distractors"
+            " (the protocols of Market-1501 and VeRi-776)."
         ),
     )
     levels: list[str] = Field(
@@ -94,9 +94,9 @@ class Evaluate(Section):
     open_set: list[Annotated[float, Field(ge=0.0, le=1.0)]] = Field(
         [],
         description=(
-            "False acceptance rates. Each adds DIR@FAR: the share of queries that are identified"
-            " at the threshold that accepts this share of the queries whose class is not in the"
-            " gallery."
+            "False acceptance rates. Each adds DIR@FAR: the share of known queries that are"
+            " identified at the threshold that accepts this share of unknown queries, whose class"
+            " is not in the gallery."
         ),
     )
     rerank: Rerank | None = Field(
@@ -113,7 +113,11 @@ class Evaluate(Section):
         ),
     )
     augment: Expansion | None = Field(
-        None, description="The same for the gallery's items: `{ k = 5, alpha = 3.0 }`."
+        None,
+        description=(
+            "Adds metrics with each gallery item replaced by the mean of itself and its"
+            " neighbours: `{ k = 5, alpha = 3.0 }`."
+        ),
     )
     latency: bool = Field(
         False, description="Adds the search time per query in milliseconds, on this machine."

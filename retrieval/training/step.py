@@ -65,7 +65,7 @@ class Step:
         model: the model to train.
         objective: its loss, miner and generator.
         recipe: source of weights, coupling, optimisers and schedule.
-        phase: names the parts that train.
+        phase: the phase, which lists the parts that train.
         steps: number of steps in an epoch.
         accelerator: Accelerate's `Accelerator`, for autocast and for several processes.
         from_features: whether inputs are features of a frozen backbone.
@@ -78,7 +78,7 @@ class Step:
         optimizers: the optimisers of the sides that train, "metric" and "generator".
         schedules: the schedule of each optimiser.
         who: each part's name in messages.
-        rows: how several processes divide the loss; `None` if each computes all of it.
+        rows: how several processes divide the loss; `None` if each computes the whole loss.
         divided: the ids of parameters whose rows are divided over the processes.
 
     Raises:
@@ -139,7 +139,7 @@ class Step:
         return f"The {self.who[part]}"
 
     def _rows(self) -> Rows | None:
-        """Return how several processes divide the loss; `None` if each computes all of it."""
+        """Return how several processes divide the loss, or `None` if each computes all of it."""
         if (
             self.devices.world == 1
             or self.objective.generator is not None
@@ -454,7 +454,7 @@ class Step:
         set_modes(self.model, self.objective, self.trains)
 
     def end_epoch(self, monitored: float | None) -> None:
-        """Advance the schedules that change once per epoch, or by the monitored metric."""
+        """Step the schedules that change once an epoch, some by the monitored metric."""
         for schedule in self.schedules.values():
             schedule.epoch_end(monitored)
 

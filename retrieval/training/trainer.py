@@ -67,8 +67,8 @@ from retrieval.training.state import fitting, restore, save
 from retrieval.training.step import Step
 
 NO_TRIPLETS = (
-    "no batch had a triplet, so the generator made nothing. It needs [sampler] items of 2 or more,"
-    " and a [miner] that finds some."
+    "no batch had a triplet, so the generator made no samples. Set [sampler] items to 2 or more,"
+    " and use a [miner] that finds triplets."
 )
 """Warning at the end of an epoch without triplets."""
 
@@ -195,8 +195,8 @@ class Trainer:
 
         Raises:
             Interrupted: SIGINT or SIGTERM arrived; the checkpoint is written.
-            DataError: the loss became NaN or infinite, or the disk is full; the last good
-                checkpoint is kept.
+            DataError: the loss became NaN or infinite, or the disk is full. The last good
+                checkpoint remains.
         """
         self.run.plugins.notify("retrieval_run_start", run=self.run)
         total = sum(phase.epochs for phase in self.recipe.phases) * len(self.batches)
@@ -349,7 +349,7 @@ class Trainer:
         return patience is not None and trains_metric and self.progress.stale >= patience
 
     def _end_epoch(self, metrics: dict[str, float]) -> None:
-        """Validate, log, save."""
+        """Validate, log and save at the end of an epoch."""
         progress, train = self.progress, self.recipe.train
         self._refuse_nan()  # before validation, which may save the weights as the best
         self.average.epoch_end(progress.phase_epoch + 1)

@@ -169,11 +169,11 @@ def test_a_hugging_face_dataset(files: list[Path]) -> None:
         (5, "pass a PyTorch dataset"),
         ("photos", "pass a PyTorch dataset"),
         ([], "holds no items"),
-        ([1, 2], "object of type int for item 0"),
+        ([1, 2], "is an object of type int. It must"),
         ((PIXELS, LABELS[:3]), "6 images and 3 labels"),
         ((PIXELS, [0.5] * 6), r"a label must be text or an integer, not 0\.5"),
         (Torch(lambda index: 1 // 0), "item 0 cannot be read: integer division"),
-        (Torch(lambda index: ("x.png",)), "object of type tuple for item 0"),
+        (Torch(lambda index: ("x.png",)), "is an object of type tuple. It must"),
     ],
 )
 def test_what_is_no_dataset_is_refused(obj: Any, said: str) -> None:

@@ -235,7 +235,7 @@ def test_the_notebook_is_the_python_page_executed(root: Path) -> None:
 
 def test_the_combiners_table_has_every_method_of_the_contract(root: Path) -> None:
     page = (root / "docs" / "researcher.md").read_text(encoding="utf-8")
-    part = page[page.index("Three methods are to be written") : page.index("## A generator")]
+    part = page[page.index("You must write three methods") : page.index("## A generator")]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|$", part, re.M)
     named = {name for first, _ in rows for name in re.findall(r"`(\w+)", first)}
     own = {name for name in vars(Combiner) if not name.startswith("_")}

@@ -253,7 +253,7 @@ def flat(x: Tensor) -> Tensor:
             {"backbone": flat},
             r"object.flat gave a function; a backbone factory must give a retrieval\.plugin\.B",
         ),
-        ({"dataset": [1, 2]}, "object of type int for item 0"),
+        ({"dataset": [1, 2]}, "is an object of type int. It must"),
         ({"loss": 3.0}, r"object of type float, which cannot be called"),
         ({"backbone": nn.Bilinear(3, 3, 3)}, r"The backbone object.Bilinear failed: TypeError"),
     ],
