@@ -7,6 +7,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from retrieval.errors import did_you_mean
+
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Count = Annotated[int, Field(ge=1)]
 Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
@@ -17,9 +19,11 @@ def selector(text: str) -> str:
     if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
         return text
     if not any(sign in text for sign in ".*?["):
+        parts = get_args(Trainable)
         raise ValueError(
-            f"{text!r} selects no parameters: write a part ({', '.join(get_args(Trainable))}),"
-            ' "stages:N", "vectors", or a pattern of their names, such as "backbone.*.bias"'
+            f"{text!r} selects no parameters.{did_you_mean(text, [*parts, 'vectors'])} Write a"
+            f' part ({", ".join(parts)}), "stages:N", "vectors", or a pattern of their names, such'
+            ' as "backbone.*.bias"'
         )
     return text
 
