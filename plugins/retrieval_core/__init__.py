@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from retrieval_core.convnet import ConvNet as ConvNet
     from retrieval_core.convnet import Features as Features
     from retrieval_core.convnet import Pixels as Pixels
-    from retrieval_core.distillation import distillation as distillation
+    from retrieval_core.distillation_loss import distillation as distillation
     from retrieval_core.embedding_generators import EmbeddingExpansion as EmbeddingExpansion
     from retrieval_core.embedding_generators import SymmetricalSynthesis as SymmetricalSynthesis
     from retrieval_core.folders import image_folder as image_folder
@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazy(
         "retrieval_core.barlow_twins": ["BarlowTwins"],
         "retrieval_core.contextual_loss": ["Contextual"],
         "retrieval_core.convnet": ["ConvNet", "Features", "Pixels"],
-        "retrieval_core.distillation": ["distillation"],
+        "retrieval_core.distillation_loss": ["distillation"],
         "retrieval_core.embedding_generators": ["EmbeddingExpansion", "SymmetricalSynthesis"],
         "retrieval_core.folders": ["image_folder", "manifest"],
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
@@ -122,7 +122,7 @@ def retrieval_losses() -> Factories:
     return {
         "barlow_twins": "retrieval_core.barlow_twins:BarlowTwins",
         "contextual": "retrieval_core.contextual_loss:Contextual",
-        "distillation": "retrieval_core.distillation:distillation",
+        "distillation": "retrieval_core.distillation_loss:distillation",
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "metrix": "retrieval_core.metrix_loss:Metrix",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",

@@ -330,6 +330,8 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
     texts = []
     for value in values:
         plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
+        if isinstance(plain, float) and plain.is_integer():
+            plain = int(plain)  # pandas makes a column of integers real if one is missing
         if is_missing(plain):
             texts.append("")
         elif isinstance(plain, bool) or not isinstance(plain, int | str):

@@ -263,6 +263,16 @@ class Optimizer(Section):
         {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
     )
 
+    @field_validator("weight_decay", mode="before")
+    @classmethod
+    def _by_part(cls, value: Any) -> Any:
+        if isinstance(value, int | float):
+            raise ValueError(
+                f"write options.weight_decay = {value} for all parameters, or a table by part,"
+                f" such as {{ backbone = {value} }}"
+            )
+        return value
+
     @field_validator("lr_factor", "weight_decay")
     @classmethod
     def _selectors(cls, values: dict[str, float]) -> dict[str, float]:

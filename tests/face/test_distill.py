@@ -18,7 +18,7 @@ from retrieval.serving.encoder import BundleEncoder
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from retrieval_core.distillation import Distillation
+from retrieval_core.distillation_loss import Distillation
 
 SMALL = [
     "backbone.size=16",
@@ -119,7 +119,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     Image.new("L", (8, 8)).save(digits / "0" / "new.png")
     other = cli(*call, "--resume", "--output", tmp_path / "other.bundle")
     (digits / "0" / "new.png").unlink()
-    assert other.code == 2 and "other photos" in other.err
+    assert other.code == 2 and "different photos" in other.err
 
 
 def test_labels_are_learnt_too(
@@ -145,7 +145,7 @@ def test_what_cannot_be_distilled_is_said(
     few = cli("distill", bundle.path, tmp_path / "few", "-o", tmp_path / "small.bundle")
     assert few.code == 2 and "too few" in few.err
     (tmp_path / "broken.npz").write_bytes(b"no archive")
-    with pytest.raises(retrieval.errors.DataError, match="no file of a teacher's embeddings"):
+    with pytest.raises(retrieval.errors.DataError, match="not a file of a teacher's embeddings"):
         retrieval.create(
             "loss",
             "core.distillation",

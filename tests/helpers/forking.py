@@ -54,7 +54,7 @@ class Forker:
 
     def ask(self, **message: Any) -> Any:
         """Send a message, and return the answer."""
-        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.write(json.dumps(message, default=str) + "\n")
         self._process.stdin.flush()
         return json.loads(self._process.stdout.readline())
 

@@ -52,7 +52,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["train.device=gpu"], "Did you mean 'cuda'?"),
         (["backbone.name=resnet50"], 'name = "core.torchvision", model = "resnet50".'),
-        (["optimizer.weight_decay=0.1"], "an argument of AdamW: write options.weight_decay."),
+        (["optimizer.weight_decay=0.1"], "write options.weight_decay = 0.1 for all"),
         (["schedule.name=StepLR"], "[schedule] options.step_size: is required"),
         (["schedule.name=StepLR", "schedule.step_size=3"], "write options.step_size."),
         (["data.name=core.image_folder", "data.folder="], "[data] folder: is empty; name a file"),
@@ -211,7 +211,7 @@ def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: P
         cwd=tmp_path,
     ) as running:
         assert running.stdout is not None and running.stderr is not None
-        assert running.stdout.readline().startswith("epoch 1:")
+        assert running.stdout.readline().startswith("epoch 0 ")
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 130
         last = running.stderr.read().strip().splitlines()[-1]

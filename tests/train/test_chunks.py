@@ -61,7 +61,6 @@ def trained(make: Make, folder: Path, chunk: int | None, **tables: Any) -> Train
     checkpoint.seed_everything(0)
     run = build_run(folder, recipe)
     of = Trainer(run, Accelerator(cpu=True))
-    of.enter_phase()
     run.model.double()
     assert run.objective is not None
     run.objective.double()

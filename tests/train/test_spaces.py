@@ -74,7 +74,6 @@ def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) ->
     )
     checkpoint.seed_everything(0)
     of = Trainer(build_run(tmp_path, recipe), Accelerator(cpu=True))
-    of.enter_phase()
     inputs, labels = next(iter(of.batches.epoch(0)))
     losses = of.step.losses(inputs, labels)
     of.step.zero_grad()

@@ -442,7 +442,7 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
         if bundle.manifest.input.kind != "features":
             width, length = bundle.manifest.vector, stacked.shape[1]
             if length != width:  # `search` would mistake the array for the pixels of an image
-                raise DataError(f"A vector for this index has {width} numbers, not {length}.")
+                raise DataError(f"A query vector of this index has {width} numbers, not {length}.")
             return stacked
     with stage("encode", len(queries)):
         return bundle.encode(pixels) if pixels is not None else encode_vectors(bundle, stacked)
