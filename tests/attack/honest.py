@@ -100,7 +100,11 @@ def _search(
 ) -> None:
     trust(certificate)
     seen, lock = Seen(), threading.Lock()
-    expected = [results(ask(port, search)) for search in searches]
+    try:
+        expected = [results(ask(port, search)) for search in searches]
+    except OSError:  # the server has been ended already
+        queue.put(seen)
+        return
 
     def client(turn: int) -> None:
         while not stop.is_set():
