@@ -36,7 +36,9 @@ DIMENSIONS = 128
 """Default dimension of a student's embeddings."""
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
 """Share, and largest number, of the photos that are held out to measure the agreement."""
-_FEWEST = 64
+_FEWEST_PHOTOS = 128
+_TIMED = 64
+"""Number of photos that time the teacher."""
 """Half the smallest number of photos, and number of photos that time the teacher."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
@@ -148,7 +150,7 @@ def distill(
     bundle = export(trained, goal, replace=replace, progress=progress)
     shown_files = [files[i] for i in held_out]
     vectors_of_student, student_speed = _timed(bundle, shown_files)
-    _, teacher_speed = _timed(teacher, shown_files[:_FEWEST])
+    _, teacher_speed = _timed(teacher, shown_files[:_TIMED])
     student_vectors = _unit(vectors_of_student)
     return Distillation(
         bundle=goal,
@@ -178,10 +180,10 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
     """
     images = find_images(folder).images
     files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
-    if len(files) < 2 * _FEWEST:
+    if len(files) < _FEWEST_PHOTOS:
         raise DataError(
             f"{folder} holds {len(files):,} photos, too few to learn a model's embeddings from."
-            f" Name a folder with at least {2 * _FEWEST} photos, better thousands; they need no"
+            f" Name a folder with at least {_FEWEST_PHOTOS} photos, better thousands; they need no"
             " labels."
         )
     # the split needs classes; without `labels` the loss ignores them
