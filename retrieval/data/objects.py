@@ -271,8 +271,7 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
         if chosen not in held:
             raise DataError(f"{name}: an item has no {chosen!r} (it has: {[*held]}).")
     values = _listed_labels(obj) if label is None else None
-    # `target_transform` may change the labels that a dataset lists
-    if values is None or _texts(values[:1], (), name) != _texts([first[other]], (), name):
+    if values is None:
         values = [reading(f"{name} item {i}", lambda i=i: obj[i][other]) for i in range(len(obj))]
     labels = _texts(values, getattr(_innermost(obj), "classes", None), name)
     if getattr(first[place], "ndim", 0) == 1:
@@ -291,15 +290,24 @@ def _item(obj: Any, place: Any, index: int) -> Any:
     return obj[index][place]
 
 
+def _of_torchvision(obj: Any) -> bool:
+    """Return whether a class is torchvision's own, whose attributes say what its items are.
+
+    Any other class may return something else from `__getitem__`.
+    """
+    return type(obj).__module__.startswith("torchvision.")
+
+
 def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
     """Return the array `data` of a torchvision dataset if its rows are the items, else `None`."""
-    data = getattr(obj, "data", None)
+    changed = getattr(obj, "transforms", None) is not None
+    data = getattr(obj, "data", None) if _of_torchvision(obj) and not changed else None
     array = None if data is None or not hasattr(data, "__len__") else np.asarray(data)
     if array is None or array.dtype != np.uint8 or len(array) != len(obj):
         return None
     # the array may be laid out differently from the images, such as channels first
     same = hasattr(first, "getdata") and np.array_equal(array[0], np.asarray(first))
-    return array if same and getattr(obj, "transform", None) is None else None
+    return array if same else None
 
 
 def _innermost(obj: Any) -> Any:
@@ -312,6 +320,11 @@ def _listed_labels(obj: Any) -> list[Any] | None:
     if hasattr(obj, "indices") and hasattr(obj, "dataset"):  # torch's Subset
         whole = _listed_labels(obj.dataset)
         return None if whole is None else [whole[i] for i in obj.indices]
+    target, both = getattr(obj, "target_transform", None), getattr(obj, "transforms", None)
+    # `transforms` without `transform` changes images and labels together
+    changed = target is not None or (both is not None and getattr(obj, "transform", None) is None)
+    if not _of_torchvision(obj) or changed:
+        return None
     for attribute in _LABELS:
         values: Any = getattr(obj, attribute, None)
         if hasattr(values, "__len__") and len(values) == len(obj):
@@ -337,6 +350,11 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
         elif isinstance(plain, bool) or not isinstance(plain, int | str):
             raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")
         else:
+            if names and isinstance(plain, int) and plain >= len(names):
+                raise DataError(
+                    f"{name}: an item has the label {plain}, and `classes` has {len(names)} names,"
+                    " from 0 on."
+                )
             named = isinstance(plain, int) and 0 <= plain < len(names)
             texts.append(str(names[int(plain)] if named else plain))
     return texts

@@ -84,14 +84,32 @@ def test_sides_and_parts_lie_end_to_end() -> None:
     assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
 
 
-def test_labels_that_a_dataset_lists_are_used_if_they_are_its_items() -> None:
-    listing = Torch(pillow)
-    listing.targets = LABELS  # type: ignore[attr-defined]
+def test_labels_are_those_of_the_items_whatever_the_class_lists() -> None:
     reads: list[int] = []
-    listing.item = lambda index: (reads.append(index), pillow(index))[1]
-    assert as_dataset(listing).labels == TEXTS and set(reads) == {0}
-    listing.targets = [9] * 6  # type: ignore[attr-defined] # as a `target_transform` changes them
-    assert as_dataset(listing).labels == TEXTS
+
+    class Listing(Torch):
+        target_transform = None
+        targets = LABELS
+
+    def item(index: int) -> Any:
+        reads.append(index)
+        return pillow(index)
+
+    wrong = Listing(item)
+    wrong.targets = [LABELS[0], *[9] * 5]  # agrees on the first item only
+    assert as_dataset(wrong).labels == TEXTS
+    Listing.__module__ = "torchvision.datasets.listing"  # whose lists are its items
+    reads.clear()
+    assert as_dataset(Listing(item)).labels == TEXTS and set(reads) == {0}
+    wrong.target_transform = str  # type: ignore[assignment]
+    assert as_dataset(wrong).labels == TEXTS
+
+
+def test_names_must_reach_to_the_last_class() -> None:
+    few = Torch(pillow)
+    few.classes = few.classes[:2]
+    with pytest.raises(DataError, match="`classes` has 2 names"):
+        as_dataset(few)
 
 
 @pytest.mark.parametrize("form", ["paths", "bytes", "pillow", "uint8", "float", "tensor", "list"])
