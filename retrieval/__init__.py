@@ -91,7 +91,7 @@ _load, _ = lazy(
         "retrieval.training.comparison.compare": ["compare"],
         "retrieval.training.train": ["Run", "train"],
     },
-    {name: f"retrieval.{name}" for name in ("errors", "plot", "plugin", "results")},
+    {name: f"retrieval.{name}" for name in ("client", "errors", "plot", "plugin", "results")},
 )
 
 
