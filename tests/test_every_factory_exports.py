@@ -33,7 +33,7 @@ GIVEN = {"features": VECTORS.shape[1], "embedding_size": 16, "classes": 10}
 # needs arguments and has no line here fails.
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.convnet": {"width": 8, "size": 32, "channels": 3},
-    "core.efficientnet_lite0": {"pretrained": False, "size": 64},
+    **{f"core.efficientnet_lite{i}": {"pretrained": False, "size": 64} for i in range(3)},
     "core.pca": {"n_components": 16},
     "core.nca": {"n_components": 4, "max_iter": 3},
     "metric_learn.itml": {"max_iter": 20},
@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "core.timm": {"model": "lcnet_035", "size": 64},
     "core.torchvision": {"model": "resnet18", "size": 64},
 }
-NEEDS = {"core.efficientnet_lite0": "timm", "core.timm": "timm"}
+NEEDS = dict.fromkeys(["core.timm", *(f"core.efficientnet_lite{i}" for i in range(3))], "timm")
 
 
 def build(kind: str, name: str, given: dict[str, Any]) -> Any:

@@ -205,6 +205,11 @@ class _Worker:
             raise OSError("it does not answer") from None
         self._seconds = seconds
 
+    def __del__(self) -> None:
+        # the thread that owned it has ended; its process then ends by itself
+        if hasattr(self, "pipe"):
+            self.pipe.close()
+
     def ask(
         self,
         longest: int,

@@ -197,5 +197,5 @@ def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
     data = ArrayDataset(np.zeros((80, 8, 8), np.uint8), list("abcdefgh") * 10, metadata=columns)
     table = {**BASE, "evaluate": {"tags": "colours"}}
     run = build_run(tmp_path, check_recipe(table, objects={"data": data}))
-    assert any("one label" in note and '"colours"' in note for note in run.splits.notes)
-    assert not any("one label" in note for note in build_run(tmp_path, make()).splits.notes)
+    assert any('tags = "colours" affects evaluation only' in note for note in run.splits.notes)
+    assert not any("tags" in note for note in build_run(tmp_path, make()).splits.notes)

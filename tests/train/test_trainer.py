@@ -244,7 +244,7 @@ def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> N
     warnings = [line for line in said if line.startswith("warning: no batch had a triplet")]
     assert len(warnings) == 2  # one an epoch of the first
     lines = [json.loads(x) for x in (tmp_path / "1" / "metrics.jsonl").read_text().splitlines()]
-    assert all("[sampler] items of 2" in line["warnings"][0] for line in lines)
+    assert all("[sampler] items to 2" in line["warnings"][0] for line in lines)
 
 
 @pytest.mark.parametrize(
