@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from retrieval.data.objects import as_dataset
     from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
     from retrieval.data.records import read_records
-    from retrieval.data.samplers import rows_by_class, rows_of
+    from retrieval.data.samplers import check_classes, rows_by_class, rows_of
     from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
     from retrieval.host.factory import Part, traits
     from retrieval.host.files import cache_folder, write_bytes
@@ -44,7 +44,15 @@ if TYPE_CHECKING:
     )
     from retrieval.model.labels import learner_labels, read_labels
     from retrieval.model.linear import LinearMap, class_codes, deviations
-    from retrieval.model.loss import CheckedLoss, Distance, Pairs, Reducer, listed_pairs, nothing
+    from retrieval.model.loss import (
+        CheckedLoss,
+        Distance,
+        Pairs,
+        Reducer,
+        listed_pairs,
+        nothing,
+        pair_views,
+    )
     from retrieval.model.metric_learner import MetricLearner
     from retrieval.model.model import Normalize
     from retrieval.model.precision import as_given, full_precision
@@ -97,6 +105,7 @@ __all__ = [
     "as_dataset",
     "as_given",
     "cache_folder",
+    "check_classes",
     "class_codes",
     "decode",
     "deviations",
@@ -111,6 +120,7 @@ __all__ = [
     "learner_labels",
     "listed_pairs",
     "nothing",
+    "pair_views",
     "read_idx",
     "read_labels",
     "read_records",
@@ -143,7 +153,7 @@ if not TYPE_CHECKING:
             "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
             "retrieval.data.objects": ["as_dataset"],
             "retrieval.data.records": ["read_records"],
-            "retrieval.data.samplers": ["rows_by_class", "rows_of"],
+            "retrieval.data.samplers": ["check_classes", "rows_by_class", "rows_of"],
             "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
             "retrieval.host.factory": ["Part", "traits"],
             "retrieval.host.files": ["cache_folder", "write_bytes"],
@@ -174,6 +184,7 @@ if not TYPE_CHECKING:
                 "Reducer",
                 "listed_pairs",
                 "nothing",
+                "pair_views",
             ],
             "retrieval.model.metric_learner": ["MetricLearner"],
             "retrieval.model.model": ["Normalize"],

@@ -254,22 +254,6 @@ class MinedDANMLoss(DANMLoss):
             epsilon=epsilon,
         )
 
-    def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
-    ) -> dict[str, dict[str, Any]]:
-        """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
-        if indices_tuple is not None:
-            raise ValueError(
-                "anml.danml_mined mines its own pairs and takes no indices: remove the miner, or"
-                " use anml.danml"
-            )
-        return super().compute_loss(embeddings, labels, None, ref_emb, ref_labels)
-
 
 class ImprovedLiftedLoss(SimilarityLoss):
     """Lifted structure loss with a γ and a threshold for each neighbourhood.
@@ -540,15 +524,6 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         ref_labels: Tensor | None,
     ) -> dict[str, dict[str, Any]]:
         """Return the items' losses in the format of pytorch-metric-learning's reducers."""
-        if indices_tuple is not None:
-            raise ValueError(
-                "anml.improved_proxy_nca compares items with proxies and takes no indices: remove"
-                " the miner"
-            )
-        if ref_emb is not embeddings:
-            raise ValueError(
-                "anml.improved_proxy_nca compares items with proxies and takes no ref_emb"
-            )
         assert labels is not None
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.proxies):
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from retrieval.plugin import CheckedLoss, nothing, traits
+from retrieval.plugin import CheckedLoss, nothing, pair_views, traits
 from torch import Tensor
 
 
@@ -41,19 +41,10 @@ class BarlowTwins(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the loss as one number; 0 for fewer than two pairs of views."""
-        if ref_emb is not embeddings or indices_tuple is not None:
-            raise ValueError(
-                "core.barlow_twins compares the views in a batch: it takes neither ref_emb nor a"
-                " miner's indices"
-            )
-        order = torch.argsort(labels, stable=True)
-        grouped = labels[order]
-        place = torch.arange(len(labels), device=labels.device)
-        place = place - torch.searchsorted(grouped, grouped)  # position of a row in its class
-        first = ((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1])).nonzero().squeeze(1)
+        first, second = pair_views(labels)
         if len(first) < 2:  # one pair has no correlation
             return {"loss": nothing(embeddings)}
-        x, y = (_standard(embeddings[order[rows]]) for rows in (first, first + 1))
+        x, y = (_standard(embeddings[rows]) for rows in (first, second))
         correlation = x.T @ y / len(first)
         apart = correlation - torch.eye(len(correlation)).to(correlation)
         weights = torch.full_like(apart, self.weight).fill_diagonal_(1)

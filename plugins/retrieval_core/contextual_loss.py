@@ -78,11 +78,6 @@ class Contextual(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the weighted sum as one number."""
-        if ref_emb is not embeddings or indices_tuple is not None:
-            raise ValueError(
-                "core.contextual compares neighbourhoods in a batch: it takes neither ref_emb nor a"
-                " miner's indices"
-            )
         count = len(embeddings)
         if count < 2:
             return {"loss": nothing(embeddings)}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
 from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, nothing, traits
 from torch import Tensor, nn
+from torch.distributions import Beta
 from torch.nn import functional
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -68,8 +68,6 @@ class Metrix(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
-        if ref_emb is not embeddings:
-            raise ValueError("core.metrix mixes items of a batch and takes no ref_emb")
         if indices_tuple is None:
             a, p, b, n = indices_utils.get_all_pairs_indices(labels)
         else:
@@ -78,7 +76,7 @@ class Metrix(CheckedLoss):
         anchor, positive, negative = _triplets(indices_tuple, a, p, b, n)
         unit = functional.normalize(embeddings)
         cosine = unit @ unit.T
-        part = torch._sample_dirichlet(cosine.new_full((2,), self.alpha).detach())[0]
+        part = Beta(*cosine.new_full((2,), self.alpha), validate_args=False).sample()
         rest = 1 - part
         # the cosine of a and v is (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖
         length = part**2 + rest**2 + 2 * part * rest * cosine[positive, negative]

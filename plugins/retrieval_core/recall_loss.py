@@ -74,11 +74,6 @@ class RecallAtK(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return one loss per query that has a positive."""
-        if ref_emb is not embeddings or indices_tuple is not None:
-            raise ValueError(
-                "core.recall_at_k ranks the whole batch: it takes neither ref_emb nor a miner's"
-                " indices"
-            )
         mat: Tensor = self.distance(embeddings)
         similarity = mat if self.distance.is_inverted else -mat
         if self.mix:

@@ -8,7 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 from retrieval.errors import DataError
-from retrieval.plugin import BatchSampler, TrainingItems, rows_by_class, rows_of, some
+from retrieval.plugin import (
+    BatchSampler,
+    TrainingItems,
+    check_classes,
+    rows_by_class,
+    rows_of,
+    some,
+)
 
 Batches = list[NDArray[np.int64]]
 
@@ -45,13 +52,8 @@ class Hierarchical(BatchSampler):
 
     def batches(self, items: TrainingItems) -> int:
         """Return the number of batches, after checking classes and groups."""
-        groups = self._groups(items)
-        classes = sum(map(len, groups))
-        if classes < items.classes:
-            raise DataError(
-                f"[sampler] classes: a batch takes {items.classes} classes, and only {classes}"
-                f" train. Set classes = {classes} or fewer."
-            )
+        self._groups(items)
+        check_classes(items)
         return items.batches
 
     def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> Batches:
@@ -111,12 +113,11 @@ class HardClasses(BatchSampler):
 
     def batches(self, items: TrainingItems) -> int:
         """Return the number of batches, after checking that a batch has enough classes."""
-        classes = len(np.unique(items.labels))
-        if min(classes, self.candidates) < items.classes:
-            least = f"{classes} train" if classes < items.classes else "the candidates are fewer"
+        check_classes(items)
+        if self.candidates < items.classes:
             raise DataError(
-                f"[sampler] classes: a batch takes {items.classes} classes, and only {least}. Set"
-                f" classes = {min(classes, self.candidates)} or fewer."
+                f"[sampler] candidates: a batch takes {items.classes} classes and chooses them from"
+                f" {self.candidates}. Set candidates = {items.classes} or more."
             )
         return items.batches
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from pytorch_metric_learning import losses
-from retrieval.plugin import traits
+from retrieval.plugin import pair_views, traits
 from torch import Tensor, nn
 
 from retrieval_pml.adapters import (
@@ -24,23 +24,6 @@ from retrieval_pml.adapters import (
 )
 from retrieval_pml.pair_matrix import derivatives
 from retrieval_pml.wrapper_losses import check_reference
-
-
-def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Pair the items of each label in their order: first with second, third with fourth.
-
-    Args:
-        labels: (N,).
-
-    Returns:
-        The positions of first and of second views, each (P,); an item left over is in neither.
-    """
-    order = torch.argsort(labels, stable=True)
-    grouped = labels[order]
-    begins = torch.searchsorted(grouped, grouped)
-    place = torch.arange(len(labels), device=labels.device) - begins
-    first = torch.where((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1]))[0]
-    return order[first], order[first + 1]
 
 
 def places_of_views(

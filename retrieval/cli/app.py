@@ -20,7 +20,7 @@ from retrieval.host.lazy import how_to_have
 COMMANDS = {
     "demo": "demo:demo",
     "plugins": "plugins:plugins",
-    "init": "init:init",
+    "init": "train:init",
     "data": "data:data",
     "check": "train:check",
     "train": "train:train",

@@ -1,4 +1,4 @@
-"""`retrieval check` and `retrieval train`."""
+"""`retrieval init`, `retrieval check` and `retrieval train`."""
 
 from __future__ import annotations
 
@@ -28,6 +28,35 @@ SET_OPTION = click.option(
         " recipe without --set."
     ),
 )
+
+
+@click.command()
+@click.argument("photos", type=click.Path(path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path),
+    default=Path("recipes"),
+    show_default=True,
+    help="Folder to write the recipes to.",
+)
+@click.option("--replace", is_flag=True, help="Replace recipes that are there.")
+def init(photos: Path, output: Path, replace: bool) -> None:
+    """Look at a folder of photos, and write the recipes that are worth trying on it.
+
+    Each class is a folder in PHOTOS. A comment explains each choice.
+
+    Example:  retrieval init photos/ --output recipes
+    """
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()
+    with loading():
+        from retrieval.host.lazy import keep_compiler_out
+        from retrieval.training.proposal import propose
+
+        keep_compiler_out()
+    say(str(propose(photos, output, replace=replace)))
 
 
 @click.command()

@@ -32,12 +32,7 @@ class ClassBalanced(BatchSampler):
 
     def batches(self, items: TrainingItems) -> int:
         """Return the number of batches, after checking that a batch has enough classes."""
-        classes = len(np.unique(items.labels))
-        if classes < items.classes:
-            raise DataError(
-                f"[sampler] classes: a batch takes {items.classes} classes, and only {classes}"
-                f" train. Set classes = {classes} or fewer."
-            )
+        check_classes(items)
         return items.batches
 
     def draw(
@@ -52,6 +47,16 @@ class ClassBalanced(BatchSampler):
             random.shuffle(numbers)
             drawn.append(rows_of([by_class[i] for i in numbers[: items.classes]], items, random))
         return drawn
+
+
+def check_classes(items: TrainingItems) -> None:
+    """Raise a `DataError` if a batch takes more classes than there are."""
+    classes = len(np.unique(items.labels))
+    if classes < items.classes:
+        raise DataError(
+            f"[sampler] classes: a batch takes {items.classes} classes, and only {classes} train."
+            f" Set classes = {classes} or fewer."
+        )
 
 
 def rows_by_class(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -24,7 +24,8 @@ class CheckedLoss(BaseMetricLossFunction):
     """A loss that checks its input and computes in at least float32, even under autocast.
 
     A subclass defines pytorch-metric-learning's `compute_loss(embeddings, labels, indices_tuple,
-    ref_emb, ref_labels)`. Without a reference set, `ref_emb is embeddings`.
+    ref_emb, ref_labels)`. Without a reference set, `ref_emb is embeddings`. If the subclass is
+    marked with `traits(ref_emb=False)` or `traits(miner=False)`, the call refuses that argument.
 
     Args:
         distance: the distance between embeddings.
@@ -47,11 +48,16 @@ class CheckedLoss(BaseMetricLossFunction):
         Its type is that of the embeddings, or float32 under autocast.
 
         Raises:
-            ValueError: shapes, labels or indices do not fit.
+            ValueError: shapes, labels or indices do not fit, or the loss does not take an argument.
             DataError: an embedding is NaN or infinite.
         """
+        takes = getattr(type(self), "__retrieval_traits__", {})
+        if indices_tuple is not None and not takes.get("miner", True):
+            raise ValueError(f"{type(self).__name__} takes no miner's indices: remove the miner")
         query = checked_embeddings(embeddings, "embeddings")
         own = ref_emb is None or ref_emb is embeddings
+        if not own and not takes.get("ref_emb", True):
+            raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
         reference = None if own else checked_embeddings(ref_emb, "ref_emb")
         if labels is not None or indices_tuple is None:
             labels = checked_labels(labels, query, "labels")
@@ -62,6 +68,23 @@ class CheckedLoss(BaseMetricLossFunction):
         with torch.autocast(device_type=query.device.type, enabled=False):
             total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
         return as_given(total, embeddings)
+
+
+def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Pair the items of each label in their order: first with second, third with fourth.
+
+    Args:
+        labels: (N,).
+
+    Returns:
+        The positions of first and of second views, each (P,); an item left over is in neither.
+    """
+    order = torch.argsort(labels, stable=True)
+    grouped = labels[order]
+    begins = torch.searchsorted(grouped, grouped)
+    place = torch.arange(len(labels), device=labels.device) - begins
+    first = torch.where((place[:-1] % 2 == 0) & (grouped[1:] == grouped[:-1]))[0]
+    return order[first], order[first + 1]
 
 
 def nothing(*embeddings: Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def selector(text: str) -> str:
     """Return `text` if it is a valid selector. Training checks that it covers a parameter."""
     if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
         return text
-    if not any(sign in text for sign in ".*?["):
+    if ":" in text or not any(sign in text for sign in ".*?["):
         parts = get_args(Trainable)
         raise ValueError(
             f"{text!r} selects no parameters.{did_you_mean(text, [*parts, 'vectors'])} Write a"

@@ -130,22 +130,21 @@ def distill(
         teacher = _encoder(teacher, plugins)
     files, classes = _photos(Path(photos), labels)
     name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
+    training, held_out = _apart(len(files))
+    width = min(dimensions, teacher.encode(files[0], progress=False).shape[1])
+    # before the teacher's hours, since a change may not fit
+    recipe = read_recipe(
+        _recipe(work, student, width, epochs, len(training), labels), overrides, plugins
+    )
     plan = {"photos": files_identity(files), "teacher": name}
     _begin(work, plan, resume=resume, replace=replace)
     vectors = _embeddings(work / "embeddings", teacher, files)
-    training, held_out = _apart(len(files))
-    basis = _basis(vectors[training], min(dimensions, vectors.shape[1]))
-    reduced = _unit(vectors @ basis)
+    reduced = _unit(vectors @ _basis(vectors[training], width))
     ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
     with whole_file(work / "teacher.npz", DataError) as path, path.open("wb") as file:
         np.savez(file, vectors=reduced[training], classes=ids[training])
     with whole_file(work / "photos.csv", DataError) as path:
         _write_table(path, files, classes, set(held_out.tolist()))
-    recipe = read_recipe(
-        _recipe(work, student, basis.shape[1], epochs, len(training), labels),
-        overrides,
-        plugins,
-    )
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
     bundle = export(trained, goal, replace=replace, progress=progress)
     shown_files = [files[i] for i in held_out]

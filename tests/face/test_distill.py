@@ -112,6 +112,11 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     first = retrieval.load(tmp_path / "small.bundle").encode(files, progress=False)
     assert correlation(own, wanted) > max(0.7, correlation(first, wanted))
 
+    wrong = cli(
+        *call[:3], "--student", "core.convne", "-o", tmp_path / "o", "--run", tmp_path / "none"
+    )
+    assert wrong.code == 2 and "'core.convnet'" in wrong.err and not (tmp_path / "none").exists()
+
     def embeds_again(*args: Any, **options: Any) -> Any:
         raise AssertionError("the teacher's embeddings are there already")
 

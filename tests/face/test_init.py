@@ -41,7 +41,8 @@ def test_it_says_what_the_folder_holds_and_its_recipe_runs(
     assert "in more than one class" in done.out
     (only,) = output.iterdir()  # without weights, a net from scratch
     assert "on this machine" in only.read_text().splitlines()[0]
-    assert f"retrieval compare {only}" in done.out
+    assert "embedding-retrieval[efficientnet]" in done.out
+    assert f"retrieval train {only}" in done.out and "retrieval compare" not in done.out
     checked = cli("check", only)
     assert checked.code == 0 and "The recipe" in checked.out, checked.err
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pytorch_metric_learning import losses, reducers
+from retrieval.plugin import pair_views
 from torch import Tensor
 
-from retrieval_pml.view_losses import VICRegLoss, pair_views
+from retrieval_pml.view_losses import VICRegLoss
 
 OPTIONS: dict[str, Any] = {
     "invariance_lambda": 3.0,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import tomli_w
 from comparing import LOSSES, PLUGIN
 from comparing import RECIPE as COMPARED
 from retrieval.recipe.read import Recipe, check_recipe
+from retrieval.training.trainer import Trainer, train
 from torch.distributed import TCPStore
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
@@ -58,6 +60,27 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return made
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Any, int], None]:
+    """Train a recipe, as `stopped(folder, recipe, batch)`, stop before a batch, and resume."""
+
+    def run(folder: Path, recipe: Any, batch: int) -> None:
+        real, batches = Trainer._train_batch, itertools.count(1)
+
+        def stop(self: Any, *arguments: Any) -> Any:
+            if next(batches) == batch:
+                raise KeyboardInterrupt
+            return real(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_train_batch", stop)
+            with pytest.raises(KeyboardInterrupt):
+                train(folder, recipe)
+        train(folder, recipe, resume=True)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -143,25 +143,13 @@ def test_only_the_activations_of_a_chunk_are_in_memory(make: Make, tmp_path: Pat
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, stopped: Any
 ) -> None:
     made = make(
         loss={"name": "pml.contrastive"}, train={"epochs": 2, "checkpoint_every": 2, "chunk": 3}
     )
     train(tmp_path / "whole", made)
-    real, calls = Trainer._train_batch, [0]
-
-    def stop(self: Any, *batch: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 4:
-            raise KeyboardInterrupt
-        return real(self, *batch)
-
-    monkeypatch.setattr(Trainer, "_train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made)
-    monkeypatch.setattr(Trainer, "_train_batch", real)
-    train(tmp_path / "stopped", made, resume=True)
+    stopped(tmp_path / "stopped", made, 4)
     one, other = (last(tmp_path / name)["model"] for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
     warnings = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])

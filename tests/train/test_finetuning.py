@@ -121,6 +121,7 @@ def test_a_frozen_stage_keeps_weights_and_batch_statistics(make: Make, tmp_path:
     ("tables", "sentence"),
     [
         ({"optimizer": {"lr_factor": {"hed": 2}}}, "'hed' selects no parameters"),
+        ({"optimizer": {"lr_factor": {"stages:2.*": 2}}}, "'stages:2.*' selects no parameters"),
         ({"optimizer": {"weight_decay": {"head": -1}}}, r"\[optimizer\] weight_decay"),
         (
             {"optimizer": {"name": "Rprop", "weight_decay": {"head": 1}}},

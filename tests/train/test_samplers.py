@@ -208,9 +208,7 @@ def test_samplers_by_name_in_torchs_way(make: Make) -> None:
     assert all(sorted(Counter(labels[batch]).values()) == [4] * 3 for batch in batches)
 
 
-def test_hard_classes_resume_within_an_epoch(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hard_classes_resume_within_an_epoch(make: Make, tmp_path: Path, stopped: Any) -> None:
     """The batches follow from the weights at the start of the epoch, which are gone by then."""
     made = make(
         sampler={"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5},
@@ -218,19 +216,7 @@ def test_hard_classes_resume_within_an_epoch(
         train={"epochs": 2, "checkpoint_every": 2},
     )
     train(tmp_path / "whole", made)
-    real, calls = Trainer._train_batch, [0]
-
-    def stop(self: Any, *batch: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 8:
-            raise KeyboardInterrupt
-        return real(self, *batch)
-
-    monkeypatch.setattr(Trainer, "_train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made)
-    monkeypatch.setattr(Trainer, "_train_batch", real)
-    train(tmp_path / "stopped", made, resume=True)
+    stopped(tmp_path / "stopped", made, 8)
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 

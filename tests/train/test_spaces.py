@@ -96,23 +96,11 @@ def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) ->
 
 
 def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, stopped: Any
 ) -> None:
     made = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
     train(tmp_path / "whole", made)
-    real, calls = Trainer._train_batch, [0]
-
-    def stop(self: Any, *batch: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 4:
-            raise KeyboardInterrupt
-        return real(self, *batch)
-
-    monkeypatch.setattr(Trainer, "_train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made)
-    monkeypatch.setattr(Trainer, "_train_batch", real)
-    train(tmp_path / "stopped", made, resume=True)
+    stopped(tmp_path / "stopped", made, 4)
     one, other = (weights(tmp_path / name) for name in ("whole", "stopped"))
     assert all(torch.equal(one[key], other[key]) for key in one)
 
