@@ -41,20 +41,20 @@ def main() -> None:
     import nbformat
     from nbclient import NotebookClient
 
-    made = nbformat.v4.new_notebook()
+    notebook = nbformat.v4.new_notebook()
     for number, (kind, source) in enumerate(cells(PAGE.read_text(encoding="utf-8"))):
         cell = getattr(nbformat.v4, f"new_{kind}_cell")(source, id=f"cell-{number}")
-        made.cells.append(cell)
+        notebook.cells.append(cell)
     with tempfile.TemporaryDirectory() as folder:
-        NotebookClient(made, resources={"metadata": {"path": folder}}).execute()
-    for cell in made.cells:
+        NotebookClient(notebook, resources={"metadata": {"path": folder}}).execute()
+    for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # the times of the machine
         # a progress bar or a warning of the machine is nothing to show
         cell.outputs = [o for o in cell.get("outputs", []) if o.get("name") != "stderr"]
         if cell.cell_type == "markdown":
             del cell["outputs"]
-    made.metadata = {"kernelspec": made.metadata.get("kernelspec", {})}
-    nbformat.write(made, NOTEBOOK)
+    notebook.metadata = {"kernelspec": notebook.metadata.get("kernelspec", {})}
+    nbformat.write(notebook, NOTEBOOK)
 
 
 if __name__ == "__main__":

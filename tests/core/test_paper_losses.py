@@ -15,8 +15,10 @@ LABELS = [0, 1, 0, 2, 1, 0, 2, 1, 3, 0]
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    made = torch.randn(10, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return made.requires_grad_(), torch.tensor(LABELS)
+    embeddings = torch.randn(
+        10, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return embeddings.requires_grad_(), torch.tensor(LABELS)
 
 
 def cosines(vectors: Tensor) -> list[list[float]]:
@@ -251,8 +253,10 @@ class TestGenerators:
 
     def test_symmetrical_synthesis(self) -> None:
         anchor, positive, negative, mate = self.rows()
-        found = create("generator", "core.symmetrical_synthesis")(anchor, positive, negative, mate)
-        for a, n, m, row in zip(anchor, negative, mate, found, strict=True):
+        synthetic = create("generator", "core.symmetrical_synthesis")(
+            anchor, positive, negative, mate
+        )
+        for a, n, m, row in zip(anchor, negative, mate, synthetic, strict=True):
             points = [n, m]
             for x, y in ((n, m), (m, n)):
                 dot, square = float((x * y).sum()), float((y * y).sum())
@@ -268,8 +272,8 @@ class TestGenerators:
     def test_embedding_expansion(self) -> None:
         anchor, positive, negative, mate = self.rows()
         expansion = create("generator", "core.embedding_expansion", inner=3)
-        found = expansion(anchor, positive, negative, mate)
-        for a, n, m, row in zip(anchor, negative, mate, found, strict=True):
+        synthetic = expansion(anchor, positive, negative, mate)
+        for a, n, m, row in zip(anchor, negative, mate, synthetic, strict=True):
             points = [n, m]
             for k in (1, 2, 3):
                 point = (k * n + (4 - k) * m) / 4

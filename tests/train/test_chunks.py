@@ -145,13 +145,13 @@ def test_only_the_activations_of_a_chunk_are_in_memory(make: Make, tmp_path: Pat
 def test_a_run_that_was_stopped_ends_with_the_same_weights(
     make: Make, tmp_path: Path, stopped: Any
 ) -> None:
-    made = make(
+    recipe = make(
         loss={"name": "pml.contrastive"}, train={"epochs": 2, "checkpoint_every": 2, "chunk": 3}
     )
-    train(tmp_path / "whole", made)
-    stopped(tmp_path / "stopped", made, 4)
-    one, other = (last(tmp_path / name)["model"] for name in ("whole", "stopped"))
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    train(tmp_path / "whole", recipe)
+    stopped(tmp_path / "stopped", recipe, 4)
+    whole, resumed = (last(tmp_path / name)["model"] for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
     warnings = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
     assert any("batch norm" in line and "chunk of 3" in line for line in warnings["warnings"])
 

@@ -138,7 +138,7 @@ def test_torch_batch_samplers_resume_exactly(
 ) -> None:
     """Batches of unequal sizes too; the second epoch differs from the first."""
 
-    def made() -> Recipe:
+    def recipe() -> Recipe:
         return check_recipe(
             {
                 **BASE,
@@ -159,14 +159,14 @@ def test_torch_batch_samplers_resume_exactly(
 
     monkeypatch.setattr(Trainer, "_train_batch", stop)
     stop_at = 0
-    train(tmp_path / "whole", made())
+    train(tmp_path / "whole", recipe())
     assert sizes[:3] == ([8, 8, 4] if kind == "state" else [10] * 3)
     stop_at, count = len(sizes) - 1, len(sizes)
     sizes.clear()
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made())
+        train(tmp_path / "stopped", recipe())
     stop_at = 0
-    train(tmp_path / "stopped", made(), resume=True)
+    train(tmp_path / "stopped", recipe(), resume=True)
     assert len(sizes) > count  # from a checkpoint within the last epoch
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
@@ -210,26 +210,26 @@ def test_samplers_by_name_in_torchs_way(make: Make) -> None:
 
 def test_hard_classes_resume_within_an_epoch(make: Make, tmp_path: Path, stopped: Any) -> None:
     """The batches follow from the weights at the start of the epoch, which are gone by then."""
-    made = make(
+    recipe = make(
         sampler={"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5},
         loss={"name": "pml.contrastive"},
         train={"epochs": 2, "checkpoint_every": 2},
     )
-    train(tmp_path / "whole", made)
-    stopped(tmp_path / "stopped", made, 8)
+    train(tmp_path / "whole", recipe)
+    stopped(tmp_path / "stopped", recipe, 8)
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
 def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
     for name in ("hard_classes", "random"):
-        made = make(
+        recipe = make(
             sampler={"name": f"core.{name}", "classes": 4, "items": 4, "batches": 3},
             backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
             loss={"name": "pml.contrastive"},
             optimizer={"name": "SGD", "lr": 0.05},
         )
-        (tmp_path / f"{name}.toml").write_text(to_toml(made))
-        train(tmp_path / f"{name} one", made)
+        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
+        train(tmp_path / f"{name} one", recipe)
     processes(2, "train_process.py", str(tmp_path), "hard_classes", "random")
     for name in ("hard_classes", "random"):
         one, two = (
@@ -251,7 +251,7 @@ def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
         "def retrieval_samplers():\n"
         "    return {'forwards': forwards}\n"
     )
-    made = make(
+    recipe = make(
         plugins=[*BASE["plugins"], str(plugin)],
         sampler={"name": "mine.forwards", "first": 4},
         loss={"name": "pml.contrastive"},
@@ -261,7 +261,7 @@ def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
     real = TrainBatches.draw
     try:
         TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
-        train(tmp_path / "run", made)
+        train(tmp_path / "run", recipe)
     finally:
         TrainBatches.draw = real  # type: ignore[method-assign]
     assert [batch.tolist() for batch in seen[-1]] == [

@@ -98,11 +98,11 @@ def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) ->
 def test_a_run_that_was_stopped_ends_with_the_same_weights(
     make: Make, tmp_path: Path, stopped: Any
 ) -> None:
-    made = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
-    train(tmp_path / "whole", made)
-    stopped(tmp_path / "stopped", made, 4)
-    one, other = (weights(tmp_path / name) for name in ("whole", "stopped"))
-    assert all(torch.equal(one[key], other[key]) for key in one)
+    recipe = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
+    train(tmp_path / "whole", recipe)
+    stopped(tmp_path / "stopped", recipe, 4)
+    whole, resumed = (weights(tmp_path / name) for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -119,14 +119,14 @@ def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path)
         "contextual": {"loss": {"name": "core.contextual"}},
     }
     for name, tables in cases.items():
-        made = make(
+        recipe = make(
             backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
             optimizer={"name": "SGD", "lr": 0.05},
             train={"epochs": 1},
             **tables,
         )
-        (tmp_path / f"{name}.toml").write_text(to_toml(made))
-        train(tmp_path / f"{name} one", made)
+        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
+        train(tmp_path / f"{name} one", recipe)
     processes(2, "train_process.py", str(tmp_path), *cases)
     for name in cases:
         one, two = weights(tmp_path / f"{name} one"), weights(tmp_path / name)
