@@ -187,15 +187,15 @@ def test_a_wrong_host_is_no_wrong_port() -> None:
     from retrieval.serving.http.server import listen
 
     with pytest.raises(StoreError) as refused:
-        listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has
-    assert "--host" in str(refused.value) and "--port" not in str(refused.value)
+        listen("203.0.113.1", 0, "port")  # an address for documentation, which no machine has
+    assert "use 127.0.0.1" in str(refused.value) and "another port" not in str(refused.value)
     with pytest.raises(
-        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* --host takes an address"
+        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
     ):
         listen("no.such.host.invalid", 0, "--port")
     with (
         listen("127.0.0.1", 0, "--port") as taken,
-        pytest.raises(StoreError, match="Choose another port with --port"),
+        pytest.raises(StoreError, match="Choose another port with port"),
     ):
         listen("127.0.0.1", taken.getsockname()[1], "--port")
 
