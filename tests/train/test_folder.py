@@ -249,7 +249,10 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
     for words in ([], ["--replace"]):
         assert "holds no run" in sentence("train", recipe, "--output", tmp_path / "mine", *words)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
-    assert "give one of them" in retrieval("train", recipe, "--resume", "--replace").output
+    assert (
+        "Leave --replace out with --resume"
+        in retrieval("train", recipe, "--resume", "--replace").output
+    )
 
 
 @pytest.mark.parametrize(
