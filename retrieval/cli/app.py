@@ -86,15 +86,7 @@ class App(Group):
         if self._loaded:
             return
         self._loaded = True
-        try:
-            load_plugins().hook.retrieval_commands(app=self)
-        except RetrievalError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"A plugin failed in retrieval_commands: {type(error).__name__}: {error}. "
-                "RETRIEVAL_BLOCK=NAME leaves a plugin out."
-            ) from error
+        load_plugins().notify("retrieval_commands", app=self)
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:

@@ -106,7 +106,7 @@ def _libraries() -> list[dict[str, Any]]:
         if extra in _DEVELOPERS or (marker and not marker.evaluate({"extra": extra})):
             continue
         name = requirement.name
-        library = {"name": name, "needs": str(requirement.specifier), "extras": []}
+        library: dict[str, Any] = {"name": name, "needs": str(requirement.specifier), "extras": []}
         library["installed"] = version(name) if installed_packages((name,)) else None
         required.setdefault(name, library)["extras"] += [extra] if extra else []
     return sorted(required.values(), key=lambda library: str(library["name"]))

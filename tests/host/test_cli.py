@@ -153,7 +153,7 @@ HOOK = (
             "app.add_command(click.Command('train', callback=retrieval_commands))",
             "host_bad adds the command 'train', which is built in",
         ),
-        ("1 / 0", "A plugin failed in retrieval_commands: ZeroDivisionError: division by zero"),
+        ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_plugin_that_spoils_the_commands(
