@@ -85,14 +85,6 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="For a folder of embeddings: another folder to search in.",
 )
-@click.option(
-    "--ray",
-    metavar="ADDRESS",
-    help=(
-        "For a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one"
-        " of its nodes."
-    ),
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @ALLOW_OPTION
 def evaluate(
@@ -108,7 +100,6 @@ def evaluate(
     baseline: bool,
     bundle: Path | None,
     gallery: Path | None,
-    ray: str | None,
     as_json: bool,
 ) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
@@ -150,15 +141,11 @@ def evaluate(
             "--protocol verification": protocol == "verification",
             "--split validation": side == "validation",
         }
-        _of_vectors(run, gallery, metrics, ray, as_json, options_of_runs)
+        _of_vectors(run, gallery, metrics, as_json, options_of_runs)
         return
     if gallery is not None:
         raise click.UsageError(
             "--gallery belongs to a folder of embeddings; a run brings its own gallery."
-        )
-    if ray is not None:
-        raise click.UsageError(
-            "--ray belongs to a folder of embeddings; a run is searched on this machine."
         )
     if protocol == "verification":
         from retrieval.evaluation.verify_run import verify
@@ -194,7 +181,6 @@ def _of_vectors(
     folder: Path,
     gallery: Path | None,
     metrics: tuple[str, ...],
-    ray: str | None,
     as_json: bool,
     options_of_runs: dict[str, bool],
 ) -> None:
@@ -206,7 +192,7 @@ def _of_vectors(
         raise click.UsageError(
             f"{', '.join(wrong)} belongs to a run, and {folder} is a folder of embeddings."
         )
-    result = evaluate_vectors(folder, gallery=gallery, metrics=metrics or DEFAULT_METRICS, ray=ray)
+    result = evaluate_vectors(folder, gallery=gallery, metrics=metrics or DEFAULT_METRICS)
     if as_json:
         say_json({name: value for name, value in vars(result).items() if name != "groups"})
     else:

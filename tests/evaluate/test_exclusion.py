@@ -325,8 +325,6 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert (
         refused.code == 2 and "[evaluate] exclude: a bundle measures no such metrics" in refused.err
     )
-    refused = cli("evaluate", "runs/r", "--ray", "local")
-    assert refused.code == 2 and "--ray belongs to a folder of embeddings" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
     assert "Did you mean 'camera'?" in wrong.err and not Path("runs/other").exists()
