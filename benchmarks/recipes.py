@@ -349,7 +349,7 @@ def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
     from torchvision import transforms
 
     torch.manual_seed(0)
-    backbone = retrieval.create("backbone", **{**LITE0, "name": "core.efficientnet_lite0"})
+    backbone = retrieval.create("backbone", LITE0["name"], size=LITE0["size"], crop=LITE0["crop"])
     shape = backbone.preprocessing
     end = [transforms.ToTensor(), transforms.Normalize(shape.mean, shape.std)]
     change = moved(name)
@@ -521,9 +521,12 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
         for split in range(splits):
             for title in CORE:
                 yield name, split, title
-    for split in range(splits):
+    small = [name for name in sets if name != "icons"]
+    rounds = [(sets, 0), *((small, split) for split in range(1, splits))]
+    rounds += [(["icons"], split) for split in range(1, splits) if "icons" in sets]
+    for names, split in rounds:
         for title in FURTHER:
-            for name in sets:
+            for name in names:
                 yield name, split, title
                 if (name, split, title) == (STUDENTS, 0, FURTHER[0]):
                     yield from ((name, 0, f"students {seed}") for seed in range(SEEDS))
