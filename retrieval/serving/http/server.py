@@ -220,7 +220,6 @@ class Parts:
         from retrieval.serving.http.app import Application
         from retrieval.serving.http.audit import Audit
         from retrieval.serving.http.keys import key_source
-        from retrieval.serving.http.monitoring import traces_of_environment
 
         keys = key_source(self.settings.keys)
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
@@ -233,7 +232,7 @@ class Parts:
             name: reopen[name]() if name in reopen else index
             for name, index in self.sources.items()
         }
-        return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
+        return Application(opened, self.settings, keys, audit, reopen)
 
     def __call__(self) -> Any:
         """Return the application of one of several processes; on an error, end the process."""
