@@ -29,6 +29,9 @@ from retrieval.serving.images import (
     to_png,
 )
 
+MODES = ["1", "L", "P", "LA", "PA", "RGB", "RGBA", "RGBX", "La", "RGBa", "CMYK", "YCbCr", "HSV"]
+MODES += ["LAB", "I;16", "I;16B"]
+
 
 def encoded(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
     out = io.BytesIO()
@@ -54,11 +57,6 @@ def png_bomb(side: int) -> bytes:
     return (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
     )
-
-
-def test_a_png_comes_back_as_it_was():
-    pixels = gradient()
-    assert np.array_equal(np.asarray(decode(encoded(Image.fromarray(pixels)))), pixels)
 
 
 @pytest.mark.parametrize("side", [5_008, 20_000])
@@ -245,16 +243,8 @@ def test_sixteen_bits_are_the_same_in_every_format_and_byte_order():
     values = np.array([[0, 255, 256, 4095], [4096, 22_359, 65_279, 65_535]], np.uint16)
     wanted = (values >> 8).tolist()
     tiff12 = b"II*\0\x14\0\0\0" + bytes.fromhex("0000ff100fff") + bytes(6)
-    tags = [
-        (256, 3, 4),
-        (257, 3, 1),
-        (258, 3, 12),
-        (259, 3, 1),
-        (262, 3, 1),
-        (273, 4, 8),
-        (277, 3, 1),
-    ]
-    tags += [(278, 3, 1), (279, 4, 6)]
+    tags = [(256, 3, 4), (257, 3, 1), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8)]
+    tags += [(277, 3, 1), (278, 3, 1), (279, 4, 6)]
     tiff12 += struct.pack("<H", len(tags))
     tiff12 += b"".join(
         struct.pack("<HHII", tag, kind, 1, value) for tag, kind, value in tags
@@ -531,15 +521,6 @@ def test_a_very_long_image_is_cut_before_it_is_resized():
 def test_preprocessing_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must be"):
         Preprocessing(**wrong)
-
-
-def test_one_number_normalises_every_channel():
-    given = Preprocessing((8, 8), channels=3, mean=(0.5,), std=(0.25,))
-    assert given == Preprocessing((8, 8), 3, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-    grey = Preprocessing((8, 8), channels=1)
-    assert (grey.mean, grey.std) == ((0.0,), (1.0,))
-    colour = Preprocessing((8, 8))  # as manifests have it
-    assert (colour.mean, colour.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def test_from_array():

@@ -52,13 +52,3 @@ def test_names_are_nouns() -> None:
         if (names := list(nameless(path.read_text(encoding="utf-8"))))
     }
     assert not faults
-
-
-def test_a_nameless_name_is_reported() -> None:
-    code = "def made(one):\n    found = 1\n    self.given_ = hits = 2\n    return found"
-    assert list(nameless(code)) == [
-        "made (line 1)",
-        "one (line 1)",
-        "found (line 2)",
-        "given_ (line 3)",
-    ]
