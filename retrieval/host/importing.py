@@ -172,8 +172,8 @@ class FilePlugin:
             with whole_file(target) as temporary:
                 shutil.copyfile(self.path, temporary)
             return target
-        taken = PluginError(f"{target} exists.")
-        with whole_folder(target, replace=True, exists_error=taken) as temporary:
+        occupied = PluginError(f"{target} exists.")
+        with whole_folder(target, replace=True, exists_error=occupied) as temporary:
             for relative, file in self.files.items():
                 (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, temporary / relative)
