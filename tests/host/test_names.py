@@ -5,29 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMELESS = frozenset(
-    (
-        "asked",
-        "at",
-        "each",
-        "few",
-        "figures",
-        "found",
-        "given",
-        "good",
-        "here",
-        "made",
-        "meant",
-        "one",
-        "others",
-        "said",
-        "several",
-        "taken",
-        "there",
-        "told",
-        "wanted",
-    )
-)
+NAMELESS = {"asked", "at", "each", "few", "figures", "found", "given", "good", "here", "made"}
+NAMELESS |= {"meant", "one", "others", "said", "several", "taken", "there", "told", "wanted"}
 
 
 def nameless(text: str) -> Iterator[str]:
