@@ -138,15 +138,12 @@ class TestLoss:
         embeddings = batch()
         checked_backward(loss(embeddings, torch.tensor(list(labels))), embeddings)
 
-    def test_one_item(self, name: str) -> None:
+    @pytest.mark.parametrize("items", [1, 12])
+    def test_equal_embeddings(self, name: str, items: int) -> None:
         torch.manual_seed(0)
-        embeddings = batch(items=1)
-        checked_backward(build(PLUGINS, "losses", name)(embeddings, LABELS[:1]), embeddings)
-
-    def test_equal_embeddings(self, name: str) -> None:
-        torch.manual_seed(0)
-        embeddings = batch(items=1).detach().repeat(12, 1).requires_grad_()
-        checked_backward(build(PLUGINS, "losses", name)(embeddings, LABELS), embeddings)
+        embeddings = batch(items=1).detach().repeat(items, 1).requires_grad_()
+        loss = build(PLUGINS, "losses", name)
+        checked_backward(loss(embeddings, LABELS[:items]), embeddings)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_precision_and_autocast(self, name: str, dtype: torch.dtype) -> None:
