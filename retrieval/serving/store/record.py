@@ -167,7 +167,7 @@ class Record:
                 raise StoreError(
                     f"{self.path} is not the record of an index as this version of retrieval "
                     "writes it: its tables are others. If another version wrote it, open it with "
-                    "that version; or create the index anew, in another folder or with --replace."
+                    "that version; or create the index anew, in another folder or in its place."
                 )
             if not connection.pragma("checksum_verification"):
                 raise StoreError(

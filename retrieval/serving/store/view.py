@@ -405,9 +405,8 @@ def _measured(
     columns = slice(*span)
     near = vectors.take(rows, axis=0, mode="clip")[..., columns]  # padding (-1) is masked below
     apart = near - queries[:, None, columns].astype(np.float64)
-    flat = apart.reshape(-1, apart.shape[-1])
-    squared = np.einsum("ij,ij->i", flat, flat).reshape(rows.shape)
-    if rows.min(initial=0) < 0:
+    squared = np.einsum("qij,qij->qi", apart, apart)
+    if rows.size and rows.min() < 0:
         squared[rows < 0] = np.inf
     return _nearest_first(squared, rows, count)
 
@@ -415,10 +414,9 @@ def _measured(
 def _nearest_first(squared: Distances, rows: Numbers, count: int) -> tuple[Distances, Numbers]:
     """Return the `count` smallest distances per query, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
-    if len(rows) == 1:  # `take` is three times as fast as indexing by two arrays
-        return squared.take(order), rows.take(order)
-    line = np.arange(len(rows))[:, None]
-    return squared[line, order], rows[line, order]
+    if len(rows) > 1:
+        order += rows.shape[1] * np.arange(len(rows))[:, None]
+    return squared.take(order), rows.take(order)  # three times as fast as two index arrays
 
 
 class Views:
