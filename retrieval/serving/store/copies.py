@@ -15,8 +15,7 @@ from retrieval.serving.store.items import checked
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import insert, served
 
-PAGE = 1000
-"""Items that are read or copied at a time."""
+PAGE = 1000  # items that are read or copied at a time
 
 
 def write_copy(store: Store, target: Path) -> None:
