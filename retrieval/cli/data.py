@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Number, Place
+from retrieval.cli.common import Number
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
 
@@ -84,7 +84,9 @@ def show(
 
 
 @data.command()
-@click.argument("sources", nargs=-1, required=True, metavar="FOLDER...", type=Place())
+@click.argument(
+    "sources", nargs=-1, required=True, metavar="FOLDER...", type=click.Path(path_type=Path)
+)
 @click.option(
     "--model",
     metavar="BUNDLE",
@@ -117,7 +119,7 @@ def show(
 @PLUGIN_OPTION
 @ALLOW_OPTION
 def check(
-    sources: tuple[Path | str, ...],
+    sources: tuple[Path, ...],
     model: Path | None,
     within: float | None,
     output: Path | None,

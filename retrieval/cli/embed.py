@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Place, this_command
+from retrieval.cli.common import this_command
 from retrieval.cli.index_common import (
     DEVICE,
     JSON,
@@ -23,22 +23,16 @@ from retrieval.cli.index_common import (
 @command(
     "embed",
     "retrieval embed demo/bundle photos/ --output vectors/",
-    "retrieval embed demo/bundle tables/*.parquet --output vectors/ --ray 10.0.0.1:6379",
     "retrieval index create photos.index vectors/ --bundle demo/bundle",
 )
 @click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("sources", nargs=-1, required=True, type=Place())
+@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--output",
     "-o",
     required=True,
     type=click.Path(path_type=Path),
     help="Folder of the Parquet files.",
-)
-@click.option(
-    "--ray",
-    metavar="ADDRESS",
-    help="A Ray cluster: HOST:PORT of its head, or auto on one of its nodes.",
 )
 @VARIANT
 @click.option(
@@ -47,47 +41,25 @@ from retrieval.cli.index_common import (
     help="Also keep the backbone's features, for bundles of export --split.",
 )
 @click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
-@click.option(
-    "--part",
-    type=click.IntRange(1),
-    help="Items per file. By default some thousand files, of 256 to 8192 items.",
-)
-@click.option(
-    "--max-bad",
-    "most_bad",
-    default=10_000,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Stop if more items than this are unusable.",
-)
-@click.option("--retry-bad", is_flag=True, help="Redo the files that lack unusable items.")
-@click.option(
-    "--cpus",
-    type=click.IntRange(1),
-    help="With --ray: cores per worker. By default 4, or the smallest node's if fewer.",
-)
 @MAX_PIXELS
 @MAX_BYTES
 @DEVICE
 @JSON
 def embed_command(
     bundle: Path,
-    sources: tuple[Path | str, ...],
+    sources: tuple[Path, ...],
     max_pixels: int,
     max_bytes: int,
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Embed SOURCES with BUNDLE into a folder of Parquet files, on this machine or on a Ray
-    cluster.
+    """Embed SOURCES with BUNDLE into a folder of Parquet files.
 
     SOURCES are the same as for 'retrieval index create'. Each item appears exactly once, with key,
     label, metadata, vector, code, and features on request. 'retrieval index create' and 'add'
     accept the folder in place of images. bad.jsonl lists unusable items. After an interruption or a
     kill, run the same command again: finished files are kept.
     """
-    if settings["cpus"] is not None and settings["ray"] is None:
-        raise click.UsageError("--cpus are of a cluster's workers: name the cluster with --ray.")
     quiet_threads()
     from retrieval.serving.embedding.embedding import embed_sources
     from retrieval.serving.images import Limits

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Place, this_command
+from retrieval.cli.common import this_command
 from retrieval.cli.index_common import (
     DEVICE,
     INDEX,
@@ -44,7 +44,7 @@ _PAGE = 1000
     " --skip-bad",
 )
 @PLACE
-@click.argument("images", nargs=-1, type=Place())
+@click.argument("images", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
     "--bundle",
     type=click.Path(path_type=Path),
@@ -56,15 +56,10 @@ _PAGE = 1000
     help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
 )
 @click.option(
-    "--whiten/--no-whiten",
-    default=False,
-    help="With --model: fit PCA whitening on the images.",
-)
-@click.option(
     "--backend",
     default="auto",
     show_default=True,
-    help="auto (by size), flat, hnsw, ivf, sq8, ivfpq, rabitq, or PLUGIN.name.",
+    help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.name.",
 )
 @click.option(
     "--set",
@@ -89,10 +84,9 @@ _PAGE = 1000
 @JSON
 def create(
     path: IndexPlace,
-    images: tuple[Path | str, ...],
+    images: tuple[Path, ...],
     bundle: Path | None,
     model: str | None,
-    whiten: bool,
     options: tuple[str, ...],
     extra: tuple[str, ...],
     max_pixels: int,
@@ -104,11 +98,10 @@ def create(
     pretrained model.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
-    'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
-    'image' (likewise), or addresses of these (s3://…, hf://…), which need fsspec. For a bundle of
-    features they are .npz files or Parquet tables with 'features'. Without IMAGES, the index is
-    empty. To resume after an interruption, run the same command again; for an index at an address,
-    run 'retrieval index add'.
+    'label', 'key', and any others, kept as metadata), or Parquet tables with a column 'path' or
+    'image' (likewise). For a bundle of features they are .npz files or Parquet tables with
+    'features'. Without IMAGES, the index is empty. To resume after an interruption, run the same
+    command again; for an index at an address, run 'retrieval index add'.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -117,7 +110,7 @@ def create(
     if model is not None and not images:
         raise click.UsageError("A model is verified on photos: name some.")
     structure = _options(options)
-    whole = bundle or _exported(str(model), path, images, whiten, extra)
+    whole = bundle or _exported(str(model), path, images, extra)
     quiet_threads()
     from retrieval.serving.images import Limits
     from retrieval.serving.index.index import create_index
@@ -141,8 +134,7 @@ def create(
 def _exported(
     model: str,
     path: IndexPlace,
-    images: tuple[Path | str, ...],
-    whiten: bool,
+    images: tuple[Path, ...],
     plugins: tuple[str, ...],
 ) -> Path:
     """Export a bundle of a pretrained model, or return the one that an interrupted run left."""
@@ -154,15 +146,9 @@ def _exported(
     from retrieval.export.export_backbone import BackboneEncoder
     from retrieval.serving.index.locations import is_table
 
-    # the backbone's export reads only files, so other sources neither verify nor whiten
-    photos = [image for image in images if isinstance(image, Path) and not is_table(image.name)]
-    if whiten and not photos:
-        raise click.UsageError(
-            "Whitening takes image files and folders: name some, or leave out --whiten."
-        )
-    BackboneEncoder(model, plugins=plugins).export(
-        target, whiten=photos if whiten else (), photos=() if whiten else photos
-    )
+    # the backbone's export reads only files, so a table does not verify
+    photos = [image for image in images if not is_table(image.name)]
+    BackboneEncoder(model, plugins=plugins).export(target, photos=photos)
     return target
 
 
@@ -219,13 +205,13 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
     "retrieval index add photos.index items.parquet --keep copy",
 )
 @INDEX
-@click.argument("images", nargs=-1, required=True, type=Place())
+@click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--sync", is_flag=True, help="Also delete the items that are not in IMAGES.")
 @JSON
 @embedding
 def add(
     path: IndexPlace,
-    images: tuple[Path | str, ...],
+    images: tuple[Path, ...],
     sync: bool,
     as_json: bool,
     max_pixels: int,
