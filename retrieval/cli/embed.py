@@ -8,16 +8,8 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import this_command
-from retrieval.cli.index_common import (
-    DEVICE,
-    JSON,
-    MAX_BYTES,
-    MAX_PIXELS,
-    VARIANT,
-    command,
-    quiet_threads,
-)
+from retrieval.cli.common import JSON, PATH, command, this_command
+from retrieval.cli.index_common import DEVICE, MAX_BYTES, MAX_PIXELS, VARIANT
 
 
 @command(
@@ -25,15 +17,9 @@ from retrieval.cli.index_common import (
     "retrieval embed demo/bundle photos/ --output vectors/",
     "retrieval index create photos.index vectors/ --bundle demo/bundle",
 )
-@click.argument("bundle", type=click.Path(path_type=Path))
-@click.argument("sources", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--output",
-    "-o",
-    required=True,
-    type=click.Path(path_type=Path),
-    help="Folder of the Parquet files.",
-)
+@click.argument("bundle", type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=PATH)
+@click.option("--output", "-o", required=True, type=PATH, help="Folder of the Parquet files.")
 @VARIANT
 @click.option(
     "--features",
@@ -48,6 +34,7 @@ from retrieval.cli.index_common import (
 def embed_command(
     bundle: Path,
     sources: tuple[Path, ...],
+    output: Path,
     max_pixels: int,
     max_bytes: int,
     as_json: bool,
@@ -60,44 +47,26 @@ def embed_command(
     accept the folder in place of images. bad.jsonl lists unusable items. After an interruption or a
     kill, run the same command again: finished files are kept.
     """
-    quiet_threads()
     from retrieval.serving.embedding.embedding import embed_sources
     from retrieval.serving.images import Limits
 
+    limits = Limits(max_pixels, max_bytes)
     try:
-        done = embed_sources(
-            bundle, list(sources), limits=Limits(max_pixels, max_bytes), **settings
-        )
+        done = embed_sources(bundle, list(sources), output=output, limits=limits, **settings)
     except KeyboardInterrupt:
-        say(
-            f"Finished parts are kept in {settings['output']}. Go on with: {this_command()}",
-            err=True,
-        )
+        say(f"Finished parts are kept in {output}. Go on with: {this_command()}", err=True)
         raise
     for note in done.left_out:
         say(note, err=True)
     if as_json:
-        say_json(
-            {name: str(value) if name == "output" else value for name, value in vars(done).items()}
-        )
+        say_json(vars(done) | {"output": str(output)})
         return
-    notes = [
-        f"{done.parts:,} {'file' if done.parts == 1 else 'files'}",
-        f"batches of {done.batch:,}",
-    ]
-    for count, what in (
-        (done.resumed, "done before"),
-        (done.repeated, "named twice and taken once"),
-    ):
-        if count:
-            notes.append(f"{count:,} {what}")
-    say(
-        f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}):"
-        f" {settings['output']}"
-    )
+    notes = [f"{done.parts:,} {'file' if done.parts == 1 else 'files'}"]
+    notes.append(f"batches of {done.batch:,}")
+    notes += [f"{done.resumed:,} done before"] if done.resumed else []
+    notes += [f"{done.repeated:,} named twice and taken once"] if done.repeated else []
+    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
     if done.bad:
         what = "item" if done.bad == 1 else "items"
-        say(
-            f"{done.bad:,} {what} could not be used; {settings['output'] / 'bad.jsonl'} says why.",
-            err=True,
-        )
+        bad = f"{done.bad:,} {what} could not be used; {output / 'bad.jsonl'} says why."
+        say(bad, err=True)

@@ -1,8 +1,8 @@
 """The local store: one folder, written and read by any number of processes.
 
 A generation has one append-only file per array (`view.py`); a SQLite file is the record of items
-(`record.py`). A write appends rows, syncs the files, then commits items, rows and checksums in one
-transaction. A delete masks a row. Searches read a consistent view and never wait for a writer.
+(`record.py`). A write appends rows, then commits items, rows and checksums in one transaction. A
+delete masks a row. Searches read a consistent view and never wait for a writer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,15 @@ from retrieval.serving.store.record import (
 )
 from retrieval.serving.store.structure import Mask, Numbers, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, Upkeep, tidy
-from retrieval.serving.store.view import Distances, View, Views, gone, keep_rows
+from retrieval.serving.store.view import (
+    Distances,
+    View,
+    Views,
+    gone,
+    keep_rows,
+    restore_rows,
+    sync_rows,
+)
 
 _FIELDS = 1000  # field names that `settings` returns at most
 _ROWS = 8192  # items whose arrays are stacked at a time
@@ -93,7 +101,7 @@ class LocalStore(Store):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        ("atomic", "ordered", "originals", "left_out", "compact", "snapshot")
+        ("atomic", "ordered", "filters", "originals", "left_out", "compact", "snapshot")
     )
     structures = ("flat", "hnsw", "ivf", "ivfpq")
 
@@ -106,6 +114,7 @@ class LocalStore(Store):
         try:
             self.record.check()
             with self.record.reading() as connection:
+                restore_rows(connection, folder)
                 served(connection)
                 known = value(connection, "select value from state where key = 'index'")
             if hashlib.sha256(index_text(folder)).hexdigest() != known:
@@ -546,6 +555,9 @@ class LocalStore(Store):
         self.upkeep.close()
         if self._tidied:
             with suppress(StoreError):  # the next process that opens the index does it
+                with self.record.locked() as connection:
+                    sync_rows(connection, self.folder)
+                    connection.execute("commit")
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None
