@@ -134,15 +134,6 @@ class Sender:
     ) -> T:
         """Send a request, repeat it after temporary failures, and return its parsed response.
 
-        Args:
-            method: HTTP method.
-            path: path relative to the index.
-            answer: type of the response; `bytes` returns the body.
-            repeats: whether the request may be repeated if its outcome is unknown.
-            gone_is_done: whether status 404 after a repetition counts as success.
-            seconds: time limit that replaces the client's own.
-            content: `params`, `data`, `files`, `content` and `headers` of httpx.
-
         Raises:
             DataError: the request holds text that cannot be sent.
             ServerError: the server refuses the request, fails or cannot be reached.

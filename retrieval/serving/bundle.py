@@ -407,14 +407,3 @@ class Bundle:
     def has_code(self) -> bool:
         """Whether the bundle has a rescorer, which needs the encoder's output "code"."""
         return self.manifest.rescorer is not None
-
-
-def open_bundle(
-    path: StrPath,
-    *,
-    variant: str | None = None,
-    threads: int | None = None,
-    device: Device = "auto",
-) -> Bundle:
-    """Check a bundle's format, files and checksums, and load its graphs; see `Bundle.open`."""
-    return Bundle.open(path, variant=variant, threads=threads, device=device)

@@ -193,19 +193,6 @@ def test_a_deletion_whose_answer_was_lost_is_done():
         assert waiting(server.url, lambda client: client.delete("a")) is None
 
 
-def test_a_key_goes_with_every_try():
-    from retrieval.client import NewItem
-
-    with Server(("drop",), (200, {}, {"added": 1, "replaced": 0})) as server:
-        assert (
-            waiting(server.url, lambda client: client.add([NewItem("a", b"x")]), key="rk_a_b").added
-            == 1
-        )
-        assert [element.headers["Authorization"] for element in server.seen] == [
-            "Bearer rk_a_b"
-        ] * 2
-
-
 def test_no_answer_is_too_large_or_misread(monkeypatch):
     monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
     with (
@@ -270,17 +257,3 @@ def test_a_client_that_waits_leaves_no_thread_behind():
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() <= before
-
-
-def test_threads_share_a_client_that_waits():
-    with Server((200, {}, FOUND)) as server, Client(server.url, retries=SOON) as client:
-        milliseconds: list[float] = []
-        threads = [
-            threading.Thread(target=lambda: milliseconds.append(client.search(id="a").took_ms))
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert milliseconds == [1.0] * 8

@@ -129,7 +129,7 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
             "102 queries; 100 are the most",
         ),
         (server.client.post("/v1/search/batch", json={"queries": []}), 400, '"queries" must be'),
-        (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "A query must be"),
+        (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "JSON must be"),
         (
             server.client.post(
                 "/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [True]}]}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,12 +13,10 @@ from starlette.requests import Request
 
 from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
-from retrieval.serving.memory import Memory
 
 Kind = Literal["form", "json", "image"]
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
-_RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
 """Read and discard up to this many times the limit, so that the sender sees the response."""
 
@@ -36,16 +33,10 @@ class BodyMemory:
     """Limits the memory of the bodies of all current requests. Use it in the event loop only."""
 
     def __init__(self) -> None:
-        self.held = self._released = 0
-        self._system = Memory()
+        self.held = 0
 
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
         """Read the body of a request; call `release` when it is no longer needed.
-
-        Args:
-            request: the request.
-            limits: accepted kinds of content with their maximum sizes in bytes.
-            types: error message for a body of another type.
 
         Raises:
             RequestError: 408 if the body arrives too slowly, 413 if it is too large, 415 if it has
@@ -75,7 +66,7 @@ class BodyMemory:
                     413, f"The request is too large; the limit is {limits[kind]:,} bytes."
                 )
         except BaseException as error:
-            self._release(held)
+            self.held -= held
             if isinstance(error, TimeoutError):
                 sentence = f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
                 raise RequestError(408, sentence) from None
@@ -84,19 +75,7 @@ class BodyMemory:
 
     def release(self, body: Body) -> None:
         """Stop counting a body's memory."""
-        self._release(len(body.content))
-
-    def _release(self, size: int) -> None:
-        """Stop counting bytes; after many, return the C library's free memory to the system."""
-        self.held -= size
-        self._released += size
-        if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
-            self._released = 0
-            asyncio.get_running_loop().call_later(1.0, self._trim)
-
-    def _trim(self) -> None:
-        gc.collect()  # an exception and its frames may form a cycle that holds a body
-        self._system.give_back()
+        self.held -= len(body.content)
 
 
 def _kind_of(content_type: str) -> Kind | None:
@@ -127,12 +106,6 @@ class _Parser(MultiPartParser):
 
 def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1) -> Form:
     """Parse a `multipart/form-data` body. Blocks, so call it in a thread if the body is large.
-
-    Args:
-        body: the form.
-        names: names of the fields that it may have besides `image`.
-        max_bytes: maximum size of an image in bytes.
-        max_images: maximum number of files in its field `image`.
 
     Raises:
         RequestError: the body is not a form, an image is too large, or a field is unknown or

@@ -55,15 +55,13 @@ class JsonBody(BaseModel):
     """A JSON object of a request, or its form fields or URL parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    shape: ClassVar[str] = ""
-    """Error message for an object with the wrong members."""
     one_of: ClassVar[tuple[str, ...]] = ()
     """Mutually exclusive members; a request must have exactly one."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError(self.shape)
+            raise ValueError("give one")
         return self
 
     @classmethod
@@ -101,7 +99,6 @@ class Options(JsonBody):
 class QueryBody(JsonBody):
     """One query of a batch."""
 
-    shape = 'A query must be {"vector": [numbers]} or {"id": "the id of an item"}.'
     one_of = ("vector", "id")
 
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
@@ -119,19 +116,9 @@ class QueryBody(JsonBody):
 class SearchBody(Options, QueryBody):
     """A search with a vector or with an item of the index."""
 
-    shape = (
-        'JSON must be {"vector": [numbers], "k": 10, "filter": {"label": "shoe"}}, or "id" in the'
-        ' place of "vector"; see /v1/openapi.json for all fields.'
-    )
-
 
 class BatchBody(Options):
     """Several searches."""
-
-    shape = (
-        'JSON must be {"queries": [{"vector": [numbers]}, {"id": "an item"}], "k": 10}; '
-        "see /v1/openapi.json for all fields."
-    )
 
     queries: Annotated[list[QueryBody], Field(min_length=1, description="a list of queries")]
 
@@ -150,11 +137,6 @@ class ListParameters(JsonBody):
 class ItemChangeBody(JsonBody):
     """Changes to an item; members that are left out keep their value."""
 
-    shape = (
-        'JSON must be {"label": "shoe", "metadata": {"price": 20}}; what is left out stays as'
-        " it is."
-    )
-
     label: Annotated[str | None, Field(description="text, or null for none")] = None
     metadata: Annotated[dict[str, JsonValue], Field(description="an object")] = {}
 
@@ -168,11 +150,6 @@ class ItemForm(ItemChangeBody):
 class ItemBody(ItemChangeBody):
     """An item with a vector."""
 
-    shape = (
-        'JSON must be {"vector": [numbers], "label": "shoe", "metadata": {"price": 20}}. PUT'
-        " replaces an item as a whole; PATCH changes its label or metadata."
-    )
-
     vector: Annotated[Vector, Field(description=_VECTOR)]
 
 
@@ -182,11 +159,6 @@ class NamedItemBody(ItemChangeBody):
     Without a vector or image the item must exist, and members that are left out keep their value.
     """
 
-    shape = (
-        'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata":'
-        ' {"price": 20}}.'
-    )
-
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
 
@@ -194,17 +166,12 @@ class NamedItemBody(ItemChangeBody):
 class ItemsBody(JsonBody):
     """Several items."""
 
-    shape = 'JSON must be {"items": [{"id": "its id", "vector": [numbers]}]}.'
-
     items: Annotated[list[NamedItemBody], Field(min_length=1, description="a list of items")]
 
 
 class DeleteBody(JsonBody):
     """The items to delete, by exactly one of ids, filter and all."""
 
-    shape = (
-        'JSON must be one of {"ids": ["an id"]}, {"filter": {"label": "shoe"}} and {"all": true}.'
-    )
     one_of = ("ids", "filter", "all")
 
     ids: Annotated[
@@ -222,16 +189,16 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     """Return the error message for one of pydantic's errors."""
     where = ""
     if len(place) > 1 and place[0] in _ENTRIES:
-        where, model, place = (
-            f'"{place[0]}", entry {place[1]}: ',
-            _ENTRIES[str(place[0])],
-            place[2:],
-        )
+        where, model = f'"{place[0]}", entry {place[1]}: ', _ENTRIES[str(place[0])]
+        place = place[2:]
     field = model.model_fields.get(str(place[0])) if place else None
-    whole = kind in ("extra_forbidden", "missing") and len(place) == 1
-    if field is None or whole:
-        return where + model.shape
-    return f'{where}"{place[0]}" must be {field.description}.'
+    if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
+        return f'{where}"{place[0]}" must be {field.description}.'
+    names = ", ".join(
+        f'"{name}"{" (needed)" * field.is_required()}' for name, field in model.model_fields.items()
+    )
+    one = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
+    return f"{where}JSON must be an object of {names}{one}; see /v1/openapi.json."
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
@@ -323,11 +290,6 @@ class Query(NamedTuple):
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
     """Parse a body as one search.
-
-    Args:
-        body: body of the request.
-        parameters: URL parameters, which hold the options if the body is just an image.
-        max_bytes: maximum size of an image in bytes.
 
     Raises:
         RequestError: 400 if the body is invalid; see also `read_form`.

@@ -290,12 +290,7 @@ class Routes:
     # Shared by the handlers
 
     def _served(self, request: Request) -> Served:
-        """Return the index that a request names, or the only one.
-
-        Raises:
-            RequestError: 403 if the sender may not use the index; 404 if it does not exist, or if
-                the request names none and the server has several.
-        """
+        """Return the index that a request names, or the only one."""
         caller, name = _caller_of(request), request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
             name = next(iter(self.indexes))
@@ -400,12 +395,7 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
 
 
 def _id_of(request: Request, *options: str) -> str:
-    """Return the id of a request's item, from its path or from `?id=`.
-
-    Args:
-        request: the request.
-        options: names of further allowed parameters.
-    """
+    """Return the id of a request's item, from its path or from `?id=`."""
     if "id" in request.path_params:
         parameters_of(request, *options)
         return unquote(request.path_params["id"], errors="surrogateescape")
