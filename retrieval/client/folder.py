@@ -155,10 +155,11 @@ class Push:
             items = await asyncio.to_thread(self._read, files, hashes)
             if items:
                 await self._send(items)
-            self._counts["sent"] += sum(len(item.image) for item in items)  # type: ignore[arg-type]
+            sent = [item.image for item in items if isinstance(item.image, bytes)]
+            self._counts["sent"] += sum(map(len, sent))
             if self._progress is not None:
-                done, total, sent = (self._counts[name] for name in ("done", "total", "sent"))
-                self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
+                done, total, size = (self._counts[name] for name in ("done", "total", "sent"))
+                self._progress(PushProgress(done, total, size, time.monotonic() - self._began))
 
     def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> list[NewItem]:
         """Return the items to send. Runs in a thread."""

@@ -36,7 +36,10 @@ _PASSING = {408, 429, 502, 503, 504}
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
-_adapter = cache(TypeAdapter)
+
+@cache
+def _adapter(answer: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(answer)
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,8 @@ class Sender:
         if answer is bytes:
             return response.content  # type: ignore[return-value]
         try:
-            return _adapter(answer).validate_json(response.content)  # type: ignore[no-any-return]
+            parsed: T = _adapter(answer).validate_json(response.content)
+            return parsed
         except ValidationError:
             raise ServerError(
                 f"The server at {self._url} answered something that is not of /v1. Is it `retrieval"

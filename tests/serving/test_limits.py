@@ -15,8 +15,8 @@ from urllib.parse import quote
 import pytest
 import wire
 from PIL import Image
-from retrieval.serving.http import bodies
-from retrieval.serving.http.bodies import BodyMemory
+from retrieval.serving.http import models
+from retrieval.serving.http.models import BodyMemory
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.server import KEEP_ALIVE_SECONDS
 from retrieval.serving.index.index import create_index
@@ -85,7 +85,7 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
 
 def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
     """Beyond it 503; whatever becomes of a body, its bytes come back."""
-    monkeypatch.setattr(bodies, "BODY_MEMORY", 1_000_000)
+    monkeypatch.setattr(models, "BODY_MEMORY", 1_000_000)
     memory = BodyMemory()
 
     def request(*chunks: bytes) -> Request:

@@ -141,7 +141,9 @@ class Served:
     # Searching
 
     async def search(self, query: Query | Callable[[], Query], finish: Finish) -> bytes:
-        """Search and return the response, which `finish` makes from the hits in the same thread.
+        """Search and return the response, which `finish` makes in the same thread.
+
+        `query` may be a function that parses a query of one image; it runs in that thread, too.
 
         Raises:
             DataError: an image or vector is invalid, or the filter names a field that no item has.
