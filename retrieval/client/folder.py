@@ -155,11 +155,9 @@ class Push:
             items = await asyncio.to_thread(self._read, files, hashes)
             if items:
                 await self._send(items)
-            sent = [item.image for item in items if isinstance(item.image, bytes)]
-            self._counts["sent"] += sum(map(len, sent))
             if self._progress is not None:
-                done, total, size = (self._counts[name] for name in ("done", "total", "sent"))
-                self._progress(PushProgress(done, total, size, time.monotonic() - self._began))
+                done, total, sent = (self._counts[name] for name in ("done", "total", "sent"))
+                self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
 
     def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> list[NewItem]:
         """Return the items to send. Runs in a thread."""
@@ -175,6 +173,7 @@ class Push:
                 self._counts += Counter(there=1, done=1)
             else:
                 items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
+                self._counts["sent"] += len(content)
         return items
 
     async def _send(self, items: Sequence[NewItem]) -> None:

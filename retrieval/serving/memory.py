@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -50,3 +51,10 @@ def keep_large_blocks() -> None:
     """
     if not any(name in os.environ for name in _USERS):
         return_large_blocks(_KEEP_ALL)
+
+
+def give_back() -> None:
+    """Collect garbage and return free memory to the system; takes some milliseconds."""
+    gc.collect()  # an exception and its frames may form a cycle that holds an upload
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -36,7 +36,7 @@ def test_every_route_is_described_and_every_description_is_a_route(index_path):
 
     with open_index(index_path, threads=1) as index:
         app = Application({"i": index})
-        app.close()
+        app.workers.close()
     routes = {
         (re.sub(r":\w+}", "}", route.path), method.lower())
         for route in app.routes

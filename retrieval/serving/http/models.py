@@ -19,6 +19,7 @@ from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.http.problems import RequestError, busy
 from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
+from retrieval.serving.memory import give_back
 
 SEARCH_TYPES = (
     'Send multipart/form-data with a field "image", the image itself as image/… or'
@@ -48,6 +49,7 @@ OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 Kind = Literal["form", "json", "image"]
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
+_RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
 """Read and discard up to this many times the limit, so that the sender sees the response."""
 
@@ -414,7 +416,7 @@ class BodyMemory:
     """Limits the memory of the bodies of all current requests. Use it in the event loop only."""
 
     def __init__(self) -> None:
-        self.held = 0
+        self.held = self._released = 0
 
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
         """Read the body of a request; call `release` when it is no longer needed.
@@ -447,16 +449,20 @@ class BodyMemory:
                     413, f"The request is too large; the limit is {limits[kind]:,} bytes."
                 )
         except BaseException as error:
-            self.held -= held
+            self.release(held)
             if isinstance(error, TimeoutError):
                 sentence = f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
                 raise RequestError(408, sentence) from None
             raise
         return Body(kind, content_type, chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
-    def release(self, body: Body) -> None:
-        """Stop counting a body's memory."""
-        self.held -= len(body.content)
+    def release(self, size: int) -> None:
+        """Stop counting bytes; after many, return free memory to the system."""
+        self.held -= size
+        self._released += size
+        if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
+            self._released = 0
+            asyncio.get_running_loop().call_later(1.0, give_back)
 
 
 def _kind_of(content_type: str) -> Kind | None:

@@ -331,7 +331,7 @@ class Routes:
             async with self._deadline(request):
                 yield body
         finally:
-            self._memory.release(body)
+            self._memory.release(len(body.content))
 
     @asynccontextmanager
     async def _deadline(self, request: Request) -> AsyncIterator[None]:
