@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import ssl
 import threading
 import weakref
 from collections.abc import (
@@ -33,7 +32,7 @@ from retrieval.client.images import (
     numbers_of,
     texts_of,
 )
-from retrieval.client.sending import Retries, Sender
+from retrieval.client.sending import Sender
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class SearchOptions(TypedDict, total=False):
     explain: bool
 
 
-class AsyncClient:
+class AsyncClient(Sender):
     """Asynchronous client of a search server.
 
     An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every
@@ -72,31 +71,8 @@ class AsyncClient:
         verify: TLS verification: True, False or an `ssl.SSLContext`.
 
     Raises:
-        DataError: an argument is invalid.
+        DataError: an argument is invalid, or the environment names an invalid proxy or certificate.
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str | None = None,
-        index: str | None = None,
-        timeout: float = 30.0,
-        retries: Retries | None = None,
-        verify: ssl.SSLContext | bool = True,
-    ) -> None:
-        self._sender = Sender(url, key, index, timeout, retries, verify)
-        self._send = self._sender.send
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._sender.close()
 
     async def search(
         self,

@@ -7,11 +7,12 @@ import ipaddress
 import json
 import math
 import random
+import ssl
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from pydantic import TypeAdapter, ValidationError
@@ -71,20 +72,17 @@ class Retries:
 
 
 class Sender:
-    """Sends requests to one index of a server, in one event loop; see `AsyncClient`.
-
-    Raises:
-        DataError: an argument is invalid, or the environment names an invalid proxy or certificate.
-    """
+    """Sends requests to one index of a server, in one event loop; see `AsyncClient`."""
 
     def __init__(
         self,
         url: str,
-        key: str | None,
-        index: str | None,
-        timeout: float,
-        retries: Retries | None,
-        verify: Any,
+        *,
+        key: str | None = None,
+        index: str | None = None,
+        timeout: float = 30.0,
+        retries: Retries | None = None,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
         try:
             address = httpx.URL(url)
@@ -120,11 +118,17 @@ class Sender:
                 f" {str(error).rstrip('.')}."
             ) from None
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    async def send(
+    async def _send(
         self,
         method: str,
         path: str,

@@ -80,11 +80,7 @@ class JsonBody(BaseModel):
 
     @classmethod
     def of(cls, content: object) -> Self:
-        """Return the body of a JSON value.
-
-        Raises:
-            RequestError: 400; the message names the first three invalid members.
-        """
+        """Return the body of a JSON value."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -216,11 +212,7 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
-    """Parse JSON without duplicate keys and with at most 64 levels.
-
-    Raises:
-        RequestError: 400, with `sentence` as its message.
-    """
+    """Parse JSON without duplicate keys and with at most 64 levels."""
     try:
         return strict_loads(text, finite=False)
     except (ValueError, RecursionError):
@@ -228,11 +220,7 @@ def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
 
 
 def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
-    """Return a filter from its text or its JSON form.
-
-    Raises:
-        RequestError: 400 if the filter is invalid or too large for a server.
-    """
+    """Return a filter from its text or its JSON form."""
     try:
         where = as_filter(form)
     except DataError as error:
@@ -303,11 +291,7 @@ class Query(NamedTuple):
 
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
-    """Parse a body as one search.
-
-    Raises:
-        RequestError: 400 if the body is invalid; see also `read_form`.
-    """
+    """Parse a body as one search."""
     if body.kind == "image":
         return _query([QueryInput(body.content)], Options.of_texts(parameters))
     if body.kind == "form":
@@ -318,11 +302,7 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
 
 
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
-    """Parse a body as a batch of at most `most` searches.
-
-    Raises:
-        RequestError: 400 if the body is invalid or has too many searches; see also `read_form`.
-    """
+    """Parse a body as a batch of at most `most` searches."""
     if body.kind == "form":
         form = read_form(body, OPTIONS, max_bytes, most)
         return _query([QueryInput(image) for image in form.images], Options.of_texts(form.fields))
@@ -419,12 +399,7 @@ class BodyMemory:
         self.held = self._released = 0
 
     async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
-        """Read the body of a request; call `release` when it is no longer needed.
-
-        Raises:
-            RequestError: 408 if the body arrives too slowly, 413 if it is too large, 415 if it has
-                another type, 503 if no memory is left.
-        """
+        """Read the body of a request; call `release` when it is no longer needed."""
         content_type = request.headers.get("content-type", "")
         kind = _kind_of(content_type)
         if kind is None or kind not in limits:
@@ -492,12 +467,7 @@ class _Parser(MultiPartParser):
 
 
 def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1) -> Form:
-    """Parse a `multipart/form-data` body. Blocks, so call it in a thread if the body is large.
-
-    Raises:
-        RequestError: the body is not a form, an image is too large, or a field is unknown or
-            repeated.
-    """
+    """Parse a `multipart/form-data` body. Blocks, so call it in a thread if the body is large."""
     form, parts = Form([], {}), _parts(body, max_images, len(names))
     try:
         for name, value in parts:

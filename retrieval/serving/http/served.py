@@ -144,11 +144,6 @@ class Served:
         """Search and return the response, which `finish` makes in the same thread.
 
         `query` may be a function that parses a query of one image; it runs in that thread, too.
-
-        Raises:
-            DataError: an image or vector is invalid, or the filter names a field that no item has.
-            RequestError: 404 if an item does not exist; 503 if too many searches wait or the index
-                cannot be searched now.
         """
 
         async def ask() -> bytes:
@@ -260,13 +255,7 @@ class Served:
     # Changing
 
     async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
-        """Add, replace or change items atomically; return how many existed already.
-
-        Raises:
-            DataError: an image or item is invalid, or an item without image and vector does not
-                exist.
-            RequestError: 503 if too many changes wait or the index cannot be written to.
-        """
+        """Add, replace or change items atomically; return how many existed already."""
         images = [new.image for new in new_items if new.image is not None]
         embeds = images or any(new.vector is not None for new in new_items)
         thumbnails = {
@@ -303,11 +292,7 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a snapshot.
-
-        Raises:
-            RequestError: 503 if too many snapshots wait or writing fails.
-        """
+        """Write a snapshot."""
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -334,12 +319,7 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's image: the index's copy, or the file that the item was indexed from.
-
-        Raises:
-            RequestError: 404 if the item does not exist, or if its file is missing, was changed or
-                may not be shown; 503 if the index fails.
-        """
+        """Return an item's image: the index's copy, or the file that the item was indexed from."""
 
         def work() -> bytes:
             with self.use() as index:
