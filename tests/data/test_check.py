@@ -347,18 +347,21 @@ def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
     assert not part.complete and len(part.first) < 300 * 299 // 2
 
 
-def test_a_measure_that_orders_otherwise_does_not_hide_pairs() -> None:
-    """Of the nearest 128 rows some are far by the measure, and more than 128 are near by it."""
+def test_a_measure_that_orders_otherwise_does_not_hide_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a row's nearest 32 some are far by the measure, and more than 32 are near by it."""
     random = np.random.default_rng(0)
-    vectors = (0.1 * random.normal(size=(3000, 2))).astype(np.float32)
+    vectors = (0.1 * random.normal(size=(400, 2))).astype(np.float32)
 
     def across(row: int, others: Any) -> Any:
         return np.abs(vectors[row].astype(float) - vectors[others])[:, 0]
 
-    assert not near_pairs(vectors, 0.02, measure=across, candidates=128).complete
-    few = near_pairs(vectors[:1000], 0.02, measure=across, candidates=128)
-    apart = np.abs(vectors[:1000, None, 0].astype(float) - vectors[None, :1000, 0])
-    assert few.complete and len(few.first) == np.count_nonzero(np.triu(apart <= 0.02, 1))
+    whole = near_pairs(vectors, 0.02, measure=across, candidates=32)
+    apart = np.abs(vectors[:, None, 0].astype(float) - vectors[None, :, 0])
+    assert whole.complete and len(whole.first) == np.count_nonzero(np.triu(apart <= 0.02, 1))
+    monkeypatch.setattr(near, "_MOST", 64)
+    assert not near_pairs(vectors, 0.02, measure=across, candidates=32).complete
 
 
 def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
