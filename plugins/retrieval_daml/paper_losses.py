@@ -165,12 +165,7 @@ class ContrastiveLoss(PaperLoss):
         self.margin = margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -209,12 +204,7 @@ class TripletLoss(PaperLoss):
         self.margin = margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the triplets' losses in the format of pytorch-metric-learning's reducers."""
         a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
@@ -261,12 +251,7 @@ class LiftedLoss(PaperLoss):
         self.form = form
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -337,12 +322,7 @@ class NPairLoss(PaperLoss):
         return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:
