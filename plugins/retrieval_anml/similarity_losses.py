@@ -193,12 +193,7 @@ class DANMLoss(SimilarityLoss):
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -301,12 +296,7 @@ class ImprovedLiftedLoss(SimilarityLoss):
         self.margin = margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -378,12 +368,7 @@ class ImprovedNPairLoss(SimilarityLoss):
         return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
@@ -516,12 +501,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         self.proxies = nn.Parameter(F.normalize(torch.randn(classes, embedding_size)))
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the items' losses in the format of pytorch-metric-learning's reducers."""
         assert labels is not None

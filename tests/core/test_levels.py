@@ -7,7 +7,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from retrieval.errors import RecipeError
@@ -94,24 +93,6 @@ def test_what_it_refuses(values: dict[str, Any], sentence: str) -> None:
 def test_the_crop_is_a_share_of_the_image() -> None:
     assert net().preprocessing.resize == 73
     assert net(crop=1.0).preprocessing.resize == 64
-
-
-def test_its_bundle_gives_the_same_codes(tmp_path: Path) -> None:
-    from retrieval.export.export_model import export_model
-    from retrieval.model.model import Model, build_head
-    from retrieval.serving.images import from_array
-    from sklearn.datasets import load_sample_images
-
-    backbone = net(levels={"image": 14, "1": 3, "4": 2}, crop=1.0)
-    corners = [(y, x) for y in (0, 200) for x in (0, 100, 200, 300)]
-    patches = [
-        backbone.preprocessing(from_array(photo[y : y + 120, x : x + 120]))
-        for photo in load_sample_images().images
-        for y, x in corners
-    ]
-    model = Model(backbone, build_head(backbone.features, 32))
-    manifest = export_model(model, np.stack(patches), tmp_path / "b", name="b")
-    assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
 
 
 def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
