@@ -15,7 +15,7 @@ from pytorch_metric_learning.losses import MultiSimilarityLoss, NPairsLoss
 from pytorch_metric_learning.miners import MultiSimilarityMiner
 from torch import Tensor
 
-from retrieval_anml.pair_gap import LabelPairs, gap_of_similarities
+from retrieval_anml.pair_gap import gaps, pairs_of_labels
 from retrieval_anml.similarity_losses import (
     DANMLoss,
     ImprovedLiftedLoss,
@@ -122,7 +122,7 @@ def test_positives_pull_and_negatives_push() -> None:
     similarity = torch.tensor(loops.cosines(X, X), dtype=torch.float64, requires_grad=True)
     same = (Y[:, None] == Y) & ~torch.eye(24, dtype=torch.bool)
     for loss in (DANMLoss(), DANMLoss(-2.0), ImprovedLiftedLoss(), LiftedLoss()):
-        gap, _ = gap_of_similarities(similarity, LabelPairs(Y, None), loss.rule)
+        gap, _ = gaps(similarity, pairs_of_labels(Y, None), loss.rule)
         (weights,) = torch.autograd.grad(gap.sum(), similarity)
         assert (weights[same] < 0).all() and (weights[Y[:, None] != Y] > 0).all()
         assert (weights.diagonal() == 0).all()
