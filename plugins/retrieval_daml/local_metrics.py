@@ -64,7 +64,7 @@ def all_pairs(
     """
     if exporting() or len(query) * len(reference) * width <= DIRECT:
         return function(query, reference, *parameters)
-    rows = query.split(max(1, BLOCK // (len(reference) * width)))
+    rows = torch.split(query, max(1, BLOCK // (len(reference) * width)))
     blocks = (
         checkpoint(function, part, reference, *parameters, use_reentrant=False) for part in rows
     )

@@ -17,7 +17,7 @@ from retrieval_pml.offers import FIXED, Count, NonNegative, cosines_within, offe
 Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
-class _FiniteAngles(losses.LargeMarginSoftmaxLoss):  # type: ignore[misc]
+class _FiniteAngles(losses.LargeMarginSoftmaxLoss):
     """Softmax with a margin at the target's angle, whose gradient is finite at an angle of 0."""
 
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
@@ -27,6 +27,8 @@ class _FiniteAngles(losses.LargeMarginSoftmaxLoss):  # type: ignore[misc]
 
 class _MultipleAngle(_FiniteAngles):
     """Makes the coefficients of cos(mθ) without SciPy calls that NumPy deprecates."""
+
+    margin: int
 
     def init_margin(self) -> None:
         """Set the coefficients; see equation 7 of large-margin softmax."""

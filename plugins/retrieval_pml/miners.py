@@ -66,10 +66,10 @@ class TripletMarginMiner(miners.TripletMarginMiner):
         near = -mat if self.distance.is_inverted else mat
 
         def chosen(a: Tensor, p: Tensor) -> Tensor:
-            gap = near[a] - near[a, p].unsqueeze(1)
+            gap: Tensor = near[a] - near[a, p].unsqueeze(1)
             if self.type_of_triplets == "easy":
-                return gap > self.margin
-            kept = gap <= self.margin
+                return gap.gt(self.margin)
+            kept = gap.le(self.margin)
             if self.type_of_triplets == "hard":
                 return kept & (gap <= 0)
             return kept & (gap > 0) if self.type_of_triplets == "semihard" else kept
@@ -95,7 +95,8 @@ class AngularMiner(miners.AngularMiner):
             sides = self.distance.pairwise_distance(unit[a], reference[p]).unsqueeze(1)
             # torch adds this to each difference of a pairwise distance
             heights = torch.cdist((unit[a] + reference[p]) / 2 - 1e-6, reference)
-            return torch.atan(sides / (2 * heights)) > self.angle
+            angles: Tensor = torch.atan(sides / (2 * heights))
+            return angles.gt(self.angle)
 
         return _triplets(chosen, labels, ref_labels, ref_emb is embeddings)
 
@@ -111,7 +112,7 @@ def _triplets(
     anchor, positive = torch.where(same)
     chunks = []
     step = max(1, ENTRIES // len(ref_labels))
-    for a, p in zip(anchor.split(step), positive.split(step), strict=True):
+    for a, p in zip(torch.split(anchor, step), torch.split(positive, step), strict=True):
         pair, n = torch.where(chosen(a, p) & negative[a])
         chunks.append(torch.stack([a[pair], p[pair], n]))
     a, p, n = torch.cat([torch.zeros(3, 0, dtype=torch.int64, device=labels.device), *chunks], 1)

@@ -96,7 +96,7 @@ class _Loss(CheckedLoss):
         return parts
 
 
-class _Miner(BaseMiner):  # type: ignore[misc]
+class _Miner(BaseMiner):
     """Mines in at least float32, for half-precision embeddings and under autocast."""
 
     def forward(

@@ -24,7 +24,7 @@ from retrieval_pml.offers import (
 )
 
 
-class _ListedPairs(GenericPairLoss):  # type: ignore[misc]
+class _ListedPairs(GenericPairLoss):
     """Computes the loss of a batch with a single pair, for which upstream returns 0."""
 
     def compute_loss(
@@ -38,7 +38,7 @@ class _ListedPairs(GenericPairLoss):  # type: ignore[misc]
         return self.loss_method(self.distance(embeddings, ref_emb), pairs)
 
 
-class _MaskedPairs(GenericPairLoss):  # type: ignore[misc]
+class _MaskedPairs(GenericPairLoss):
     """Passes pairs to upstream's formula as masks of labels, without lists of all pairs.
 
     A batch with a single pair has a loss; upstream returns 0 if no list has more than one pair.
