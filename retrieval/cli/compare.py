@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Choice, loading
+from retrieval.cli.common import loading
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import TRACK_OPTION
 
@@ -57,7 +57,7 @@ OPTIONS = (
         metavar="BACKBONE",
         help=(
             "Backbone of the row of frozen features, or none. By default the recipes' own if it"
-            " has weights, else core.efficientnet_lite0 if its extra is installed."
+            " has weights."
         ),
     ),
     click.option(
@@ -72,10 +72,6 @@ OPTIONS = (
         "columns",
         metavar="METRICS",
         help="Columns of comparison.tex, such as map_at_r,recall_at_1. By default all.",
-    ),
-    click.option("--caption", help="Caption of comparison.tex, in LaTeX."),
-    click.option(
-        "--label", default="tab:comparison", show_default=True, help="Label of comparison.tex."
     ),
     TRACK_OPTION,
     PLUGIN_OPTION,
@@ -119,20 +115,6 @@ def _output(name: str) -> Callable[..., Any]:
     default=4,
     show_default=True,
     help="Folds of the training side; each is held out once to judge a setting.",
-)
-@click.option(
-    "--repeats",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Number of times that the training side is divided into folds.",
-)
-@click.option(
-    "--fold-by",
-    type=Choice(["class", "item"]),
-    default="class",
-    show_default=True,
-    help="Hold out whole classes or, for data with few classes, items of every class.",
 )
 @click.option(
     "--allow-different",
@@ -202,8 +184,6 @@ def _run(
     ray: str | None,
     output: Path,
     columns: str | None,
-    caption: str | None,
-    label: str,
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
@@ -218,7 +198,7 @@ def _run(
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.comparison.compare import compare as run
-        from retrieval.training.comparison.written import Latex, markdown
+        from retrieval.training.comparison.result import markdown
 
     keep_compiler_out()
     names = [name.strip() for name in columns.split(",")] if columns else []
@@ -228,9 +208,9 @@ def _run(
         cpus=cpus,
         ray=ray,
         plugins=extra,
-        latex=Latex(names, caption, label),
+        latex=names,
         report=say,
         **options,
     )
     say(markdown(result))
-    say(f"Tables: {output}/comparison.md, .csv, .tex, .html, .json; runs: {output}/runs.")
+    say(f"Tables: {output}/comparison.md, .csv, .tex, .json; runs: {output}/runs.")

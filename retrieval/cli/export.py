@@ -96,16 +96,6 @@ _PATH = click.Path(path_type=Path)
     type=Number(0, min_open=True),
     help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
 )
-@click.option(
-    "--opset", default=18, show_default=True, type=int, help="Version of the ONNX operators."
-)
-@click.option(
-    "--exporter",
-    default="auto",
-    show_default=True,
-    type=Choice(["auto", "dynamo", "torchscript"]),
-    help="torch's exporter: the current one (dynamo), the older one, or the first that works.",
-)
 @click.option("--replace", is_flag=True, help="Replace an existing bundle.")
 @PLUGIN_OPTION
 @ALLOW_OPTION

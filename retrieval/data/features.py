@@ -215,7 +215,6 @@ class OnnxBackbone:
     def _agreed(self) -> Any:
         """Return a session after checking its features against torch's, for one item and many."""
         from retrieval.model.graph import (
-            OPSET,
             TOLERANCE,
             FeatureEncoder,
             Signature,
@@ -237,7 +236,7 @@ class OnnxBackbone:
             example = torch.from_numpy(np.resize(samples, (self.rows, *self._shape)))
             # The older exporter takes one second instead of sixteen, and with fixed sizes its
             # graphs are as fast.
-            proto = to_onnx(module, (example,), signature, opset=OPSET, exporter="torchscript")
+            proto = to_onnx(module, (example,), signature, exporter="torchscript")
         opened = session(proto.SerializeToString(), threads=1)
         expected = reference.numpy().astype(np.float64)
         scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from retrieval.host.cores import cores
 from retrieval.host.plugin_calls import calling
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Backbone
-from retrieval.model.graph import OPSET, TOLERANCE, Exporter
+from retrieval.model.graph import TOLERANCE
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
@@ -288,8 +288,6 @@ class BackboneEncoder(Encoder):
         split: bool = False,
         allow_drift: bool = False,
         tolerance: float = TOLERANCE,
-        opset: int = OPSET,
-        exporter: Literal["auto"] | Exporter = "auto",
         replace: bool = False,
         progress: Progress = True,
     ) -> BundleEncoder:
@@ -313,8 +311,6 @@ class BackboneEncoder(Encoder):
                 features and apply other heads to them.
             allow_drift: see `Run.export`.
             tolerance: see `Run.export`.
-            opset: see `Run.export`.
-            exporter: see `Run.export`.
             replace: whether a bundle at `output` may be replaced.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
@@ -361,8 +357,6 @@ class BackboneEncoder(Encoder):
                 split=split,
                 allow_drift=allow_drift,
                 tolerance=tolerance,
-                opset=opset,
-                exporter=exporter,
                 replace=replace,
                 progress=lambda step, number, of: meter.reach(number, of, step),
             )

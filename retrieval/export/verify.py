@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ QUERIES = 16
 NEAR = 0.01
 """Pairs nearer than this share of the mean distance are not compared."""
 
+EXPORTERS: Sequence[Exporter] = ("dynamo", "torchscript")
+"""torch's exporters; the first whose graph agrees with torch is used."""
 _OVERLAP = (10, 20, 50, 100, 200, 500)
 """Numbers of candidates for which the manifest records the overlap."""
 
@@ -243,10 +245,7 @@ def likely_cause(encoder: Encoder) -> str:
             f"Parameters of type {', '.join(sorted(types))} round differently: call model.float()"
             " first."
         )
-    return (
-        "The exporter translates a layer wrongly: try the other one (exporter='torchscript' or"
-        " 'dynamo')."
-    )
+    return "torch's exporter translates a layer wrongly."
 
 
 def merged_distances(
@@ -402,18 +401,12 @@ class Graphs:
         model: Model,
         items: NDArray[Any],
         tolerance: float,
-        opset: int,
-        exporter: Literal["auto"] | Exporter,
         step: Callable[[str], None],
     ) -> None:
         self._module = Encoder(model).eval()
         self.combiner = model.combiner
         self.items = items
         self._tolerance = tolerance
-        self._opset = opset
-        self._exporters: Sequence[Exporter] = (
-            ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
-        )
         self._step = step
         self.outputs = torch_outputs(self._module, items)
         self.worst = Difference(0.0, "", 0, 0)
@@ -519,9 +512,9 @@ class Graphs:
         """Return the graph of the first exporter that agrees with torch."""
         complaints: list[BundleError] = []
         self._step(f"exporting the {what} and comparing it with torch")
-        for exporter in self._exporters:
+        for exporter in EXPORTERS:
             try:
-                proto = to_onnx(module, example, signature, opset=self._opset, exporter=exporter)
+                proto = to_onnx(module, example, signature, exporter=exporter)
                 graph: bytes = proto.SerializeToString()
                 self.worst = compare(graph)
             except BundleError as fault:

@@ -19,7 +19,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
-from retrieval.training.comparison.written import differences, metric_table
+from retrieval.training.comparison.result import differences, metric_table
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
 
