@@ -25,7 +25,7 @@ class Expansion(Section):
     k: Count = Field(5, description="Number of neighbours.")
     alpha: Annotated[float, Field(ge=0.0)] = Field(
         0.0,
-        description="α: a neighbour's weight is its cosine to the power α. 0 weighs all equally.",
+        description="α: a neighbour's weight is its cosine to the power α; 0 weighs all equally.",
     )
 
 
@@ -75,10 +75,7 @@ class Evaluate(Section):
     )
     by: str | None = Field(
         None,
-        description=(
-            "A column of metadata, such as `vendor`. Adds separate metrics for the queries of each"
-            " value."
-        ),
+        description="A column of metadata, such as `vendor`, for separate metrics of each value.",
     )
     gallery_items: Count | None = Field(
         None,
@@ -101,23 +98,15 @@ class Evaluate(Section):
     )
     rerank: Rerank | None = Field(
         None,
-        description=(
-            "Adds metrics after k-reciprocal re-ranking: `{ k1 = 20, k2 = 6, weight = 0.3 }`."
-        ),
+        description="Adds metrics after k-reciprocal re-ranking.",
     )
     expand: Expansion | None = Field(
         None,
-        description=(
-            "Adds metrics with each query replaced by the mean of itself and its neighbours:"
-            " `{ k = 5, alpha = 3.0 }`."
-        ),
+        description="Adds metrics with each query as the mean of itself and its neighbours.",
     )
     augment: Expansion | None = Field(
         None,
-        description=(
-            "Adds metrics with each gallery item replaced by the mean of itself and its"
-            " neighbours: `{ k = 5, alpha = 3.0 }`."
-        ),
+        description="Adds metrics with each gallery item as the mean of itself and its neighbours.",
     )
     latency: bool = Field(
         False, description="Adds the search time per query in milliseconds, on this machine."

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import shutil
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,6 @@ _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
 _FEWEST_PHOTOS = 128
 _TIMED = 64
 """Number of photos that time the teacher."""
-"""Half the smallest number of photos, and number of photos that time the teacher."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
@@ -127,7 +127,14 @@ def distill(
     work, goal = Path(run), Path(output)
     refuse_existing(goal, replace)
     if not isinstance(teacher, Encoder):
-        teacher = _encoder(teacher, plugins)
+        kind = kind_of(Path(teacher))
+        teacher = (
+            BundleEncoder(Bundle.open(teacher))
+            if kind == "bundle"
+            else Run.open(teacher)
+            if kind == "run"
+            else BackboneEncoder(str(teacher), {}, plugins)
+        )
     files, classes = _photos(Path(photos), labels)
     name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
     training, held_out = _apart(len(files))
@@ -139,12 +146,20 @@ def distill(
     plan = {"photos": files_identity(files), "teacher": name}
     _begin(work, plan, resume=resume, replace=replace)
     vectors = _embeddings(work / "embeddings", teacher, files)
-    reduced = _unit(vectors @ _basis(vectors[training], width))
+    # the projection (D, C) that keeps most of the inner products (Eckart & Young, 1936)
+    own = vectors[training]
+    directions = np.linalg.eigh(own.T.astype(np.float64) @ own)[1]
+    reduced = _unit(vectors @ directions[:, ::-1][:, :width].astype(np.float32))
     ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
     with whole_file(work / "teacher.npz", DataError) as path, path.open("wb") as file:
         np.savez(file, vectors=reduced[training], classes=ids[training])
+    table = io.StringIO()
+    rows, tests = csv.writer(table), set(held_out.tolist())
+    rows.writerow(["path", "label", "split"])
+    for i, (photo, label) in enumerate(zip(files, classes, strict=True)):
+        rows.writerow([str(photo), label, "test" if i in tests else "train"])
     with whole_file(work / "photos.csv", DataError) as path:
-        _write_table(path, files, classes, set(held_out.tolist()))
+        path.write_bytes(table.getvalue().encode("utf-8", "surrogateescape"))
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
     bundle = export(trained, goal, replace=replace, progress=progress)
     shown_files = [files[i] for i in held_out]
@@ -160,16 +175,6 @@ def distill(
         neighbours=_overlap(student_vectors, _unit(vectors[held_out])),
         images_per_second=(student_speed, teacher_speed),
     )
-
-
-def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
-    kind = kind_of(Path(teacher))
-    if kind == "bundle":
-        return BundleEncoder(Bundle.open(teacher))
-    if kind == "run":
-        encoder: Encoder = Run.open(teacher)
-        return encoder
-    return BackboneEncoder(str(teacher), {}, plugins)
 
 
 def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
@@ -240,36 +245,14 @@ def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embedd
     return np.concatenate(blocks)
 
 
-def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
-    """Return the projection (D, C) that keeps most of the inner products (Eckart & Young, 1936)."""
-    _, directions = np.linalg.eigh(vectors.T.astype(np.float64) @ vectors)
-    basis: Embeddings = directions[:, ::-1][:, :dimensions].astype(np.float32)
-    return basis
-
-
 def _unit(vectors: NDArray[np.float32]) -> Embeddings:
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Embeddings = vectors / np.maximum(length, np.finfo(np.float32).tiny)
     return unit
 
 
-def _write_table(
-    path: Path, files: Sequence[Path], classes: Sequence[str], held_out: Container[int]
-) -> None:
-    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["path", "label", "split"])
-        for i, (photo, label) in enumerate(zip(files, classes, strict=True)):
-            rows.writerow([str(photo), label, "test" if i in held_out else "train"])
-
-
 def _recipe(
-    work: Path,
-    student: str,
-    dimensions: int,
-    epochs: int,
-    photos: int,
-    labels: bool,
+    work: Path, student: str, dimensions: int, epochs: int, photos: int, labels: bool
 ) -> Mapping[str, Any]:
     """Return the student's recipe."""
     loss: dict[str, Any] = {"name": "core.distillation", "teacher": str(work / "teacher.npz")}

@@ -63,7 +63,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     run(cli, "train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
     loaded = Run.open(tmp_path / "run")
     head = loaded.model.head
-    run(cli, "export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
+    run(cli, "export", tmp_path / "run", "-o", tmp_path / "bundle")
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
 
     # the run's weights are what fitting on the run's training items gives

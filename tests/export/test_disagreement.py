@@ -38,13 +38,6 @@ class FixedBatch(nn.Module):
         )
 
 
-class Branch(nn.Module):
-    """Another formula when the batch holds one item."""
-
-    def forward(self, x):
-        return x * (2.0 if len(x) == 1 else 1.0)
-
-
 class Lies(nn.Module):
     """Another number while it is being exported."""
 
@@ -69,16 +62,8 @@ def test_statistics_of_the_batch(parts, vectors, tmp_path):
             vectors[0][:40],
             tmp_path / "b",
             name="b",
-            exporter="torchscript",
         )
     assert not list(tmp_path.iterdir())
-
-
-def test_another_formula_for_one_item_alone(parts, vectors, tmp_path):
-    with pytest.raises(
-        BundleError, match=r"disagrees with itself .* which others are in the batch"
-    ):
-        export_model(Model(parts.Vectors(), Branch()), vectors[0][:40], tmp_path / "b", name="b")
 
 
 def test_a_batch_size_folded_into_the_graph(parts, vectors, tmp_path):
@@ -90,28 +75,26 @@ def test_a_batch_size_folded_into_the_graph(parts, vectors, tmp_path):
             vectors[0][:40],
             tmp_path / "b",
             name="b",
-            exporter="torchscript",
         )
     assert not list(tmp_path.iterdir())
 
 
 def test_any_other_difference_is_named_with_the_tolerance(parts, vectors, tmp_path):
     with pytest.raises(
-        BundleError, match=r"disagree by 0\.\d+ .*tolerance is 0\.0001\. The exporter translates"
+        BundleError,
+        match=r"disagree by 0\.\d+ .*tolerance is 0\.0001\. torch's exporter translates",
     ):
         export_model(
             Model(parts.Vectors(), Lies()),
             vectors[0][:40],
             tmp_path / "b",
             name="b",
-            exporter="torchscript",
         )
     loose = export_model(
         Model(parts.Vectors(), Lies()),
         vectors[0][:40],
         tmp_path / "b",
         name="b",
-        exporter="torchscript",
         tolerance=9.0,
     )
     # 0.5 × the largest entry, over the mean length
@@ -136,7 +119,6 @@ def test_a_rescorer_that_disagrees(parts, vectors, tmp_path):
             vectors[0][:40],
             tmp_path / "b",
             name="b",
-            exporter="torchscript",
         )
     assert not list(tmp_path.iterdir())
 
@@ -168,25 +150,6 @@ def test_a_model_that_gives_nan(parts, vectors, tmp_path):
         export_model(Model(parts.Vectors(), head), vectors[0], tmp_path / "b", name="b")
 
 
-def test_figures_that_are_no_numbers(linear, vectors, tmp_path):
-    with pytest.raises(BundleError, match="evaluation"):
-        export_model(
-            linear,
-            vectors[0],
-            tmp_path / "b",
-            name="b",
-            evaluation={"MAP@R": float("nan")},
-            exporter="torchscript",
-        )
-    assert not list(tmp_path.iterdir())
-
-
-def test_an_opset_that_torch_cannot_write(linear, vectors, tmp_path):
-    with pytest.raises(BundleError, match=r"opset|export"):
-        export_model(linear, vectors[0], tmp_path / "b", name="b", opset=99)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path, capfd):
     """The older exporter prints all of its graph when it fails, from C++: `sys.stdout` never sees
     it.
@@ -204,7 +167,6 @@ def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path,
             digits[0][:9],
             tmp_path / "b",
             name="b",
-            exporter="torchscript",
         )
     assert capfd.readouterr().out == ""
     print("heard again", flush=True)

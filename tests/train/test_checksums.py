@@ -132,7 +132,7 @@ def test_a_run_of_the_version_without_checksums_opens_resumes_and_says_so(
     folder = tmp_path / "old"
     shutil.copytree(OLD, folder)
     said = "cannot be verified"
-    for command in (["evaluate", folder], ["export", folder, "--exporter", "torchscript"]):
+    for command in (["evaluate", folder], ["export", folder]):
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert retrieval(*command).exit_code == 0

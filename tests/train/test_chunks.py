@@ -178,7 +178,7 @@ def test_two_processes_train_and_export_the_same(
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
     vectors = []
     for name in ("whole", "one"):
-        export(Run.open(tmp_path / name), progress=False, exporter="torchscript")
+        export(Run.open(tmp_path / name), progress=False)
         bundle = Bundle.open(tmp_path / name / "bundle", threads=1, device="cpu")
         vectors.append(bundle.encode(pixels).vector)
     assert np.allclose(*vectors, atol=1e-4)
