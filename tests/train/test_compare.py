@@ -28,7 +28,6 @@ from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, p
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.result import Search
 from retrieval.training.comparison.search import Proposals, Trial, search
-from scipy.stats import kstest
 
 SLOW = '''
 """A loss that notes its calls; while there is a file `slow`, it waits for another process."""
@@ -229,16 +228,6 @@ def test_a_learner_that_draws_random_numbers_has_each_seed(
     assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
 
 
-def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
-    paths = [write("triplet"), write("proxy")]
-    alone = go(paths, tmp_path / "alone", search=0)
-    together = go(paths, tmp_path / "together", search=0, workers=2)
-    for one, other in zip(alone.contestants, together.contestants, strict=True):
-        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-6)
-    assert "Nothing was tuned" in together.notes[1]
-
-
 def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
     write: Callable[..., Path],
     tmp_path: Path,
@@ -352,32 +341,6 @@ def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
         {**values, "loss.margin": 0.02} for values in whole[:5]
     ]  # as another version of Optuna proposed
     assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
-
-
-def test_the_points_of_a_search_fill_its_range() -> None:
-    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points
-    again and again.
-    """
-    first = set()
-    for recipe in range(6):
-        random = np.random.default_rng(recipe)
-        trials = proposed(Proposals(f"recipe {recipe}", RANGES, {}), random.random(32).tolist())
-        places = [np.log10(values["loss.margin"]) / 2 + 1 for values in trials]
-        assert kstest(places, "uniform").statistic < 0.4
-        assert len(set(places)) == 32
-        first |= set(places[:10])
-    assert len(first) == 60, "recipes with the same ranges draw other points"
-
-
-def test_a_search_finds_an_optimum() -> None:
-    for recipe in range(6):
-        proposals, best = Proposals(f"recipe {recipe}", RANGES, {}), -np.inf
-        for _ in range(32):
-            values = proposals.next()
-            score = -(np.log10(values["loss.margin"] / 0.05) ** 2) - (values["loss.kind"] == "a")
-            proposals.tell(score)
-            best = max(best, score)
-        assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
 
 
 def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:

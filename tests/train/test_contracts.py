@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch
 from retrieval.errors import DataError, PluginError
-from retrieval.model.guard import checked_indices, checked_scalar
 from retrieval.recipe.read import check_recipe
-from retrieval.training.check import run_one_batch
 from retrieval.training.trainer import train
 
 BROKEN = str(Path(__file__).with_name("broken.py"))
@@ -207,37 +204,6 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
         assert word in sentence, sentence
 
 
-NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
-BEFORE_TRAINING = [
-    (
-        {"loss": None, "learner": of("learner", "refuses")},
-        ["broken.learner refuses", "do not serve."],
-    ),
-    (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
-    (
-        {**NARROW, "backbone": of("same", "raises")},
-        ["backbone broken.same failed: TypeError", "broken.py, line "],
-    ),
-    ({"loss": of("loss", "nan")}, ["loss is nan (loss broken.loss)"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    BEFORE_TRAINING,
-    ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else "",
-)
-def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
-    recipe = check_recipe(table(**tables))
-    with pytest.raises((PluginError, DataError)) as caught:
-        run_one_batch(recipe)
-    sentence = str(caught.value)
-    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
-    assert not sentence.endswith(".."), sentence
-    for word in words:
-        assert word in sentence, sentence
-
-
 @pytest.mark.parametrize(
     "tables",
     [
@@ -299,21 +265,3 @@ def test_on_the_command_line(
         assert f"{value.partition('=')[0].rpartition('.')[2]}: " in outcome.err
     huge = cli("check", "recipe.toml", "--set", "head.embedding_size=9000000000000000")
     assert huge.code == 2 and "[head] embedding_size = 9000000000000000" in huge.err
-
-
-def test_what_is_right_passes_as_it_is() -> None:
-    x = torch.ones(3, 2, requires_grad=True)
-    one = x.mean().view(1)
-    assert checked_scalar(one, "The loss", x).shape == ()
-    zero = torch.zeros([], requires_grad=True)
-    assert (
-        checked_scalar(zero, "The loss", x) is not None
-        and checked_scalar(torch.tensor(0.0), "The loss", x) == 0
-    )
-    empty = torch.empty(0, dtype=torch.int64)
-    assert checked_indices((empty, empty, empty), "The miner", (3, 3), x.device)[0].numel() == 0
-    a, n = torch.tensor([0, 2]), torch.tensor([4, 3], dtype=torch.int32)
-    found = checked_indices([a, a, a, n], "The miner", (3, 5), x.device)
-    assert found[3].dtype == torch.int64 and found[3].tolist() == [4, 3]
-    with pytest.raises(PluginError, match="indices from 3 to 4, and there are 3 items"):
-        checked_indices((a, a, n), "The miner", (3, 3), x.device)

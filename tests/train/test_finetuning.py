@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -466,21 +465,6 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
             assert whole.keys() == again.keys() and not moved(whole, again), (step, name)
         summaries = [(f / "summary.json").read_text() for f in (tmp_path / "whole", folder)]
         assert summaries[0] == summaries[1]
-
-
-def test_two_processes_fine_tune_as_one(
-    make: Make, processes: Callable[..., str], tmp_path: Path
-) -> None:
-    from retrieval.recipe.read import to_toml
-
-    table = everything(make().plugins)
-    recipe = check_recipe({**table, "optimizer": {**table["optimizer"], "name": "SGD", "lr": 0.05}})
-    one = weights(fit(tmp_path, recipe, "one"), "best")
-    (tmp_path / "two.toml").write_text(to_toml(recipe))
-    processes(2, "train_process.py", str(tmp_path), "two")
-    two = weights(tmp_path / "two", "best")
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path: Path) -> None:
