@@ -5,11 +5,13 @@ The server's OpenAPI document is generated from the same classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+
+from retrieval.errors import printable
 
 T = TypeVar("T")
 
@@ -31,20 +33,41 @@ class Hit:
     thumbnail_url: str | None = None
 
 
-@dataclass(frozen=True)
-class SearchAnswer:
-    """Results of a search, nearest first, and the server's time in milliseconds."""
+def hit_table(hits: Iterable[Any]) -> str:
+    """Return the hits of a query as a table: distance, label and id."""
+    rows = [(f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)) for hit in hits]
+    if not rows:
+        return "no hits"
+    rows.insert(0, ("distance", "label", "id"))
+    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
+
+
+@dataclass(frozen=True, repr=False)
+class Results:
+    """Results of one search of a batch, nearest first; read as a list and printed as a table."""
 
     results: tuple[Hit, ...]
+
+    def __len__(self) -> int:
+        return len(self.results)
+
+    def __iter__(self) -> Iterator[Hit]:
+        return iter(self.results)
+
+    def __getitem__(self, index: int) -> Hit:
+        return self.results[index]
+
+    def __repr__(self) -> str:
+        return hit_table(self.results)
+
+
+@dataclass(frozen=True, repr=False)
+class SearchAnswer(Results):
+    """Results of a search, and the server's time in milliseconds."""
+
     took_ms: float
     explain: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Results:
-    """Results of one search of a batch, nearest first."""
-
-    results: tuple[Hit, ...]
 
 
 @dataclass(frozen=True)

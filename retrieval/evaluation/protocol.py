@@ -97,7 +97,7 @@ class Protocol:
         if self.set_keys:
             raise DataError(
                 f"[evaluate] {', '.join(self.set_keys)}: a bundle measures no such metrics. "
-                "Leave out --bundle, or --set the key to its default."
+                "Leave out the bundle, or set the key to its default."
             )
 
     def measure(

@@ -79,6 +79,7 @@ class CheckedDataset(Dataset):
         self.arrays = columns["arrays"]
         _check_arrays(self.arrays, self.kind, wrong)
         self.notes = dataset.notes
+        self.origin = dataset.origin or type(dataset).__name__
         if isinstance(self.notes, str) or not all(isinstance(note, str) for note in self.notes):
             wrong.append(f"notes is {shown(self.notes)}, and must be a list of sentences")
         if wrong:

@@ -55,6 +55,7 @@ class Dataset(ABC):
         files: one path per item if items are files, otherwise `None`.
         notes: sentences for the user on how the data were read, such as which items were left out.
             `run.json` keeps them.
+        origin: name of the class that `as_dataset` read, or "".
     """
 
     kind: Literal["image", "features"] = "image"
@@ -66,6 +67,7 @@ class Dataset(ABC):
     arrays: NDArray[Any] | None = None
     files: Sequence[Path] | None = None
     notes: Sequence[str] = ()
+    origin: str = ""
 
     def __len__(self) -> int:
         return len(self.labels)

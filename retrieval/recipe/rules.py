@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retrieval.errors import PluginError, RetrievalError
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import Plugins
+from retrieval.host.python_parts import DICTIONARY, OBJECT
 
 if TYPE_CHECKING:
     from retrieval.recipe.tables import Phase, Tables
@@ -178,10 +179,15 @@ def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
 
 
 def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
-    """Yield rules of augmentation, averages, optimisers and validation."""
+    """Yield rules of data, augmentation, averages, optimisers and validation."""
     from retrieval.recipe.optimizers import takes
 
     train, augmentation, sampler = recipe.train, recipe.augmentation, recipe.sampler
+    yield (
+        recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given",
+        f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that is the'
+        ' dataset. Set by = "given", or give one dataset.',
+    )
     yield (
         train.compile and train.sync_batch_norm,
         "[train] compile: a compiled backbone cannot exchange batch norm's statistics between"

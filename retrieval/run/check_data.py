@@ -81,7 +81,7 @@ def check_data(
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("--within is a distance of --model, so it must be at least 0.")
+        raise DataError("within is a distance of a model: it needs one, and must be at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     checked, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
@@ -89,7 +89,7 @@ def check_data(
         raise DataError(f"The items are {theirs}, and the bundle {bundle.path} takes none.")
     if bundle is not None and within is None and subjects.kind == "features":
         raise DataError(
-            "A model of vectors needs --within, the distance at which two items are the same."
+            "A model of vectors needs within, the distance at which two items are the same."
         )
     seen = _look(subjects, bundle)
     same, alone = _same(subjects, seen)

@@ -264,7 +264,11 @@ class Bundle:
         split, entry = self._sessions.split, self.manifest.split
         if split is None or entry is None:
             why = f"runs its variant '{self.variant}'" if entry else "has an encoder of one graph"
-            advice = "Open it without a variant." if entry else "Export it with --split."
+            advice = (
+                "Open it without a variant."
+                if entry
+                else "Export it with --split (in Python split=True)."
+            )
             raise BundleError(f"The bundle {self.path} {why}, which returns no features. {advice}")
         return split.backbone, entry.features, split.head
 

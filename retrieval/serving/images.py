@@ -121,7 +121,7 @@ class Limits:
         beyond = f"{name} has {width} × {height} pixels; the limit is"
         if width * height > times * self.pixels:
             raise DataError(
-                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit (--max-pixels)."
+                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit of pixels."
             )
         if longer > self.side:
             raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
@@ -529,7 +529,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
 def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
     return DataError(
         f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the"
-        " limit (--max-bytes)."
+        " limit of bytes."
     )
 
 

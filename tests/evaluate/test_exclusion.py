@@ -325,12 +325,11 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert (
         refused.code == 2 and "[evaluate] exclude: a bundle measures no such metrics" in refused.err
     )
-    refused = cli("evaluate", "runs/r", "--ray", "local")
-    assert refused.code == 2 and "--ray belongs to a folder of embeddings" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
     assert "Did you mean 'camera'?" in wrong.err and not Path("runs/other").exists()
-    wrong = cli("check", "r.toml", "evaluate.by=shop", 'evaluate.levels=["brand", "camera"]')
+    changes = ("--set", "evaluate.by=shop", "--set", 'evaluate.levels=["brand", "camera"]')
+    wrong = cli("check", "r.toml", *changes)
     assert wrong.code == 2 and "r.toml has 2 problems" in wrong.err and "'brand'" in wrong.err
     assert "[evaluate] by: the data have no column 'shop' of metadata (they have: ca" in wrong.err
 

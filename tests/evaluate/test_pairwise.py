@@ -84,7 +84,7 @@ def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_pat
         and f"{wanted.values['recall_at_1']:.4f}" in shown.out
         and "150 queries" in shown.out
     )
-    assert "belongs to a run" in cli("evaluate", tmp_path / "v", "--clusters").err
+    assert "Leave --clusters out" in cli("evaluate", tmp_path / "v", "--clusters").err
 
     embed_sources(bundle, tmp_path / "photos" / "1", tmp_path / "q", batch=8, progress=False)
     found = evaluate_vectors(tmp_path / "q", gallery=tmp_path / "v", progress=False)

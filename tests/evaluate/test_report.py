@@ -221,7 +221,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     assert rows["seed"] == "<td>0</td><td>3</td>" and "embedding-retrieval" in rows["versions"]
     count = sum(p.numel() for p in Run.open(run_folder).model.parameters())
     assert rows["parameters"] == f"<td>{count:,}</td>" * 2 and "loss.name" not in rows
-    assert "[backbone]" in text and "because --thumbnails is used up" in text
+    assert "[backbone]" in text and "because the number of thumbnails is used up" in text
     assert "used up" not in file.read_text(encoding="utf-8")
     assert text.index('<th scope="col">MAP@R') < text.index('<th scope="col">Recall@1')
     alone = file.read_text(encoding="utf-8")
@@ -236,7 +236,7 @@ def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
     seen = measured.measure(run, 1000, 60, label_column="parity")
     assert {seen.name(int(item)) for item in seen.query} == {"0", "1"}
     assert len(seen.pairs.items) == 60
-    with pytest.raises(DataError, match=r"--label-column party: .*Did you mean 'parity'"):
+    with pytest.raises(DataError, match=r"label_column party: .*Did you mean 'parity'"):
         measured.measure(run, 1000, 60, label_column="party")
 
 

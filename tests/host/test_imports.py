@@ -269,10 +269,7 @@ def test_the_serving_side_never_imports_the_training_side(process: Callable[...,
         "accelerate",
         "matplotlib",
     }
-    assert not {folder(m) for m in found if m.startswith("retrieval.")} & {
-        *TRAINING,
-        "cli",
-    }
+    assert not {folder(m) for m in found if m.startswith("retrieval.")} & {*TRAINING, "cli"}
     assert not {m for m in found if m.startswith("retrieval_")}
 
 

@@ -99,11 +99,7 @@ def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
     ],
 )
 def test_one_mistake_is_one_sentence(
-    table: dict[str, Any],
-    problems: Problems,
-    changes: dict[str, Any],
-    place: str,
-    words: list[str],
+    table: dict[str, Any], problems: Problems, changes: dict[str, Any], place: str, words: list[str]
 ) -> None:
     plugins = table["plugins"]
     merged = {k: v for k, v in {**table, **changes}.items() if v is not None}

@@ -78,7 +78,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     for kind in KINDS:
         made = cli("plugins", "new", f"my_{kind}", "--kind", kind)
         assert (
-            made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind].part}" in made.out
+            made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
         )
     site, folders = (
         tmp_path / "site",
@@ -168,7 +168,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     assert (tmp_path / "run" / "summary.json").is_file()
     for kind in trained:
         assert (
-            f"my_{kind}.{EXAMPLES[kind].part}"
+            f"my_{kind}.{EXAMPLES[kind][1]}"
             in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
         )
         figures = json.loads((tmp_path / f"run_{kind}" / "evaluation-test.json").read_text())[

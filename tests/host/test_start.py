@@ -84,10 +84,7 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
-SERVING = {
-    "retrieval.serving",
-    "retrieval.serving.images",
-}
+SERVING = {"retrieval.serving", "retrieval.serving.images"}
 """What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
 
 

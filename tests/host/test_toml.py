@@ -194,8 +194,8 @@ def test_set_that_fits_nowhere(text: str, problem: str) -> None:
     with pytest.raises(RecipeError) as caught:
         apply_overrides(table, ["seed=1", text, "no"])
     first, second = caught.value.problems
-    assert first.startswith(f"--set {text}: ") and first.endswith(problem)
-    assert second == "--set no: write it as table.key=value."
+    assert first.startswith(f"The change {text}: ") and first.endswith(problem)
+    assert second == "The change no: write it as table.key=value."
     assert str(caught.value).startswith("The command line has 2 problems:")
 
 

@@ -98,6 +98,8 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
                 and (first.id, first.metadata) == (IDS[1], {})
                 and hits.explain
             )
+        assert list(hits) == list(hits.results) and len(hits) == 2 and hits[0] is first
+        assert repr(hits).splitlines()[1].split() == ["0.0000", "digit", IDS[1]]
         assert client.search(vector=vector, k=1).results[0].id == IDS[1]
         assert client.search(vector=np.array(vector), k=1).results[0].id == IDS[1]
         assert IDS[1] not in {hit.id for hit in client.search(id=IDS[1]).results}

@@ -189,11 +189,3 @@ def test_what_is_no_cluster_is_a_sentence_and_leaves_nothing(photos, bundle_path
         with pytest.raises(DataError, match=sentence):
             embedded(bundle_path, [photos / "1"], tmp_path / "v", ray=address)
     assert not (tmp_path / "v").exists()
-
-
-def test_figures_are_the_same_to_the_last_bit(cluster, photos, bundle_path, tmp_path):
-    from retrieval.evaluation.pairwise import evaluate_vectors
-
-    embedded(bundle_path, [photos], tmp_path / "v")
-    here = evaluate_vectors(tmp_path / "v", progress=False)
-    assert evaluate_vectors(tmp_path / "v", ray=cluster.address, progress=False) == here

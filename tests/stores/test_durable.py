@@ -16,8 +16,9 @@ from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import folder, structure
 from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.record import value
 from retrieval.serving.store.structure import StructureChoice
 
 VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
@@ -70,6 +71,33 @@ def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_pat
         pytest.raises(StoreError, match="is missing"),
     ):
         opened.compact()
+
+
+@pytest.mark.parametrize("left", ["cut", "zeros"])
+def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(
+    store: LocalStore, bundle: Bundle, tmp_path: Path, left: str
+) -> None:
+    """A few rows are synced with the record only, until the file is; then the record drops them."""
+
+    def unsynced() -> int:
+        with store.record.reading() as connection:
+            return int(value(connection, "select count(*) from unsynced"))
+
+    store.upsert(items(range(5000)), bundle.sha256)
+    size = 5000 * 64
+    for number in range(5000, 5003):
+        store.upsert(items(range(number, number + 1)), bundle.sha256)
+    assert unsynced() == 3
+    shutil.copytree(tmp_path / "i", tmp_path / "stopped")
+    (array,) = (tmp_path / "stopped" / "arrays").iterdir()
+    array.write_bytes(array.read_bytes()[:size] + bytes(70_000 * (left == "zeros")))
+    assert check_record(tmp_path / "stopped", lambda count: None) == ([], [])
+    with LocalStore(tmp_path / "stopped", upkeep=False) as stopped:
+        for number in (0, 5000, 5002):
+            ((nearest,),) = stopped.search(VECTORS[number : number + 1], 1, bundle.sha256)
+            assert nearest.id == f"id{number}"
+    store.upsert(items(range(5003, 8000)), bundle.sha256)
+    assert unsynced() == 0
 
 
 def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(

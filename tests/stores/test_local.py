@@ -146,9 +146,9 @@ def test_an_index_of_a_newer_format_says_which_version_reads_it(
     message = json.loads(file.read_text())
     file.write_text(json.dumps({**message, "format": message["format"] + 1, "version": "7.8.9"}))
     with pytest.raises(
-        StoreError, match=r"has format 4, which retrieval 7\.8\.9 wrote; .* reads format 3"
+        StoreError, match=r"has format 5, which retrieval 7\.8\.9 wrote; .* reads format 4"
     ):
         open_index(tmp_path / "i")
-    file.write_text(json.dumps({**message, "format": 2}))
-    with pytest.raises(StoreError, match=r"index\.json has format 2"):
+    file.write_text(json.dumps({**message, "format": 3}))
+    with pytest.raises(StoreError, match=r"index\.json has format 3"):
         open_index(tmp_path / "i")

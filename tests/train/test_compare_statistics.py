@@ -261,5 +261,5 @@ def test_latex_is_a_table_for_a_paper() -> None:
         r"\end{tabular}",
         r"\end{table}",
     ]
-    with pytest.raises(DataError, match=r"--latex map_at_k: .* Did you mean 'map_at_r'"):
+    with pytest.raises(DataError, match=r"latex map_at_k: .* Did you mean 'map_at_r'"):
         latex(found, ["map_at_k"])

@@ -85,9 +85,9 @@ def report(
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
     for name, value, least, most in (
-        ("--queries", queries, 1, 100_000),
-        ("--sample", sample, 10, 3000),
-        ("--thumbnails", thumbnails, 0, 5000),
+        ("queries", queries, 1, 100_000),
+        ("sample", sample, 10, 3000),
+        ("thumbnails", thumbnails, 0, 5000),
     ):
         if not least <= value <= most:
             raise DataError(f"{name} must be from {least:,} to {most:,}, not {value:,}.")
@@ -96,7 +96,7 @@ def report(
     target = Path(output)
     if target.is_dir():
         raise DataError(
-            f"{target} is a folder, but a report is a file. Set --output to a file such as"
+            f"{target} is a folder, but a report is a file. Name a file such as"
             f" {target / 'report.html'}."
         )
     opened = _opened(runs)

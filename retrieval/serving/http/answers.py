@@ -22,7 +22,7 @@ from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BODY_MEMORY, SEND_SECONDS
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
-from retrieval.serving.stages import current
+from retrieval.serving.stages import TRAIL
 from retrieval.serving.store.contract import Item
 
 _MAX_CURSOR = 8192
@@ -104,8 +104,8 @@ def item_json(
 
 def explanation(query: Query, index: Index) -> dict[str, Any]:
     """Return the `explain` member of a search: times of its stages, and facts about the index."""
-    trail, stats = current(), index.stats()
-    seconds = {} if trail is None else trail.seconds()
+    trail, stats = TRAIL.get(), index.stats()
+    seconds = {} if trail is None else trail.seconds
     return {
         "stages_ms": {name: round(1000 * duration, 3) for name, duration in seconds.items()},
         "searched": {

@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -28,7 +27,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from retrieval.errors import MissingDependency, StoreError, printable
-from retrieval.serving.stages import STAGES, Trail, current
+from retrieval.serving.stages import STAGES, TRAIL, Trail
 
 if TYPE_CHECKING:
     from retrieval.serving.http.served import Served
@@ -45,6 +44,11 @@ _MAX_TEXT = 2_000
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _STATS_SECONDS = 15.0
+_TRACES = (
+    "OTEL_TRACES_EXPORTER",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "OTEL_EXPORTER_OTLP_ENDPOINT",
+)
 
 
 # The log
@@ -97,7 +101,7 @@ class _Lines(QueueHandler):
             message = " ".join(record.getMessage().split())[:_MAX_TEXT]
             if record.exc_info and record.exc_info[0]:
                 fields["traceback"] = logging.Formatter().formatException(record.exc_info)
-            if (trail := current()) is not None:
+            if (trail := TRAIL.get()) is not None:
                 fields["request_id"] = trail.id
         fields |= self._process
         if left_out := getattr(record, "left_out", 0):
@@ -200,10 +204,11 @@ class Metrics:
         """Count one request; status 0 means that the client left before the response began."""
         self._requests.labels(method, route, str(status)).inc()
         self._duration.labels(route).observe(seconds)
-        for span in trail.spans:
-            self._stages[span.stage].observe(span.own)
-            if span.items and span.stage in self._sizes:
-                self._sizes[span.stage].observe(span.items)
+        for stage, duration in trail.seconds.items():
+            self._stages[stage].observe(duration)
+        for stage, count in trail.batches:
+            if count and stage in self._sizes:
+                self._sizes[stage].observe(count)
         if status >= 400:
             self._refused.labels(trail.reason or str(status)).inc()
 
@@ -281,90 +286,41 @@ _INDEX_METRICS = {
 # Traces
 
 
-class Traces:
-    """OpenTelemetry spans of requests, with a child span per stage.
+def traced(app: Any) -> Any:
+    """Wrap an application in OpenTelemetry's instrumentation if its variables name an exporter.
 
-    Args:
-        provider: a `TracerProvider` of OpenTelemetry's SDK.
-    """
-
-    def __init__(self, provider: Any) -> None:
-        self._provider = provider
-        self._tracer = provider.get_tracer("retrieval.serving")
-
-    def around(self, app: Any) -> Any:
-        """Wrap an ASGI application in OpenTelemetry's instrumentation."""
-        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
-
-        return OpenTelemetryMiddleware(
-            app, tracer_provider=self._provider, exclude_spans=["receive", "send"]
-        )
-
-    def begin(self, trail: Trail, method: str, route: str) -> None:
-        """Name a request's span when its response begins."""
-        from opentelemetry.trace import get_current_span
-
-        span = get_current_span()
-        span.update_name(f"{method} {route}")
-        span.set_attributes({"http.route": route, "retrieval.request_id": trail.id})
-
-    def finish(self, trail: Trail) -> None:
-        """Create the spans of a finished request's stages."""
-        offset = time.time_ns() - time.perf_counter_ns()
-        for stage in trail.spans:
-            span = self._tracer.start_span(stage.stage, start_time=offset + int(stage.began * 1e9))
-            span.end(offset + int(stage.ended * 1e9))
-
-    def close(self) -> None:
-        """Send the remaining spans; wait for at most one second if the collector hangs."""
-        ending = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
-        ending.start()
-        ending.join(1.0)
-
-
-def traces_of_environment() -> Traces | None:
-    """Return the traces that the environment variables OTEL_… configure, or None.
-
-    OTEL_TRACES_EXPORTER names an exporter (`otlp`, `console`); without it, an endpoint such as
-    OTEL_EXPORTER_OTLP_ENDPOINT selects `otlp`. The SDK itself reads sampler, resource, headers and
-    limits.
+    OTEL_TRACES_EXPORTER names it (`otlp`, `console`, `none`); an endpoint alone selects `otlp`. The
+    SDK itself reads sampler, resource, headers and limits.
 
     Raises:
-        MissingDependency: the exporter is not installed.
+        MissingDependency: a package of the extra `otel` is not installed, or no such exporter.
         StoreError: the exporter cannot be set up.
     """
-    name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
-    endpoints = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    variable = "OTEL_TRACES_EXPORTER" if name else next(filter(os.environ.get, endpoints), None)
-    if (
-        variable is None
-        or name == "none"
-        or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    ):
-        return None
-    name = name or "otlp"
-    install = f"Install it with: pip install 'embedding-retrieval[otel]', or unset {variable}."
+    variable = next(filter(os.environ.get, _TRACES), None)
+    off = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    name = os.environ.get("OTEL_TRACES_EXPORTER", "").strip() or "otlp"
+    if variable is None or name == "none" or off:
+        return app
     try:
-        import opentelemetry.instrumentation.asgi  # noqa: F401
+        from opentelemetry.instrumentation.asgi import OpenTelemetryMiddleware
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
+
+        group, entry = "opentelemetry_traces_exporter", {"otlp": "otlp_proto_http"}.get(name, name)
+        (exporter,) = entry_points(group=group, name=entry)
+    except (ImportError, ValueError):
         raise MissingDependency(
-            f"{variable} asks for traces, which need {error.name}. {install}"
+            f"{variable} asks for traces by the exporter '{name}', which is not installed. Install"
+            f" it with: pip install 'embedding-retrieval[otel]', or unset {variable}."
         ) from None
-    exporters = {point.name: point for point in entry_points(group="opentelemetry_traces_exporter")}
-    names = (name, f"{name}_proto_http", f"{name}_proto_grpc")
-    point = next((exporters[name] for name in names if name in exporters), None)
-    if point is None:
-        known = f"installed: {', '.join(sorted(exporters)) or 'none'}"
-        raise MissingDependency(
-            f"{variable} asks for the exporter '{name}', which is not installed ({known})."
-            f" {install}"
-        )
+    provider = TracerProvider()
     try:
-        exporter = point.load()()
+        provider.add_span_processor(BatchSpanProcessor(exporter.load()()))
     except Exception as error:
         raise StoreError(f"The exporter '{name}' of traces cannot be set up: {error}") from None
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return Traces(provider)
+    return OpenTelemetryMiddleware(
+        app,
+        tracer_provider=provider,
+        exclude_spans=["receive", "send"],
+        default_span_details=lambda scope: (scope["method"], {}),  # a path would name items
+    )

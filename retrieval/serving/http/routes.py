@@ -31,10 +31,9 @@ from retrieval.serving.http.openapi import OPERATIONS, document
 from retrieval.serving.http.problems import RequestError, no_item
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
-from retrieval.serving.http.turns import HAS_LEFT
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
-from retrieval.serving.stages import current
+from retrieval.serving.stages import stage
 from retrieval.serving.store.items import check_id
 
 T = TypeVar("T")
@@ -57,9 +56,8 @@ class Routes:
         for operation in OPERATIONS:
             for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
                 path = prefix + operation.path.replace("{id}", "{id:any}")
-                route = ItemRoute if "{id:any}" in path else Route
                 handler = getattr(self, operation.handler)
-                routes.append(route(path, handler, methods=[operation.method.upper()]))
+                routes.append(NamedRoute(path, handler, methods=[operation.method.upper()]))
         return routes
 
     # Search
@@ -95,25 +93,23 @@ class Routes:
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
         served.workers.searches.require_room()  # before the body is read
-        async with self._parsed(request, served, limits, types, read) as query:
 
-            def finish(hits_by_query: list[list[Hit]], index: Index) -> bytes:
-                results = [
-                    {
-                        "results": [
-                            answers.hit_json(hit, served, prefix, query.options.fields)
-                            for hit in hits
-                        ]
-                    }
-                    for hits in hits_by_query
-                ]
-                content: dict[str, Any] = {"answers": results} if batch else results[0]
-                content["took_ms"] = round(1000 * (perf_counter() - began), 2)
-                if query.options.explain:
-                    content["explain"] = answers.explanation(query, index)
-                return to_json(content, inf_nan_mode="null")
+        def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
+            names = query.options.fields
+            results = [
+                {"results": [answers.hit_json(hit, served, prefix, names) for hit in hits]}
+                for hits in hits_by_query
+            ]
+            content: dict[str, Any] = {"answers": results} if batch else results[0]
+            content["took_ms"] = round(1000 * (perf_counter() - began), 2)
+            if query.options.explain:
+                content["explain"] = answers.explanation(query, index)
+            return to_json(content, inf_nan_mode="null")
 
-            return answer(await served.search(query, finish))
+        async with self._body(request, limits, types) as body:
+            if batch or body.kind == "json":
+                return answer(await served.search(await _parsed(served, body, read), finish))
+            return answer(await served.search(partial(read, body), finish))
 
     # Items
 
@@ -156,7 +152,8 @@ class Routes:
         read: Callable[[str, Body], NewItem],
     ) -> Response:
         served, id = self._served(request), _usable(_id_of(request))
-        async with self._parsed(request, served, limits, types, partial(read, id)) as item:
+        async with self._body(request, limits, types) as body:
+            item = await _parsed(served, body, partial(read, id))
             replaced = await served.put([item], _change(request, served, what, [id]))
             return answer({"id": id, "replaced": bool(replaced)})
 
@@ -174,7 +171,8 @@ class Routes:
         served, settings = self._served(request), self._settings
         parameters_of(request)
         read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
-        async with self._parsed(request, served, _SEVERAL, models.ADD_TYPES, read) as items:
+        async with self._body(request, _SEVERAL, models.ADD_TYPES) as body:
+            items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
             return answer({"added": len(items) - replaced, "replaced": replaced})
@@ -210,9 +208,10 @@ class Routes:
         def read(body: Body) -> models.DeleteBody:
             return models.DeleteBody.of(models.loads(body.content))
 
-        async with self._parsed(request, served, _JSON, "Send application/json.", read) as body:
-            where = as_filter({"exists": "id"}) if body.all else models.filter_of(body.filter)
-            change = _change(request, served, "delete", body.ids or (), where)
+        async with self._body(request, _JSON, "Send application/json.") as body:
+            what = await _parsed(served, body, read)
+            where = as_filter({"exists": "id"}) if what.all else models.filter_of(what.filter)
+            change = _change(request, served, "delete", what.ids or (), where)
             return answer({"deleted": await served.delete(change)})
 
     # Pictures
@@ -315,32 +314,21 @@ class Routes:
         )
 
     @asynccontextmanager
-    async def _parsed(
-        self,
-        request: Request,
-        served: Served,
-        limits: Mapping[Kind, int],
-        types: str,
-        read: Callable[[Body], T],
-    ) -> AsyncIterator[T]:
-        """Context manager that yields a request's parsed body, and bounds time and memory."""
-        began = perf_counter()
-        body = await self._memory.read(request, limits, types)
-        if (trail := current()) is not None:
-            trail.note("read", began, perf_counter())
+    async def _body(
+        self, request: Request, limits: Mapping[Kind, int], types: str
+    ) -> AsyncIterator[Body]:
+        """Context manager that yields a request's body, and bounds time and memory."""
+        with stage("read", 0):
+            body = await self._memory.read(request, limits, types)
         try:
             async with self._deadline(request):
-                if body.kind == "image" or len(body.content) <= _PARSED_AT_ONCE_BYTES:
-                    yield read(body)
-                else:
-                    yield await served.workers.searches.run(partial(read, body))
+                yield body
         finally:
             self._memory.release(body)
 
     @asynccontextmanager
     async def _deadline(self, request: Request) -> AsyncIterator[None]:
         """Context manager that raises a RequestError 503 after the deadline."""
-        HAS_LEFT.set(request.scope.get("retrieval.has_left", bool))
         try:
             async with asyncio.timeout(self._settings.deadline):
                 yield
@@ -357,6 +345,13 @@ class Routes:
             raise RequestError(503, sentence, "deadline") from None
 
 
+async def _parsed(served: Served, body: Body, read: Callable[[Body], T]) -> T:
+    """Return `read(body)`, run in a thread if the body is large."""
+    if len(body.content) <= _PARSED_AT_ONCE_BYTES:
+        return read(body)
+    return await served.workers.searches.run(partial(read, body))
+
+
 # URLs
 
 
@@ -369,15 +364,19 @@ class _AnyText(StringConvertor):
 register_url_convertor("any", _AnyText())
 
 
-class ItemRoute(Route):
-    """A route that matches the path before decoding, so that `%2F` belongs to the id."""
+class NamedRoute(Route):
+    """A route that records its pattern for metrics and the log.
+
+    A pattern with an item's id matches the path before decoding, so that `%2F` belongs to the id.
+    """
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
-        """Match the encoded path."""
-        if scope["type"] != "http" or "raw_path" not in scope:
-            return Match.NONE, {}
-        path = scope["raw_path"].partition(b"?")[0].decode("latin-1")
-        return super().matches({**scope, "path": path, "root_path": ""})
+        """Match the path, and add the pattern to the scope."""
+        if "{id" in self.path and "raw_path" in scope:
+            path = scope["raw_path"].partition(b"?")[0].decode("latin-1")
+            scope = {**scope, "path": path, "root_path": ""}
+        match, child = super().matches(scope)
+        return match, {**child, "retrieval.route": self.path.replace(":any", "")}
 
 
 def parameters_of(request: Request, *known: str) -> dict[str, str]:

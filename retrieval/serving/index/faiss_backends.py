@@ -287,7 +287,7 @@ class Hnsw(FaissBackend):
 
     def _empty(self, count: int, width: int) -> Any:
         index = getattr(load_faiss(), self.kinds[0])(width, self.m)
-        index.hnsw.efConstruction = self.ef_construction
+        index.hnsw.efConstruction, index.hnsw.efSearch = self.ef_construction, self.ef_search
         return index
 
     def save_beside(self, path: Path) -> None:
@@ -311,13 +311,19 @@ class Hnsw(FaissBackend):
             index.storage, index.own_fields = self._storage, False
         self._take(index)
 
+    def _take(self, index: Any) -> None:
+        super()._take(index)
+        index.hnsw.efSearch = self.ef_search
+
     def _refuse_foreign(self, index: Any) -> None:
         if index.storage is None:
             raise StoreError("it holds no vectors")
         check_flat(index.storage, index.ntotal, index.d)
 
     def _parameters(self, k: int) -> Any:
-        return load_faiss().SearchParametersHNSW(efSearch=max(self.ef_search, k))
+        if k <= self.ef_search:
+            return None  # the index's own
+        return load_faiss().SearchParametersHNSW(efSearch=k)
 
 
 class Cagra(Hnsw):
@@ -366,6 +372,7 @@ class Cagra(Hnsw):
                 )
                 graph.train(np.ascontiguousarray(vectors))
                 index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
+                index.hnsw.efSearch = self.ef_search
                 graph.copyTo(index)
         except StoreError as fault:
             raise StoreError(f"The index back end cagra cannot build it: {fault}.") from fault

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
+from retrieval.client.answers import hit_table
 from retrieval.errors import RetrievalError, printable
 from retrieval.serving.images import decode, to_mode
 
@@ -59,17 +60,15 @@ class Hits(list[Hit]):
         self._original = original
 
     def __repr__(self) -> str:
-        if not self:
-            return "no hits"
-        rows = [("distance", "label", "id"), *map(_row, self)]
-        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
+        return hit_table(self)
 
     def _repr_html_(self) -> str:
         pictures = [self._picture(hit) for hit in self[:MOST_PICTURES]]
         pictures += [""] * (len(self) - len(pictures))
         rows = "".join(
-            f"<tr>{''.join(f'<td>{cell}</td>' for cell in (picture, *map(escape, _row(hit))))}</tr>"
+            f"<tr><td>{picture}</td><td>{hit.distance:.4f}</td>"
+            f"<td>{escape(printable(hit.label or ''))}</td>"
+            f"<td>{escape(printable(hit.id))}</td></tr>"
             for picture, hit in zip(pictures, self, strict=True)
         )
         head = "<tr><th></th><th>distance</th><th>label</th><th>id</th></tr>"
@@ -96,7 +95,3 @@ class Hits(list[Hit]):
         small.save(content, "png")
         data = base64.b64encode(content.getvalue()).decode()
         return f'<img src="data:image/png;base64,{data}">'
-
-
-def _row(hit: Hit) -> tuple[str, str, str]:
-    return f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)

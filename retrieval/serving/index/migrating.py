@@ -232,7 +232,7 @@ def features_of(bundle: Bundle) -> int:
         advice = (
             "Leave the variant out."
             if manifest.split
-            else "Export it with: retrieval export … --split"
+            else "Export it with --split (in Python split=True)."
         )
         raise BundleError(
             f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"

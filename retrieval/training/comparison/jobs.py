@@ -157,8 +157,8 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     _, splits, split = _training_items(table, recipe.objects)
     if split.by == "given":
         raise DataError(
-            f'--splits draws splits, and [split] by = "given" of {recipe.name} takes the data\'s'
-            " own. Give --splits 1, or --set split.by=class."
+            f'Several splits are drawn, and [split] by = "given" of {recipe.name} takes the data\'s'
+            " own. Give splits=1, or set split.by to class."
         )
     if split.by == "item":
         return [{**own, "seed": split.seed + number} for number in range(count)]
@@ -180,7 +180,7 @@ def fold_classes(splits: Splits, seed: int, folds: int) -> list[list[str]]:
     if len(classes) < max(2 * folds, 4):
         raise DataError(
             f"The training side has {len(classes)} classes, and each of {folds} folds needs two:"
-            " take fewer with --folds, or hold out fewer classes for the test."
+            " take fewer folds, or hold out fewer classes for the test."
         )
     order = np.random.default_rng([seed % 2**64, *b"folds"]).permutation(classes)
     return [[splits.classes[i] for i in sorted(part)] for part in np.array_split(order, folds)]
@@ -251,7 +251,7 @@ def _fold(job: Job) -> Figures:
     except RetrievalError as error:
         raise DataError(
             f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training side"
-            f" is held out each time: {error}\nMore --folds leave more to train on."
+            f" is held out each time: {error}\nMore folds leave more to train on."
         ) from error
 
 
@@ -392,7 +392,7 @@ class Processes(Elsewhere):
             return error
         return DataError(
             "A worker process ended before its work was done, perhaps for want of memory. The same"
-            " command goes on; fewer --workers take less memory."
+            " command goes on; fewer workers take less memory."
         )
 
 
@@ -466,7 +466,7 @@ class OnRay(Elsewhere):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
         return DataError(
-            f"A training on the cluster was lost: {reason}. The same command goes on; more --cpus"
+            f"A training on the cluster was lost: {reason}. The same command goes on; more cpus"
             " leave each training more of its node's memory."
         )
 
@@ -485,8 +485,8 @@ def _answer_on_node(job: Job, version: str, plan: Path, checksum: str, cpus: int
         )
     elif not plan.is_file() or _checksum(plan) != checksum:
         sentence = (
-            f"Node {node} does not see {plan.parent}: with --ray, --output lies in a folder that"
-            " all nodes share."
+            f"Node {node} does not see {plan.parent}: on a cluster, the output lies in a folder"
+            " that all nodes share."
         )
     if sentence:
         return {}, sentence, DataError.exit_code

@@ -285,7 +285,7 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
                 sentences,
                 shown=50,
             )
-            + "\nMake them the same, or take them as they are with --allow-different; the table"
+            + "\nMake them the same, or take them as they are with `allow_different`; the table"
             " then says so."
         )
     return sentences
@@ -302,22 +302,20 @@ def settle(folder: Path, plan: Plan) -> None:
     file = folder / "plan.json"
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(
-                f"{folder} exists already and is no comparison. Choose another --output."
-            )
+            raise DataError(f"{folder} exists already and is no comparison. Choose another output.")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(plan), DataError)
         return
     try:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{file} is damaged: {error}. Choose another --output.") from None
+        raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
     changes = [
         f"{what} was {shown(old)} and is {shown(new)}."
         for what, old, new in (
-            ("--search", before.trials, plan.trials),
-            ("--folds", before.folds, plan.folds),
-            ("--pretrained", before.pretrained, plan.pretrained),
+            ("search", before.trials, plan.trials),
+            ("folds", before.folds, plan.folds),
+            ("pretrained", before.pretrained, plan.pretrained),
         )
         if old != new
     ]
@@ -326,6 +324,6 @@ def settle(folder: Path, plan: Plan) -> None:
             changes.append(f"the recipe '{name}' was changed.")
     if changes:
         raise DataError(
-            listed(f"{folder} holds another comparison", changes) + " Choose another --output."
+            listed(f"{folder} holds another comparison", changes) + " Choose another output."
         )
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)

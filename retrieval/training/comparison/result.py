@@ -191,7 +191,7 @@ class Comparison:
             if plan.splits > 1
             else f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds, which"
             " all rows share. The seed sets the initial weights and the batches. The split is"
-            " fixed, so the interval covers seeds only. Use --splits to cover other test items."
+            " fixed, so the interval covers seeds only. Several splits cover other test items."
         )
         notes = [interval, self._tuning()]
         if any(difference.p is not None for difference in self.differences):
@@ -353,7 +353,7 @@ def latex(result: Comparison, columns: Sequence[str] = ()) -> str:
     for name in columns:
         if name not in result.metrics:
             raise DataError(
-                f"--latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
+                f"latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
                 f" It has: {', '.join(result.metrics)}."
             )
     means = [[result.mean(row, metric) for metric in columns] for row in result.contestants]
