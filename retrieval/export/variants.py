@@ -44,7 +44,8 @@ def make_variant(
     try:
         with quiet():
             if name == "fp16":
-                return make_fp16(proto).SerializeToString()
+                half: bytes = make_fp16(proto).SerializeToString()
+                return half
             assert calibration is not None
             return make_int8(proto, calibration, scratch)
     except (OSError, BundleError):

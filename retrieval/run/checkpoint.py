@@ -28,6 +28,7 @@ from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
+AGAIN = "Train again, with --replace (in Python replace=True)."
 
 _BLANK = "0" * 64
 # This matches once: quotation marks inside the header's strings are escaped, and a tensor's entry

@@ -98,7 +98,8 @@ def _batch_norm(
         if running_var is not None:
             unbiased = variance * (count / (count - 1).clamp(min=1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    return y.to(input.dtype)
+    normalised: Tensor = y.to(input.dtype)
+    return normalised
 
 
 class Devices:

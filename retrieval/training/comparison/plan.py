@@ -200,7 +200,8 @@ def search_faults(recipe: Tables) -> list[str]:
                 f" {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
             )
             continue
-        for value in list(values.choices) or [values.low, values.high]:
+        ends: list[Any] = [values.low, values.high]
+        for value in values.choices or ends:
             try:
                 check_recipe(changed(table, {key: value}), plugins=recipe.loaded)
             except RecipeError as error:
