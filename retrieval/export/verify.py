@@ -397,11 +397,7 @@ class Graphs:
     """
 
     def __init__(
-        self,
-        model: Model,
-        items: NDArray[Any],
-        tolerance: float,
-        step: Callable[[str], None],
+        self, model: Model, items: NDArray[Any], tolerance: float, step: Callable[[str], None]
     ) -> None:
         self._module = Encoder(model).eval()
         self.combiner = model.combiner

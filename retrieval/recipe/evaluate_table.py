@@ -96,13 +96,9 @@ class Evaluate(Section):
             " is not in the gallery."
         ),
     )
-    rerank: Rerank | None = Field(
-        None,
-        description="Adds metrics after k-reciprocal re-ranking.",
-    )
+    rerank: Rerank | None = Field(None, description="Adds metrics after k-reciprocal re-ranking.")
     expand: Expansion | None = Field(
-        None,
-        description="Adds metrics with each query as the mean of itself and its neighbours.",
+        None, description="Adds metrics with each query as the mean of itself and its neighbours."
     )
     augment: Expansion | None = Field(
         None,

@@ -82,12 +82,7 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
             f"{where} options.{key}: '{section.name}' takes no options." for key in section.options
         ]
     known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
-    for needs_more in (
-        "LambdaLR",
-        "MultiplicativeLR",
-        "ChainedScheduler",
-        "SequentialLR",
-    ):
+    for needs_more in ("LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR"):
         known.pop(needs_more, None)  # these need functions or other schedules
     if section.name not in known:
         names = [*SHAPES, *sorted(known)]

@@ -108,12 +108,10 @@ class Split(Section):
         description="Fraction of the *training* side that is held out for early stopping; or 0.",
     )
     validation_by: Literal["item", "class"] = Field(
-        "item",
-        description="Hold out items of every class (`item`) or whole classes (`class`).",
+        "item", description="Hold out items of every class (`item`) or whole classes (`class`)."
     )
     seed: int = Field(
-        0,
-        description="Seed of the split, so that runs with different seeds share a split.",
+        0, description="Seed of the split, so that runs with different seeds share a split."
     )
 
 
@@ -124,8 +122,7 @@ class Sampler(Component):
     classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
     items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
-        None,
-        description="Number of batches in an epoch, by default training items / (P × M).",
+        None, description="Number of batches in an epoch, by default training items / (P × M)."
     )
 
 
@@ -133,8 +130,7 @@ class Augmentation(Section):
     """`[augmentation]`: random changes to training images, applied in the order of the keys."""
 
     crop_scale: tuple[float, float] | None = Field(
-        None,
-        description="Smallest and largest share of the image's area that a random crop keeps.",
+        None, description="Smallest and largest share of the image's area that a random crop keeps."
     )
     crop_ratio: tuple[float, float] = Field(
         (0.75, 1.3333), description="Smallest and largest aspect ratio of the crop."
@@ -206,8 +202,7 @@ class Head(Section):
         [], description="Widths of hidden layers with ReLU. The default is a linear map."
     )
     normalize: bool = Field(
-        True,
-        description="Scale embeddings to unit length; distance and cosine then order alike.",
+        True, description="Scale embeddings to unit length; distance and cosine then order alike."
     )
     identity: bool = Field(False, description="Use the features as the embedding, without a head.")
 
@@ -227,12 +222,10 @@ class Optimizer(Section):
         ),
     )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
-        description="Factor of the learning rate from each backbone stage to the one before.",
+        1.0, description="Factor of the learning rate from each backbone stage to the one before."
     )
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description="Weight decay, by the same keys as `lr_factor`; the rest has `options`'.",
+        {}, description="Weight decay, by the same keys as `lr_factor`; the rest has `options`'."
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
@@ -268,8 +261,7 @@ class Schedule(Section):
         ),
     )
     warmup: float | str = Field(
-        0.0,
-        description='Rise of the rate: a share of a phase, `"500 steps"` or `"2 epochs"`.',
+        0.0, description='Rise of the rate: a share of a phase, `"500 steps"` or `"2 epochs"`.'
     )
     options: dict[str, Any] = Field(
         {}, description="Arguments of a `torch.optim.lr_scheduler` class."
@@ -344,8 +336,7 @@ class Phase(Section):
         ),
     )
     generator_lr: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="The generator's learning rate in this phase, instead of its optimiser's.",
+        None, description="The generator's learning rate in this phase, instead of its optimiser's."
     )
     synthetic: bool = Field(
         True, description="Whether the loss uses the generator's negatives in this phase."
@@ -362,8 +353,7 @@ class Train(Section):
 
     epochs: Count = Field(10, description="Number of epochs, if the recipe has no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
-        "no",
-        description="Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs.",
+        "no", description="Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs."
     )
     chunk: Count | None = Field(
         None,
@@ -375,12 +365,10 @@ class Train(Section):
         ),
     )
     channels_last: bool = Field(
-        False,
-        description="Store images and weights with channels last, for faster convolutions.",
+        False, description="Store images and weights with channels last, for faster convolutions."
     )
     compile: bool = Field(
-        False,
-        description="Compile the backbone with `torch.compile`; a CPU needs a C++ compiler.",
+        False, description="Compile the backbone with `torch.compile`; a CPU needs a C++ compiler."
     )
     deterministic: bool = Field(
         False,
@@ -402,20 +390,17 @@ class Train(Section):
         description="Decay, such as 0.999, of a moving average of the weights, which is then kept.",
     )
     average_last: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description="Number of last epochs of each phase whose weights are averaged.",
+        None, description="Number of last epochs of each phase whose weights are averaged."
     )
     validate_every: Count = Field(1, description="Number of epochs between validations.")
     checkpoint_every: Count | None = Field(
-        None,
-        description="Number of steps between checkpoints, besides one after each epoch.",
+        None, description="Number of steps between checkpoints, besides one after each epoch."
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         0, description="Number of processes that load images."
     )
     start_from: str | None = Field(
-        None,
-        description="Folder of a run, such as `runs/a`, whose weights training starts from.",
+        None, description="Folder of a run, such as `runs/a`, whose weights training starts from."
     )
     start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
         Field(
@@ -433,8 +418,7 @@ class Train(Section):
         description="With several processes, batch norm uses the whole batch, not their shares.",
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description="With a generator, the weight of an added loss on real negatives.",
+        0.0, description="With a generator, the weight of an added loss on real negatives."
     )
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
@@ -486,8 +470,7 @@ class Tables(Section):
     name: str = Field("run", description="Name of the run and of its bundle.")
     seed: int = Field(0, description="Seed of everything random except the split.")
     plugins: list[str] = Field(
-        [],
-        description="Plugins: files `x.py` and folders `x/` beside the recipe, or modules `x`.",
+        [], description="Plugins: files `x.py` and folders `x/` beside the recipe, or modules `x`."
     )
     data: Component = Field(description="The dataset.")
     split: Split = Field(default_factory=Split)

@@ -110,11 +110,7 @@ def refuse_taken(path: Path, replace: bool) -> None:
 
 
 def create_folder(
-    path: Path,
-    recipe: Recipe,
-    files: Mapping[str, Any] | None = None,
-    *,
-    replace: bool = False,
+    path: Path, recipe: Recipe, files: Mapping[str, Any] | None = None, *, replace: bool = False
 ) -> Recipe:
     """Create a run's folder with its recipe and plugin files, atomically.
 

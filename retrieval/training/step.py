@@ -46,14 +46,7 @@ from retrieval.training.optim import (
     schedules_of,
     set_modes,
 )
-from retrieval.training.synthetic import (
-    Made,
-    Metrics,
-    choose_triplets,
-    classmates_of,
-    extend,
-    mine,
-)
+from retrieval.training.synthetic import Made, Metrics, choose_triplets, classmates_of, extend, mine
 
 
 class Step:

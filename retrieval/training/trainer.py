@@ -204,12 +204,7 @@ class Trainer:
             self.report(f"note: {note}")
         for warning in self.warnings if self.main else ():
             self.report(f"warning: {warning}")
-        with (
-            closing(self),
-            signals(self._signalled),
-            repeating(self.recipe.train),
-            meter,
-        ):
+        with closing(self), signals(self._signalled), repeating(self.recipe.train), meter:
             if self.progress.total == 0:
                 if self.validates and self.progress.start is None:
                     self._validate_start()

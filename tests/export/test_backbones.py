@@ -109,9 +109,7 @@ def test_whitened_vectors_are_those_of_a_decomposition_by_hand(lite, folder):
 
 
 def test_a_backbone_with_random_weights_is_refused_unless_asked_for(tmp_path):
-    small = {
-        "parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8},
-    }
+    small = {"parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8}}
     with pytest.raises(
         BundleError, match=r"weights of core.convnet are random.*--random-weights"
     ) as refused:
@@ -173,12 +171,7 @@ def retrieval_backbones():
 
 def test_a_plugin_brings_backbones_too(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    plugin = [
-        "--plugin",
-        tmp_path / "own.py",
-        "--output",
-        tmp_path / "b",
-    ]
+    plugin = ["--plugin", tmp_path / "own.py", "--output", tmp_path / "b"]
     done = command("--model", "own.edges", *plugin)
     assert done.exit_code == 0, done.output
     assert "on 64 crops of two example photographs (tolerance 0.0001)" in done.output

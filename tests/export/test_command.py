@@ -67,14 +67,7 @@ def run(*words):
 
 @pytest.mark.parametrize("name", ["network", "learner"])
 def test_a_run_becomes_a_bundle(trained, tmp_path, name):
-    result = run(
-        "export",
-        trained / name,
-        "-o",
-        tmp_path / "b",
-        "--variant",
-        "int8",
-    )
+    result = run("export", trained / name, "-o", tmp_path / "b", "--variant", "int8")
     assert result.exit_code == 0, result.output
     assert "held-out items (tolerance 0.0001)" in result.output and "int8: " in result.output
     bundle = Bundle.open(tmp_path / "b", threads=1)
@@ -92,13 +85,7 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
         assert run("evaluate", trained / name).exit_code == 0
         bundles = []
         for more in ((), ("--dimensions", 3)):
-            result = run(
-                "export",
-                trained / name,
-                "-o",
-                tmp_path / f"{name}{len(more)}",
-                *more,
-            )
+            result = run("export", trained / name, "-o", tmp_path / f"{name}{len(more)}", *more)
             assert result.exit_code == 0, result.output
             bundles.append(Bundle.open(tmp_path / f"{name}{len(more)}", threads=1))
         whole, cut = bundles

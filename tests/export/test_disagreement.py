@@ -58,10 +58,7 @@ def test_random_layers(parts, vectors, tmp_path):
 def test_statistics_of_the_batch(parts, vectors, tmp_path):
     with pytest.raises(BundleError, match="which others are in the batch"):
         export_model(
-            Model(parts.Vectors(), BatchStatistics()),
-            vectors[0][:40],
-            tmp_path / "b",
-            name="b",
+            Model(parts.Vectors(), BatchStatistics()), vectors[0][:40], tmp_path / "b", name="b"
         )
     assert not list(tmp_path.iterdir())
 
@@ -71,10 +68,7 @@ def test_a_batch_size_folded_into_the_graph(parts, vectors, tmp_path):
         BundleError, match=r"cannot be exported.*rows of 'vector' for a batch of \d"
     ):
         export_model(
-            Model(parts.Vectors(), FixedBatch()),
-            vectors[0][:40],
-            tmp_path / "b",
-            name="b",
+            Model(parts.Vectors(), FixedBatch()), vectors[0][:40], tmp_path / "b", name="b"
         )
     assert not list(tmp_path.iterdir())
 
@@ -84,18 +78,9 @@ def test_any_other_difference_is_named_with_the_tolerance(parts, vectors, tmp_pa
         BundleError,
         match=r"disagree by 0\.\d+ .*tolerance is 0\.0001\. torch's exporter translates",
     ):
-        export_model(
-            Model(parts.Vectors(), Lies()),
-            vectors[0][:40],
-            tmp_path / "b",
-            name="b",
-        )
+        export_model(Model(parts.Vectors(), Lies()), vectors[0][:40], tmp_path / "b", name="b")
     loose = export_model(
-        Model(parts.Vectors(), Lies()),
-        vectors[0][:40],
-        tmp_path / "b",
-        name="b",
-        tolerance=9.0,
+        Model(parts.Vectors(), Lies()), vectors[0][:40], tmp_path / "b", name="b", tolerance=9.0
     )
     # 0.5 × the largest entry, over the mean length
     features = vectors[0][:40].astype(float)
@@ -162,12 +147,7 @@ def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path,
             )  # 16 pixels make no 6 even cells
 
     with pytest.raises(BundleError, match="adaptive"):
-        export_model(
-            Model(Uneven(), nn.Linear(36, 4)),
-            digits[0][:9],
-            tmp_path / "b",
-            name="b",
-        )
+        export_model(Model(Uneven(), nn.Linear(36, 4)), digits[0][:9], tmp_path / "b", name="b")
     assert capfd.readouterr().out == ""
     print("heard again", flush=True)
     assert capfd.readouterr().out == "heard again\n"

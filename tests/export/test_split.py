@@ -120,11 +120,7 @@ class Fixed(nn.Module):
 def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, tmp_path):
     with pytest.raises(BundleError, match=r"The head cannot be exported.*batch"):
         export_model(
-            Model(net.backbone, Fixed()),
-            digits[0][:9],
-            tmp_path / "b",
-            name="m",
-            split=True,
+            Model(net.backbone, Fixed()), digits[0][:9], tmp_path / "b", name="m", split=True
         )
     assert not list(tmp_path.iterdir())
 
@@ -185,11 +181,7 @@ def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_f
     """
     run, plugin = frozen
     first = export_backbone(
-        "own.filters",
-        tmp_path / "first",
-        plugins=[str(plugin)],
-        split=True,
-        progress=False,
+        "own.filters", tmp_path / "first", plugins=[str(plugin)], split=True, progress=False
     )
     later = export(run, tmp_path / "later", split=True, progress=False).bundle
     assert first.backbone_sha256 == later.backbone_sha256 is not None
@@ -205,14 +197,7 @@ def test_the_command_splits(frozen, tmp_path):
     for words in ([run.path], ["--model", "own.filters", "--plugin", plugin]):
         output = tmp_path / str(len(words))
         done = CliRunner().invoke(
-            app,
-            [
-                "export",
-                *map(str, words),
-                "--split",
-                "--output",
-                str(output),
-            ],
+            app, ["export", *map(str, words), "--split", "--output", str(output)]
         )
         assert done.exit_code == 0, done.output
         content = json.loads((output / "manifest.json").read_text())

@@ -28,10 +28,7 @@ STILL = {
 }
 MOVER = {"loss": {"name": "pml.triplet_margin"}, "generator": {"name": "toolbox.mover"}}
 CASES: dict[str, dict[str, Any]] = {
-    "miner": {
-        "loss": {"name": "pml.multi_similarity"},
-        "miner": {"name": "pml.multi_similarity"},
-    },
+    "miner": {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
     "generator": {**MOVER, "train": {"real_weight": 0.5}},
     "both sides at once": {**MOVER, "train": {"coupling": "joint"}},
     "combiner": {"loss": {"name": "pml.contrastive"}, "combiner": {"name": "toolbox.local"}},
@@ -42,10 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "memory": {
         "loss": {"name": "pml.cross_batch_memory", "loss": "pml.contrastive", "memory_size": 40}
     },
-    "classes": {
-        "loss": {"name": "pml.arc_face"},
-        "augmentation": {"mix": "mixup"},
-    },
+    "classes": {"loss": {"name": "pml.arc_face"}, "augmentation": {"mix": "mixup"}},
 }
 
 

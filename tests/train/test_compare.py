@@ -181,11 +181,9 @@ def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
         )
         made, _ = fold_recipe(job)
         batches.append((made.sampler.classes, made.sampler.items, made.sampler.batches))
-    assert batches == [
-        (3, 8, 2),
-        (3, 4, 2),
-        (2, 4, 2),
-    ], "three of the six training classes are left in a fold"
+    assert batches == [(3, 8, 2), (3, 4, 2), (2, 4, 2)], (
+        "three of the six training classes are left in a fold"
+    )
     assert perform(
         Job(
             "fold",

@@ -76,10 +76,7 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
             r"failed: ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)",
         ),
         (lambda x: {}["x"], "failed: KeyError: 'x'"),
-        (
-            lambda x: Path("nowhere/3.png").read_bytes(),
-            "cannot read it: No such file or directory",
-        ),
+        (lambda x: Path("nowhere/3.png").read_bytes(), "cannot read it: No such file or directory"),
         (
             lambda x: Image.fromarray(x.astype(np.float32)),
             r"gave an image that is floating-point grey \(mode F\)",

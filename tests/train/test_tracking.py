@@ -317,11 +317,9 @@ def test_mlflow_has_the_figures_and_goes_on_with_its_run(
     longer = make(train={"epochs": 4})
     fit(longer, folder, "mlflow", tell=lines.append, resume=True)
     assert json.loads((folder / FILE).read_text())["mlflow.run"]["key"] == key
-    assert {m.step for m in client.get_metric_history(key, "loss")} == {
-        1,
-        2,
-        4,
-    }, "the third epoch was not tracked"
+    assert {m.step for m in client.get_metric_history(key, "loss")} == {1, 2, 4}, (
+        "the third epoch was not tracked"
+    )
     assert len(client.search_runs([run.info.experiment_id])) == 1
     assert not any("warning" in line for line in lines), lines
 

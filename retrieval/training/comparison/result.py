@@ -20,13 +20,7 @@ from retrieval.host.values import toml_value
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, Plan
 from retrieval.training.comparison.search import Trial, agreement
-from retrieval.training.comparison.statistics import (
-    Difference,
-    Mean,
-    mean_of,
-    number,
-    probability,
-)
+from retrieval.training.comparison.statistics import Difference, Mean, mean_of, number, probability
 
 Cells = list[list[str]]
 
