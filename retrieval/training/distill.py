@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,8 +37,6 @@ DIMENSIONS = 128
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
 """Share, and largest number, of the photos that are held out to measure the agreement."""
 _FEWEST_PHOTOS = 128
-_TIMED = 64
-"""Number of photos that time the teacher."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
@@ -58,7 +55,6 @@ class Distillation:
         held_out: number of held-out photos, on which the following were measured.
         cosine: mean cosine between the student's and the teacher's embeddings.
         neighbours: share of the teacher's ten nearest photos that the student finds too.
-        images_per_second: photos per second that the student and the teacher embed.
     """
 
     bundle: Path
@@ -67,15 +63,12 @@ class Distillation:
     held_out: int
     cosine: float
     neighbours: float
-    images_per_second: tuple[float, float]
 
     def __str__(self) -> str:
-        student, teacher = self.images_per_second
         return (
             f"{self.bundle}: trained on {self.trained:,} photos. On {self.held_out:,} others the"
             f" mean cosine to the teacher's embeddings is {self.cosine:.3f}, and the student finds"
-            f" {self.neighbours:.0%} of the teacher's {_NEIGHBOURS} nearest photos. It embeds"
-            f" {student:,.0f} photos a second, the teacher {teacher:,.0f}."
+            f" {self.neighbours:.0%} of the teacher's {_NEIGHBOURS} nearest photos."
         )
 
 
@@ -162,10 +155,7 @@ def distill(
         path.write_bytes(table.getvalue().encode("utf-8", "surrogateescape"))
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
     bundle = export(trained, goal, replace=replace, progress=progress)
-    shown_files = [files[i] for i in held_out]
-    vectors_of_student, student_speed = _timed(bundle, shown_files)
-    _, teacher_speed = _timed(teacher, shown_files[:_TIMED])
-    student_vectors = _unit(vectors_of_student)
+    student_vectors = _unit(bundle.encode([files[i] for i in held_out], progress=False))
     return Distillation(
         bundle=goal,
         run=work / "run",
@@ -173,7 +163,6 @@ def distill(
         held_out=len(held_out),
         cosine=float((student_vectors * reduced[held_out]).sum(1).mean()),
         neighbours=_overlap(student_vectors, _unit(vectors[held_out])),
-        images_per_second=(student_speed, teacher_speed),
     )
 
 
@@ -272,14 +261,6 @@ def _recipe(
         "schedule": {"name": "cosine", "warmup": 0.05},
         "train": {"epochs": epochs},
     }
-
-
-def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
-    """Return the embeddings of photos, and the number of photos embedded per second."""
-    encoder.encode(list(files[:2]), progress=False)  # the first call starts threads
-    began = time.perf_counter()
-    vectors = encoder.encode(list(files), progress=False)
-    return vectors, len(files) / (time.perf_counter() - began)
 
 
 def _overlap(student: Embeddings, teacher: Embeddings) -> float:

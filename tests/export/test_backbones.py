@@ -15,7 +15,6 @@ from PIL import Image
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting
-from retrieval.export.export_backbone import Photos
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
@@ -247,7 +246,6 @@ def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
         (BundleError, "takes vectors, not images", ("core.features",), {}),
         (BundleError, "name photos to whiten by", ("core.pixels",), {"dimensions": 4}),
         (BundleError, "calibrated on photos, and none", ("core.pixels",), {"variants": "int8"}),
-        (BundleError, "At least 1 photo", ("core.pixels",), {"most_photos": 0}),
         (DataError, "does not exist", ("core.pixels",), {"whiten": tmp_path / "nowhere"}),
         (
             DataError,
@@ -260,12 +258,6 @@ def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
             "160 photos are too few to whiten 160",
             ("core.pixels",),
             {"whiten": folder, "dimensions": 160},
-        ),
-        (
-            DataError,
-            "50 photos are too few to whiten 128",
-            ("core.pixels",),
-            {"whiten": folder, "most_photos": 50},
         ),
     ]
     for kind, said, words, options in cases:
@@ -301,28 +293,6 @@ def test_photos_that_cannot_be_read_are_left_out_and_named(tmp_path, folder, cap
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DataError, match="None of the 31 photos can be read"):
         export_backbone("core.pixels", tmp_path / "c", whiten=some, dimensions=3, **SMALL)
-
-
-def test_photos_are_drawn_by_a_seed_and_each_once(tmp_path, folder, monkeypatch):
-    files = sorted(folder.iterdir())
-    (tmp_path / "again").symlink_to(folder)
-    found = Photos([folder, files[3], tmp_path / "again"], seed=5)
-    assert sorted(found.files) == [file.resolve() for file in files] != found.files
-    assert found.files == Photos([folder], seed=5).files != Photos([folder], seed=6).files
-
-    seen = []
-    real = exporting.whitening_head
-    monkeypatch.setattr(exporting, "whitening_head", lambda x, d: seen.append(x) or real(x, d))
-    for number in (0, 1):
-        export_backbone(
-            "core.pixels",
-            tmp_path / f"b{number}",
-            whiten=folder,
-            dimensions=2,
-            most_photos=40,
-            **SMALL,
-        )
-    assert seen[0].shape == (40, 16) and np.array_equal(*seen)
 
 
 def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeypatch):

@@ -114,7 +114,7 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
     said = train(mine, "run", "--resume")
     assert (
-        "The plugin 'mine' has changed since the run began (factors.py is another); the run goes on"
+        "The plugin 'mine' has changed since the run began (factors.py); the run goes on"
         " with its own copy" in said
     )
     assert "--replace-plugins" in said

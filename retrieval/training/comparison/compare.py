@@ -248,12 +248,6 @@ def _tell(tracking: Tracking, result: Comparison) -> None:
     )
     tracking.table("metrics", metric_table(result))
     tracking.table("differences", differences(result))
-    for row in result.contestants:
-        trials = [trial for tried in row.searches for trial in tried.trials]
-        if trials:
-            keys = list(trials[0].values)
-            cells = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in trials]
-            tracking.table(f"trials of {row.name}", [[*keys, "MAP@R"], *cells])
 
 
 def _refuse_numbers(seeds: int, splits: int, trials: int, folds: int, workers: int) -> None:
