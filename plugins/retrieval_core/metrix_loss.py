@@ -72,7 +72,9 @@ class Metrix(CheckedLoss):
         part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
         rest, cosine = 1 - part, unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
-        distance = _distance(_mixed(cosine, anchor, positive, negative, part))
+        between = cosine[positive, negative]
+        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, part)
+        distance = _distance(mixed)
         losses: dict[str, tuple[Tensor, tuple[Tensor, Tensor], float | Tensor]] = {
             "positive": (_distance(cosine[a, p]) - self.positive_margin, (a, p), 1.0),
             "negative": (self.negative_margin - _distance(cosine[b, n]), (b, n), 1.0),
@@ -146,7 +148,8 @@ class MetrixMultiSimilarity(CheckedLoss):
         part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
         cosine = unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
-        mixed = _mixed(cosine, anchor, positive, negative, part)
+        between = cosine[positive, negative]
+        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, part)
         total = cosine.new_zeros(len(cosine))
         for weight, rows, values, share, scale in (
             (1.0, a, cosine[a, p], 1.0, self.scales[0]),
@@ -159,6 +162,75 @@ class MetrixMultiSimilarity(CheckedLoss):
             total = total + weight / abs(scale) * sums.log1p()
         every = torch.arange(len(total), device=total.device)
         return {"loss": {"losses": total, "indices": every, "reduction_type": "element"}}
+
+
+@traits(ref_emb=False, miner=False)
+class MetrixProxyAnchor(CheckedLoss):
+    """The proxy-anchor loss, which also mixes a positive and a negative of each proxy.
+
+    The same paper, Metrix/embed with the proxy-anchor loss (Kim et al., "Proxy Anchor Loss for Deep
+    Metric Learning", CVPR 2020, equation 4). The anchors are a learned proxy z per class, and
+
+        mean_z⁺ log(1 + Σ_p exp(−γ (s_zp − δ))) + mean_z log(1 + Σ_n exp(γ (s_zn + δ)))
+
+    is a mean over the proxies z⁺ of the batch's classes, and over all proxies. To it comes w times
+    the same loss over mixtures v of each p and each n of the proxies z⁺, with the exponentials
+    times λ and 1 − λ.
+
+    Args:
+        classes: number of classes that train; the framework sets it.
+        embedding_size: dimension of the embeddings; the framework sets it.
+        scale: γ, sharpness.
+        margin: δ, margin of the cosine.
+        alpha: α of the distribution of λ, Beta(α, α).
+        weight: w, weight of the mixtures.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        embedding_size: int,
+        scale: Positive = 32.0,
+        margin: NonNegative = 0.1,
+        alpha: Positive = 2.0,
+        weight: NonNegative = 0.4,
+    ) -> None:
+        super().__init__()
+        self.proxies = nn.Parameter(torch.empty(classes, embedding_size))
+        nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+        self.scale, self.margin, self.alpha, self.weight = scale, margin, alpha, weight
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> dict[str, Any]:
+        """Return the loss as one number."""
+        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        cosine = functional.normalize(self.proxies).to(unit) @ unit.T
+        proxy = torch.arange(len(cosine), device=labels.device)[:, None].expand_as(cosine)
+        own = proxy == labels
+        present = own.any(1)
+        positive, negative = (labels[:, None] != labels).nonzero(as_tuple=True)
+        of = labels[positive]
+        mixed = _mixed(
+            cosine[of, positive], cosine[of, negative], (unit @ unit.T)[positive, negative], part
+        )
+        total = (
+            self._sums(cosine[own], proxy[own], 1.0, -1)[present].mean()
+            + self._sums(cosine[~own], proxy[~own], 1.0, 1).mean()
+            + self.weight * self._sums(mixed, of, part, -1)[present].mean()
+            + self.weight * self._sums(mixed, of, 1 - part, 1)[present].mean()
+        )
+        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+
+    def _sums(self, cosine: Tensor, rows: Tensor, share: float | Tensor, sign: int) -> Tensor:
+        """Return log(1 + share Σ exp(γ (δ + sign s))) of each proxy."""
+        powers = share * (self.scale * (self.margin + sign * cosine)).exp()
+        return powers.new_zeros(len(self.proxies)).index_add(0, rows, powers).log1p()
 
 
 def _part(embeddings: Tensor, alpha: float) -> Tensor:
@@ -182,17 +254,20 @@ def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Ten
     return a, p, b, n, a[which], p[which], n[other]
 
 
-def _mixed(
-    cosine: Tensor, anchor: Tensor, positive: Tensor, negative: Tensor, part: Tensor
-) -> Tensor:
-    """Return the cosine of each anchor and its mixture v = λ p + (1 − λ) n.
+def _mixed(positive: Tensor, negative: Tensor, between: Tensor, part: Tensor) -> Tensor:
+    """Return the cosines of anchors and their mixtures v = λ p + (1 − λ) n.
 
-    It is (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖.
+    They are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖.
+
+    Args:
+        positive: cosines s_ap.
+        negative: cosines s_an.
+        between: cosines of p and n.
+        part: λ.
     """
     rest = 1 - part
-    length = part**2 + rest**2 + 2 * part * rest * cosine[positive, negative]
-    mixed = part * cosine[anchor, positive] + rest * cosine[anchor, negative]
-    return mixed / length.clamp(min=1e-6).sqrt()
+    length = part**2 + rest**2 + 2 * part * rest * between
+    return (part * positive + rest * negative) / length.clamp(min=1e-6).sqrt()
 
 
 def _distance(cosine: Tensor) -> Tensor:

@@ -254,6 +254,33 @@ def test_metrix(name: str, mined: bool) -> None:
     assert value == pytest.approx(by_loops(embeddings, triplets, pairs, part), abs=1e-9)
 
 
+def test_metrix_of_proxies() -> None:
+    embeddings, labels = batch()
+    loss = create("loss", "core.metrix_proxy_anchor", classes=5, embedding_size=6, scale=8.0)
+    torch.manual_seed(3)
+    part = float(torch._sample_dirichlet(torch.full((2,), 2.0, dtype=torch.float64))[0])
+    unit = [row / row.norm() for row in embeddings.detach()]
+    proxies = [row / row.norm() for row in loss.proxies.detach().double()]
+    terms: list[list[float]] = [[], [], [], []]
+    for label, proxy in enumerate(proxies):
+        sums = [0.0] * 4
+        for i, own in enumerate(LABELS):
+            power = math.exp(8 * (0.1 + (-1 if own == label else 1) * float(proxy @ unit[i])))
+            sums[own != label] += power
+            for j, other in enumerate(LABELS):
+                if own == label != other:
+                    v = part * unit[i] + (1 - part) * unit[j]
+                    cosine = float(proxy @ v / v.norm())
+                    sums[2] += part * math.exp(8 * (0.1 - cosine))
+                    sums[3] += (1 - part) * math.exp(8 * (0.1 + cosine))
+        for term, value, everywhere in zip(terms, sums, (0, 1, 0, 0), strict=True):
+            if everywhere or label in LABELS:
+                term.append(math.log(1 + value))
+    wanted = sum(w * sum(t) / len(t) for w, t in zip((1, 1, 0.4, 0.4), terms, strict=True))
+    torch.manual_seed(3)
+    assert loss(embeddings, labels).item() == pytest.approx(wanted, abs=1e-6)
+
+
 def test_barlow_twins() -> None:
     embeddings, labels = batch()
     value = create("loss", "core.barlow_twins", weight=0.1)(embeddings, labels).item()
