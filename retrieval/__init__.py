@@ -146,9 +146,12 @@ def load(
             return types.BackboneEncoder(str(source), parameters, plugins, random_weights)
         except PluginError as error:
             raise PluginError(f"{error} Nor is there a folder of that name.") from error
+    advice = instead(path, "run")
+    if "://" in str(source):
+        advice = " An index is opened by retrieval.Index.open, a server by retrieval.client.Client."
     raise DataError(
-        f"{path} is neither a run, nor a bundle, nor the name of a backbone"
-        f" (PLUGIN.name).{instead(path, 'run')}"
+        f"{source} is neither a run, nor a bundle, nor the name of a backbone (PLUGIN.name)."
+        f"{advice}"
     )
 
 

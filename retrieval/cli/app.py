@@ -6,15 +6,16 @@ stderr, no traceback), 130 interrupted.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import sys
 import traceback
+from importlib import import_module
 
 import click
 
-from retrieval.errors import PluginError, RetrievalError, did_you_mean, printable
+from retrieval.cli.common import Group
+from retrieval.errors import PluginError, RetrievalError, printable
 from retrieval.host.lazy import how_to_have
 
 COMMANDS = {
@@ -40,7 +41,7 @@ COMMANDS = {
 }
 
 
-class App(click.Group):
+class App(Group):
     """A group that imports a command when it is called, and plugins only for their commands."""
 
     _loaded = False  # whether plugins have added their commands
@@ -57,18 +58,10 @@ class App(click.Group):
         """Import a command by name."""
         if cmd_name in COMMANDS:
             module, _, name = COMMANDS[cmd_name].partition(":")
-            command: click.Command = getattr(
-                importlib.import_module(f"retrieval.cli.{module}"), name
-            )
-            return command
+            built_in: click.Command = getattr(import_module(f"retrieval.cli.{module}"), name)
+            return built_in
         self._add_plugin_commands()
-        if cmd_name not in self.commands:
-            raise click.UsageError(
-                "There is no command"
-                f" '{cmd_name}'.{did_you_mean(cmd_name, [*COMMANDS, *self.commands])}",
-                ctx,
-            )
-        return self.commands[cmd_name]
+        return super().get_command(ctx, cmd_name)
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         """Add a plugin's command.
@@ -78,14 +71,12 @@ class App(click.Group):
         """
         name = name or cmd.name or ""
         home = getattr(cmd.callback, "__module__", "a plugin")
-        if name in COMMANDS:
+        if name in COMMANDS or name in self.commands:
+            other = "which is built in"
+            if name in self.commands:
+                other = f"as {getattr(self.commands[name].callback, '__module__', 'another')} does"
             raise PluginError(
-                f"{home} adds the command '{name}', which is built in. It must take another name."
-            )
-        if name in self.commands:
-            other = getattr(self.commands[name].callback, "__module__", "another plugin")
-            raise PluginError(
-                f"{home} and {other} both add the command '{name}'. One must take another name."
+                f"{home} adds the command '{name}', {other}. It must take another name."
             )
         super().add_command(cmd, name)
 
@@ -95,19 +86,11 @@ class App(click.Group):
         if self._loaded:
             return
         self._loaded = True
-        try:
-            load_plugins().hook.retrieval_commands(app=self)
-        except RetrievalError:
-            raise
-        except Exception as error:
-            raise PluginError(
-                f"A plugin failed in retrieval_commands: {type(error).__name__}: {error}. "
-                "RETRIEVAL_BLOCK=NAME leaves a plugin out."
-            ) from error
+        load_plugins().notify("retrieval_commands", app=self)
 
 
-def _print_version(ctx: click.Context, param: click.Parameter, asked_for: bool) -> None:
-    if asked_for:
+def _print_version(ctx: click.Context, param: click.Parameter, is_set: bool) -> None:
+    if is_set:
         from retrieval.host.version import installed_version
 
         click.echo(f"retrieval, version {installed_version()}")
@@ -115,7 +98,12 @@ def _print_version(ctx: click.Context, param: click.Parameter, asked_for: bool) 
 
 
 @click.group(
-    cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=App,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+        "show_default": True,
+    },
 )
 @click.option(
     "--version",
@@ -133,6 +121,9 @@ def app(ctx: click.Context, debug: bool) -> None:
 
     Start with:  retrieval demo
     """
+    from retrieval.serving.runtime import quiet_threads
+
+    quiet_threads()  # before a command imports FAISS or torch
     if ctx.obj is not None:
         ctx.obj["debug"] = debug
 

@@ -8,53 +8,39 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from retrieval.errors import did_you_mean
 
+PATH = click.Path(path_type=Path)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-
-
-class Place(click.Path):
-    """A path, or an address such as `s3://bucket/photos`, which remains text."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path or address."""
-        from retrieval.serving.index.locations import is_address
-
-        return value if is_address(value) else super().convert(value, param, ctx)
 
 
 class IndexArgument(click.Path):
     """An index: a folder, or an address such as `milvus://host:19530/photos`."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path or the parsed address."""
         from retrieval.serving.store.address import Address, place_of
 
         place = place_of(value)
-        return place if isinstance(place, Address) else super().convert(place, param, ctx)
+        return place if isinstance(place, Address) else PATH.convert(place, param, ctx)
 
 
-class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
-    """A whole number, in full or as 20M or 1.5G."""
+class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
+    """A whole number, in full or as 20M or 1.5G; with a unit, also as 10MB or 64KiB."""
 
     name = "size"
-    unit = ""
 
-    def __init__(self, least: float = 1) -> None:
-        self.least = least
+    def __init__(self, unit: str = "") -> None:
+        self.unit = unit
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return the number."""
@@ -66,15 +52,12 @@ class Pixels(click.ParamType):  # type: ignore[type-arg]  # older click's is not
         if match is None or (match[3] and not self.unit):
             self.fail(f"'{value}' is not a size: write 20000000 or 20M{self.unit}.", param, ctx)
         number = round(float(re.sub("[_,]", "", match[1])) * _UNITS[match[2] or ""])
-        if number < self.least:
-            self.fail(f"'{value}' is less than {self.least:,}.", param, ctx)
+        if number < 1:
+            self.fail(f"'{value}' is less than 1.", param, ctx)
         return number
 
 
-class Bytes(Pixels):
-    """A number of bytes: 20000000, 20M, 10MB, 1.5GB or 64KiB."""
-
-    unit = "B"
+PIXELS, BYTES = Size(), Size("B")
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
@@ -97,6 +80,46 @@ class Number(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"'{value}' is not a finite number.", param, ctx)
         return number
+
+
+class Group(click.Group):
+    """A group that lists its commands in their order, and suggests the closest to a wrong name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands in the order of use."""
+        return list(self.commands)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command by its name."""
+        if cmd_name not in (known := self.list_commands(ctx)):
+            raise click.UsageError(
+                f"There is no command '{cmd_name}'.{did_you_mean(cmd_name, known)}", ctx
+            )
+        return self.commands[cmd_name]
+
+
+def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator for a command whose help ends with these examples."""
+    head = "Examples:" if len(examples) > 1 else "Example:"
+    return click.command(name, epilog="\n  ".join([f"\b\n{head}", *examples]))
+
+
+def refuse_options(where: str, names: Container[str]) -> None:
+    """Refuse parameters of the current command that do not go together with others.
+
+    Args:
+        where: the others, such as "without --model".
+        names: the parameters that must not stand on the command line.
+    """
+    context = click.get_current_context()
+    wrong = [
+        param.opts[0]
+        for param in context.command.params
+        if param.name in names
+        and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+    ]
+    if wrong:
+        raise click.UsageError(f"Leave {' and '.join(wrong)} out {where}.")
 
 
 @contextmanager

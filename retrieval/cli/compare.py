@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Choice, loading
+from retrieval.cli.common import PATH, Choice, loading, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
-from retrieval.cli.train import TRACK_OPTION
+from retrieval.cli.train import SET_OPTION, TRACK_OPTION
 
 MOST_VALUES = 1000
 """Most values in a range of a sweep."""
@@ -20,32 +20,17 @@ MOST_VALUES = 1000
 OPTIONS = (
     click.option(
         "--splits",
-        metavar="N",
-        type=int,
         default=1,
-        show_default=True,
         help="Number of random splits, each with all seeds; 1 uses the recipes' own split.",
     ),
-    click.option(
-        "--against",
-        metavar="NAME",
-        help="Compare each recipe with this recipe or baseline alone, not all pairs.",
-    ),
+    click.option("--against", metavar="NAME", help="Compare with this contestant alone, not all."),
     click.option("--test-baselines", is_flag=True, help="Also test recipes against baselines."),
-    click.option(
-        "--workers",
-        type=int,
-        default=1,
-        show_default=True,
-        help="Processes that train at the same time.",
-    ),
+    click.option("--workers", default=1, help="Processes that train at the same time."),
     click.option(
         "--ray",
         metavar="ADDRESS",
-        help=(
-            "Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
-            " must share --output and the data."
-        ),
+        help="Train on a Ray cluster: HOST:PORT of its head, or auto on one of its nodes. All nodes"
+        " must share --output and the data.",
     ),
     click.option(
         "--cpus",
@@ -55,28 +40,16 @@ OPTIONS = (
     click.option(
         "--pretrained",
         metavar="BACKBONE",
-        help=(
-            "Backbone of the row of frozen features, or none. By default the recipes' own if it"
-            " has weights, else core.efficientnet_lite0 if its extra is installed."
-        ),
-    ),
-    click.option(
-        "--set",
-        "overrides",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Change a value of every recipe, such as train.epochs=5; repeatable.",
+        help="Backbone of the row of frozen features, or none. By default the recipes' own if it"
+        " has weights, else core.efficientnet_lite0 if its extra is installed.",
     ),
     click.option(
         "--latex",
-        "columns",
         metavar="METRICS",
+        default="",
         help="Columns of comparison.tex, such as map_at_r,recall_at_1. By default all.",
     ),
-    click.option("--caption", help="Caption of comparison.tex, in LaTeX."),
-    click.option(
-        "--label", default="tab:comparison", show_default=True, help="Label of comparison.tex."
-    ),
+    SET_OPTION,
     TRACK_OPTION,
     PLUGIN_OPTION,
     ALLOW_OPTION,
@@ -84,54 +57,33 @@ OPTIONS = (
 """Options of both commands."""
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
+def _options(output: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that adds the options of both commands; `output` is the folder."""
 
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        text = "The comparison's folder: tables, runs, trials."
+        folder = click.option("--output", type=PATH, default=output, help=text)
+        for option in reversed((folder, *OPTIONS)):
+            command = option(command)
+        return command
 
-def _output(name: str) -> Callable[..., Any]:
-    return click.option(
-        "--output",
-        type=click.Path(path_type=Path),
-        default=Path(name),
-        show_default=True,
-        help="The comparison's folder: tables, runs, trials.",
-    )
+    return add
 
 
 @click.command()
-@click.argument(
-    "recipes", nargs=-1, required=True, metavar="RECIPE...", type=click.Path(path_type=Path)
-)
-@click.option("--seeds", type=int, default=5, show_default=True, help="Runs of each recipe.")
+@click.argument("recipes", nargs=-1, required=True, metavar="RECIPE...", type=PATH)
+@click.option("--seeds", default=5, help="Runs of each recipe.")
 @click.option(
-    "--search",
-    metavar="N",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Number of settings of its [search] to try for each recipe; 0 tunes nothing.",
+    "--search", default=0, help="Settings of its [search] to try for each recipe; 0 tunes nothing."
 )
 @click.option(
-    "--folds",
-    type=int,
-    default=4,
-    show_default=True,
-    help="Folds of the training side; each is held out once to judge a setting.",
+    "--folds", default=4, help="Folds of the training side; each judges the settings once."
 )
-@click.option(
-    "--repeats",
-    type=int,
-    default=1,
-    show_default=True,
-    help="Number of times that the training side is divided into folds.",
-)
+@click.option("--repeats", default=1, help="How often the training side is divided into folds.")
 @click.option(
     "--fold-by",
     type=Choice(["class", "item"]),
     default="class",
-    show_default=True,
     help="Hold out whole classes or, for data with few classes, items of every class.",
 )
 @click.option(
@@ -139,8 +91,7 @@ def _output(name: str) -> Callable[..., Any]:
     is_flag=True,
     help="Compare recipes that differ in data, backbone or budget; the tables say so.",
 )
-@_output("comparison")
-@_options
+@_options("comparison")
 def compare(recipes: tuple[Path, ...], **options: Any) -> None:
     """Compare recipes fairly: the same data, net, batches, epochs, tuning and seeds.
 
@@ -153,10 +104,9 @@ def compare(recipes: tuple[Path, ...], **options: Any) -> None:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @click.argument("values", nargs=-1, required=True, metavar="KEY=VALUES...")
-@_output("sweep")
-@_options
+@_options("sweep")
 def sweep(recipe: Path, values: tuple[str, ...], **options: Any) -> None:
     """Compare settings of one recipe: every combination of the values, with several seeds.
 
@@ -196,41 +146,18 @@ def _values(text: str, listed: str) -> list[Any]:
 
 
 def _run(
-    recipes: tuple[Path, ...],
-    *,
-    cpus: int | None,
-    ray: str | None,
-    output: Path,
-    columns: str | None,
-    caption: str | None,
-    label: str,
-    extra: tuple[str, ...],
-    **options: Any,
+    recipes: tuple[Path, ...], *, output: Path, latex: str, extra: tuple[str, ...], **options: Any
 ) -> None:
     """Compare, and print the tables."""
-    if cpus is not None and ray is None:
-        raise click.UsageError(
-            "--cpus are of a training on a cluster: name the cluster with --ray."
-        )
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
+    if options["ray"] is None:
+        refuse_options("without --ray", {"cpus"})
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.comparison.compare import compare as run
         from retrieval.training.comparison.written import Latex, markdown
 
     keep_compiler_out()
-    names = [name.strip() for name in columns.split(",")] if columns else []
-    result = run(
-        recipes,
-        output,
-        cpus=cpus,
-        ray=ray,
-        plugins=extra,
-        latex=Latex(names, caption, label),
-        report=say,
-        **options,
-    )
+    names = [name.strip() for name in latex.split(",") if name.strip()]
+    result = run(recipes, output, plugins=extra, latex=Latex(names), report=say, **options)
     say(markdown(result))
     say(f"Tables: {output}/comparison.md, .csv, .tex, .html, .json; runs: {output}/runs.")

@@ -5,66 +5,51 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Number, Place
+from retrieval.cli.common import PATH, Group, Number
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
-from retrieval.cli.train import CHANGES, RECIPE, SET_OPTION
+from retrieval.cli.train import RECIPE, SET_OPTION
 
 
-@click.group()
+@click.group(cls=Group)
 def data() -> None:
     """Show or check data before training."""
 
 
 @data.command()
 @RECIPE
-@CHANGES
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="PNG file to write; by default NAME.png, with the recipe's name.",
+    "--output", type=PATH, help="PNG file to write; by default NAME.png, with the recipe's name."
 )
 @click.option(
-    "--items",
-    type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="Rows, one per item of the first batch.",
+    "--items", type=click.IntRange(1, 64), default=8, help="Rows, one per item of the first batch."
 )
 @click.option(
-    "--draws",
-    type=click.IntRange(1, 64),
-    default=8,
-    show_default=True,
-    help="Columns: random augmentations of each item.",
+    "--draws", type=click.IntRange(1, 64), default=8, help="Columns: random changes of each item."
 )
 @SET_OPTION
 @PLUGIN_OPTION
 @ALLOW_OPTION
 def show(
     recipe: Path,
-    changes: tuple[str, ...],
     output: Path | None,
-    items: int,
-    draws: int,
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
+    **counts: int,
 ) -> None:
     """Draw the images that the net sees in training: each item unchanged, then with the random
     changes of [augmentation].
 
     Example:  retrieval data show recipe.toml --set augmentation.transforms='["RandAugment"]'
     """
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
     from retrieval.errors import DataError
     from retrieval.recipe.read import naming, read_recipe
 
-    checked = read_recipe(recipe, (*overrides, *changes), extra)
+    checked = read_recipe(recipe, overrides, extra)
     target = output or Path(f"{checked.name}.png")
     if target.suffix.lower() != ".png":
         raise DataError(f"{target} should end in .png, which is what is written.")
@@ -74,7 +59,7 @@ def show(
     from retrieval.run.check_data import preview
 
     with naming(recipe):
-        picture = preview(checked, items, draws)
+        picture = preview(checked, **counts)
     out = io.BytesIO()
     picture.save(out, format="PNG")
     write_bytes(target, out.getvalue(), DataError)
@@ -84,46 +69,34 @@ def show(
 
 
 @data.command()
-@click.argument("sources", nargs=-1, required=True, metavar="FOLDER...", type=Place())
+@click.argument("sources", nargs=-1, required=True, metavar="FOLDER...", type=PATH)
 @click.option(
     "--model",
     metavar="BUNDLE",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Also find items that are the same to a model, a bundle of 'retrieval export'.",
 )
 @click.option(
     "--within",
     type=Number(min=0),
-    help=(
-        "Items within this distance of the model are the same; by default measured on copies of"
-        " items as JPEG of quality 70."
-    ),
+    help="Items within this distance of the model are the same; by default measured on copies of"
+    " items as JPEG of quality 70.",
 )
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also write all findings as JSON to FILE.",
+    "--output", type=PATH, metavar="FILE", help="Also write all findings as JSON to FILE."
 )
 @click.option(
-    "--show",
-    "lines",
-    type=click.IntRange(0),
-    default=10,
-    show_default=True,
-    help="Most lines to print of each kind.",
+    "--show", "lines", type=click.IntRange(0), default=10, help="Most lines to print of each kind."
 )
 @SET_OPTION
 @PLUGIN_OPTION
 @ALLOW_OPTION
 def check(
-    sources: tuple[Path | str, ...],
-    model: Path | None,
-    within: float | None,
+    sources: tuple[Path, ...],
     output: Path | None,
     lines: int,
-    overrides: tuple[str, ...],
     extra: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Find what is wrong with data: broken files, duplicates, items on both sides of the split,
     likely label errors.
@@ -133,9 +106,6 @@ def check(
 
     Example:  retrieval data check photos --output findings.json
     """
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
     from retrieval.errors import DataError
 
     if output is not None and output.suffix.lower() != ".json":
@@ -145,7 +115,7 @@ def check(
     # slow to import, so that a wrong path is reported first
     from retrieval.run.check_data import check_data
 
-    findings = check_data(sources, model=model, within=within, overrides=overrides, plugins=extra)
+    findings = check_data(sources, plugins=extra, **options)
     say(findings.text(lines))
     if output is not None:
         write_json(output, findings.as_dict(), DataError)

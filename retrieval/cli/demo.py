@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from retrieval.cli import say
+from retrieval.cli.common import PATH
 from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 
@@ -135,13 +136,7 @@ def remove(folder: Path) -> None:
 
 
 @click.command()
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    default=Path("demo"),
-    show_default=True,
-    help="Folder to create.",
-)
+@click.option("--output", type=PATH, default=Path("demo"), help="Folder to create.")
 @click.option("--replace", is_flag=True, help="Remove an earlier demo in that folder first.")
 def demo(output: Path, replace: bool) -> None:
     """Try everything on handwritten digits: train, evaluate, export, index, search.
@@ -150,9 +145,6 @@ def demo(output: Path, replace: bool) -> None:
 
     Example:  retrieval demo --output demo
     """
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
     if replace and output.exists():
         remove(output)
     run_demo(output, say)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Choice
+from retrieval.cli.common import JSON, PATH, Choice, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION
 
-if TYPE_CHECKING:
-    from retrieval.evaluation.evaluate_run import RunEvaluation
-    from retrieval.evaluation.verify_run import RunVerification
+SEARCH = {"metrics", "clusters"}
+"""Options of the protocol "retrieval" alone."""
+PAIRS = {"pairs", "draw", "folds", "seed"}
+"""Options of the protocol "verification" alone."""
 
 
 @click.command()
-@click.argument("run", type=click.Path(path_type=Path))
+@click.argument("run", type=PATH)
 @click.option(
     "--protocol",
     type=Choice(["retrieval", "verification"]),
     default="retrieval",
-    show_default=True,
     help="Search for each item, or judge whether pairs are the same.",
 )
 @click.option(
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     "side",
     type=Choice(["test", "validation"]),
     default="test",
-    show_default=True,
     help="The items that are queries or form pairs.",
 )
 @click.option(
@@ -44,72 +43,39 @@ if TYPE_CHECKING:
 @click.option(
     "--pairs",
     metavar="FILE",
-    type=click.Path(path_type=Path),
-    help=(
-        "Verification: a CSV file with the columns first, second, same (1 or 0) and optionally"
-        " fold, or LFW's pairs.txt. By default pairs are random."
-    ),
+    type=PATH,
+    help="Verification: a CSV file with the columns first, second, same (1 or 0) and optionally"
+    " fold, or LFW's pairs.txt. By default pairs are random.",
 )
 @click.option(
     "--draw",
-    metavar="N",
     type=int,
-    help=(
-        "Verification: number of random pairs, half of them same. By default up to 600 per fold."
-    ),
+    help="Verification: number of random pairs, half of them same. By default up to 600 per fold.",
 )
 @click.option(
-    "--folds",
-    metavar="N",
-    type=int,
-    help="Verification: number of folds of pairs without a fold. By default 10.",
+    "--folds", type=int, help="Verification: folds of pairs without a fold. By default 10."
 )
-@click.option(
-    "--seed", metavar="N", type=int, help="Verification: seed of pairs and folds. By default 0."
-)
+@click.option("--seed", default=0, help="Verification: seed of pairs and folds.")
 @click.option(
     "--baseline",
     is_flag=True,
-    help=(
-        "Also evaluate the raw inputs (pixels, or vectors), which need no training; for"
-        " verification also the untrained model."
-    ),
+    help="Also evaluate the raw inputs (pixels, or vectors), which need no training; for"
+    " verification also the untrained model.",
 )
+@click.option("--bundle", type=PATH, help="Also evaluate this bundle, searching as a server does.")
 @click.option(
-    "--bundle",
-    type=click.Path(path_type=Path),
-    help="Also evaluate this bundle, searching as a server does.",
+    "--gallery", type=PATH, help="For a folder of embeddings: another folder to search in."
 )
-@click.option(
-    "--gallery",
-    type=click.Path(path_type=Path),
-    help="For a folder of embeddings: another folder to search in.",
-)
-@click.option(
-    "--ray",
-    metavar="ADDRESS",
-    help=(
-        "For a folder of embeddings: search on a Ray cluster, HOST:PORT of its head, or auto on one"
-        " of its nodes."
-    ),
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 @ALLOW_OPTION
 def evaluate(
     run: Path,
     protocol: str,
-    side: str,
     metrics: tuple[str, ...],
     clusters: bool,
-    pairs: Path | None,
-    draw: int | None,
-    folds: int | None,
-    seed: int | None,
-    baseline: bool,
-    bundle: Path | None,
     gallery: Path | None,
-    ray: str | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
@@ -120,103 +86,35 @@ def evaluate(
 
     Example:  retrieval evaluate runs/digits --protocol verification --draw 2000
     """
-    if protocol == "verification":
-        searched = {"--metric": bool(metrics), "--clusters": clusters}
-        _refuse(protocol, "retrieval", searched)
-    else:
-        options = {"--pairs": pairs, "--draw": draw, "--folds": folds, "--seed": seed}
-        _refuse(
-            protocol, "verification", {name: value is not None for name, value in options.items()}
-        )
-    if pairs is not None and draw is not None:
-        raise click.UsageError(
-            "Pairs are either read or drawn: --pairs and --draw exclude each other."
-        )
-
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
-    from retrieval.run.open import Run
     from retrieval.serving.index.locations import is_embedding
 
-    result: RunEvaluation | RunVerification
     if is_embedding(run):
-        options_of_runs = {
-            "--clusters": clusters,
-            "--baseline": baseline,
-            "--bundle": bundle is not None,
-        }
-        options_of_runs |= {
-            "--protocol verification": protocol == "verification",
-            "--split validation": side == "validation",
-        }
-        _of_vectors(run, gallery, metrics, ray, as_json, options_of_runs)
+        of_runs = {"protocol", "side", "clusters", "baseline", "bundle", *PAIRS}
+        refuse_options(f"with {run}, a folder of embeddings", of_runs)
+        from retrieval.evaluation.evaluation import DEFAULT_METRICS
+        from retrieval.evaluation.pairwise import evaluate_vectors
+
+        vectors = evaluate_vectors(run, gallery=gallery, metrics=metrics or DEFAULT_METRICS)
+        if as_json:
+            say_json({name: value for name, value in vars(vectors).items() if name != "groups"})
+        else:
+            say(vectors.table())
         return
-    if gallery is not None:
-        raise click.UsageError(
-            "--gallery belongs to a folder of embeddings; a run brings its own gallery."
-        )
-    if ray is not None:
-        raise click.UsageError(
-            "--ray belongs to a folder of embeddings; a run is searched on this machine."
-        )
-    if protocol == "verification":
+    refuse_options("with a run, which brings its own gallery", {"gallery"})
+    verification = protocol == "verification"
+    refuse_options(f"with --protocol {protocol}", SEARCH if verification else PAIRS)
+    if options["pairs"] is not None:
+        refuse_options("with --pairs", {"draw"})
+    from retrieval.run.open import Run
+
+    result: Any
+    if verification:
         from retrieval.evaluation.verify_run import verify
 
-        result = verify(
-            Run.open(run),
-            side=side,
-            pairs=pairs,
-            draw=draw,
-            folds=folds,
-            seed=seed or 0,
-            baseline=baseline,
-            bundle=bundle,
-        )
+        result = verify(Run.open(run), **options)
     else:
         from retrieval.evaluation import evaluate_run
 
-        result = evaluate_run.evaluate(
-            Run.open(run),
-            side=side,
-            metrics=metrics,
-            clusters=clusters,
-            baseline=baseline,
-            bundle=bundle,
-        )
-    if as_json:
-        say_json(result.as_dict())
-    else:
-        say(result.table())
-
-
-def _of_vectors(
-    folder: Path,
-    gallery: Path | None,
-    metrics: tuple[str, ...],
-    ray: str | None,
-    as_json: bool,
-    options_of_runs: dict[str, bool],
-) -> None:
-    """Print the metrics of a folder of embeddings."""
-    from retrieval.evaluation.evaluation import DEFAULT_METRICS
-    from retrieval.evaluation.pairwise import evaluate_vectors
-
-    if wrong := [name for name, is_set in options_of_runs.items() if is_set]:
-        raise click.UsageError(
-            f"{', '.join(wrong)} belongs to a run, and {folder} is a folder of embeddings."
-        )
-    result = evaluate_vectors(folder, gallery=gallery, metrics=metrics or DEFAULT_METRICS, ray=ray)
-    if as_json:
-        say_json({name: value for name, value in vars(result).items() if name != "groups"})
-    else:
-        say(result.table())
-
-
-def _refuse(protocol: str, other: str, options: dict[str, bool]) -> None:
-    wrong = [name for name, is_set in options.items() if is_set]
-    if wrong:
-        verb = "belongs" if len(wrong) == 1 else "belong"
-        raise click.UsageError(
-            f"{', '.join(wrong)} {verb} to --protocol {other}, and the protocol here is {protocol}."
-        )
+        options = {name: value for name, value in options.items() if name not in PAIRS}
+        result = evaluate_run.evaluate(Run.open(run), metrics=metrics, clusters=clusters, **options)
+    say_json(result.as_dict()) if as_json else say(result.table())

@@ -8,23 +8,22 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Choice, Number
+from retrieval.cli.common import PATH, Choice, Number, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 
 if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
 
-_PATH = click.Path(path_type=Path)
+OF_BACKBONES = {"overrides", "whiten", "photos", "random_weights", "extra"}
+"""Options that go with `--model`."""
 
 
 @click.command("export")
-@click.argument("run", type=_PATH, required=False)
+@click.argument("run", type=PATH, required=False)
 @click.option(
-    "--model",
-    metavar="NAME",
-    help="Instead of a run: the name of a pretrained backbone.",
+    "--model", metavar="NAME", help="Instead of a run: the name of a pretrained backbone."
 )
-@click.option("--output", "-o", type=_PATH, help="Folder to write; by default RUN/bundle.")
+@click.option("--output", "-o", type=PATH, help="Folder to write; by default RUN/bundle.")
 @click.option(
     "--set",
     "overrides",
@@ -35,31 +34,25 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--whiten",
     multiple=True,
-    type=_PATH,
+    type=PATH,
     metavar="PHOTOS",
-    help=(
-        "With --model: fit PCA whitening on this folder or file of photos, which need no labels;"
-        " repeatable."
-    ),
+    help="With --model: fit PCA whitening on this folder or file of photos, which need no labels;"
+    " repeatable.",
 )
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
-    help=(
-        "Dimension of the vectors. For a run: keep the first numbers of its embedding, for which"
-        " core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's"
-        " number of features if smaller."
-    ),
+    help="Dimension of the vectors. For a run: keep the first numbers of its embedding, for which"
+    " core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's"
+    " number of features if smaller.",
 )
 @click.option(
     "--photos",
     multiple=True,
-    type=_PATH,
+    type=PATH,
     metavar="PHOTOS",
-    help=(
-        "With --model: photos that verify the bundle and calibrate int8, by default those of"
-        " --whiten; repeatable."
-    ),
+    help="With --model: photos that verify the bundle and calibrate int8, by default those of"
+    " --whiten; repeatable.",
 )
 @click.option(
     "--random-weights",
@@ -76,33 +69,24 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--split",
     is_flag=True,
-    help=(
-        "Write the encoder as two graphs, backbone and head, so that an index that keeps features"
-        " can change heads in seconds."
-    ),
+    help="Write the encoder as two graphs, backbone and head, so that an index that keeps features"
+    " can change heads in seconds.",
 )
 @click.option(
     "--allow-drift",
     is_flag=True,
-    help=(
-        "Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or"
-        " 0.9 at worst."
-    ),
+    help="Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or"
+    " 0.9 at worst.",
 )
 @click.option(
     "--tolerance",
     default=1e-4,
-    show_default=True,
     type=Number(0, min_open=True),
     help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
 )
 @click.option(
-    "--opset", default=18, show_default=True, type=int, help="Version of the ONNX operators."
-)
-@click.option(
     "--exporter",
     default="auto",
-    show_default=True,
     type=Choice(["auto", "dynamo", "torchscript"]),
     help="torch's exporter: the current one (dynamo), the older one, or the first that works.",
 )
@@ -131,46 +115,28 @@ def export_command(
     """
     if (run is None) == (model is None):
         raise click.UsageError("Name a run, or a backbone with --model: one of them.")
-    backbones = {
-        "--set": overrides,
-        "--whiten": whiten,
-        "--photos": photos,
-        "--random-weights": random_weights,
-        "--plugin": extra,
-    }
-    if model is None and (
-        option_name := next((option for option, value in backbones.items() if value), None)
-    ):
-        raise click.UsageError(f"{option_name} goes with --model: a run has its own backbone.")
-    if model is not None and output is None:
-        raise click.UsageError("--model needs --output, the folder to write.")
-    from retrieval.serving.runtime import quiet_threads
+    if run is not None:
+        refuse_options("without --model", OF_BACKBONES)
+        from retrieval.data.kept import KeptInputs
+        from retrieval.export import export_run
+        from retrieval.run.open import Run
 
-    quiet_threads()
-    if model is None:
-        assert run is not None
-        _report(_run(run, output, {"dimensions": dimensions, **options}), "held-out items")
+        loaded = Run.open(run, or_kept=True)
+        if isinstance(loaded.dataset, KeptInputs):
+            say(f"note: {loaded.splits.notes[0]}")
+            say("note: The bundle is verified on the held-out inputs that the run keeps.")
+        bundle = export_run.export(loaded, output, dimensions=dimensions, **options).bundle
+        _report(bundle, "held-out items")
         return
+    if output is None:
+        raise click.UsageError("--model needs --output, the folder to write.")
     from retrieval.export.export_backbone import BackboneEncoder
 
-    assert output is not None
-    backbone = BackboneEncoder(model, _parameters(overrides), extra, random_weights)
+    backbone = BackboneEncoder(str(model), _parameters(overrides), extra, random_weights)
     encoder = backbone.export(
         output, whiten=whiten, dimensions=dimensions, photos=photos, **options
     )
     _report(encoder.bundle, "photos" if whiten or photos else "crops of two example photographs")
-
-
-def _run(run: Path, output: Path | None, options: dict[str, Any]) -> Bundle:
-    from retrieval.data.kept import KeptInputs
-    from retrieval.export import export_run
-    from retrieval.run.open import Run
-
-    loaded = Run.open(run, or_kept=True)
-    if isinstance(loaded.dataset, KeptInputs):
-        say(f"note: {loaded.splits.notes[0]}")
-        say("note: The bundle is verified on the held-out inputs that the run keeps.")
-    return export_run.export(loaded, output, **options).bundle
 
 
 def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from retrieval.cli import index_items, index_whole
-from retrieval.errors import did_you_mean
+from retrieval.cli.common import Group
 
 COMMANDS: dict[str, click.Command] = {
     "create": index_items.create,
@@ -23,34 +23,9 @@ COMMANDS: dict[str, click.Command] = {
 }
 
 
-class _Index(click.Group):
-    """A group that lists its subcommands in the order of use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the subcommands in the order of use."""
-        return list(COMMANDS)
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand.
-
-        Raises:
-            UsageError: the subcommand does not exist.
-        """
-        word = args[0] if args else ""
-        if word in COMMANDS:
-            return super().resolve_command(ctx, args)
-        raise click.UsageError(
-            f"There is no command 'retrieval index {word}'.{did_you_mean(word, COMMANDS)} "
-            "To make an index: retrieval index create INDEX IMAGES… --bundle BUNDLE",
-            ctx,
-        )
-
-
 @click.group(
     "index",
-    cls=_Index,
+    cls=Group,
     commands=COMMANDS,
     epilog="""\b
 Examples:

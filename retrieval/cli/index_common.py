@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Bytes, Choice, IndexArgument, Pixels
+from retrieval.cli.common import BYTES, PIXELS, Choice, IndexArgument
 from retrieval.cli.plugins import plugin_option
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _PLUGINS = "retrieval.plugins"
 
 PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
-JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 WHERE = click.option(
     "--where",
     metavar="FILTER",
@@ -28,29 +27,11 @@ WHERE = click.option(
 VARIANT = click.option(
     "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
 )
-MAX_PIXELS = click.option(
-    "--max-pixels", default="25M", show_default=True, type=Pixels(), help="Largest image."
-)
-MAX_BYTES = click.option(
-    "--max-bytes", default="20MB", show_default=True, type=Bytes(), help="Largest file."
-)
+MAX_PIXELS = click.option("--max-pixels", default="25M", type=PIXELS, help="Largest image.")
+MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file.")
 DEVICE = click.option(
-    "--device",
-    default="auto",
-    show_default=True,
-    type=Choice(["auto", "cpu", "cuda"]),
-    help="Where the encoder runs.",
+    "--device", default="auto", type=Choice(["auto", "cpu", "cuda"]), help="Where the encoder runs."
 )
-
-
-def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator for a command whose help ends with these examples."""
-    lines = [
-        "\b",
-        "Examples:" if len(examples) > 1 else "Example:",
-        *(f"  {line}" for line in examples),
-    ]
-    return click.command(name, epilog="\n".join(lines))
 
 
 def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,23 +56,14 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--keep",
             default="reference",
-            show_default=True,
             type=Choice(["reference", "copy", "thumbnail", "nothing"]),
             help="What the index keeps of each original.",
         ),
         MAX_BYTES,
         MAX_PIXELS,
+        click.option("--batch", default=32, type=click.IntRange(1), help="Items encoded at once."),
         click.option(
-            "--batch",
-            default=32,
-            show_default=True,
-            type=click.IntRange(1),
-            help="Items encoded at once.",
-        ),
-        click.option(
-            "--skip-bad",
-            is_flag=True,
-            help="Skip images that cannot be used, and report each.",
+            "--skip-bad", is_flag=True, help="Skip images that cannot be used, and report each."
         ),
     ):
         function = option(function)
@@ -107,31 +79,14 @@ def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
 
 
 def opened_index(path: IndexPlace) -> Index:
-    """Open an index.
-
-    Raises:
-        StoreError: the place does not hold an index.
-    """
-    quiet_threads()
+    """Open an index."""
     from retrieval.serving.index.index import open_index
 
     return open_index(path, plugins=plugins_given())
 
 
 def opened_store(path: IndexPlace) -> Store:
-    """Open the store of an index, without its bundle.
-
-    Raises:
-        StoreError: the place does not hold an index.
-    """
-    quiet_threads()
+    """Open the store of an index, without its bundle."""
     from retrieval.serving.index.index import open_store
 
     return open_store(path, plugins_given())
-
-
-def quiet_threads() -> None:
-    """Keep the threads of FAISS and ONNX Runtime from spinning; call before importing either."""
-    from retrieval.serving.runtime import quiet_threads as quiet
-
-    quiet()

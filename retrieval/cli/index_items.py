@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Place, this_command
+from retrieval.cli.common import JSON, PATH, command, this_command
 from retrieval.cli.index_common import (
     DEVICE,
     INDEX,
-    JSON,
     PLACE,
     VARIANT,
     WHERE,
-    command,
     embedding,
     opened_index,
-    quiet_threads,
     tell,
 )
 from retrieval.cli.plugins import PLUGIN_OPTION
@@ -44,11 +41,9 @@ _PAGE = 1000
     " --skip-bad",
 )
 @PLACE
-@click.argument("images", nargs=-1, type=Place())
+@click.argument("images", nargs=-1, type=PATH)
 @click.option(
-    "--bundle",
-    type=click.Path(path_type=Path),
-    help="The bundle that embeds the images, a folder of 'retrieval export'.",
+    "--bundle", type=PATH, help="The bundle that embeds the images, a folder of 'retrieval export'."
 )
 @click.option(
     "--model",
@@ -56,15 +51,9 @@ _PAGE = 1000
     help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
 )
 @click.option(
-    "--whiten/--no-whiten",
-    default=False,
-    help="With --model: fit PCA whitening on the images.",
-)
-@click.option(
     "--backend",
     default="auto",
-    show_default=True,
-    help="auto (by size), flat, hnsw, ivf, sq8, ivfpq, rabitq, or PLUGIN.name.",
+    help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.name.",
 )
 @click.option(
     "--set",
@@ -78,10 +67,8 @@ _PAGE = 1000
 @click.option(
     "--keep-features",
     is_flag=True,
-    help=(
-        "Also keep the backbone's features, so that 'index migrate' to another head takes seconds."
-        " For bundles of export --split."
-    ),
+    help="Also keep the backbone's features, so that 'index migrate' to another head takes seconds."
+    " For bundles of export --split.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing index.")
 @DEVICE
@@ -89,10 +76,9 @@ _PAGE = 1000
 @JSON
 def create(
     path: IndexPlace,
-    images: tuple[Path | str, ...],
+    images: tuple[Path, ...],
     bundle: Path | None,
     model: str | None,
-    whiten: bool,
     options: tuple[str, ...],
     extra: tuple[str, ...],
     max_pixels: int,
@@ -104,11 +90,10 @@ def create(
     pretrained model.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
-    'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
-    'image' (likewise), or addresses of these (s3://…, hf://…), which need fsspec. For a bundle of
-    features they are .npz files or Parquet tables with 'features'. Without IMAGES, the index is
-    empty. To resume after an interruption, run the same command again; for an index at an address,
-    run 'retrieval index add'.
+    'label', 'key', and any others, kept as metadata), or Parquet tables with a column 'path' or
+    'image' (likewise). For a bundle of features they are .npz files or Parquet tables with
+    'features'. Without IMAGES, the index is empty. To resume after an interruption, run the same
+    command again; for an index at an address, run 'retrieval index add'.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -117,8 +102,7 @@ def create(
     if model is not None and not images:
         raise click.UsageError("A model is verified on photos: name some.")
     structure = _options(options)
-    whole = bundle or _exported(str(model), path, images, whiten, extra)
-    quiet_threads()
+    whole = bundle or _exported(str(model), path, images, extra)
     from retrieval.serving.images import Limits
     from retrieval.serving.index.index import create_index
 
@@ -139,30 +123,19 @@ def create(
 
 
 def _exported(
-    model: str,
-    path: IndexPlace,
-    images: tuple[Path | str, ...],
-    whiten: bool,
-    plugins: tuple[str, ...],
+    model: str, path: IndexPlace, images: tuple[Path, ...], plugins: tuple[str, ...]
 ) -> Path:
     """Export a bundle of a pretrained model, or return the one that an interrupted run left."""
     # next to the index; for an address, in the working directory
     target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
     target = target.with_name(f".{target.name}.bundle")
-    if target.is_dir():
-        return target
-    from retrieval.export.export_backbone import BackboneEncoder
-    from retrieval.serving.index.locations import is_table
+    if not target.is_dir():
+        from retrieval.export.export_backbone import BackboneEncoder
+        from retrieval.serving.index.locations import is_table
 
-    # the backbone's export reads only files, so other sources neither verify nor whiten
-    photos = [image for image in images if isinstance(image, Path) and not is_table(image.name)]
-    if whiten and not photos:
-        raise click.UsageError(
-            "Whitening takes image files and folders: name some, or leave out --whiten."
-        )
-    BackboneEncoder(model, plugins=plugins).export(
-        target, whiten=photos if whiten else (), photos=() if whiten else photos
-    )
+        # the export reads only files, so a table does not verify
+        photos = [image for image in images if not is_table(image.name)]
+        BackboneEncoder(model, plugins=plugins).export(target, photos=photos)
     return target
 
 
@@ -181,13 +154,9 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
                 " flat, which is exact.",
                 err=True,
             )
-    for count, what in (
-        (summary.resumed, "done by an interrupted run"),
-        (summary.repeated, "named twice and taken once"),
-        (len(summary.skipped), "skipped"),
-    ):
-        if count:
-            notes.append(f"{count:,} {what}")
+    counts = {"done by an interrupted run": summary.resumed}
+    counts |= {"named twice and taken once": summary.repeated, "skipped": len(summary.skipped)}
+    notes += [f"{count:,} {what}" for what, count in counts.items() if count]
     for note in summary.left_out:
         say(note, err=True)
     tell(
@@ -219,13 +188,13 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
     "retrieval index add photos.index items.parquet --keep copy",
 )
 @INDEX
-@click.argument("images", nargs=-1, required=True, type=Place())
+@click.argument("images", nargs=-1, required=True, type=PATH)
 @click.option("--sync", is_flag=True, help="Also delete the items that are not in IMAGES.")
 @JSON
 @embedding
 def add(
     path: IndexPlace,
-    images: tuple[Path | str, ...],
+    images: tuple[Path, ...],
     sync: bool,
     as_json: bool,
     max_pixels: int,
@@ -272,16 +241,11 @@ def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: b
     tell(path, as_json, f"{path}: {count:,} deleted.", deleted=count)
 
 
-@command(
-    "list",
-    "retrieval index list photos.index --where \"label = 'dogs'\" --limit 20",
-)
+@command("list", "retrieval index list photos.index --where \"label = 'dogs'\" --limit 20")
 @INDEX
 @WHERE
 @click.option("--after", metavar="ID", help="Start after this id.")
-@click.option(
-    "--limit", default=100, show_default=True, type=click.IntRange(1), help="Most items to list."
-)
+@click.option("--limit", default=100, type=click.IntRange(1), help="Most items to list.")
 @JSON
 def list_items(
     path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool

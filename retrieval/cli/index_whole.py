@@ -11,16 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.index_common import (
-    INDEX,
-    JSON,
-    WHERE,
-    command,
-    opened_index,
-    opened_store,
-    plugins_given,
-    tell,
-)
+from retrieval.cli.common import JSON, PATH, command
+from retrieval.cli.index_common import INDEX, WHERE, opened_index, opened_store, plugins_given, tell
 from retrieval.errors import StoreError, listed
 
 if TYPE_CHECKING:
@@ -28,10 +20,7 @@ if TYPE_CHECKING:
     from retrieval.serving.store.address import IndexPlace
 
 
-@command(
-    "check",
-    "retrieval index check photos.index",
-)
+@command("check", "retrieval index check photos.index")
 @INDEX
 @JSON
 def check(path: IndexPlace, as_json: bool) -> None:
@@ -60,10 +49,7 @@ def check(path: IndexPlace, as_json: bool) -> None:
     say(f"{path} is whole.")
 
 
-@command(
-    "compact",
-    "retrieval index compact photos.index",
-)
+@command("compact", "retrieval index compact photos.index")
 @INDEX
 @JSON
 def compact(path: IndexPlace, as_json: bool) -> None:
@@ -81,10 +67,7 @@ def compact(path: IndexPlace, as_json: bool) -> None:
     tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
 
 
-@command(
-    "duplicates",
-    "retrieval index duplicates photos.index --within 0.05",
-)
+@command("duplicates", "retrieval index duplicates photos.index --within 0.05")
 @INDEX
 @click.option(
     "--within", required=True, type=click.FloatRange(0), help="Largest distance, as in searches."
@@ -111,7 +94,7 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
     "retrieval index migrate photos.index --drop-old",
 )
 @INDEX
-@click.argument("bundle", required=False, type=click.Path(path_type=Path))
+@click.argument("bundle", required=False, type=PATH)
 @click.option(
     "--skip-bad", is_flag=True, help="Skip items whose original is missing or cannot be used."
 )
@@ -160,10 +143,7 @@ def migrate(
     tell(path, as_json, "\n".join(sentences), **metrics)
 
 
-@command(
-    "rollback",
-    "retrieval index rollback photos.index",
-)
+@command("rollback", "retrieval index rollback photos.index")
 @INDEX
 @JSON
 def rollback(path: IndexPlace, as_json: bool) -> None:
@@ -185,12 +165,9 @@ def _plain(done: Migrated) -> dict[str, Any]:
     return vars(done) | {"generation": done.generation.number}
 
 
-@command(
-    "snapshot",
-    "retrieval index snapshot photos.index monday.index",
-)
+@command("snapshot", "retrieval index snapshot photos.index monday.index")
 @INDEX
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=PATH)
 @JSON
 def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
     """Copy a consistent state of INDEX to the new folder TARGET, which opens as an index. Searches
@@ -201,11 +178,8 @@ def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
     tell(path, as_json, f"Wrote {target}", snapshot=str(target))
 
 
-@command(
-    "restore",
-    "retrieval index restore monday.index photos.index",
-)
-@click.argument("source", metavar="SNAPSHOT", type=click.Path(path_type=Path))
+@command("restore", "retrieval index restore monday.index photos.index")
+@click.argument("source", metavar="SNAPSHOT", type=PATH)
 @INDEX
 @JSON
 def restore(source: Path, path: IndexPlace, as_json: bool) -> None:

@@ -8,21 +8,15 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Choice
+from retrieval.cli.common import JSON, PATH, Choice, Group
 
-_FILE = click.argument("path", metavar="KEYS", type=click.Path(path_type=Path))
+_FILE = click.argument("path", metavar="KEYS", type=PATH)
 _OUTPUT = click.option(
-    "--output",
-    "-o",
-    "path",
-    required=True,
-    metavar="KEYS",
-    type=click.Path(path_type=Path),
-    help="The file of keys.",
+    "--output", "-o", "path", required=True, metavar="KEYS", type=PATH, help="The file of keys."
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def keys() -> None:
     """Create, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
 
@@ -33,31 +27,24 @@ def keys() -> None:
     """
 
 
-@keys.command(
-    "add",
-    epilog="""\b
-Examples:
-  retrieval keys add shop --output keys.jsonl
-  retrieval keys add importer --role write --index photos --output keys.jsonl
-""",
-)
+@keys.command()
 @click.argument("name")
 @_OUTPUT
 @click.option(
     "--role",
     default="read",
-    show_default=True,
     type=Choice(["read", "write", "admin"]),
-    help=(
-        "read: search and read items. write: also add, change and delete items. admin: also"
-        " snapshots and metrics."
-    ),
+    help="read: search and read items. write: also add, change and delete items. admin: also"
+    " snapshots and metrics.",
 )
 @click.option(
     "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."
 )
 def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
-    """Create a key called NAME, write its hash to a file, and print the key, this once."""
+    """Create a key called NAME, write its hash to a file, and print the key, this once.
+
+    Example:  retrieval keys add importer --role write --index photos --output keys.jsonl
+    """
     from retrieval.serving.http.keys import add_key, new_key
 
     sent, kept = new_key(name, role, indexes)
@@ -66,17 +53,14 @@ def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
     say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
 
 
-@keys.command(
-    "list",
-    epilog="""\b
-Example:
-  retrieval keys list keys.jsonl
-""",
-)
+@keys.command("list")
 @_FILE
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@JSON
 def list_keys(path: Path, as_json: bool) -> None:
-    """Print the names, roles and indexes of the keys in a file."""
+    """Print the names, roles and indexes of the keys in a file.
+
+    Example:  retrieval keys list keys.jsonl
+    """
     from retrieval.serving.http.keys import read_keys
 
     records = [
@@ -92,17 +76,14 @@ def list_keys(path: Path, as_json: bool) -> None:
         say(f"{name}  {role}  rk_{id}_…  {'; '.join(rest)}".rstrip())
 
 
-@keys.command(
-    "remove",
-    epilog="""\b
-Example:
-  retrieval keys remove shop --output keys.jsonl
-""",
-)
+@keys.command()
 @click.argument("name")
 @_OUTPUT
 def remove(name: str, path: Path) -> None:
-    """Remove the key called NAME from a file. A running server rejects it within seconds."""
+    """Remove the key called NAME from a file. A running server rejects it within seconds.
+
+    Example:  retrieval keys remove shop --output keys.jsonl
+    """
     from retrieval.serving.http.keys import remove_key
 
     remove_key(path, name)

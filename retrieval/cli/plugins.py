@@ -11,7 +11,8 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Choice
+from retrieval.cli.common import PATH, Choice, Group
+from retrieval.host.scaffold import EXAMPLES
 
 
 def plugin_option(**settings: Any) -> Callable[..., Any]:
@@ -51,7 +52,7 @@ ALLOW_OPTION = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def plugins() -> None:
     """List and show what plugins offer, or start a new one.
 
@@ -89,46 +90,19 @@ def show(name: str, extra: tuple[str, ...]) -> None:
 
 @plugins.command()
 @click.argument("name")
-@click.option(
-    "--kind",
-    default="loss",
-    show_default=True,
-    type=Choice(
-        [
-            "loss",
-            "miner",
-            "generator",
-            "combiner",
-            "learner",
-            "dataset",
-            "backbone",
-            "metric",
-            "index",
-            "store",
-        ]
-    ),
-    help="The kind of part that the plugin offers.",
-)
-@click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder to write; by default ./retrieval-NAME.",
-)
+@click.option("--kind", default="loss", type=Choice(list(EXAMPLES)), help="Kind of the part.")
+@click.option("--output", type=PATH, help="Folder to write; by default ./retrieval-NAME.")
 def new(name: str, kind: str, output: Path | None) -> None:
     """Create a package NAME, ready to install, with a plugin of a kind, its test and a recipe.
 
     Example:  retrieval plugins new acme --kind miner
     """
-    from retrieval.host.scaffold import EXAMPLES, TRAIN, write_package
+    from retrieval.host.scaffold import write_package
 
     folder = write_package(name, output, kind)
-    example = EXAMPLES[kind]
-    use = (
-        f"retrieval train {folder}/recipe.toml"
-        if example.use == TRAIN
-        else example.use.replace("acme", name)
-    )
     say(
-        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  retrieval plugins show"
-        f" {name}.{example.part}\n  {use}"
+        f"Wrote {folder}. Next:\n  pip install -e {folder}\n"
+        f"  retrieval plugins show {name}.{EXAMPLES[kind][1]}"
     )
+    if (folder / "recipe.toml").is_file():
+        say(f"  retrieval train {folder}/recipe.toml")

@@ -9,37 +9,23 @@ from typing import TYPE_CHECKING
 import click
 
 from retrieval.cli import say
+from retrieval.cli.common import PATH, command
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from retrieval.client.folder import PushProgress
 
 
-@click.command(
+@command(
     "push",
-    epilog="""\b
-Examples:
-  retrieval push photos http://127.0.0.1:8000
-  RETRIEVAL_KEY=$(cat key) retrieval push photos https://search.example.com --index photos
-""",
+    "retrieval push photos http://127.0.0.1:8000",
+    "RETRIEVAL_KEY=$(cat key) retrieval push photos https://search.example.com --index photos",
 )
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH)
 @click.argument("url")
 @click.option("--index", metavar="NAME", help="Name of the index, if the server has several.")
-@click.option(
-    "--connections",
-    default=4,
-    show_default=True,
-    type=click.IntRange(1, 64),
-    help="Concurrent requests.",
-)
-@click.option(
-    "--batch",
-    default=16,
-    show_default=True,
-    type=click.IntRange(1),
-    help="Most images per request.",
-)
+@click.option("--connections", default=4, type=click.IntRange(1, 64), help="Concurrent requests.")
+@click.option("--batch", default=16, type=click.IntRange(1), help="Most images per request.")
 def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
     """Add the images below FOLDER to the index of the search server at URL.
 

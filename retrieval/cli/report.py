@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import Choice
-
-COUNT = partial(click.option, type=int, show_default=True)
+from retrieval.cli.common import PATH, Choice
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
 @click.option(
     "--output",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("report.html"),
-    show_default=True,
     help="The file to write; an existing one is replaced.",
 )
-@COUNT("--queries", default=2000, help="Most test items to use as queries.")
-@COUNT("--sample", default=600, help="Most test items for the map and for the distances of pairs.")
-@COUNT("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
     "--map",
     "method",
     type=Choice(["tsne", "pca", "none"]),
     default="tsne",
-    show_default=True,
     help="Method of the map.",
 )
 @click.option("--label-column", metavar="COLUMN", help="Column of metadata that names the classes.")
@@ -42,9 +34,6 @@ def report(runs: tuple[Path, ...], output: Path, method: str, **options: Any) ->
 
     Example:  retrieval report runs/digits runs/other --output report.html
     """
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
     from retrieval.evaluation.report.write import report as write
 
     file = write(runs, output, map=method, **options)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import Bytes, Choice, IndexArgument, Number, Pixels
+from retrieval.cli.common import BYTES, JSON, PATH, PIXELS, Choice, IndexArgument, Number, command
+from retrieval.cli.index_common import DEVICE, WHERE
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
@@ -20,33 +21,21 @@ if TYPE_CHECKING:
     from retrieval.serving.store.address import IndexPlace
 
 _DAY = 86_400.0  # seconds, the longest time-out
-_DEVICE = Choice(["auto", "cpu", "cuda"])
 
 
-@click.command(
+@command(
     "search",
-    epilog="""\b
-Examples:
-  retrieval search photos.index query.png
-  retrieval search photos.index a.png b.png -k 5 --json
-""",
+    "retrieval search photos.index query.png",
+    "retrieval search photos.index a.png b.png -k 5 --json",
 )
 @click.argument("index", type=IndexArgument())
-@click.argument("queries", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "-k", default=10, show_default=True, type=click.IntRange(1), help="Results per query."
-)
+@click.argument("queries", nargs=-1, required=True, type=PATH)
+@click.option("-k", default=10, type=click.IntRange(1), help="Results per query.")
 @click.option("--candidates", type=click.IntRange(1), help="Number of candidates for the rescorer.")
-@click.option(
-    "--where",
-    metavar="FILTER",
-    help="Only items that match, such as \"price < 20 and label in ('shoe', 'boot')\".",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@WHERE
+@JSON
 @PLUGIN_OPTION
-@click.option(
-    "--device", default="auto", show_default=True, type=_DEVICE, help="Where the encoder runs."
-)
+@DEVICE
 def search_command(
     index: IndexPlace,
     queries: tuple[Path, ...],
@@ -60,7 +49,6 @@ def search_command(
     """Search INDEX, a folder or an address, with images or .npz features, and print the nearest
     items.
     """
-    _quiet_threads()
     from retrieval.serving.index.index import open_index
     from retrieval.serving.queries import encode_files
 
@@ -78,24 +66,18 @@ def search_command(
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
 
-@click.command(
+@command(
     "serve",
-    epilog="""\b
-Examples:
-  retrieval serve photos.index
-  retrieval serve photos.index --port 8080 --open write
-  retrieval serve photos.index shoes=/data/shoes.index
-  curl -F image=@query.png -F k=5 http://127.0.0.1:8000/v1/search
-""",
+    "retrieval serve photos.index",
+    "retrieval serve photos.index --port 8080 --open write",
+    "retrieval serve photos.index shoes=/data/shoes.index",
+    "curl -F image=@query.png -F k=5 http://127.0.0.1:8000/v1/search",
 )
 @click.argument("indexes", metavar="INDEX…", nargs=-1, required=True)
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all."
-)
+@click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
     "--port",
     default=8000,
-    show_default=True,
     type=click.IntRange(0, 65535),
     help="Port to listen on; 0 picks a free one.",
 )
@@ -120,12 +102,10 @@ Examples:
 )
 @click.option(
     "--keys",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="KEYS",
-    help=(
-        "File of API keys (retrieval keys add); also set by the environment variable"
-        " RETRIEVAL_KEYS."
-    ),
+    help="File of API keys (retrieval keys add); also set by the environment variable"
+    " RETRIEVAL_KEYS.",
 )
 @click.option(
     "--open",
@@ -134,27 +114,23 @@ Examples:
 )
 @click.option(
     "--audit",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="Log each change of an index to this file, as JSON lines.",
 )
 @click.option(
     "--images",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FOLDER",
     help="Serve the originals below this folder to clients that may read; repeatable.",
 )
 @click.option(
-    "--snapshots",
-    type=click.Path(path_type=Path),
-    metavar="FOLDER",
-    help="Folder for snapshots that clients request.",
+    "--snapshots", type=PATH, metavar="FOLDER", help="Folder for snapshots that clients request."
 )
 @click.option(
     "--processes",
     default=1,
-    show_default=True,
     type=click.IntRange(1, MAX_PROCESSES),
     help="Number of server processes.",
 )
@@ -166,28 +142,20 @@ Examples:
 @click.option(
     "--max-pixels",
     default=Settings.max_pixels,
-    show_default=True,
-    type=Pixels(1),
+    type=PIXELS,
     help="Largest image; a JPEG may have four times as many pixels.",
 )
-@click.option(
-    "--max-bytes",
-    default=Settings.max_bytes,
-    show_default=True,
-    type=Bytes(1),
-    help="Largest image file.",
-)
+@click.option("--max-bytes", default=Settings.max_bytes, type=BYTES, help="Largest image file.")
 @click.option(
     "--deadline",
     default=Settings.deadline,
-    show_default=True,
     type=Number(0.1, _DAY),
     help="Seconds to answer a complete request before it fails with status 503.",
 )
 @click.option(
     "--log-format",
     type=Choice(["text", "json"]),
-    help=("Log one line per request, as text or JSON. By default only errors are logged."),
+    help="Log one line per request, as text or JSON. By default only errors are logged.",
 )
 def serve_command(
     indexes: tuple[str, ...], host: str, port: int, workers: int | None, **options: Any
@@ -197,17 +165,10 @@ def serve_command(
 
     Each of several indexes has a name: that of its folder, or NAME in NAME=PATH.
     """
-    _quiet_threads()
     from retrieval.serving.http.server import named, serve
 
     settings = Settings(workers=workers or cores(), **options)
     serve(named(indexes), host=host, port=port, settings=settings)
-
-
-def _quiet_threads() -> None:
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
 
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
@@ -225,27 +186,16 @@ def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
 
 
 def _plain(hit: Hit) -> dict[str, Any]:
-    return {
-        "id": hit.id,
-        "label": hit.label,
-        "distance": hit.distance,
-        "metadata": dict(hit.metadata),
-    }
+    kept = ("id", "label", "distance")
+    return {name: getattr(hit, name) for name in kept} | {"metadata": dict(hit.metadata)}
 
 
 def _table(name: str, hits: list[Hit]) -> str:
     """Return one query's results as aligned columns."""
-    head = ("rank", "distance", "label", "id")
-    rows = [
-        (str(rank), f"{hit.distance:.4f}", hit.label or "", hit.id)
-        for rank, hit in enumerate(hits, 1)
-    ]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-
-    def line(row: tuple[str, ...]) -> str:
-        cells = [row[0].rjust(widths[0]), row[1].rjust(widths[1]), row[2].ljust(widths[2]), row[3]]
-        return "  ".join(cells).rstrip()
-
-    text = "\n".join([f"Nearest to {name}:", line(head), *map(line, rows)])
+    rows = [("rank", "distance", "label", "id")]
+    rows += [(f"{n}", f"{h.distance:.4f}", h.label or "", h.id) for n, h in enumerate(hits, 1)]
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"{a:>{wide[0]}}  {b:>{wide[1]}}  {c:{wide[2]}}  {d}".rstrip() for a, b, c, d in rows]
+    text = "\n".join([f"Nearest to {name}:", *lines])
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)

@@ -7,38 +7,28 @@ from pathlib import Path
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import loading, this_command
+from retrieval.cli.common import PATH, loading, refuse_options, this_command
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.errors import Interrupted
 
 ONCE = ("--replace", "--replace-plugins")
 """Options to leave out when a run is resumed."""
 
-RECIPE = click.argument("recipe", type=click.Path(path_type=Path))
-CHANGES = click.argument("changes", nargs=-1, metavar="[KEY=VALUE]...")
+RECIPE = click.argument("recipe", type=PATH)
 SET_OPTION = click.option(
     "--set",
     "overrides",
     multiple=True,
     metavar="KEY=VALUE",
-    help=(
-        "Change a value of the recipe, such as loss.margin=0.2; repeatable. loss.name=… removes the"
-        " parameters of the old loss; loss=none or train.clip_norm=none removes a table or key."
-        " Changes may also follow the"
-        " recipe without --set."
-    ),
+    help="Change a value of the recipe, such as loss.margin=0.2; repeatable. loss.name=… removes"
+    " the parameters of the old loss; loss=none or train.clip_norm=none removes a table or key.",
 )
 
 
 @click.command()
-@click.argument("photos", type=click.Path(path_type=Path))
+@click.argument("photos", type=PATH)
 @click.option(
-    "--output",
-    "-o",
-    type=click.Path(path_type=Path),
-    default=Path("recipes"),
-    show_default=True,
-    help="Folder to write the recipes to.",
+    "--output", "-o", type=PATH, default=Path("recipes"), help="Folder to write the recipes to."
 )
 @click.option("--replace", is_flag=True, help="Replace recipes that are there.")
 def init(photos: Path, output: Path, replace: bool) -> None:
@@ -48,9 +38,6 @@ def init(photos: Path, output: Path, replace: bool) -> None:
 
     Example:  retrieval init photos/ --output recipes
     """
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.proposal import propose
@@ -61,26 +48,20 @@ def init(photos: Path, output: Path, replace: bool) -> None:
 
 @click.command()
 @RECIPE
-@CHANGES
 @SET_OPTION
 @PLUGIN_OPTION
 @ALLOW_OPTION
-def check(
-    recipe: Path, changes: tuple[str, ...], overrides: tuple[str, ...], extra: tuple[str, ...]
-) -> None:
+def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
     """Check a recipe and report all problems at once, then build it and run one batch.
 
     Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
     """
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.recipe.read import naming, read_recipe
 
         keep_compiler_out()
-        checked = read_recipe(recipe, (*overrides, *changes), extra)
+        checked = read_recipe(recipe, overrides, extra)
         # slow to import, so that a wrong path is reported first
         from retrieval.training.check import run_one_batch
 
@@ -93,20 +74,15 @@ TRACK_OPTION = click.option(
     "--track",
     multiple=True,
     metavar="TRACKER",
-    help=(
-        "Log the run to a tracker: tensorboard, wandb, mlflow, or a plugin's; repeatable. The"
-        " tracker's own environment variables set the server."
-    ),
+    help="Log the run to a tracker: tensorboard, wandb, mlflow, or a plugin's; repeatable. The"
+    " tracker's own environment variables set the server.",
 )
 
 
 @click.command()
 @RECIPE
-@CHANGES
 @click.option(
-    "--output",
-    type=click.Path(path_type=Path),
-    help="The run's folder; by default runs/NAME, with the recipe's name.",
+    "--output", type=PATH, help="The run's folder; by default runs/NAME, with the recipe's name."
 )
 @click.option(
     "--resume",
@@ -125,14 +101,12 @@ TRACK_OPTION = click.option(
 @ALLOW_OPTION
 def train(
     recipe: Path,
-    changes: tuple[str, ...],
     output: Path | None,
     resume: bool,
-    replace: bool,
-    replace_plugins: bool,
     track: tuple[str, ...],
     overrides: tuple[str, ...],
     extra: tuple[str, ...],
+    **options: bool,
 ) -> None:
     """Train a recipe into a run folder.
 
@@ -141,29 +115,21 @@ def train(
     Several GPUs:  accelerate launch -m retrieval.cli train models/digits/recipe.toml
     Several CPU processes:  torchrun --nproc-per-node 2 -m retrieval.cli train recipe.toml
     """
-    if resume and replace:
-        raise click.UsageError(
-            "--resume goes on with a run and --replace begins anew: give one of them."
-        )
-    if replace_plugins and not resume:
-        raise click.UsageError(
-            "--replace-plugins goes with --resume. To begin anew, use --replace."
-        )
-
-    from retrieval.serving.runtime import quiet_threads
-
-    quiet_threads()
+    if resume:
+        refuse_options("with --resume", {"replace"})
+    else:
+        refuse_options("without --resume", {"replace_plugins"})
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.recipe.read import naming, read_recipe
 
         keep_compiler_out()
-        overrides = (*overrides, *changes)
         if resume:
             from retrieval.run.resume import read_given
 
+            newer = options["replace_plugins"]
             folder, checked = read_given(
-                output, recipe, overrides, extra, replace_plugins=replace_plugins, report=say
+                output, recipe, overrides, extra, replace_plugins=newer, report=say
             )
         else:
             checked = read_recipe(recipe, overrides, extra)
@@ -175,14 +141,7 @@ def train(
     before = _which(folder)
     try:
         with naming(recipe), tracking(track, checked, say):
-            train_run(
-                folder,
-                checked,
-                resume=resume,
-                replace=replace,
-                replace_plugins=replace_plugins,
-                report=say,
-            )
+            train_run(folder, checked, resume=resume, report=say, **options)
     except KeyboardInterrupt:
         # do not resume the old run if --replace has not replaced it yet
         begun = resume or _which(folder) != before

@@ -169,7 +169,7 @@ class Findings:
         )
         if not self.complete:
             lines.append(
-                "There are more pairs than can be listed: ask for a smaller distance (--within)."
+                "There are more pairs than can be listed: ask for a smaller distance (within)."
             )
         return "\n".join([*lines, *(["No problems found."] if self.clean else [])])
 

@@ -16,6 +16,7 @@ from retrieval.data.error_lists import refuse
 from retrieval.data.gate import is_missing
 from retrieval.data.splits import SIDES, sides
 from retrieval.errors import DataError, did_you_mean
+from retrieval.host.python_parts import DICTIONARY
 from retrieval.model.contracts import Dataset
 from retrieval.serving.images import as_list, decode, from_pixels
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 _LABELS = ("targets", "labels", "_labels", "y")
 _PAIRS = ("samples", "_samples", "imgs")
 _PLAIN = (str, int, float, bool, np.generic)
+_READINGS = 3
+"""How often item 0 is read again; a random flip stays unnoticed once in eight times."""
 _LARGEST_IN_MEMORY = 1 << 28
 """Floating-point images of up to this many bytes become one array; more are read one by one."""
 
@@ -43,7 +46,8 @@ def as_dataset(
     An image is a path, the bytes of an image file, a Pillow image, an array (H, W) or (H, W, 3) of
     uint8 or of floats from 0 to 1, or a tensor of such pixels with channels first. If items are
     vectors (F,) instead, the result is a dataset of features. Items are read when they are used, so
-    the object's own transforms run; they must neither be random nor normalise pixels.
+    the object's own transforms run; they must neither be random nor normalise pixels. The sides of
+    a dictionary are the split: the recipe says `[split] by = "given"`, which is the default.
 
     Args:
         obj: a PyTorch dataset with a length and items (image, label) or {"image": …, "label": …};
@@ -59,11 +63,35 @@ def as_dataset(
         name: name of the data in error messages.
 
     Raises:
-        DataError: the object has none of these types, or lacks a column.
+        DataError: the object has none of these types, lacks a column, or gives another image when
+            an item is read again.
     """
     if isinstance(obj, Dataset):
         return obj
     name = name or f"The dataset of type {type(obj).__name__}"
+    dataset = _converted(obj, image, label, split, metadata, name)
+    _refuse_random(dataset, name)
+    dataset.origin = type(obj).__name__
+    if isinstance(obj, Mapping | tuple):
+        dataset.origin = DICTIONARY if isinstance(obj, Mapping) else "images_and_labels"
+    return dataset
+
+
+def _refuse_random(dataset: Dataset, name: str) -> None:
+    """Raise a `DataError` if an object gives another image when item 0 is read again."""
+    if not len(dataset) or dataset.arrays is not None or dataset.files is not None:
+        return
+    first = np.asarray(dataset[0])
+    if not all(np.array_equal(first, np.asarray(dataset[0])) for _ in range(_READINGS)):
+        raise DataError(
+            f"{name}: item 0 differs when it is read again, so its own transforms are random. Leave"
+            " them out, since evaluation needs the same image each time; [augmentation] of the"
+            " recipe changes the images of training."
+        )
+
+
+def _converted(obj: Any, image: Any, label: Any, split: Any, metadata: Any, name: str) -> Dataset:
+    """Return an object that is not a `Dataset` as one; see `as_dataset`."""
     if isinstance(obj, Mapping):
         parts = {
             side: as_dataset(

@@ -1,18 +1,16 @@
 """Retrieval metrics of vectors that need not fit into memory: `retrieval evaluate FOLDER`.
 
-A task searches one block of the gallery for one block of queries, in one thread. A neighbour is an
-integer that holds its distance, rounded to 24 bits as in exact search, and its row. The nearest
-items are therefore the smallest integers of all blocks, in any order of the blocks, and the metrics
-are bit-identical with and without a cluster.
+Each of this machine's cores searches one block of the gallery for one block of queries. A neighbour
+is an integer that holds its distance, rounded to 24 bits as in exact search, and its row. The
+nearest items are therefore the smallest integers of all blocks, in any order of the blocks, and the
+metrics are those of `evaluate`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +29,10 @@ from retrieval.evaluation.evaluation import (
 from retrieval.evaluation.neighbors import MOST_ITEMS, Neighbors, key_rows, rounded_keys
 from retrieval.host.cores import cores
 from retrieval.model.metrics import metric
-from retrieval.serving.embedding.runners import Cluster, Runner, in_threads
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.index.embedded import VectorRows
 from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.sessions import ahead
 from retrieval.serving.store.search import measured
 
 if TYPE_CHECKING:
@@ -56,17 +54,14 @@ def evaluate_vectors(
     *,
     gallery: StrPath | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
-    ray: str | None = None,
     progress: Progress = True,
 ) -> Evaluation:
     """Return the retrieval metrics of a folder of labelled items that `retrieval embed` wrote.
 
     Args:
-        folder: the queries and, without `gallery`, also the gallery. All nodes of a cluster must
-            have it at the same path.
+        folder: the queries and, without `gallery`, also the gallery.
         gallery: another such folder to search in.
         metrics: see `evaluate`.
-        ray: the address of a Ray cluster; `None` searches on this machine.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Raises:
@@ -80,17 +75,14 @@ def evaluate_vectors(
             " other."
         )
     theirs = None if items is None else items.labels()
-    with ExitStack() as stack:
-        runner = None if ray is None else stack.enter_context(Cluster.joined(ray, "cpu", 1))
-        return pairwise(
-            queries,
-            queries.labels(),
-            gallery=items,
-            gallery_labels=theirs,
-            metrics=metrics,
-            runner=runner,
-            progress=progress,
-        )
+    return pairwise(
+        queries,
+        queries.labels(),
+        gallery=items,
+        gallery_labels=theirs,
+        metrics=metrics,
+        progress=progress,
+    )
 
 
 @shown
@@ -101,15 +93,13 @@ def pairwise(
     gallery: VectorRows | None = None,
     gallery_labels: Sequence[Any] | NDArray[Any] | None = None,
     metrics: Sequence[str] = DEFAULT_METRICS,
-    runner: Runner | None = None,
     block: int | None = None,
     progress: Progress = False,
 ) -> Evaluation:
     """Return the metrics of `evaluate` without holding the gallery or a matrix of all pairs.
 
-    `runner` searches the blocks; `None` uses this machine's cores. A block has `block` rows of the
-    gallery and of queries; `None` means 64 MB and 8,192 rows. For the other arguments see
-    `evaluate`.
+    A block has `block` rows of the gallery and of queries; `None` means 64 MB and 8,192 rows. For
+    the other arguments see `evaluate`.
 
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
@@ -127,23 +117,27 @@ def pairwise(
     blocks = list(_blocks(len(codes), searched, relevant, chosen, block))
     waiting = Counter(queries for queries, _, _ in blocks)
     nearest: dict[Span, Ints] = {}
-    work = runner or partial(in_threads, workers=cores())
-    with _threads_kept(), Meter("searching", len(blocks), "blocks") as meter:
-        for (queries, _, k), keys in work(_searcher, (codes, searched, itself), blocks):
-            if queries in nearest:
-                keys = np.sort(np.concatenate([nearest[queries], keys], axis=1), axis=1)[:, :k]
-            nearest[queries] = keys
-            waiting[queries] -= 1
-            if not waiting[queries]:
-                keys = nearest.pop(queries)
-                rows = np.arange(*queries)
-                filled = keys != _NO_NEIGHBOR
-                items = np.where(filled, key_rows(keys), 0)
-                matches = (item_class[items] == query_class[rows, None]) & filled
-                some = relevant[rows] > 0
-                for name, measure in chosen.items():
-                    values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
-            meter.update()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the last bit of a product may depend on the number of threads
+    try:
+        with Meter("searching", len(blocks), "blocks") as meter:
+            search = _Search(codes, searched, itself)
+            for (queries, _, k), keys in ahead(search, blocks, workers=cores(), most=cores()):
+                if queries in nearest:
+                    keys = np.sort(np.concatenate([nearest[queries], keys], axis=1), axis=1)[:, :k]
+                nearest[queries] = keys
+                waiting[queries] -= 1
+                meter.update()
+                if not waiting[queries]:
+                    keys, rows = nearest.pop(queries), np.arange(*queries)
+                    filled = keys != _NO_NEIGHBOR
+                    classes = item_class[np.where(filled, key_rows(keys), 0)]
+                    matches = (classes == query_class[rows, None]) & filled
+                    some = relevant[rows] > 0
+                    for name, measure in chosen.items():
+                        values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
+    finally:
+        torch.set_num_threads(threads)
     answerable = np.flatnonzero(relevant > 0)
     return Evaluation(
         means(values, answerable),
@@ -173,44 +167,33 @@ def _blocks(
             yield queries, (start, min(start + size, len(gallery))), k
 
 
-def _searcher(
-    codes: VectorRows, gallery: VectorRows, itself: bool
-) -> Callable[[Block], tuple[Block, Ints]]:
-    """Return a function that searches a block; each thread keeps its last block of the gallery."""
-    torch.set_num_threads(1)  # the last bit of a product may depend on the number of threads
-    kept = threading.local()
+class _Search(threading.local):
+    """Searches a block; each thread keeps its last block of the gallery."""
 
-    def search(block: Block) -> tuple[Block, Ints]:
+    def __init__(self, codes: VectorRows, gallery: VectorRows, itself: bool) -> None:
+        self.codes, self.gallery, self.itself = codes, gallery, itself
+        self.kept: tuple[Span, Neighbors, NDArray[np.float64]] | None = None
+
+    def __call__(self, block: Block) -> tuple[Block, Ints]:
+        """Return the block and the sorted keys (B, k) of its queries' neighbours."""
         (first, last), (low, high), k = block
-        if getattr(kept, "span", None) != (low, high):
-            kept.span = kept.items = kept.search = None  # free the old block before reading
-            items = gallery.read(low, high)
-            kept.search = Neighbors(items, device="cpu")
-            kept.items = np.ascontiguousarray(items, np.float64)
-            kept.span = low, high
+        if self.kept is None or self.kept[0] != (low, high):
+            self.kept = None  # free the old block before reading
+            vectors = self.gallery.read(low, high)
+            exact = np.ascontiguousarray(vectors, np.float64)
+            self.kept = (low, high), Neighbors(vectors, device="cpu"), exact
+        _, search, items = self.kept
         keys = np.full((last - first, k), _NO_NEIGHBOR)
-        step = kept.search.block(k)
+        step = search.block(k)
         for start in range(first, last, step):
-            queries = codes.read(start, min(start + step, last))
+            queries = self.codes.read(start, min(start + step, last))
             own = np.arange(start, start + len(queries)) - low
             own[(own < 0) | (own >= high - low)] = -1
-            columns, _ = kept.search(queries, k, own if itself else None)
+            columns, _ = search(queries, k, own if self.itself else None)
             query, place = np.nonzero(columns >= 0)
             column = columns[query, place]
             # `Neighbors` scales each block, so measure again to compare distances across blocks
-            squared = measured(np.asarray(queries, np.float64), kept.items, query, column)
+            squared = measured(np.asarray(queries, np.float64), items, query, column)
             keys[start - first + query, place] = rounded_keys(squared, column + low)
         keys.sort(axis=1)
         return block, keys
-
-    return search
-
-
-@contextmanager
-def _threads_kept() -> Iterator[None]:
-    """Context manager that restores torch's number of threads."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -200,13 +200,13 @@ def whitening_head(
     if not 1 <= outputs <= width:
         raise DataError(
             f"{outputs:,} dimensions are not available: the backbone has {width:,} features. Ask"
-            f" for 1 to {width:,} (--dimensions)."
+            f" for 1 to {width:,}."
         )
     if photos <= outputs:
         raise DataError(
             f"{photos:,} photos are too few to whiten {outputs:,} dimensions: more photos than"
-            " dimensions are needed. Name more photos, or ask for fewer dimensions (--dimensions"
-            f" {max(1, photos // 4)})."
+            " dimensions are needed. Name more photos, or ask for fewer dimensions, such as"
+            f" {max(1, photos // 4)}."
         )
     # the variation that rounding alone causes in equal features of this size
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
@@ -224,7 +224,7 @@ def whitening_head(
     if varied < outputs:
         raise DataError(
             f"The features of the {photos:,} photos vary in {varied:,} directions only: name more"
-            f" photos that differ, or ask for {varied:,} dimensions or fewer (--dimensions)."
+            f" photos that differ, or ask for {varied:,} dimensions or fewer."
         )
     components = pca.components_ / np.sqrt(variance + _SMALL * largest)[:, None]
     return nn.Sequential(*linear_head(components, pca.mean_), Normalize())
@@ -336,15 +336,13 @@ class BackboneEncoder(Encoder):
         checked = _photos(photos, seed) or fitted
         if dimensions is not None and fitted is None:
             raise BundleError(
-                "Dimensions are those of whitened vectors: name photos to whiten by, too"
-                " (--whiten)."
+                "Dimensions are those of whitened vectors: name photos to whiten by, too."
             )
         if most_photos < 1:
             raise BundleError(f"At least 1 photo is needed, not {most_photos}.")
         if "int8" in variant_names and checked is None:
             raise BundleError(
-                "The int8 variant is calibrated on photos, and none are named (--photos, or"
-                " --whiten)."
+                "The int8 variant is calibrated on photos, and none are named (photos, or whiten)."
             )
         built = Model(self.model.backbone, nn.Identity())
         if fitted is not None:

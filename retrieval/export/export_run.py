@@ -121,8 +121,8 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     """
     if model.combiner is not None:
         raise BundleError(
-            f"The run's combiner {type(model.combiner).__name__} compares whole codes: --dimensions"
-            " cuts a plain embedding only. Leave it out."
+            f"The run's combiner {type(model.combiner).__name__} compares whole codes: dimensions"
+            " cut a plain embedding only. Leave them out."
         )
     with ready(model), torch.inference_mode():
         _, codes = model(torch.from_numpy(items[:32]))
@@ -130,7 +130,7 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     if not 1 <= dimensions <= width:
         raise BundleError(
             f"{dimensions:,} dimensions are not available: the run's embedding has {width:,}. Ask"
-            f" for 1 to {width:,} (--dimensions)."
+            f" for 1 to {width:,}."
         )
     if dimensions == width:
         return model

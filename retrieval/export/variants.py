@@ -331,7 +331,7 @@ def check_drift(name: str, variant: Variant) -> None:
             f"The {name} variant drifts too far: the cosine of its vectors to the encoder's is"
             f" {cosine.mean:.3f} on average and {cosine.min:.3f} at worst on held-out items;"
             f" {DRIFT.mean:g} and {DRIFT.min:g} are asked for. Leave this variant out, or write it"
-            " anyway with --allow-drift."
+            " anyway with --allow-drift (in Python allow_drift=True)."
         )
 
 

@@ -88,19 +88,16 @@ def _module_files(name: str, near: Path) -> list[Path]:
         spec = importlib.util.find_spec(name)  # imports nothing, as the name has no dots
     except (ImportError, ValueError):
         return []
-    installed = [
-        Path(sysconfig.get_path(scheme)).resolve() for scheme in ("stdlib", "purelib", "platlib")
-    ]
-    places = [Path.cwd().resolve(), near.resolve()]
+    schemes = ("stdlib", "purelib", "platlib")
+    installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
     files: list[Path] = []
     for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
         path = Path(place or "").resolve()
-        if any(path.is_relative_to(p) for p in places) and not any(
-            path.is_relative_to(p) for p in installed
-        ):
-            files += (
-                sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
-                if path.is_dir()
-                else [path]
-            )
+        if _below(path, [Path.cwd().resolve(), near.resolve()]) and not _below(path, installed):
+            inner = sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
+            files += inner if path.is_dir() else [path]
     return files
+
+
+def _below(path: Path, places: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(place) for place in places)

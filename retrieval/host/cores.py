@@ -37,45 +37,25 @@ def _affinity() -> int:
 
 
 def _quota(root: Path) -> float:
-    """Return how many cores' time the cgroups of this process allow; infinity for no limit."""
+    """Return how many cores' time the process's cgroup (version 2) allows; infinity for no limit.
+
+    A parent's limit holds for its children. In a container, the path may be the host's and not
+    exist.
+    """
     try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:  # no Linux, or no /proc
         return math.inf
+    path = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "")
+    names = [name for name in path.split("/") if name]
     mounted = root / "sys/fs/cgroup"
-    limits = [math.inf]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2; it is in a subfolder if version 1 is mounted as well
-            bases = [mounted, mounted / "unified"]
-        elif "cpu" in controllers.split(","):
-            bases = [mounted / controllers, mounted / "cpu"]
-        else:
-            continue
-        # A parent's limit holds for its children. In a container, the path may be the host's and
-        # not exist.
-        names = [name for name in path.split("/") if name]
-        limits += [
-            _limit(base.joinpath(*names[:depth]))
-            for base in bases
-            for depth in range(len(names) + 1)
-        ]
-    return min(limits)
+    return min(_limit(mounted.joinpath(*names[:depth])) for depth in range(len(names) + 1))
 
 
 def _limit(folder: Path) -> float:
-    """Return how many cores' time one cgroup (version 2 or 1) allows."""
+    """Return how many cores' time one cgroup allows."""
     try:
         quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
-    except (OSError, ValueError):
-        try:
-            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
-            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
-        except (OSError, ValueError):
-            return math.inf
-    # "max" in version 2 and -1 in version 1 mean no limit.
-    return (
-        int(quota) / int(period)
-        if quota.isdecimal() and period.isdecimal() and int(period)
-        else math.inf
-    )
+        return int(quota) / int(period)  # "max" means no limit
+    except (OSError, ValueError, ZeroDivisionError):
+        return math.inf

@@ -32,91 +32,63 @@ A module given as text is imported when the factory is first needed.
 
 @hookspec
 def retrieval_backbones() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[backbone]` is looked up.
-
-    Each factory returns a `retrieval.plugin.Backbone`.
-    """
+    """Called for a recipe's `[backbone]`. A factory returns a `retrieval.plugin.Backbone`."""
 
 
 @hookspec
 def retrieval_datasets() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[data]` is looked up.
-
-    Each factory returns a `retrieval.plugin.Dataset`.
-    """
+    """Called for a recipe's `[data]`. A factory returns a `retrieval.plugin.Dataset`."""
 
 
 @hookspec
 def retrieval_losses() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[loss]` is looked up.
-
-    Each factory returns a module with the call of `retrieval.plugin.Loss`.
-    """
+    """Called for a recipe's `[loss]`. A factory returns a `retrieval.plugin.Loss`."""
 
 
 @hookspec
 def retrieval_miners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[miner]` is looked up.
-
-    Each factory returns a module with the call of `retrieval.plugin.Miner`.
-    """
+    """Called for a recipe's `[miner]`. A factory returns a `retrieval.plugin.Miner`."""
 
 
 @hookspec
 def retrieval_generators() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[generator]` is looked up.
-
-    Each factory returns a `retrieval.plugin.Generator`. The host calls its `bind` with the model's
-    head before training.
+    """Called for a recipe's `[generator]`. A factory returns a `retrieval.plugin.Generator`, whose
+    `bind` the host calls with the model's head before training.
     """
 
 
 @hookspec
 def retrieval_combiners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[combiner]` is looked up.
-
-    Each factory returns a `retrieval.plugin.Combiner`.
-    """
+    """Called for a recipe's `[combiner]`. A factory returns a `retrieval.plugin.Combiner`."""
 
 
 @hookspec
 def retrieval_learners() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[learner]` is looked up.
-
-    Each factory returns a `retrieval.plugin.Learner`.
-    """
+    """Called for a recipe's `[learner]`. A factory returns a `retrieval.plugin.Learner`."""
 
 
 @hookspec
 def retrieval_samplers() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[sampler]` is looked up.
-
-    Each factory returns a `retrieval.plugin.BatchSampler`, or a batch sampler of torch.
+    """Called for a recipe's `[sampler]`. A factory returns a `retrieval.plugin.BatchSampler` or one
+    of torch.
     """
 
 
 @hookspec
 def retrieval_augmentations() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[augmentation] transforms` are looked up.
-
-    Each factory returns a `retrieval.plugin.Transform`.
-    """
+    """Called for `[augmentation] transforms`. A factory returns a `retrieval.plugin.Transform`."""
 
 
 @hookspec
 def retrieval_metrics() -> Factories:  # type: ignore[empty-body]
-    """Called when a recipe's `[evaluate] metrics` are looked up.
-
-    Each factory returns a `retrieval.plugin.Metric`.
-    """
+    """Called for `[evaluate] metrics`. A factory returns a `retrieval.plugin.Metric`."""
 
 
 @hookspec
 def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
-    """Called when an index back end is looked up by name.
+    """Called when an index back end that is not built in is looked up by name.
 
-    For a built-in back end, only the package's own plugin is called. Each factory returns a
-    `retrieval.plugin.IndexBackend`.
+    A factory returns a `retrieval.plugin.IndexBackend`.
     """
 
 
@@ -124,33 +96,24 @@ def retrieval_indexes() -> Factories:  # type: ignore[empty-body]
 def retrieval_stores() -> Factories:  # type: ignore[empty-body]
     """Called for an index at an address, such as `milvus://host:19530/photos`.
 
-    For an index in a folder, only the package's own plugin is called. Each factory's name is the
-    scheme of its addresses. Each factory returns a `retrieval.plugin.stores.StorePlace`.
+    A factory's name is the scheme of its addresses; it returns a
+    `retrieval.plugin.stores.StorePlace`.
     """
 
 
 @hookspec
 def retrieval_distances() -> Factories:  # type: ignore[empty-body]
-    """Called when a loss's or miner's `distance` is looked up.
-
-    Each factory returns a pytorch-metric-learning `BaseDistance`.
-    """
+    """Called for a loss's or miner's `distance`. A factory returns a `BaseDistance`."""
 
 
 @hookspec
 def retrieval_reducers() -> Factories:  # type: ignore[empty-body]
-    """Called when a loss's `reducer` is looked up.
-
-    Each factory returns a pytorch-metric-learning `BaseReducer`.
-    """
+    """Called for a loss's `reducer`. A factory returns a `BaseReducer`."""
 
 
 @hookspec
 def retrieval_regularizers() -> Factories:  # type: ignore[empty-body]
-    """Called when a loss's regulariser is looked up.
-
-    Each factory returns a pytorch-metric-learning `BaseRegularizer`.
-    """
+    """Called for a loss's regulariser. A factory returns a `BaseRegularizer`."""
 
 
 @hookspec
@@ -182,10 +145,7 @@ def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
 
 @hookspec
 def retrieval_trackers() -> Factories:  # type: ignore[empty-body]
-    """Called when `--track` names a tracker; by default no tracker runs.
-
-    Each factory returns a `retrieval.plugin.Tracker`, which logs one run.
-    """
+    """Called when `--track` names a tracker. A factory returns a `retrieval.plugin.Tracker`."""
 
 
 @hookspec

@@ -10,7 +10,6 @@ import importlib
 import inspect
 import os
 import re
-import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from datetime import date, time
 from functools import partial
@@ -24,7 +23,6 @@ from retrieval.errors import (
     MissingDependency,
     PluginError,
     RecipeError,
-    RetrievalError,
     did_you_mean,
 )
 from retrieval.host.factory import BUILT_IN, GIVEN, KINDS, SHORT, Factory, Parameter, new_manager
@@ -37,9 +35,11 @@ from retrieval.host.importing import (
     reason,
     refuse_misspelt,
 )
+from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, refuse_no_objects
 
 GROUP = "retrieval"
+TRAINING_MODULES = ("torch", "torchvision", "pytorch_metric_learning", "sklearn")
 
 
 class Plugins:
@@ -53,10 +53,7 @@ class Plugins:
         self._read: dict[tuple[str, str], Factory | PluginError] = {}
 
     def give(self, objects: Mapping[str, Any]) -> None:
-        """Offer Python objects as parts, by recipe table: `{"loss": my_loss}`.
-
-        `object_name` returns the name of each.
-        """
+        """Offer Python objects as parts, by recipe table: `{"loss": my_loss}`."""
         if not objects:
             return
         refuse_no_objects(objects)
@@ -76,21 +73,11 @@ class Plugins:
 
     def notify(self, hook: str, **arguments: Any) -> None:
         """Call a hook that returns nothing."""
-        try:
+        with calling(f"A plugin's {hook}"):
             getattr(self.hook, hook)(**arguments)
-        except (RetrievalError, OSError, ImportError):
-            raise  # the command line has a message for these
-        except Exception as error:
-            files = {
-                getattr(m, "__file__", None): name for name, m in self.manager.list_name_plugin()
-            }
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename in files]
-            who = f"The plugin '{files[frames[-1].filename]}'" if frames else "A plugin"
-            where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-            raise PluginError(f"{who} failed in {hook}: {reason(error)}{where}.") from error
 
     def factories(self, kind: str) -> dict[str, Factory]:
-        """Return all sound factories of a kind by full name, sorted; see also `disabled`."""
+        """Return all sound factories of a kind by full name, sorted."""
         every = [self._factory(kind, name) for name in self._offered(kind)]
         sound = {factory.name: factory for factory in every if isinstance(factory, Factory)}
         return dict(sorted(sound.items()))
@@ -105,19 +92,13 @@ class Plugins:
         }
 
     def named(self, kind: str, name: str) -> Factory | None:
-        """Return a sound factory by its full name, or None.
-
-        This calls the hook of that plugin only and loads only this factory, as others may be slow.
-        """
+        """Return a sound factory by its full name, or None; this loads no other."""
         plugin = name.partition(".")[0]
         factory = self._factory(kind, name) if name in self._offered(kind, plugin) else None
         return factory if isinstance(factory, Factory) else None
 
     def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
-        """Return the unread offers of all plugins, or of one, for a kind, by full name.
-
-        Each hook is called once. If it fails, the result holds the error under the plugin's name.
-        """
+        """Return the unread offers of all plugins, or of one: by full name, errors by plugin."""
         offered: dict[str, Any] = {}
         for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
             key = kind, impl.plugin_name
@@ -126,9 +107,8 @@ class Plugins:
             if key not in self._offers:
                 try:
                     offers = self._call(impl.plugin_name, kind, impl.function)
-                    self._offers[key] = {
-                        f"{key[1]}.{short}": (short, make) for short, make in offers.items()
-                    }
+                    named = {f"{key[1]}.{short}": (short, make) for short, make in offers.items()}
+                    self._offers[key] = named
                 except PluginError as error:
                     self._offers[key] = {impl.plugin_name: error}
             offered |= self._offers[key]
@@ -159,11 +139,9 @@ class Plugins:
                 f"The plugin '{plugin}' offers the text '{place}' in retrieval_{kind}; write it as"
                 " MODULE:NAME, such as acme.losses:Margin."
             )
-
-        def imported() -> Any:
-            return getattr(importlib.import_module(module), attribute)
-
-        return self._guarded(plugin, kind, imported)
+        return self._guarded(
+            plugin, kind, lambda: getattr(importlib.import_module(module), attribute)
+        )
 
     def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
         offers = self._guarded(plugin, kind, function)
@@ -181,17 +159,8 @@ class Plugins:
         except (PluginError, MissingDependency):
             raise
         except Exception as error:
-            missing = (
-                (getattr(error, "name", None) or "")
-                if isinstance(error, ModuleNotFoundError)
-                else ""
-            )
-            if missing.partition(".")[0] in (
-                "torch",
-                "torchvision",
-                "pytorch_metric_learning",
-                "sklearn",
-            ):
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if (missing or "").partition(".")[0] in TRAINING_MODULES:
                 raise MissingDependency(
                     f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install"
                     " 'embedding-retrieval[train]'."
@@ -222,29 +191,34 @@ class Plugins:
             raise PluginError(missing(kind, name))
         if name in wrong or plugin in wrong:
             raise PluginError(wrong.get(name) or wrong[plugin])
-        if "." in name and plugin not in {s.plugin for s in self.sources}:
-            loaded = ", ".join(sorted(s.plugin for s in self.sources))
-            hint = f" No plugin '{plugin}' is loaded (loaded: {loaded}).{did_you_mean(name, known)}"
-        elif namesakes := sorted(full for full in known if full.endswith(f".{name}")):
-            hint = f" Did you mean {' or '.join(repr(full) for full in namesakes)}?"
-        else:
-            short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]
-            hint = did_you_mean(name, known if "." in name else dict.fromkeys([*short, *known]))
-            for kind_of in KINDS if not hint else ():
-                if kind_of != kind and name in self.factories(kind_of):
-                    hint = f" '{name}' is a {KINDS[kind_of]}."
-            by_name = [
-                full
-                for full, factory in known.items()
-                if any(p.name == "model" and p.required for p in factory.parameters)
-            ]
-            if by_name and "." not in name:
-                hint += (
-                    f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}",'
-                    f' model = "{name}".'
-                )
-            hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
+        hint = self._hint(kind, name, known)
+        hint = hint or f" 'retrieval plugins list --kind {kind}' shows all {len(known)}."
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
+
+    def _hint(self, kind: str, name: str, known: Mapping[str, Factory]) -> str:
+        """Return what may be meant by a name that no factory has."""
+        plugin, loaded = name.partition(".")[0], sorted(s.plugin for s in self.sources)
+        if "." in name and plugin not in loaded:
+            names = f"(loaded: {', '.join(loaded)})"
+            return f" No plugin '{plugin}' is loaded {names}.{did_you_mean(name, known)}"
+        if namesakes := sorted(full for full in known if full.endswith(f".{name}")):
+            return f" Did you mean {' or '.join(map(repr, namesakes))}?"
+        short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]
+        hint = did_you_mean(name, known if "." in name else dict.fromkeys([*short, *known]))
+        for other in KINDS if not hint else ():
+            if other != kind and name in self.factories(other):
+                hint = f" '{name}' is a {KINDS[other]}."
+        by_name = [
+            full
+            for full, factory in known.items()
+            if any(p.name == "model" and p.required for p in factory.parameters)
+        ]
+        if by_name and "." not in name:
+            hint += (
+                f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}",'
+                f' model = "{name}".'
+            )
+        return hint
 
     def check(
         self,
@@ -255,19 +229,12 @@ class Plugins:
     ) -> list[str]:
         """Return every problem of a table `{name = …, parameters}`, nested parts included.
 
-        Args:
-            kind: one of `KINDS`.
-            values: the table.
-            where: its place, such as `[loss]`.
-            host_keys: keys that the table may have besides, for the message on an unknown one.
+        `where` is its place, such as `[loss]`; `host_keys` are further keys that it may have.
         """
         return list(self._check(kind, values, where, host_keys))
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether a factory and all parts of its kind nested in it pass a test.
-
-        Unknown and invalid parts pass, because `check` reports them.
-        """
+        """Return whether a factory and its nested parts of the kind pass; unknown parts do."""
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
         return factory is None or (

@@ -22,6 +22,8 @@ from retrieval.host.factory import COMPONENTS, KINDS
 from retrieval.host.hookspecs import hookimpl
 
 OBJECT = "object"
+DICTIONARY = "dictionary_of_sides"
+"""`origin` of a dataset that was a dictionary such as `{"train": …, "test": …}`."""
 WORDS = {table: KINDS[kind] for table, kind in COMPONENTS.items()}
 """The name of a recipe's table as an argument: `[data]` is `dataset`."""
 
@@ -41,8 +43,8 @@ _PLAIN = (
 
 
 def object_name(value: Any) -> str:
-    """Return an object's name in a recipe: `object.` and its class."""
-    short = re.sub(r"\W", "", _maker(value).__name__)
+    """Return an object's name in a recipe: `object.` and its class, or what `as_dataset` read."""
+    short = re.sub(r"\W", "", getattr(value, "origin", "") or _maker(value).__name__)
     return f"{OBJECT}.{short if short.isidentifier() else 'made'}"
 
 

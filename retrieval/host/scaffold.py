@@ -1,98 +1,84 @@
-"""`retrieval plugins new` creates a plugin's repository with one part, its test and a CI file."""
+"""`retrieval plugins new` creates a plugin's package with one part, its test and a recipe."""
 
 from __future__ import annotations
 
 import keyword
 import re
-from dataclasses import dataclass
 from importlib.resources import files as resources
 from pathlib import Path
+from typing import Any
+
+import tomli_w
 
 from retrieval.errors import PluginError
-from retrieval.host.factory import KINDS
+from retrieval.host.factory import COMPONENTS, KINDS
 from retrieval.host.files import whole_folder
 from retrieval.host.plugins import installed_plugins
 
-TRAIN = "retrieval train recipe.toml"
-
-
-@dataclass(frozen=True)
-class Example:
-    """An example part: its class, its name in the hook, and a command that uses it."""
-
-    make: str
-    part: str
-    use: str = TRAIN
-
-
 EXAMPLES = {
-    "loss": Example("MarginLoss", "margin"),
-    "miner": Example("Nearest", "nearest"),
-    "generator": Example("Nearer", "nearer"),
-    "combiner": Example("SumOfParts", "sum_of_parts"),
-    "learner": Example("WithinScale", "within_scale"),
-    "dataset": Example("Digits", "digits"),
-    "backbone": Example("Small", "small"),
-    "metric": Example("ReciprocalRank", "reciprocal_rank"),
-    "index": Example(
-        "Matrix",
-        "matrix",
-        "retrieval index create items.index IMAGES --bundle BUNDLE --backend acme.matrix",
-    ),
-    "store": Example(
-        "JournalPlace",
-        "journal",
-        "retrieval index create journal:///tmp/items.journal IMAGES --bundle BUNDLE",
-    ),
+    "loss": ("MarginLoss", "margin"),
+    "miner": ("Nearest", "nearest"),
+    "generator": ("Nearer", "nearer"),
+    "combiner": ("SumOfParts", "sum_of_parts"),
+    "learner": ("WithinScale", "within_scale"),
+    "dataset": ("Digits", "digits"),
+    "backbone": ("Small", "small"),
+    "metric": ("ReciprocalRank", "reciprocal_rank"),
+    "index": ("Matrix", "matrix"),
+    "store": ("JournalPlace", "journal"),
 }
-"""Examples by kind. Their templates are in `scaffolds/`, with `acme` as the plugin's name."""
+"""The class and the part's name of each kind's template in `scaffolds/`."""
+_RECIPE = {
+    "data": {"name": "core.digits"},
+    "split": {"by": "class"},
+    "sampler": {"classes": 4, "items": 16},
+    "backbone": {"name": "core.convnet", "size": 28},
+    "loss": {"name": "pml.contrastive"},
+    "train": {"epochs": 3},
+}
 
 
 def package_files(name: str, kind: str = "loss") -> dict[str, str]:
     """Return the files of a plugin's package: their text by path."""
+    package = f"retrieval_{name}"
     templates = {
         "pyproject.toml": "pyproject.toml",
-        "retrieval_acme/__init__.py": "init.py",
-        f"retrieval_acme/{kind}.py": f"{kind}/module.py",
-        "tests/test_acme.py": f"{kind}/test.py",
-        "README.md": "README.md",
-        ".github/workflows/tests.yaml": "ci.yaml",
+        f"{package}/__init__.py": "init.py",
+        f"{package}/{kind}.py": f"{kind}.py",
+        f"tests/test_{name}.py": f"{kind}_test.py",
     }
     if kind == "store":
-        templates["retrieval_acme/lines.py"] = "store/lines.py"
-    if EXAMPLES[kind].use == TRAIN:
-        templates["recipe.toml"] = f"{kind}/recipe.toml"
-    return {
-        place.replace("acme", name): _filled(template, name, kind)
-        for place, template in templates.items()
-    }
+        templates[f"{package}/lines.py"] = "store_lines.py"
+    contents = {path: _filled(template, name, kind) for path, template in templates.items()}
+    if kind not in ("index", "store"):
+        contents["recipe.toml"] = tomli_w.dumps(_recipe(name, kind))
+    return contents
+
+
+def _recipe(name: str, kind: str) -> dict[str, Any]:
+    """Return a recipe that trains with the part."""
+    part = f"{name}.{EXAMPLES[kind][1]}"
+    recipe: dict[str, Any] = {"name": name, **_RECIPE}
+    if kind == "metric":
+        return recipe | {"evaluate": {"metrics": [part, "map_at_r"]}}
+    if kind == "learner":
+        recipe = {key: recipe[key] for key in ("name", "data", "split")}
+        recipe["backbone"] = {"name": "core.pixels", "size": 8, "frozen": True}
+    return recipe | {next(t for t, k in COMPONENTS.items() if KINDS[k] == kind): {"name": part}}
 
 
 def _filled(template: str, name: str, kind: str) -> str:
-    example = EXAMPLES[kind]
-    text = (resources("retrieval.host") / "scaffolds" / f"{template}.in").read_text(
-        encoding="utf-8"
-    )
+    text = (resources("retrieval.host") / "scaffolds" / f"{template}.in").read_text("utf-8")
+    make, part = EXAMPLES[kind]
     hook = next(plural for plural, word in KINDS.items() if word == kind)
-    for word, value in (
-        ("USE", example.use),
-        ("MAKE", example.make),
-        ("PART", example.part),
-        ("KINDS", hook),
-        ("KIND", kind),
-        ("acme", name),
-    ):
+    words = {"MAKE": make, "PART": part, "KINDS": hook, "KIND": kind, "acme": name}
+    for word, value in words.items():
         text = text.replace(word, value)
     return text
 
 
 def write_package(name: str, output: Path | None = None, kind: str = "loss") -> Path:
-    """Write a plugin's package atomically and return its folder.
-
-    Args:
-        name: the plugin's name.
-        output: the folder to create; the default is `retrieval-NAME`.
-        kind: the kind of part, one of `EXAMPLES`.
+    """Write a plugin's package atomically and return its folder, by default `retrieval-NAME`.
 
     Raises:
         PluginError: the name is invalid or taken, or the folder exists or cannot be written.

@@ -394,7 +394,7 @@ def _override(table: dict[str, Any], text: str) -> str | None:
     key, sep, value = text.partition("=")
     steps = [step.strip() for step in key.split(".")]
     if not sep or not all(steps):
-        return f"--set {text}: write it as table.key=value."
+        return f"The change {text}: write it as table.key=value."
     try:
         parsed = tomllib.loads(f"value = {value}")
         new = parsed["value"] if len(parsed) == 1 else value.strip()
@@ -406,25 +406,26 @@ def _override(table: dict[str, Any], text: str) -> str | None:
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
                 return (
-                    f"--set {text}: {before} has {len(place)}"
+                    f"The change {text}: {before} has {len(place)}"
                     f" {'entry' if len(place) == 1 else 'entries'}, numbered from 0; '{step}' is"
                     " none of them."
                 )
             place = place[int(step)]
         elif steps[i + 1].isdigit() and step not in place:
-            return f"--set {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."
+            return f"The change {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."
         else:
             place = place.setdefault(step, {}) if value.strip() != "none" else place.get(step, {})
         if not isinstance(place, dict | list):
             return (
-                f"--set {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no table to set a"
-                " key in."
+                f"The change {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no"
+                " table to set a key in."
             )
     if value.strip() == "none" and isinstance(place, dict):
         if steps[-1] not in place:
             known = did_you_mean(steps[-1], place)
             return (
-                f"--set {text}: the recipe does not set this key, so there is none to unset.{known}"
+                f"The change {text}: the recipe does not set this key, so there is none to"
+                f" unset.{known}"
             )
         del place[steps[-1]]
         return None
@@ -438,8 +439,8 @@ def _override(table: dict[str, Any], text: str) -> str | None:
             return None
         first = ".".join(steps[:-1])
         return (
-            f"--set {text}: {first} is a list; name an entry's key by the entry's number, as in"
-            f" {first}.0.{steps[-1]}=…"
+            f"The change {text}: {first} is a list; name an entry's key by the entry's number, as"
+            f" in {first}.0.{steps[-1]}=…"
         )
     place[steps[-1]] = new
     return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retrieval.errors import PluginError, RetrievalError
 from retrieval.host.factory import Factory
 from retrieval.host.plugins import Plugins
+from retrieval.host.python_parts import DICTIONARY, OBJECT
 
 if TYPE_CHECKING:
     from retrieval.recipe.tables import Tables
@@ -89,6 +90,11 @@ def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
             for name in ("combiner", "miner", "generator")
             if name in present
         ]
+    if recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given":
+        problems.append(
+            f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that is the'
+            ' dataset. Set by = "given", or give one dataset.'
+        )
     return (
         problems
         + _loss(recipe)

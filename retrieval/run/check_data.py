@@ -30,7 +30,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.embedded import in_memory
-from retrieval.serving.index.locations import Location, Sources, is_address, is_embedding, is_table
+from retrieval.serving.index.locations import Sources, is_embedding, is_table
 from retrieval.serving.index.parquet import holds_vectors
 from retrieval.serving.index.sources import collect
 from retrieval.serving.merging import measured
@@ -82,7 +82,7 @@ def check_data(
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("--within is a distance of --model, so it must be at least 0.")
+        raise DataError("within is a distance of a model: it needs one, and must be at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     checked, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
@@ -90,7 +90,7 @@ def check_data(
         raise DataError(f"The items are {theirs}, and the bundle {bundle.path} takes none.")
     if bundle is not None and within is None and subjects.kind == "features":
         raise DataError(
-            "A model of vectors needs --within, the distance at which two items are the same."
+            "A model of vectors needs within, the distance at which two items are the same."
         )
     seen = _look(subjects, bundle)
     same, alone = _same(subjects, seen)
@@ -165,9 +165,8 @@ def _collected(name: str, bundle: Bundle | None) -> Sources:
         return collect([name], "features")
     if bundle is not None:
         return collect([name], bundle.manifest.input.kind)
-    if is_table(name) and (is_address(name) or Path(name).exists()):
-        place = Location(name if is_address(name) else os.path.abspath(name))  # noqa: PTH100
-        return collect([name], "features" if holds_vectors(place) else "image")
+    if is_table(name) and Path(name).exists():
+        return collect([name], "features" if holds_vectors(Path(name)) else "image")
     return collect([name], "image")
 
 

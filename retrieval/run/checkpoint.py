@@ -29,6 +29,7 @@ from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
+AGAIN = "Train again, with --replace (in Python replace=True)."
 WITHOUT_CHECKSUM = "retrieval checkpoint 1"
 
 _BLANK = "0" * 64

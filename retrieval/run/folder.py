@@ -90,29 +90,22 @@ def refuse_taken(path: Path, replace: bool) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not path.is_dir():
-        raise DataError(f"{path} is a file, and a run is a folder. Choose another --output.")
+        raise DataError(f"{path} is a file, and a run is a folder. Choose another output.")
     if not is_run(path):
         raise DataError(
-            f"{path} exists already and holds no run, so there is nothing for --resume or"
-            " --replace: choose another folder with --output."
+            f"{path} exists already and holds no run, so there is nothing to resume or"
+            " replace: choose another output."
         )
     if replace:
         return
-    python = "resume=True"
+    state = "a run that was stopped before its first checkpoint"
     if is_complete(path):
-        state, go_on = "a complete run", "Train it longer with --resume --set train.epochs=…"
-        python = 'resume=True, overrides=["train.epochs=…"]'
+        state = "a complete run, which goes on with a larger train.epochs"
     elif has_checkpoint(path):
-        state, go_on = "a run that was stopped", "Go on with it by --resume"
-    else:
-        state, go_on = (
-            "a run that was stopped before its first checkpoint",
-            "Begin it again by --resume",
-        )
+        state = "a run that was stopped"
     raise DataError(
-        f"{path} exists already: {state}. {go_on}, put a new run in its place with --replace, or"
-        f" choose another folder with --output. In Python: {python}; replace=True; or another"
-        " output."
+        f"{path} exists already: {state}. Resume it (--resume, in Python resume=True), replace it"
+        " (--replace, in Python replace=True), or choose another output."
     )
 
 
@@ -134,7 +127,7 @@ def create_folder(
     refuse_taken(path, replace)
     place = Path(os.path.realpath(path))
     occupied = DataError(
-        f"{path} exists already: something else has just made it. Choose another --output."
+        f"{path} exists already: something else has just made it. Choose another output."
     )
     try:
         with whole_folder(place, replace=is_run(place), exists_error=occupied) as temporary:

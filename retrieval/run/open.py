@@ -140,7 +140,7 @@ class Run:
 
     def __repr__(self) -> str:
         named = (self.recipe.data, self.recipe.backbone, self.recipe.loss or self.recipe.learner)
-        parts = ", ".join(part.name for part in named if part)
+        parts = ", ".join(part.name.removeprefix("object.") for part in named if part)
         return (
             f"Run {self.path}: {parts}; {len(self.splits.train):,} items to train,"
             f" {len(self.splits.query):,} to test"
@@ -179,7 +179,7 @@ class Run:
         except OSError as error:
             raise DataError(
                 f"{self.metrics_file} cannot be written: {error.strerror or error}. Free some"
-                " space, then continue with --resume."
+                " space, then resume (--resume, in Python resume=True)."
             ) from error
 
 
@@ -281,12 +281,14 @@ def _weights_to_use(path: Path) -> tuple[Path, str]:
     """Return the checkpoint for evaluation and export, and advice in case it is damaged."""
     names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
     if not names:
-        raise DataError(f"{path} has no checkpoint yet. Continue training with --resume.")
-    advice = "Train again, with --replace."
+        raise DataError(
+            f"{path} has no checkpoint yet. Resume it (--resume, in Python resume=True)."
+        )
+    advice = checkpoint.AGAIN
     if len(names) > 1:
         advice = (
             f"Remove it to use {names[1]}.safetensors instead, with the weights of another epoch;"
-            " or train again, with --replace."
+            f" or: {checkpoint.AGAIN}"
         )
     return checkpoint_file(path, names[0]), advice
 

@@ -112,8 +112,8 @@ def read_given(
     require(own, folder / "recipe.toml")
     for line in changed_plugins(_named(table), own):
         report(
-            f"{line}; the run goes on with its own copy. --replace-plugins takes the present one,"
-            " train --replace begins again with it."
+            f"{line}; the run goes on with its own copy. --replace-plugins (in Python"
+            " replace_plugins=True) takes the present one."
         )
     return folder, check_recipe(table | {"plugins": _named(kept)}, where, objects)
 
@@ -126,8 +126,8 @@ def refuse_no_run(folder: Path) -> None:
     """
     if not is_run(folder):
         raise DataError(
-            f"{folder} is not a run that could be resumed: it holds no recipe.toml. Leave --resume"
-            " out to start it."
+            f"{folder} is not a run that could be resumed: it holds no recipe.toml. Start it"
+            " without --resume (in Python resume=True)."
         )
 
 
@@ -191,11 +191,11 @@ def standing(folder: Path) -> Standing | None:
     if not has_checkpoint(folder):
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
-    chosen, advice = last, "Train again, with --replace."
+    chosen, advice = last, checkpoint.AGAIN
     if not last.is_file():
         chosen = previous
     elif previous.is_file():
-        advice = f"Remove it, and --resume goes on from the checkpoint before it ({previous.name})."
+        advice = f"Remove it, to resume from the checkpoint before it ({previous.name})."
     state = checkpoint.load(chosen, advice)
     try:
         return Standing(chosen, state, Position(**state["progress"]))
@@ -231,9 +231,9 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
             f"{folder} was started with another recipe:"
             f" {', '.join(f'[{table}]' for table in tables)}"
             f" differ{'s' if len(tables) == 1 else ''}"
-            f" ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the recipe (and"
-            " --set) that started it, or train into another folder with --output. Only these may"
-            f" change: {THEY}."
+            f" ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the recipe"
+            " and changes that started it, or train into another folder. Only these may change:"
+            f" {THEY}."
         )
     longer = [key for key in differing if key.endswith(".epochs")]
     if longer:

@@ -135,7 +135,7 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     Raises:
         DataError: the checkpoint is missing, damaged, or belongs to another recipe.
     """
-    state = checkpoint.load(path, "Train again, with --replace.")
+    state = checkpoint.load(path, checkpoint.AGAIN)
     backbone = build_backbone(recipe, dataset)
     learner = build_learner(recipe, backbone.features)
     for name, value in state.get("learner", {}).items():

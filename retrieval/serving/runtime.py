@@ -119,7 +119,7 @@ _CUDA_OPTIONS = {
 }
 FALLBACK = (
     "ONNX Runtime was built for a GPU and could not start there, so the encoder runs on the CPU. "
-    "`retrieval doctor` says what is missing; pass --device cpu if this is intended."
+    "`retrieval doctor` says what is missing; choose the device cpu if this is intended."
 )
 
 

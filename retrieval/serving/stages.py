@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar, Token
+from collections.abc import Callable
+from contextvars import ContextVar
 from time import perf_counter
-from types import TracebackType
-from typing import NamedTuple
 
 STAGES = ("read", "wait", "decode", "encode", "search", "items", "write", "send")
 """Stages of a request, in the order of a search.
@@ -16,109 +15,55 @@ wait; "items" reads their data; "write" stores items; "send" sends the response.
 """
 
 
-class Span(NamedTuple):
-    """One stage of one request.
-
-    Attributes:
-        stage: one of `STAGES`.
-        began: start by `time.perf_counter`.
-        ended: end by `time.perf_counter`.
-        own: duration in seconds, without nested stages.
-        items: number of items processed together.
-    """
-
-    stage: str
-    began: float
-    ended: float
-    own: float
-    items: int
-
-
 class Trail:
-    """Records the stages of one request.
-
-    Stages run one after the other, so no two threads write to it at the same time.
+    """One request's stages, which run one after the other, though in several threads.
 
     Attributes:
         id: id of the request.
-        spans: finished stages; a nested stage precedes the one that contains it.
+        seconds: duration of each finished stage, without nested stages.
+        batches: stages that processed several items together, with the number of items.
         reason: why the request was refused, or "".
+        has_left: returns whether the client has disconnected.
     """
 
-    __slots__ = ("_inside", "id", "reason", "spans")
+    __slots__ = ("batches", "has_left", "id", "inside", "reason", "seconds")
 
-    def __init__(self, id: str = "") -> None:
-        self.id = id
-        self.spans: list[Span] = []
-        self.reason = ""
-        self._inside = 0.0
+    def __init__(self, id: str = "", has_left: Callable[[], bool] = bool) -> None:
+        self.id, self.has_left, self.reason = id, has_left, ""
+        self.seconds: dict[str, float] = {}
+        self.batches: list[tuple[str, int]] = []
+        self.inside = 0.0
 
-    def note(self, stage: str, began: float, ended: float, count: int = 1) -> None:
-        """Record a finished stage without nested stages."""
-        self.spans.append(Span(stage, began, ended, ended - began, count))
-
-    def enter(self) -> float:
-        """Begin a stage; return the value to pass to `leave` as `before`."""
-        before, self._inside = self._inside, 0.0
-        return before
-
-    def leave(self, stage: str, began: float, before: float, count: int) -> None:
-        """Record a stage that ends now."""
-        ended = perf_counter()
-        took = ended - began
-        self.spans.append(Span(stage, began, ended, max(0.0, took - self._inside), count))
-        self._inside = before + took
-
-    def seconds(self) -> dict[str, float]:
-        """Return the total seconds of each recorded stage, by name."""
-        seconds: dict[str, float] = {}
-        for span in self.spans:
-            seconds[span.stage] = seconds.get(span.stage, 0.0) + span.own
-        return seconds
+    def note(self, stage: str, seconds: float) -> None:
+        """Add to the duration of a stage."""
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
 
 
-_TRAIL: ContextVar[Trail | None] = ContextVar("trail", default=None)
-
-
-def current() -> Trail | None:
-    """Return the trail of the current thread's or task's request, or `None`."""
-    return _TRAIL.get()
-
-
-class following:
-    """Context manager that records stages inside it on a trail."""
-
-    __slots__ = ("_token", "_trail")
-
-    def __init__(self, trail: Trail | None) -> None:
-        self._trail = trail
-
-    def __enter__(self) -> None:
-        self._token: Token[Trail | None] = _TRAIL.set(self._trail)
-
-    def __exit__(self, *_: object) -> None:
-        _TRAIL.reset(self._token)
+TRAIL: ContextVar[Trail | None] = ContextVar("trail", default=None)
+"""The trail of the current thread's or task's request, or `None`."""
 
 
 class stage:
-    """Context manager that records its block as one stage of the current request."""
+    """Context manager that records its block as one stage of the current request.
 
-    __slots__ = ("_before", "_began", "_count", "_name", "_trail")
+    Args:
+        name: one of `STAGES`.
+        count: number of items that are processed together; 0 counts no batch.
+    """
+
+    __slots__ = ("_began", "_count", "_name", "_outer", "_trail")
 
     def __init__(self, name: str, count: int = 1) -> None:
         self._name, self._count = name, count
-        self._trail = _TRAIL.get()
 
     def __enter__(self) -> None:
+        self._trail, self._began = TRAIL.get(), perf_counter()
         if self._trail is not None:
-            self._before = self._trail.enter()
-            self._began = perf_counter()
+            self._outer, self._trail.inside = self._trail.inside, 0.0
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._trail is not None:
-            self._trail.leave(self._name, self._began, self._before, self._count)
+            seconds = perf_counter() - self._began
+            self._trail.note(self._name, max(0.0, seconds - self._trail.inside))
+            self._trail.batches.append((self._name, self._count))
+            self._trail.inside = self._outer + seconds

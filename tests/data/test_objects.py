@@ -203,9 +203,9 @@ def test_an_item_that_is_no_image_is_named() -> None:
     for item, said in (
         (
             lambda index: (torch.randn(3, 4, 4) * 9, 1),
-            "item 2: Pixels .* leave out a normalisation",
+            "item 0: Pixels .* leave out a normalisation",
         ),
-        (lambda index: ([5], 1), "item 2 is an object of type int, not an image"),
+        (lambda index: ([5], 1), "item 0 is an object of type int, not an image"),
     ):
         with pytest.raises(DataError, match=said):
-            as_dataset(Torch(item))[2]
+            as_dataset(Torch(item))

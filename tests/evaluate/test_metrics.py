@@ -173,6 +173,18 @@ def test_block_sizes_give_the_very_same_figures(digits):
         assert other.values == first
 
 
+def test_map_at_r_takes_all_of_more_than_a_thousand_relevant_items():
+    random = np.random.default_rng(0)
+    gallery, query = random.normal(size=(1600, 3)), random.normal(size=(4, 3))
+    labels = np.array(["a"] * 1100 + ["b"] * 500)
+    labels_of_queries = ["a", "a", "b", "a"]
+    expected, _ = plain(query, labels_of_queries, gallery, labels)
+    result = evaluate(
+        query, labels_of_queries, gallery=gallery, gallery_labels=labels, metrics=["map_at_r"]
+    )
+    assert result.values["map_at_r"] == pytest.approx(expected["map_at_r"], abs=1e-12)
+
+
 def test_labels_are_compared_exactly(digits):
     codes, labels = digits[0][:200], digits[1][:200]
     names = ["recall_at_1", "map_at_r"]

@@ -340,8 +340,8 @@ def test_the_command_on_digits_from_end_to_end(
         "  - all 2 pairs are the same: both kinds are needed.",
     ]
     for wrong, says in {
-        ("--pairs", "x.csv", "--draw", "20"): "--pairs and --draw exclude each other",
-        ("--metric", "map", "--clusters"): "--metric, --clusters belong to --protocol retrieval",
+        ("--pairs", "x.csv", "--draw", "20"): "Leave --draw out with --pairs",
+        ("--metric", "map", "--clusters"): "Leave --metric and --clusters out",
         (
             "--pairs",
             "runs/digits/verification-test-pairs.csv",
@@ -354,6 +354,6 @@ def test_the_command_on_digits_from_end_to_end(
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
     done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
-    assert done.code == 2 and "--draw, --seed belong to --protocol verification" in " ".join(
+    assert done.code == 2 and "Leave --draw and --seed out with --protocol retrieval" in " ".join(
         done.err.split()
     )

@@ -251,9 +251,9 @@ def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
         ([], "Name a run, or a backbone"),
         (["runs/a", "--model", "core.pixels"], "one of them"),
         (["--model", "core.pixels"], "needs --output"),
-        (["runs/a", "--whiten", "photos"], "--whiten goes with --model"),
-        (["runs/a", "--random-weights"], "--random-weights goes with --model"),
-        (["runs/a", "--set", "size=3"], "--set goes with --model"),
+        (["runs/a", "--whiten", "photos"], "Leave --whiten out without --model"),
+        (["runs/a", "--random-weights"], "Leave --random-weights out without"),
+        (["runs/a", "--set", "size=3"], "Leave --set out without --model"),
     ],
 )
 def test_what_the_command_refuses(words, said):

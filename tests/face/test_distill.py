@@ -94,11 +94,13 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     settings = [word for change in SMALL for word in ("--set", change)]
     call = ["distill", bundle.path, digits, "--run", tmp_path / "work", "--dimensions", "16"]
     call += [*settings, "--output", tmp_path / "small.bundle"]
-    short = cli(*call, "--epochs", "1")
+    short = cli(*call, "--set", "train.epochs=1")
     assert short.code == 0, short.err
     assert "trained on 285 photos" in short.out
     assert cli(*call).code == 2  # bundle and folder are there
-    again = cli(*call, "--epochs", "12", "--resume", "--output", tmp_path / "again.bundle")
+    again = cli(
+        *call, "--set", "train.epochs=12", "--resume", "--output", tmp_path / "again.bundle"
+    )
     assert again.code == 0, again.err
 
     student, files = retrieval.load(tmp_path / "again.bundle"), sorted(digits.rglob("*.png"))[::7]
@@ -132,7 +134,7 @@ def test_labels_are_learnt_too(
     bundle: BundleEncoder, digits: Path, tmp_path: Path, cli: Callable[..., Any]
 ) -> None:
     call = ["distill", bundle.path, digits, "--output", tmp_path / "small.bundle", "--labels"]
-    call += ["--run", tmp_path / "work", "--epochs", "1", "--dimensions", "8"]
+    call += ["--run", tmp_path / "work", "--set", "train.epochs=1", "--dimensions", "8"]
     done = cli(*call, *(word for change in SMALL for word in ("--set", change)))
     assert done.code == 0, done.err
     run = retrieval.load(tmp_path / "work" / "run")

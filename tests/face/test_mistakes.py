@@ -4,6 +4,8 @@ do in Python.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,7 @@ def test_what_is_in_the_way_is_answered_in_python(
     trained: retrieval.Run, index: retrieval.Index, bundle: BundleEncoder, photos: Path
 ) -> None:
     with pytest.raises(
-        DataError, match=r'In Python: resume=True, overrides=\["train\.epochs=…"\]; replace=True'
+        DataError, match=r"larger train\.epochs.* in Python resume=True.* in Python replace=True"
     ):
         retrieval.train(SMALL, trained.path, progress=False)
     with pytest.raises(retrieval.errors.BundleError, match="in Python replace=True"):
@@ -139,9 +141,12 @@ def test_what_cannot_be_loaded_is_said(
         (tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),
         (index.path, "is an index. Open it with retrieval.Index.open"),
         ("gone", "neither a run, nor a bundle, nor the name of a backbone"),
+        ("http://127.0.0.1:8000", r"^http://127.*neither.*server by retrieval\.client\.Client"),
     ):
         with pytest.raises(DataError, match=said):
             retrieval.load(str(source))
+    with pytest.raises(StoreError, match=r"retrieval\.client\.Client"):
+        retrieval.Index.open("http://127.0.0.1:8000")
     with pytest.raises(PluginError, match=r"Did you mean 'core.convnet'\? Nor is there a folder"):
         retrieval.load("core.convnt")
     with pytest.raises(DataError, match="is not a run, so dataset cannot belong to it"):
@@ -150,3 +155,26 @@ def test_what_cannot_be_loaded_is_said(
         retrieval.errors.BundleError, match=r"The weights of core\.convnet are random"
     ):
         retrieval.load("core.convnet")
+
+
+def test_no_sentence_that_python_raises_names_only_an_option_of_the_command_line() -> None:
+    package = Path(retrieval.__file__).parent
+    floors = ("data", "evaluation", "export", "model", "recipe", "run", "serving", "training")
+    only_commands = {"distill.py", "embedded.py", "proposal.py", "tables.py"}
+    wrong = []
+    for file in (file for floor in floors for file in (package / floor).rglob("*.py")):
+        if file.name in only_commands or {"http", "embedding"} & {*file.parts}:
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        whole = [node.values for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+        pieces = {id(part) for parts in whole for part in parts}
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        whole += [[n] for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+        for parts in whole:
+            if len(parts) == 1 and id(parts[0]) in pieces | docs:
+                continue
+            text = "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+            option = re.search(r"(?<![\w-])--[a-z]", text)
+            if option and not {"Python", "pip"} & {*re.findall(r"\w+", text)}:
+                wrong.append(f"{file.relative_to(package)}: {text}")
+    assert not wrong, "\n".join(wrong)

@@ -293,11 +293,30 @@ def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(
 class Pairs(torch.utils.data.Dataset[Any]):
     """A dataset of PyTorch that has never heard of this package."""
 
+    noise = 0.0
+
     def __len__(self) -> int:
         return 300
 
     def __getitem__(self, index: int) -> Any:
-        return torch.from_numpy(DIGITS.images[index])[None] / 16, int(DIGITS.target[index])
+        image = torch.from_numpy(DIGITS.images[index])[None] / 16
+        return image * (1 - self.noise * torch.rand(1)), int(DIGITS.target[index])
+
+
+def test_the_sides_of_a_dictionary_are_not_pooled(cache: Path, tmp_path: Path) -> None:
+    recipe = {name: table for name, table in SMALL.items() if name not in ("data", "split")}
+    sides = {"train": Pairs(), "test": (DIGITS.images[300:500] / 16, DIGITS.target[300:500])}
+    with pytest.raises(retrieval.errors.RecipeError, match=r"mix the sides.*by = \"given\""):
+        retrieval.train({**recipe, "split": {"by": "item"}}, tmp_path / "a", dataset=sides)
+    run = retrieval.train(recipe, tmp_path / "b", dataset=sides, progress=False)
+    assert len(run.splits.query) == 200 and "dictionary_of_sides, core.convnet" in repr(run)
+
+
+def test_random_transforms_of_a_dataset_are_refused(tmp_path: Path) -> None:
+    random = Pairs()
+    random.noise = 0.5
+    with pytest.raises(retrieval.errors.DataError, match=r"item 0 differs.*\[augmentation\]"):
+        retrieval.train(SMALL, tmp_path / "run", dataset=random)
 
 
 def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
@@ -309,8 +328,10 @@ def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
     again = retrieval.Run.open("run", dataset=Pairs())
     first, second = (r.evaluate(metrics="map_at_r", progress=False) for r in (run, again))
     assert first.metrics == second.metrics and again.labels("test").tolist()[0].isdigit()
+    assert "Pairs, core.convnet" in repr(again)
     data = retrieval.as_dataset(Pairs())
-    assert len(again.encode(data, progress=False)) == len(data.labels) == 300
+    others = retrieval.evaluate(again.encode(data, progress=False), data.labels)
+    assert others.queries == 300 and others.values["map_at_r"] > 0.3
     page = retrieval.report(again, map="none", progress=False).read_text(encoding="utf-8")
     assert "map" in page
     with pytest.raises(retrieval.errors.DataError, match="was trained with another dataset"):

@@ -153,7 +153,7 @@ HOOK = (
             "app.add_command(click.Command('train', callback=retrieval_commands))",
             "host_bad adds the command 'train', which is built in",
         ),
-        ("1 / 0", "A plugin failed in retrieval_commands: ZeroDivisionError: division by zero"),
+        ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
 def test_a_plugin_that_spoils_the_commands(
@@ -175,15 +175,14 @@ def test_two_plugins_with_one_command(
         body = "app.add_command(click.Command('extra', callback=retrieval_commands))"
         install(tmp_path, f"retrieval-{name}", name, f"host_{name}", HOOK.format(body))
     done = process("-m", "retrieval.cli", "extra", path=tmp_path)
-    assert "both add the command 'extra'" in sentence(done)
-    assert "host_one" in done.err and "host_two" in done.err
+    assert "host_two adds the command 'extra', as host_one does" in sentence(done)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["trian"], "There is no command 'trian'. Did you mean 'train'?"),
-        (["plugins", "lst"], "No such command 'lst'."),
+        (["plugins", "lst"], "There is no command 'lst'. Did you mean 'list'?"),
         (["plugins", "show"], "Missing argument 'NAME'"),
         (["plugins", "list", "--kid", "losses"], "--kind"),
         (["evaluate", "gone", "--protocol", "verifcation"], "Did you mean 'verification'?"),

@@ -287,10 +287,7 @@ def test_any_content_of_the_file_is_survived(left, tmp_path):
     lock.write_bytes(left)
     with hold(tmp_path / "out", "x"):
         lock.write_bytes(left)
-        with (
-            pytest.raises(RetrievalError, match="is x: it holds"),
-            hold(tmp_path / "out", "x"),
-        ):
+        with pytest.raises(RetrievalError, match="is x: it holds"), hold(tmp_path / "out", "x"):
             raise AssertionError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 import pytest
-from retrieval.cli.common import Bytes, Pixels
+from retrieval.cli.common import BYTES, PIXELS
 from retrieval.errors import StoreError
 from retrieval.serving.files.places import instead
 
@@ -37,6 +37,11 @@ name = "pml.multi_similarity"
 [train]
 epochs = 1
 """
+
+
+def changed(*changes: str) -> list[str]:
+    """The words of a command that make changes to a recipe."""
+    return [word for change in changes for word in ("--set", change)]
 
 
 @pytest.fixture
@@ -67,7 +72,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_recipe_is_mended_by_its_sentence(
     recipe: Path, cli: Callable[..., Any], changes: list[str], words: str
 ) -> None:
-    done = cli("check", "r.toml", *changes)
+    done = cli("check", "r.toml", *changed(*changes))
     assert done.code == 2 and words in done.err and "Traceback" not in done.err, done
     assert done.err.startswith("Error: r.toml")  # the file is named
 
@@ -82,19 +87,18 @@ def test_another_component_drops_the_parameters_of_the_one_before(
         "check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle"
     )  # in any order
     assert done.code == 0, done.err
-    done = cli(
-        "check", "r.toml", "--set", "loss=none", "learner.name=core.pca", "learner.n_components=4"
-    )
+    learner = changed("loss=none", "learner.name=core.pca", "learner.n_components=4")
+    done = cli("check", "r.toml", *learner)
     assert done.code == 0 and "fitted" in done.out, done.err
-    done = cli("check", "r.toml", "miner=none")
+    done = cli("check", "r.toml", *changed("miner=none"))
     assert done.code == 0 and "mined" not in done.out, done.err
 
 
 def test_none_unsets_a_key_that_the_recipe_sets(recipe: Path, cli: Callable[..., Any]) -> None:
-    done = cli("check", "r.toml", "sampler.batches=none", "train.epochs=none")
+    done = cli("check", "r.toml", *changed("sampler.batches=none", "train.epochs=none"))
     assert done.code == 0 and "10 epochs" in done.out and "3 batches" not in done.out, done.err
-    assert "[data] must name a dataset" in cli("check", "r.toml", "data.name=none").err
-    done = cli("check", "r.toml", "sampler.batchs=none", "trian.epochs=none")
+    assert "[data] must name a dataset" in cli("check", "r.toml", *changed("data.name=none")).err
+    done = cli("check", "r.toml", *changed("sampler.batchs=none", "trian.epochs=none"))
     assert done.code == 2 and "2 problems" in done.err and "Did you mean 'batches'?" in done.err
 
 
@@ -110,8 +114,9 @@ def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]
     )
     for size, number in ((32, 5), (64, 3)):
         done = cli(
-            *("check", "r.toml", "--plugin", "sized.py", "miner=none", "loss.name=sized.arc"),
-            *(f"loss.size={size}", f"loss.number={number}"),
+            *("check", "r.toml", "--plugin", "sized.py"),
+            *changed("miner=none", "loss.name=sized.arc"),
+            *changed(f"loss.size={size}", f"loss.number={number}"),
         )
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
         assert (
@@ -172,32 +177,32 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     ],
 )
 def test_sizes(text: str, number: int) -> None:
-    assert Bytes().convert(text, None, None) == number
+    assert BYTES.convert(text, None, None) == number
 
 
 @pytest.mark.parametrize("text", ["", "MB", "10XB", "-1", "0", "0.1", "1e6", "10MBB"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter):
-        Bytes().convert(text, None, None)
+        BYTES.convert(text, None, None)
     with pytest.raises(click.BadParameter):
-        Pixels().convert("10MB", None, None)
+        PIXELS.convert("10MB", None, None)
 
 
 def test_a_wrong_host_is_no_wrong_port() -> None:
     from retrieval.serving.http.server import listen
 
     with pytest.raises(StoreError) as refused:
-        listen("203.0.113.1", 0, "--port")  # an address for documentation, which no machine has
-    assert "--host" in str(refused.value) and "--port" not in str(refused.value)
+        listen("203.0.113.1", 0, "port")  # an address for documentation, which no machine has
+    assert "use 127.0.0.1" in str(refused.value) and "another port" not in str(refused.value)
     with pytest.raises(
-        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* --host takes an address"
+        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
     ):
-        listen("no.such.host.invalid", 0, "--port")
+        listen("no.such.host.invalid", 0, "port")
     with (
-        listen("127.0.0.1", 0, "--port") as taken,
-        pytest.raises(StoreError, match="Choose another port with --port"),
+        listen("127.0.0.1", 0, "port") as taken,
+        pytest.raises(StoreError, match="Choose another port with port"),
     ):
-        listen("127.0.0.1", taken.getsockname()[1], "--port")
+        listen("127.0.0.1", taken.getsockname()[1], "port")
 
 
 def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: Path) -> None:

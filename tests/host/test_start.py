@@ -10,17 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-UNUSED = [
-    "torch._dynamo",
-    "torch._inductor",
-    "scipy.special",
-    "scipy.stats",
-    "sklearn",
-    "pandas",
-    "faiss",
-    "sympy",
-    "matplotlib",
-]
+UNUSED = ["torch._dynamo", "torch._inductor", "scipy.special", "scipy.stats", "sklearn"]
+UNUSED += ["pandas", "faiss", "sympy", "matplotlib"]
 """What takes long to load, and no part of the recipe asks for."""
 
 RECIPE = """
@@ -84,10 +75,7 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
-SERVING = {
-    "retrieval.serving",
-    "retrieval.serving.images",
-}
+SERVING = {"retrieval.serving", "retrieval.serving.images"}
 """What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
 
 

@@ -10,27 +10,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import folder, structure
-from retrieval.serving.store.contract import Item, widths_of
-from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
+from retrieval.serving.store.record import value
 from retrieval.serving.store.structure import StructureChoice
-
-VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
-
-
-@pytest.fixture
-def bundle(plain_bundle: Path) -> Bundle:
-    return Bundle.open(plain_bundle, threads=1)
-
-
-@pytest.fixture
-def other(other_bundle: Path) -> Bundle:
-    return Bundle.open(other_bundle, threads=1)
+from stored import VECTORS, items
 
 
 @pytest.fixture
@@ -38,12 +27,6 @@ def store(tmp_path: Path, bundle: Bundle) -> Iterator[LocalStore]:
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with LocalStore(tmp_path / "i", upkeep=False) as opened:
         yield opened
-
-
-def items(numbers: range) -> list[Item]:
-    return [
-        Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
-    ]
 
 
 def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:
@@ -70,6 +53,33 @@ def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_pat
         pytest.raises(StoreError, match="is missing"),
     ):
         opened.compact()
+
+
+@pytest.mark.parametrize("left", ["cut", "zeros"])
+def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(
+    store: LocalStore, bundle: Bundle, tmp_path: Path, left: str
+) -> None:
+    """A few rows are synced with the record only, until the file is; then the record drops them."""
+
+    def unsynced() -> int:
+        with store.record.reading() as connection:
+            return int(value(connection, "select count(*) from unsynced"))
+
+    store.upsert(items(range(5000)), bundle.sha256)
+    size = 5000 * 64
+    for number in range(5000, 5003):
+        store.upsert(items(range(number, number + 1)), bundle.sha256)
+    assert unsynced() == 3
+    shutil.copytree(tmp_path / "i", tmp_path / "stopped")
+    (array,) = (tmp_path / "stopped" / "arrays").iterdir()
+    array.write_bytes(array.read_bytes()[:size] + bytes(70_000 * (left == "zeros")))
+    assert check_record(tmp_path / "stopped", lambda count: None) == ([], [])
+    with LocalStore(tmp_path / "stopped", upkeep=False) as stopped:
+        for number in (0, 5000, 5002):
+            ((nearest,),) = stopped.search(VECTORS[number : number + 1], 1, bundle.sha256)
+            assert nearest.id == f"id{number}"
+    store.upsert(items(range(5003, 8000)), bundle.sha256)
+    assert unsynced() == 0
 
 
 def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(

@@ -95,7 +95,7 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_
         (
             "last",
             ["train", run / "recipe.toml", "--resume", "--output"],
-            r"--resume goes on from the checkpoint before it",
+            r"resume from the checkpoint before it",
         ),
         ("best", ["evaluate"], r"Remove it to use last\.safetensors"),
         ("best", ["export"], r"Remove it to use last\.safetensors"),

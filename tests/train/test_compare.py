@@ -120,7 +120,7 @@ def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path: Path) -> None:
     kept = json.loads((tmp_path / "c" / "plan.json").read_text())
     assert list(kept["recipes"]) == ["a", "b", "third"] and kept["seeds"] == 5
     with pytest.raises(
-        DataError, match=r"--search was 2 and is 3\.(.|\n)*--folds was 4(.|\n)*'b' was changed"
+        DataError, match=r"search was 2 and is 3\.(.|\n)*folds was 4(.|\n)*'b' was changed"
     ):
         plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3))
     (tmp_path / "c" / "plan.json").write_text("{", encoding="utf-8")
@@ -408,7 +408,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
     assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))
     monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda *_: given)
-    with pytest.raises(DataError, match=r"takes the data's own\. Give --splits 1"):
+    with pytest.raises(DataError, match=r"takes the data's own\. Give splits=1"):
         drawn_splits(read_recipe(paths[0]), {}, 2)
 
 

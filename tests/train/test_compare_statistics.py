@@ -265,7 +265,7 @@ def test_latex_is_a_table_for_a_paper() -> None:
         r"\end{table}",
     ]
     assert r"interval over 5 seeds, per cent" in latex(found, Latex())
-    with pytest.raises(DataError, match=r"--latex map_at_k: .* Did you mean 'map_at_r'"):
+    with pytest.raises(DataError, match=r"latex map_at_k: .* Did you mean 'map_at_r'"):
         latex(found, Latex(["map_at_k"]))
 
 

@@ -265,10 +265,8 @@ def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
     with pytest.raises(PluginError) as caught:
         train(tmp_path / "run", recipe)
     name = f"retrieval_{hook.partition('(')[0]}"
-    assert (
-        str(caught.value)
-        == f"The plugin 'hooked' failed in {name}: KeyError: 'gone' ({file}, line 4)."
-    )
+    place = f"({file}, line 4)."
+    assert str(caught.value).startswith(f"A plugin's {name} failed: KeyError: 'gone' {place}")
 
 
 def test_on_the_command_line(

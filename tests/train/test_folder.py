@@ -136,7 +136,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
             result = retrieval("train", recipe, "--output", folder, "--resume")
         elif folder.exists():
             begun += 1
-            assert "stopped before its first checkpoint. Begin it again by --resume" in sentence(
+            assert "stopped before its first checkpoint. Resume it (--resume" in sentence(
                 "train", recipe, "--output", folder
             )
             result = retrieval("train", recipe, "--output", folder, "--resume")
@@ -232,7 +232,7 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
-    assert "a complete run. Train it longer with --resume" in sentence(
+    assert "a complete run, which goes on with a larger train.epochs" in sentence(
         "train", recipe, "--output", folder
     )
     bad = ["--set", "data.name=core.image_folder", "--set", f"data.folder={tmp_path / 'none'}"]
@@ -249,7 +249,10 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
     for words in ([], ["--replace"]):
         assert "holds no run" in sentence("train", recipe, "--output", tmp_path / "mine", *words)
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
-    assert "give one of them" in retrieval("train", recipe, "--resume", "--replace").output
+    assert (
+        "Leave --replace out with --resume"
+        in retrieval("train", recipe, "--resume", "--replace").output
+    )
 
 
 @pytest.mark.parametrize(

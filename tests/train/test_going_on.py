@@ -160,7 +160,7 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
     assert changed == [{"step": 0, "what": ["the plugins were replaced"]}]
     assert "has changed" not in train(mine, "run", "--resume")
     assert (
-        "goes with --resume"
+        "Leave --replace-plugins out without --resume"
         in CliRunner().invoke(app, ["train", "x.toml", "--replace-plugins"]).output
     )
 

@@ -172,7 +172,7 @@ def class_names(run: Run, column: str | None) -> list[str]:
     known = sorted({str(name) for row in rows for name in row})
     if column not in known:
         raise DataError(
-            f"--label-column {column}: the items of {run.path} have no such column of metadata"
+            f"label_column {column}: the items of {run.path} have no such column of metadata"
             f" (they have: {', '.join(known) or 'none'}).{did_you_mean(column, known)}"
         )
     for item in reversed(range(len(rows))):

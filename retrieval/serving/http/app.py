@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import re
-import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -18,17 +17,17 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import Router
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from retrieval.errors import DataError
 from retrieval.serving.http.access import Access
 from retrieval.serving.http.audit import Audit
 from retrieval.serving.http.keys import KeySource
-from retrieval.serving.http.monitoring import CONTENT_TYPE, METHODS, OTHER, Metrics, Traces
+from retrieval.serving.http.monitoring import CONTENT_TYPE, METHODS, OTHER, Metrics, traced
 from retrieval.serving.http.problems import RequestError, new_request_id, problem, report
 from retrieval.serving.http.readiness import Readiness
-from retrieval.serving.http.routes import Routes
+from retrieval.serving.http.routes import NamedRoute, Routes
 from retrieval.serving.http.served import Served
 from retrieval.serving.http.settings import (
     DRAIN_SECONDS,
@@ -39,7 +38,7 @@ from retrieval.serving.http.settings import (
 )
 from retrieval.serving.http.turns import Workers
 from retrieval.serving.index.index import Index
-from retrieval.serving.stages import Trail, current, following
+from retrieval.serving.stages import TRAIL, Trail
 
 log = logging.getLogger("retrieval.serving.http")
 
@@ -83,7 +82,6 @@ class Application:
         settings: settings of the server.
         keys: source of API keys, or None.
         audit: record of changes, or None.
-        traces: exporter of OpenTelemetry traces, or None.
         reopen: by name, a function that opens the index that is now at the place of a served one.
 
     Attributes:
@@ -99,11 +97,10 @@ class Application:
         settings: Settings | None = None,
         keys: KeySource | None = None,
         audit: Audit | None = None,
-        traces: Traces | None = None,
         reopen: Mapping[str, Callable[[], Index]] | None = None,
     ) -> None:
         self._settings = settings = settings or Settings()
-        self._keys, self._audit, self._traces = keys, audit, traces
+        self._keys = keys
         self.workers = Workers(settings)
         self.served = {
             name: Served(name, index, settings, self.workers, audit, (reopen or {}).get(name))
@@ -111,29 +108,23 @@ class Application:
         }
         self.readiness = {name: Readiness(served) for name, served in self.served.items()}
         health = zip(HEALTH, (self._live, self._ready, self._show_metrics), strict=True)
-        self.routes: list[BaseRoute] = [
+        routes = [
             *Routes(self.served, settings).all(),
-            *(Route(path, handler) for path, handler in health),
-            *(Route(path, _static(*page)) for path, page in _PAGE.items()),
+            *(NamedRoute(path, handler) for path, handler in health),
+            *(NamedRoute(path, _static(*page)) for path, page in _PAGE.items()),
         ]
-        self._patterns = {
-            (route.endpoint, frozenset(route.param_convertors)): re.sub(r":\w+}", "}", route.path)
-            for route in reversed(self.routes)
-            if isinstance(route, Route)
-        }
         self._metrics = Metrics(self.served)
         self._access = Access(settings, keys)
-        self._router = Router(self.routes, redirect_slashes=False, lifespan=self._lifespan)
-        self._observed: Any = self._observe if traces is None else traces.around(self._observe)
+        self._router = Router(routes, redirect_slashes=False, lifespan=self._lifespan)
+        self._observed = traced(self._observe)
         if settings.proxies:
-            self._observed = ProxyHeadersMiddleware(
-                self._observed, trusted_hosts=list(settings.proxies)
-            )
+            trusted = list(settings.proxies)
+            self._observed = ProxyHeadersMiddleware(self._observed, trusted_hosts=trusted)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request, or the lifespan of the server."""
-        scope["app"] = self
         if scope["type"] != "http":
+            scope["app"] = self
             await self._router(scope, receive, send)
             return
         if scope.get("client"):
@@ -143,8 +134,8 @@ class Application:
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle a request, with a request id, metrics, a log line and a response to any error."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
-        trail = Trail(new_request_id(trace))
-        scope["retrieval.request_id"] = trail.id
+        trail = Trail(new_request_id(trace), scope.get("retrieval.has_left", bool))
+        scope["app"], scope["retrieval.request_id"] = self, trail.id
         headers = [*_HEADERS, (b"x-request-id", trail.id.encode())]
         if trace:
             headers.append((b"traceparent", dict(scope["headers"])[b"traceparent"]))
@@ -161,41 +152,34 @@ class Application:
             nonlocal status, bytes_out, sending
             if message["type"] == "http.response.start":
                 status, sending = message["status"], perf_counter()
-                if self._traces is not None:  # the instrumentation ends the span with the response
-                    self._traces.begin(trail, scope["method"], self._route(scope))
                 message = {**message, "headers": [*message.get("headers", []), *headers]}
             bytes_out += len(message.get("body", b""))
             await send(message)
 
-        with following(trail):
-            try:
-                await self._admit(scope, counted_receive, counted_send)
-            except (ClientDisconnect, TimeoutError):  # the client has left or reads too slowly
-                pass
-            except BaseException as error:
-                refusal = RequestError(500, "The server failed on this request; its log says why.")
-                if isinstance(error, asyncio.CancelledError):
-                    refusal = RequestError(503, "The server is stopping. Try again in a moment.")
-                else:
-                    report(error)
-                if not status:
-                    await problem(scope, refusal)(scope, counted_receive, counted_send)
-                if not isinstance(error, Exception | asyncio.CancelledError):
-                    raise
-            finally:
-                ended = perf_counter()
-                if status:
-                    trail.note("send", sending, ended)
-                method = scope["method"] if scope["method"] in METHODS else OTHER
-                route = self._route(scope)
-                self._metrics.answered(trail, method, route, status, ended - began)
-                if self._traces is not None:
-                    self._traces.finish(trail)
-                if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
-                    line = {"method": method, "route": route, "status": status}
-                    line |= {"ms": round(1000 * (ended - began), 2)}
-                    line |= {"bytes_in": bytes_in, "bytes_out": bytes_out}
-                    self._log(scope, trail, line, trace)
+        token = TRAIL.set(trail)
+        try:
+            scope["retrieval.caller"] = self._access.admit(scope)
+            await self._router(scope, counted_receive, counted_send)
+        except (ClientDisconnect, TimeoutError):  # the client has left or reads too slowly
+            pass
+        except (Exception, asyncio.CancelledError) as error:
+            refusal = _refusal_of(error)
+            trail.reason = refusal.reason
+            if not status:
+                await problem(scope, refusal)(scope, counted_receive, counted_send)
+        finally:
+            TRAIL.reset(token)
+            ended = perf_counter()
+            if status:
+                trail.note("send", ended - sending)
+            method = scope["method"] if scope["method"] in METHODS else OTHER
+            route = scope.get("retrieval.route", OTHER)
+            self._metrics.answered(trail, method, route, status, ended - began)
+            if self._settings.log_format and not (route in HEALTH and status in (200, 503)):
+                line = {"method": method, "route": route, "status": status}
+                line |= {"ms": round(1000 * (ended - began), 2)}
+                line |= {"bytes_in": bytes_in, "bytes_out": bytes_out}
+                self._log(scope, trail, line, trace)
 
     @staticmethod
     def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
@@ -207,37 +191,10 @@ class Application:
             "key": caller.name if caller else None,
             "client": client[0] if client else None,
             "reason": trail.reason,
-            "stages": {name: round(1000 * seconds, 2) for name, seconds in trail.seconds().items()},
+            "stages": {name: round(1000 * seconds, 2) for name, seconds in trail.seconds.items()},
         }
         line |= {name: value for name, value in optional.items() if value not in (None, "", {})}
         log.info("request", extra={"request": line})
-
-    def _route(self, scope: Any) -> str:
-        """Return the path pattern of a request's route."""
-        key = (scope.get("endpoint"), frozenset(scope.get("path_params", ())))
-        return self._patterns.get(key, OTHER)
-
-    async def _admit(self, scope: Any, receive: Any, send: Any) -> None:
-        """Check that a request is allowed, route it, and answer expected errors."""
-        try:
-            scope["retrieval.caller"] = self._access.admit(scope)
-            await self._router(scope, receive, send)
-        except HTTPException as error:
-            refusal = RequestError(
-                error.status_code,
-                _SENTENCES.get(error.status_code, f"{error.detail}."),
-                headers=dict(error.headers or {}),
-            )
-        except DataError as error:  # the image, vector or item in the request is invalid
-            text = str(error)
-            refusal = RequestError(422, text[:1].upper() + text[1:])
-        except RequestError as error:
-            refusal = error
-        else:
-            return
-        if (trail := current()) is not None:
-            trail.reason = refusal.reason
-        await problem(scope, refusal)(scope, receive, send)
 
     # Health
 
@@ -270,8 +227,6 @@ class Application:
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
         tasks = [asyncio.ensure_future(watch) for watch in watching]
-        if os.name == "posix" and threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reopen_audit)
         # Without `freeze`, each full garbage collection would block the event loop for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -286,23 +241,29 @@ class Application:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-            self.close()
-
-    def close(self) -> None:
-        """Stop the workers and flush the traces."""
-        self.workers.close()
-        if self._traces is not None:
-            self._traces.close()
-
-    def _reopen_audit(self) -> None:
-        if self._audit is not None:
-            self._audit.reopen()
+            self.workers.close()
 
     async def _watch_keys(self, keys: KeySource) -> None:
         while True:
             await asyncio.sleep(_KEYS_SECONDS)
             with suppress(RequestError):
                 await self.workers.pictures.run(keys.look)
+
+
+def _refusal_of(error: BaseException) -> RequestError:
+    """Return the response to an error; log it if only the server can have caused it."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, DataError):  # the image, vector or item in the request is invalid
+        text = str(error)
+        return RequestError(422, text[:1].upper() + text[1:])
+    if isinstance(error, HTTPException):
+        sentence = _SENTENCES.get(error.status_code, f"{error.detail}.")
+        return RequestError(error.status_code, sentence, headers=dict(error.headers or {}))
+    if isinstance(error, asyncio.CancelledError):
+        return RequestError(503, "The server is stopping. Try again in a moment.")
+    report(error)
+    return RequestError(500, "The server failed on this request; its log says why.")
 
 
 def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:

@@ -129,7 +129,7 @@ class Readiness:
         if self._sample[0] is not bundle:  # making a photo's sample takes as long as its search
             self._sample = bundle, sample(bundle)
         query = self._sample[1]
-        hits = await served.search(query, lambda hits, index: bytes(len(hits[0])))
+        hits = await served.search(query, lambda query, hits, index: bytes(len(hits[0])))
         self._items, self._bundle = items, bundle.sha256
         if (again := served.failed) is not None:
             try:

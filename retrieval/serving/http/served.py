@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from retrieval.serving.http.turns import Turns, Workers
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
-from retrieval.serving.stages import Span, Trail, current, stage
+from retrieval.serving.stages import TRAIL, Trail, stage
 from retrieval.serving.store import contract
 from retrieval.serving.store.contract import (
     CODE,
@@ -39,8 +38,6 @@ from retrieval.serving.store.contract import (
     Superseded,
     TooSlow,
 )
-
-log = logging.getLogger("retrieval.serving.http")
 
 DAMAGED = (
     "The index cannot be searched: it is damaged, or its disk fails. The server's log says why."
@@ -57,6 +54,7 @@ _TOGETHER = 16
 _COPIED_BYTES = 64_000_000
 """Maximum bytes of originals that one change of labels or metadata may copy."""
 T = TypeVar("T")
+Finish = Callable[[Query, list[list[Hit]], Index], bytes]
 
 
 class _Held:
@@ -66,15 +64,14 @@ class _Held:
         self.index, self.users, self.retired = index, 0, False
 
 
+@dataclass(eq=False, slots=True)
 class _Vector:
     """A waiting query of one vector; `hits` is set if another query's batch searched it too."""
 
-    __slots__ = ("hits", "options", "spans", "vector")
-
-    def __init__(self, vector: NDArray[np.float64], options: tuple[Any, ...]) -> None:
-        self.vector, self.options = vector, options
-        self.hits: list[Hit] | None = None
-        self.spans: list[Span] = []
+    query: Query
+    options: tuple[Any, ...]
+    hits: list[Hit] | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Served:
@@ -143,36 +140,36 @@ class Served:
 
     # Searching
 
-    async def search(
-        self, query: Query, finish: Callable[[list[list[Hit]], Index], bytes]
-    ) -> bytes:
-        """Search and return the response, which `finish` makes from the hits in the same thread.
+    async def search(self, query: Query | Callable[[], Query], finish: Finish) -> bytes:
+        """Search and return the response, which `finish` makes in the same thread.
 
-        Raises:
-            DataError: an image or vector is invalid, or the filter names a field that no item has.
-            RequestError: 404 if an item does not exist; 503 if too many searches wait or the index
-                cannot be searched now.
+        `query` may be a function that parses a query of one image; it runs in that thread, too.
         """
-        images = [input.image for input in query.inputs if input.image is not None]
 
         async def ask() -> bytes:
             bundle = self.index.bundle
-            if len(images) == 1:  # search in the decoding thread, which saves a switch of threads
+            if callable(query):  # one thread parses, decodes and searches
 
                 def work() -> bytes:
-                    pixels = self.workers.decode("pixels", images[0], bundle).pixels[None]
-                    return self._searched(query, bundle, partial(_hits, pixels=pixels), finish)
+                    parsed = query()
+                    image = parsed.inputs[0].image or b""
+                    pixels = self.workers.decode("pixels", image, bundle).pixels[None]
+                    find = partial(_hits, query=parsed, pixels=pixels)
+                    return self._searched(bundle, find, partial(finish, parsed))
 
                 return await self.workers.images.run(work)
+            images = [input.image for input in query.inputs if input.image is not None]
             decoded = await self.workers.pixels(bundle, images)
             pixels = np.stack([image.pixels for image in decoded]) if decoded else None
-            find = partial(_hits, pixels=pixels)
-            if (vector := _alone(query, bundle)) is not None:
+            find = partial(_hits, query=query, pixels=pixels)
+            vector = None
+            if _is_plain(query, bundle):
+                vector = _Vector(query, (bundle, query.options.k, query.options.candidates))
                 self._vectors.append(vector)
                 find = partial(self._together, vector)
             try:
                 return await self.workers.searches.run(
-                    partial(self._searched, query, bundle, find, finish)
+                    lambda: self._searched(bundle, find, partial(finish, query))
                 )
             finally:
                 if vector in self._vectors:
@@ -180,48 +177,45 @@ class Served:
 
         return await self._again(ask, DAMAGED)
 
-    def _together(self, own: _Vector, index: Index, query: Query) -> list[list[Hit]]:
-        """Return the hits of a query, and search waiting queries with equal options along with it.
+    def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
+        """Return the hits of a vector, and search waiting ones of equal options along with it.
 
         Eight queries in one search take at most half the time of eight searches.
         """
-        trail = current() or Trail()
-        trail.spans += own.spans
+        trail = TRAIL.get() or Trail()
+        for name, seconds in own.seconds.items():
+            trail.note(name, seconds)
         if own.hits is None:
-            first = len(trail.spans)
             alike = [vector for vector in self._vectors if vector.options == own.options]
             batch = [own, *(vector for vector in alike if vector is not own)][:_TOGETHER]
             for vector in batch:
                 with suppress(ValueError):
                     self._vectors.remove(vector)
-            options = query.options
-            try:
-                with stage("search", len(batch)):
-                    vectors = np.stack([vector.vector for vector in batch])
-                    hits = index.search(vectors, options.k, candidates=options.candidates)
-            except DataError:  # any query may be at fault; the others are searched on their own
-                return _hits(index, query, None)
-            for vector, own_hits in zip(batch, hits, strict=True):
-                vector.hits = own_hits
-                vector.spans = [span._replace(items=0) for span in trail.spans[first:]]
-        assert own.hits is not None
-        return [own.hits]
+            inputs = tuple(vector.query.inputs[0] for vector in batch)
+            before = dict(trail.seconds)
+            hits = _hits(index, own.query._replace(inputs=inputs), None)
+            for vector, vector_hits in zip(batch, hits, strict=True):
+                vector.hits = vector_hits
+                vector.seconds = {
+                    name: trail.seconds[name] - before.get(name, 0.0)
+                    for name in ("search", "items")
+                }
+        return [own.hits or []]
 
     def _searched(
         self,
-        query: Query,
         bundle: Bundle,
-        find: Callable[[Index, Query], list[list[Hit]]],
+        find: Callable[[Index], list[list[Hit]]],
         finish: Callable[[list[list[Hit]], Index], bytes],
     ) -> bytes:
         try:
             with self.use() as index:
                 if index.bundle is not bundle:
                     raise Superseded("Another bundle is served.")
-                return finish(find(index, query), index)
+                return finish(find(index), index)
         except StoreError as error:
             if not isinstance(error, Superseded | TooSlow | StoreUnavailable):
-                self.failed = partial(self._searched, query, bundle, find, finish)
+                self.failed = partial(self._searched, bundle, find, finish)
             raise
 
     async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
@@ -234,11 +228,7 @@ class Served:
         return await self._again(lambda: self.workers.searches.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return the result of `ask`, repeated if the index or its bundle was replaced.
-
-        Raises:
-            RequestError: 503 with `sentence` if the index fails; the log has the cause.
-        """
+        """Return the result of `ask`, repeated if the index or its bundle was replaced."""
         for _ in range(_TRIES):
             index = self.index
             try:
@@ -265,13 +255,7 @@ class Served:
     # Changing
 
     async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
-        """Add, replace or change items atomically; return how many existed already.
-
-        Raises:
-            DataError: an image or item is invalid, or an item without image and vector does not
-                exist.
-            RequestError: 503 if too many changes wait or the index cannot be written to.
-        """
+        """Add, replace or change items atomically; return how many existed already."""
         images = [new.image for new in new_items if new.image is not None]
         embeds = images or any(new.vector is not None for new in new_items)
         thumbnails = {
@@ -308,11 +292,7 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a snapshot.
-
-        Raises:
-            RequestError: 503 if too many snapshots wait or writing fails.
-        """
+        """Write a snapshot."""
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -339,16 +319,7 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's image: the index's copy, or the file that the item was indexed from.
-
-        Args:
-            id: id of the item.
-            small: whether to prefer a stored thumbnail to the file.
-
-        Raises:
-            RequestError: 404 if the item does not exist, or if its file is missing, was changed or
-                may not be shown; 503 if the index fails.
-        """
+        """Return an item's image: the index's copy, or the file that the item was indexed from."""
 
         def work() -> bytes:
             with self.use() as index:
@@ -369,11 +340,7 @@ class Served:
             raise store_failed(error, _UNREADABLE) from None
 
     def _file(self, item: Item) -> bytes:
-        """Return the content of the file that an item was indexed from.
-
-        Raises:
-            RequestError: 404 if the file is missing, too large, was changed or may not be shown.
-        """
+        """Return the content of the file that an item was indexed from."""
         if item.path is None:
             raise RequestError(
                 404,
@@ -393,28 +360,22 @@ class Served:
         return content
 
 
-def _alone(query: Query, bundle: Bundle) -> _Vector | None:
-    """Return a query's vector if other requests' queries may be searched with it, else `None`."""
+def _is_plain(query: Query, bundle: Bundle) -> bool:
+    """Return whether a query is one vector that may be searched along with others."""
     vector, options = query.inputs[0].vector, query.options
-    if (
-        len(query.inputs) > 1
-        or vector is None
-        or len(vector) != bundle.manifest.vector
-        or bundle.manifest.input.kind == "features"  # encoded in batches, their last bits change
-        or query.where is not None
-        or options.explain
-    ):
-        return None
-    return _Vector(vector, (bundle, options.k, options.candidates))
+    return (
+        len(query.inputs) == 1
+        and vector is not None
+        and len(vector) == bundle.manifest.vector
+        and np.abs(vector).max() < np.finfo(np.float32).max
+        and bundle.manifest.input.kind != "features"  # encoded in batches, their last bits change
+        and query.where is None
+        and not options.explain
+    )
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
-    """Return the hits of each query, in order; an item is not a hit of its own query.
-
-    Raises:
-        DataError: a vector has the wrong width, or the index cannot be searched by id.
-        RequestError: 404 if an item does not exist.
-    """
+    """Return the hits of each query, in order; an item is not a hit of its own query."""
     options, answers = query.options, [list[Hit]() for _ in query.inputs]
     for by_id in (False, True):
         places = [
@@ -479,18 +440,7 @@ def _embedded(
     images: Sequence[Decoded],
     thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
-    """Return the request's items that have an image or a vector, with their arrays, by id.
-
-    Args:
-        bundle: bundle that embeds the items.
-        widths: width of each array of an item, by name.
-        new_items: all items of the request.
-        images: decoded images of the items with an image, in order.
-        thumbnails: thumbnails by id, for items that keep only a thumbnail.
-
-    Raises:
-        DataError: vectors do not fit the index.
-    """
+    """Return the request's items that have an image or a vector, with their arrays, by id."""
     items: dict[str, Item] = {}
     if images:
         rows = _arrays(bundle, widths, np.stack([image.pixels for image in images]))
@@ -559,9 +509,6 @@ def _write(
 
     New items that are missing in `items`, the embedded ones, change label or metadata of existing
     items.
-
-    Raises:
-        DataError: an item without an embedding does not exist.
     """
     changes = [new for new in new_items if new.id not in items]
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}

@@ -99,11 +99,9 @@ def serve(
             "Several processes cannot share an opened index: give its folder or its address."
         )
     with ExitStack() as stack:
-        listeners = [stack.enter_context(listen(host, port, "--port"))]
+        listeners = [stack.enter_context(listen(host, port, "port"))]
         if settings.health_port is not None:
-            listeners.append(
-                stack.enter_context(listen(host, settings.health_port, "--health-port"))
-            )
+            listeners.append(stack.enter_context(listen(host, settings.health_port, "health_port")))
             health_port = listeners[1].getsockname()[1]
             parts = replace(parts, settings=replace(settings, health_port=health_port))
         if settings.processes > 1:
@@ -222,7 +220,6 @@ class Parts:
         from retrieval.serving.http.app import Application
         from retrieval.serving.http.audit import Audit
         from retrieval.serving.http.keys import key_source
-        from retrieval.serving.http.monitoring import traces_of_environment
 
         keys = key_source(self.settings.keys)
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
@@ -235,7 +232,7 @@ class Parts:
             name: reopen[name]() if name in reopen else index
             for name, index in self.sources.items()
         }
-        return Application(opened, self.settings, keys, audit, traces_of_environment(), reopen)
+        return Application(opened, self.settings, keys, audit, reopen)
 
     def __call__(self) -> Any:
         """Return the application of one of several processes; on an error, end the process."""
@@ -367,7 +364,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
         raise StoreError(
-            f"Cannot listen on {host}: {error.strerror or error}. --host takes an address of this"
+            f"Cannot listen on {host}: {error.strerror or error}. `host` takes an address of this"
             " machine, such as 127.0.0.1, or 0.0.0.0 for all."
         ) from None
     try:
@@ -381,7 +378,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             advice = (
                 "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0"
-                " for all, with --host."
+                " for all."
             )
         reason = error.strerror or error
         raise StoreError(f"Cannot listen on {host}, port {port}: {reason}. {advice}") from None

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from retrieval.serving.http.problems import RequestError, busy, report
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.images import Limits
 from retrieval.serving.runtime import load_faiss
-from retrieval.serving.stages import current, stage
+from retrieval.serving.stages import TRAIL, Trail, stage
 
 DECODE_SECONDS = 5.0
 WAITING_PER_WORKER = 64
@@ -33,36 +32,6 @@ _PICTURE_THREADS = 8
 _MOMENT_SECONDS = 0.002
 
 T = TypeVar("T")
-
-HAS_LEFT: ContextVar[Callable[[], bool]] = ContextVar("has_left", default=bool)
-"""Function that returns whether the client of the current request has disconnected."""
-
-
-class _Job:
-    """A function to run, and the future that its caller awaits."""
-
-    __slots__ = ("_work", "ended", "error", "result")
-
-    def __init__(self, ended: asyncio.Future[Any], work: Callable[[], Any]) -> None:
-        self.ended, self._work = ended, work
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def do(self) -> None:
-        """Run the function and store its result or error. Runs in a thread."""
-        try:
-            self.result = self._work()
-        except BaseException as error:
-            self.error = error
-
-    def end(self) -> None:
-        """Pass the result to the caller. Runs in the event loop."""
-        if self.ended.done():
-            return
-        if self.error is None:
-            self.ended.set_result(self.result)
-        else:
-            self.ended.set_exception(self.error)
 
 
 class Turns:
@@ -83,7 +52,8 @@ class Turns:
     ) -> None:
         self._what, self._at_once, self._room = what, at_once, at_once + waiting
         self._threads = ThreadPoolExecutor(at_once, what, prepare)
-        self._queue, self._done = deque[_Job](), deque[_Job]()
+        self._queue = deque[tuple[asyncio.Future[Any], Callable[[], Any]]]()
+        self._done = deque[tuple[asyncio.Future[Any], Any, BaseException | None]]()
         self._pending = self.busy = 0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -101,27 +71,23 @@ class Turns:
         """Run a function in a thread and return its result.
 
         A job that has begun runs to its end, even if its caller is cancelled.
-
-        Raises:
-            RequestError: 503 if the queue is full.
         """
         self.require_room()
-        queued, has_left, loop = perf_counter(), HAS_LEFT.get(), asyncio.get_running_loop()
+        queued, trail, loop = perf_counter(), TRAIL.get() or Trail(), asyncio.get_running_loop()
 
         def begin() -> T:
-            if has_left():
+            if trail.has_left():
                 raise ClientDisconnect
-            if (trail := current()) is not None:
-                trail.note("wait", queued, perf_counter())
+            trail.note("wait", perf_counter() - queued)
             return work()
 
-        job = _Job(loop.create_future(), partial(contextvars.copy_context().run, begin))
+        job = loop.create_future(), partial(contextvars.copy_context().run, begin)
         self._pending += 1
         self._queue.append(job)
         if self._timer is None:  # a delay of 0 still collects the requests that came together
             self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
         try:
-            result: T = await job.ended
+            result: T = await job[0]
             return result
         except asyncio.CancelledError:
             with suppress(ValueError):
@@ -136,7 +102,13 @@ class Turns:
             self._timer = None
         while self._done:
             self._pending -= 1
-            self._done.popleft().end()
+            future, result, error = self._done.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
         waiting = len(self._queue)
         if waiting and self.busy < self._at_once:
             self.busy, waiting = self.busy + 1, waiting - 1
@@ -148,9 +120,11 @@ class Turns:
         """Run jobs until none waits. Runs in a thread."""
         with suppress(IndexError):
             while True:
-                job = self._queue.popleft()
-                job.do()
-                self._done.append(job)
+                future, work = self._queue.popleft()
+                try:
+                    self._done.append((future, work(), None))
+                except BaseException as error:
+                    self._done.append((future, None, error))
         with suppress(RuntimeError):  # the server has ended
             loop.call_soon_threadsafe(self._rest, loop)
 
@@ -179,16 +153,13 @@ class Workers:
         self.pictures = Turns("pictures", _PICTURE_THREADS, WAITING_PICTURES)
         self.snapshots = Turns("snapshots", 1, WAITING_SNAPSHOTS)
         self.images = Turns("images", settings.workers + 1, waiting, _search_alone)
+        self._pools = (self.images, self.searches, self.changes, self.pictures, self.snapshots)
         self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
 
     def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
         """Decode an image: to `Decoded` for a bundle, or to the bytes of another file.
 
         Blocks, so call it in a thread.
-
-        Raises:
-            DataError: the image cannot be decoded, or the bundle expects features.
-            RequestError: 503 if no decoding process works.
         """
         preprocessing = None
         if bundle is not None:
@@ -237,12 +208,11 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """True if no thread runs a job on an index."""
-        pools = (self.searches, self.changes, self.pictures, self.snapshots)
-        return all(turns.busy == 0 for turns in pools)
+        """Whether no thread runs a job on an index."""
+        return all(turns.busy == 0 for turns in self._pools[1:])
 
     def close(self) -> None:
         """Drop waiting jobs, and end the threads and the decoding processes."""
-        for turns in (self.searches, self.changes, self.pictures, self.snapshots, self.images):
+        for turns in self._pools:
             turns.close()
         self.decoders.close()

@@ -211,9 +211,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not replace:
         raise _exists_error(output)
     if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
-        raise StoreError(
-            f"{output} is not an index, so --replace does not touch it. Choose another name."
-        )
+        raise StoreError(f"{output} is not an index, so nothing replaces it. Choose another name.")
 
 
 def _free_address(
@@ -249,7 +247,9 @@ def _structure(
         make_backend(backend, options or {}, plugins)
         return StructureChoice(short_name(backend), dict(options or {}))
     if options:
-        raise DataError("Parameters of a back end need its name: pass --backend with --set.")
+        raise DataError(
+            "Parameters of a back end need its name: name it (--backend, in Python backend=…)."
+        )
     return StructureChoice("auto", {})
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Iterable, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
-from retrieval.errors import RetrievalError, printable
+from retrieval.errors import RetrievalError
+from retrieval.host.hit_table import html_table, text_table
 from retrieval.serving.images import decode, to_mode
 
-MOST_PICTURES = 50
-"""Most pictures of a table of hits."""
 PICTURE = 96
 """Pixels of a picture's longer side."""
 
@@ -59,21 +57,10 @@ class Hits(list[Hit]):
         self._original = original
 
     def __repr__(self) -> str:
-        if not self:
-            return "no hits"
-        rows = [("distance", "label", "id"), *map(_row, self)]
-        first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-        return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
+        return text_table(self)
 
     def _repr_html_(self) -> str:
-        pictures = [self._picture(hit) for hit in self[:MOST_PICTURES]]
-        pictures += [""] * (len(self) - len(pictures))
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{cell}</td>' for cell in (picture, *map(escape, _row(hit))))}</tr>"
-            for picture, hit in zip(pictures, self, strict=True)
-        )
-        head = "<tr><th></th><th>distance</th><th>label</th><th>id</th></tr>"
-        return f"<table>{head}{rows}</table>"
+        return html_table(self, self._picture)
 
     def image(self, hit: Hit) -> Image | None:
         """Return a hit's original as an image, or `None` if it is not kept or cannot be read."""
@@ -96,7 +83,3 @@ class Hits(list[Hit]):
         small.save(content, "png")
         data = base64.b64encode(content.getvalue()).decode()
         return f'<img src="data:image/png;base64,{data}">'
-
-
-def _row(hit: Hit) -> tuple[str, str, str]:
-    return f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)

@@ -160,19 +160,20 @@ def checked_search(
         PluginError: the back end fails.
         StoreError: the back end returns an invalid result.
     """
-    queries = np.ascontiguousarray(queries, dtype=np.float32)
-    with using(name, "search"):
-        _, answer = (
+    try:
+        _, rows = (
             backend.search(queries, k)
             if keep is None
             else backend.search_selected(queries, k, keep)
         )
-        rows = np.asarray(answer)
+        rows = np.asarray(rows)
+    except Exception:
+        with using(name, "search"):
+            raise
     if (
         rows.shape != (len(queries), k)
         or rows.dtype.kind != "i"
-        or rows.min(initial=0) < -1
-        or rows.max(initial=0) >= count
+        or (rows.size and (rows.min() < -1 or rows.max() >= count))
     ):
         raise StoreError(
             f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for"

@@ -65,6 +65,11 @@ class Address:
         match = _ADDRESS.fullmatch(text)
         if match is None:
             raise StoreError(f"'{text}' is no address: write SCHEME://HOST:PORT/NAME.")
+        if match[1].lower() in ("http", "https"):
+            raise StoreError(
+                "A search server is no index that can be opened: ask it with"
+                " retrieval.client.Client(URL).search(…), and add to it with 'retrieval push'."
+            )
         scheme, rest = match[1], match[2]
         _refuse_secrets(scheme, rest)
         where, _, query = rest.partition("?")

@@ -32,7 +32,7 @@ from retrieval.serving.store.items import spans_of as spans_of
 from retrieval.serving.store.items import stop_at as stop_at
 from retrieval.serving.store.items import widths_of as widths_of
 
-Capability = Literal["atomic", "ordered", "originals", "left_out", "compact", "snapshot"]
+Capability = Literal["atomic", "ordered", "filters", "originals", "left_out", "compact", "snapshot"]
 """An optional feature of a store; see `Store.capabilities`."""
 
 MARGIN = 8
@@ -41,6 +41,10 @@ MARGIN = 8
 _LACKING: dict[Capability, str] = {
     "atomic": "shows a call in parts while it is written",
     "ordered": "lists items in an order of its own",
+    "filters": (
+        "decides =, in, and, or, not, and < and the like on numbers; an index in a folder decides"
+        " every filter"
+    ),
     "originals": "keeps no bytes of originals: add the items with keep='reference' or 'nothing'",
     "left_out": "keeps no item without its vector",
     "compact": "gives back room by itself: there is nothing to compact",
@@ -78,6 +82,7 @@ class Store(ABC):
             - "atomic": each call is one transaction, visible as a whole or not at all, and reads
               one consistent state;
             - "ordered": `scan` sorts items by the code points of their ids;
+            - "filters": it evaluates every filter; others raise `DataError` at some;
             - "originals": the store keeps the bytes of originals;
             - "left_out": a generation may lack the arrays of some items (see `embed`);
             - "compact" and "snapshot": the methods of these names are implemented.

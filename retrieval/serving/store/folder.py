@@ -39,11 +39,12 @@ from retrieval.serving.store.view import (
     damaged,
     file_of,
     missing_file,
+    restore_rows,
     sums_of,
 )
 
 INDEX = "index.json"
-FORMAT = 3
+FORMAT = 4
 _INDEX_BYTES = 1_000_000
 _TRIES = 20
 _CHECK_SECONDS = 3600.0
@@ -193,6 +194,8 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
     with Record.opened(folder) as record, record.reading(seconds=_CHECK_SECONDS) as connection:
         pages = ask(connection, "pragma integrity_check(10)")
         faults = [f"{FILE}: {fault}." for (fault,) in pages if fault != "ok"]
+        if not faults:
+            restore_rows(connection, folder)
         for generation in all_of(connection):
             rows = Rows.of(connection, generation)
             for name, width in generation.widths.items():

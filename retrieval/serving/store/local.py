@@ -1,8 +1,8 @@
 """The local store: one folder, written and read by any number of processes.
 
 A generation has one append-only file per array (`view.py`); a SQLite file is the record of items
-(`record.py`). A write appends rows, syncs the files, then commits items, rows and checksums in one
-transaction. A delete masks a row. Searches read a consistent view and never wait for a writer.
+(`record.py`). A write appends rows, then commits items, rows and checksums in one transaction. A
+delete masks a row. Searches read a consistent view and never wait for a writer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import apsw
 import numpy as np
@@ -71,9 +70,17 @@ from retrieval.serving.store.record import (
     upto_of,
     value,
 )
-from retrieval.serving.store.structure import Numbers, StructureChoice
+from retrieval.serving.store.structure import Mask, Numbers, StructureChoice
 from retrieval.serving.store.upkeep import BUNDLES, Upkeep, tidy
-from retrieval.serving.store.view import Distances, View, Views, gone, keep_rows
+from retrieval.serving.store.view import (
+    Distances,
+    View,
+    Views,
+    gone,
+    keep_rows,
+    restore_rows,
+    sync_rows,
+)
 
 _FIELDS = 1000  # field names that `settings` returns at most
 _ROWS = 8192  # items whose arrays are stacked at a time
@@ -93,10 +100,8 @@ class LocalStore(Store):
         StoreError: the index is missing, damaged or of another format.
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        ("atomic", "ordered", "originals", "left_out", "compact", "snapshot")
-    )
-    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(get_args(Capability))
+    structures = ("flat", "hnsw", "ivf", "ivfpq")
 
     def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
         self.folder, self._plugins, self._background = folder, plugins, upkeep
@@ -107,6 +112,7 @@ class LocalStore(Store):
         try:
             self.record.check()
             with self.record.reading() as connection:
+                restore_rows(connection, folder)
                 served(connection)
                 known = value(connection, "select value from state where key = 'index'")
             if hashlib.sha256(index_text(folder)).hexdigest() != known:
@@ -271,25 +277,28 @@ class LocalStore(Store):
     def _proposed(
         self, queries: Floats, count: int, margin: int, bundle: str, where: Filter | None
     ) -> list[Candidates]:
-        """Return what `propose` does, of `count` + `margin` rows in each sub-space."""
+        """Return what `propose` does; `margin` more rows are read in case they are as near."""
 
-        def check(view: View) -> None:
+        def nearest(view: View, only: Mask | None) -> tuple[Distances | None, Numbers]:
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
+            if margin and len(queries) == 1 and count < view.count:
+                squared, rows = view.search(queries, count + 1, only)
+                if squared is not None and squared[0, count - 1] < squared[0, count]:
+                    return squared, rows  # most often no other is as near
+            return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None
         only = None if view is None or where is None else view.matched.get(where)
         if view is not None and (where is None or only is not None):
-            check(view)
-            hits = view.search(queries, min(count + margin, view.count), only)
+            hits = nearest(view, only)
             if (answers := self._candidates(view, *hits, count, None)) is not None:
                 return answers
         with self.views.moment() as (connection, current):
             if hits is None or current is not view:
-                check(current)
                 only = None if where is None else self.masks.of(connection, current, where)
-                hits = current.search(queries, min(count + margin, current.count), only)
+                hits = nearest(current, only)
             return cast(list[Candidates], self._candidates(current, *hits, count, connection))
 
     def _candidates(
@@ -307,60 +316,40 @@ class LocalStore(Store):
         wide = squared is not None and rows.shape[1] > count
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
             squared, rows = squared[:, :count], rows[:, :count]  # no others are as near
-        present = rows >= 0
-        ends = np.cumsum(present.sum(1)).tolist()
-        rows = rows[present]
-        distances = None if squared is None else np.sqrt(squared[present])
-        numbers = view.runs.numbers_of(rows).tolist()
-        items = self._in_memory(numbers)
-        if items is None and connection is None:  # before the stage: the caller tries again
-            return None
-        with stage("items", len(numbers)):
-            if items is None and connection is not None:
-                items = self._read(connection, numbers)
-        assert items is not None
-        if distances is None or (distances[1:] == distances[:-1]).any():  # equal distances by id
-            far = [0.0] * len(items) if distances is None else distances.tolist()
-            keys = [(distance, item.id) for distance, item in zip(far, items, strict=True)]
-            order = [
-                place
-                for start, end in pairwise([0, *ends])
-                for place in sorted(range(start, end), key=keys.__getitem__)
-            ]
-            items, rows = [items[place] for place in order], rows[order]
-            distances = None if distances is None else distances[order]
-        return [
-            Candidates(
-                items[start:end],
-                _Arrays(view, rows[start:end]),
-                None if distances is None else distances[start:end],
-            )
-            for start, end in (
-                (start, end if distances is None else min(end, start + count))
-                for start, end in pairwise([0, *ends])
-            )
-        ]
-
-    def _in_memory(self, numbers: Sequence[int]) -> list[Item] | None:
-        """Return items by number, or None if one of them is not in memory."""
+        numbers, lines = view.runs.numbers_of(rows).tolist(), list(rows)
+        if rows.size and rows.min() < 0:
+            lines = [line[line >= 0] for line in rows]
+            numbers = [view.runs.numbers_of(line).tolist() for line in lines]
         known = self._items  # never stale: an item that changes gets a new number
         try:
-            return [known[number] for number in numbers]
+            items = [[known[number] for number in near] for near in numbers]
         except KeyError:
-            return None
+            if connection is None:
+                return None
+            items = []
+        with stage("items", rows.size):
+            if not items and connection is not None:
+                items = self._read(connection, numbers)
+        distances = [None] * len(items) if squared is None else np.sqrt(squared)
+        return [
+            _sorted(view, near, line, far if far is None else far[: len(near)], count)
+            for near, line, far in zip(items, lines, distances, strict=True)
+        ]
 
-    def _read(self, connection: apsw.Connection, numbers: Sequence[int]) -> list[Item]:
-        """Return items by number, and keep them in memory."""
+    def _read(
+        self, connection: apsw.Connection, numbers: Sequence[Sequence[int]]
+    ) -> list[list[Item]]:
+        """Return items by number, per query, and keep them in memory."""
         if self._bytes > _CACHE_BYTES:
             self._items, self._bytes = {}, 0
         known = self._items
-        missing = json.dumps([number for number in numbers if number not in known])
+        missing = {number for near in numbers for number in near if number not in known}
         sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
-        for row in ask(connection, sql, (missing,)):
+        for row in ask(connection, sql, (json.dumps(list(missing)),)):
             known[row[0]] = from_row(row)
             self._bytes += _ITEM_BYTES + 8 * len(row[3])
         try:
-            return [known[number] for number in numbers]
+            return [[known[number] for number in near] for near in numbers]
         except KeyError:
             raise StoreError(
                 f"The index {self.folder} is damaged: its record and its arrays differ. "
@@ -564,6 +553,9 @@ class LocalStore(Store):
         self.upkeep.close()
         if self._tidied:
             with suppress(StoreError):  # the next process that opens the index does it
+                with self.record.locked() as connection:
+                    sync_rows(connection, self.folder)
+                    connection.execute("commit")
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None
@@ -590,6 +582,19 @@ def _with_arrays(
         from_row(row, {name: array[place] for name, array in arrays.items()} if has_arrays else {})
         for place, (row, has_arrays) in enumerate(zip(rows, present.tolist(), strict=True))
     ]
+
+
+def _sorted(
+    view: View, items: list[Item], rows: Numbers, distances: Distances | None, count: int
+) -> Candidates:
+    """Return items by id or, of items that are sorted by distance, the nearest `count`."""
+    far = [0.0] * len(items) if distances is None else distances.tolist()
+    if len(set(far)) < len(far):
+        order = sorted(range(len(far)), key=lambda place: (far[place], items[place].id))
+        items, rows = [items[place] for place in order], rows[order]
+    if distances is None:
+        return Candidates(items, _Arrays(view, rows))
+    return Candidates(items[:count], _Arrays(view, rows[:count]), distances[:count])
 
 
 class _Arrays(Mapping[str, Floats]):

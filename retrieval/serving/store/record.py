@@ -79,6 +79,10 @@ TABLES = {
         "create table left_out (g integer not null, n integer not null,"
         " primary key (g, n)) strict, without rowid"
     ),
+    "unsynced": (
+        "create table unsynced (n integer primary key, file text not null,"
+        " start integer not null, content blob not null) strict"
+    ),
     "claims": (
         "create table claims (work text primary key, owner text not null, until real not null,"
         " stem text not null) strict, without rowid"
@@ -88,7 +92,8 @@ TABLES = {
 
 An item that changes gets a new number `n`, and its old one goes into `removed`. `runs` maps the
 rows of a generation to item numbers, in ascending order: `count` rows from `row` on have the
-numbers from `n` on. `sums` holds checksums of the blocks of a generation's files.
+numbers from `n` on. `sums` holds checksums of the blocks of a generation's files. `unsynced` holds
+the bytes that were written to them since they were last synced, in small pieces.
 """
 
 
@@ -162,7 +167,7 @@ class Record:
                 raise StoreError(
                     f"{self.path} is not the record of an index as this version of retrieval "
                     "writes it: its tables are others. If another version wrote it, open it with "
-                    "that version; or create the index anew, in another folder or with --replace."
+                    "that version; or create the index anew, in another folder or in its place."
                 )
             if not connection.pragma("checksum_verification"):
                 raise StoreError(

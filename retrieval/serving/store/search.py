@@ -47,25 +47,17 @@ Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Answer = tuple[Doubles, Rows]
 
-_MARGIN = 8
-"""Extra rows that FAISS returns for a single query, besides k / 16 more."""
-_QUERIES = 256
-"""Maximum number of queries in a group."""
+_MARGIN = 8  # extra rows that FAISS returns for a single query, besides k / 16 more
+_QUERIES = 256  # maximum number of queries in a group
 _FEW = 4
 """Without a companion, up to this many queries are searched one by one; more are faster as a
 group."""
-_ANSWERS = 1 << 21
-"""Maximum of queries × k in a group, which bounds the group's memory."""
-_BLOCK_PAIRS = 1 << 21
-"""Number of pairs of a query and a row in a block: 8 MB of float32 values."""
-_LINE = 1 << 16
-"""Number of a companion's rows in a block: 2 MB, and 256 KB of sums per query."""
-_GROUP = 64
-"""Maximum number of rows that one comparison rules out."""
-_CANDIDATES = 4
-"""A companion proposes this many times k rows, whose distances give the first bound."""
-_BLOCK_NUMBERS = 1 << 20
-"""Size of a block whose rows or columns are copied, in numbers: 4 MB."""
+_ANSWERS = 1 << 21  # maximum of queries × k in a group, which bounds the group's memory
+_BLOCK_PAIRS = 1 << 21  # number of pairs of a query and a row in a block: 8 MB of float32 values
+_LINE = 1 << 16  # number of a companion's rows in a block: 2 MB, and 256 KB of sums per query
+_GROUP = 64  # maximum number of rows that one comparison rules out
+_CANDIDATES = 4  # a companion proposes this many times k rows, whose distances give the first bound
+_BLOCK_NUMBERS = 1 << 20  # size of a block whose rows or columns are copied, in numbers: 4 MB
 _PART_NUMBERS = 1 << 17
 """Size of the vectors in one matrix product, in numbers: 512 KB, which fit into a core's cache."""
 _PAIR_NUMBERS = 1 << 16
@@ -74,14 +66,10 @@ _PAIRS = 1 << 19
 """Number of pairs in doubt that are measured and merged at a time, which bounds memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
 """Matching rows are copied together if their share is at most min(`_SPARSE`, `_SPARSE_ONE` √Q)."""
-_DOUBT = 1 / 16
-"""Share of pairs in doubt above which sums over the vectors are faster."""
-_MIN_DOUBT = 64
-"""This many times k × queries pairs in doubt are always allowed."""
-_LARGEST = 2.0**120
-"""Squares above this may overflow float32, so that no bound holds."""
-_TINY = 2.0**-100
-"""Upper bound of the error of one product by underflow."""
+_DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are faster
+_MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
+_LARGEST = 2.0**120  # squares above this may overflow float32, so that no bound holds
+_TINY = 2.0**-100  # upper bound of the error of one product by underflow
 _MAX_WIDTH = 1 << 20
 
 
@@ -201,7 +189,8 @@ class Companion:
         along = apart @ self.basis
         whole = np.einsum("ij,ij->i", apart, apart)
         rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
-        lost = (2.0**-23 + np.sqrt((len(self.mean) + 8) * 2.0**-50)) * np.sqrt(whole) + 2.0**-120
+        relative = 2.0**-23 + math.sqrt((len(self.mean) + 8) * 2.0**-50)
+        lost = relative * np.sqrt(whole) + 2.0**-120
         table = np.empty((len(vectors), along.shape[1] + 1), np.float32)
         with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
             table[:, :-1], table[:, -1] = along, rest
@@ -247,7 +236,7 @@ class Companion:
             raise StoreError("its length is not what its header says")
         if not (np.isfinite(mean).all() and np.isfinite(basis).all() and 0 <= error[0] < np.inf):
             raise StoreError("it holds numbers that are not finite")
-        table = np.memmap(path, np.float32, "r", place, shape)
+        table = np.asarray(np.memmap(path, np.float32, "r", place, shape))  # slices cost less
         return cls(mean, basis, float(error[0]), table)
 
 
@@ -266,11 +255,12 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
     """Return squared distances and rows (Q, k) of a group of queries."""
     many = len(queries) > 1
     whole = task.keep is None and task.columns == slice(0, task.vectors.shape[1])
-    if not many and companion is None and whole and task.threads == 1:
-        answer = _nearest_of_one(queries, task.vectors, task.k)
-        if answer is not None:
-            return answer
-    if companion is not None and (answer := _by_companion(task, queries, companion)):
+    plain = not many and companion is None and whole and task.threads == 1
+    if plain and (answer := _nearest_of_one(queries, task.vectors, task.k)):
+        return answer
+    alone = not many and task.keep is None and len(task.vectors) <= _LINE
+    by_companion = _by_companion_alone if alone else _by_companion
+    if companion is not None and (answer := by_companion(task, queries, companion)):
         return answer
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
@@ -319,14 +309,13 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     """
     exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
     near, lost = companion.project(queries)
-    table = np.asarray(companion.table)  # slices of np.memmap cost more
     slack = (lost + companion.error).tolist()
     best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
     reach = [math.inf] * count  # squared distances within which k rows lie
     compared, doubtful, width = 0, 0, near.size // count
     with _one_thread():
         for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _LINE, _LINE):
-            block = table[:, rows]
+            block = companion.table[:, rows]
             hidden = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
             numbers = []
             for place, query in enumerate(queries):
@@ -335,9 +324,8 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                     sums += hidden
                 if reach[place] == math.inf:
                     reach[place] = _first_reach(query, task.vectors, rows, sums, k)
-                # "not above" also keeps NaN, which means that a square overflowed
                 limit = _limit(reach[place], width, slack[place])
-                row = np.flatnonzero(~(sums > limit))
+                row = np.flatnonzero(sums <= limit)
                 compared, doubtful = compared + len(sums), doubtful + len(row)
                 if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                     return None
@@ -345,12 +333,28 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                     row = row[kept[row]]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
                 limit = _limit(reach[place], queries.shape[1])
+                # "not above" also keeps NaN, which means that a square overflowed
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
             number = np.concatenate(numbers)
             pair = np.repeat(np.arange(count), [len(part) for part in numbers])
             best = _entered(best, pair, number, measured(exact, task.vectors, pair, number))
             reach = np.minimum(reach, best[0][:, -1]).tolist()
     return best
+
+
+def _by_companion_alone(task: _Task, query: Floats, companion: Companion) -> Answer | None:
+    """Return what `_by_companion` does, of one query (1, P) and all rows in one block."""
+    vectors, (near, lost) = task.vectors, companion.project(query)
+    with _one_thread():
+        sums = _sums(near[:, 0], companion.table)
+        reach = _first_reach(query[0], vectors, slice(0, len(vectors)), sums, task.k)
+        limit = _limit(reach, near.size, float(lost[0]) + companion.error)
+        rows = (sums <= limit).nonzero()[0]
+        if len(rows) > len(vectors) * _DOUBT + _MIN_DOUBT * task.k:
+            return None
+        limit = _limit(reach, query.shape[1])
+        rows = rows[~(_sums_of(query[0], vectors, rows) > limit)]
+    return _exact(query, vectors, rows, task.k)
 
 
 def _sums(query: Floats, block: Floats) -> Floats:
@@ -388,11 +392,12 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     most = min(_CANDIDATES * k, groups)
     if most < k:
         return math.inf
-    least = sums[: members * groups].reshape(members, groups).min(axis=0)
-    # at least `most` rows lie within this bound, and seldom many more
-    near = np.flatnonzero(sums <= np.partition(least, most - 1)[most - 1])[: 4 * most]
-    if len(near) < k:
+    table = sums[: members * groups].reshape(members, groups)
+    least = table.min(axis=0)
+    group = least.argpartition(most - 1)[:most]
+    if least[group].max() == np.inf:  # of a row that is not searched
         return math.inf
+    near = table[:, group].argmin(axis=0) * groups + group
     number = near + rows.start if isinstance(rows, slice) else rows[near]
     reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
     reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY
@@ -610,7 +615,11 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
     limit = (float(sums[k - 1]) * wider + tiny) * wider + tiny
     if not limit < min(float(sums[-1]), _LARGEST):
         return None
-    rows = rows[: int(sums.searchsorted(limit, "right"))]
+    return _exact(query, vectors, rows[: int(sums.searchsorted(limit, "right"))], k)
+
+
+def _exact(query: Floats, vectors: Floats, rows: Rows, k: int) -> Answer:
+    """Return squared distances and rows (1, k) of the nearest of some rows, at least k."""
     apart = vectors[rows] - query.astype(np.float64)
     squared = np.einsum("ij,ij->i", apart, apart)
     order = np.lexsort((rows, squared))[:k]

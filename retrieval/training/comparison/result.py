@@ -32,7 +32,7 @@ class Search:
         if folds is not None and not folds[1]:
             return [
                 f"{name}: the folds do not agree (ρ = {folds[0]:.2f}): the search could not tell"
-                " trials apart. --repeats divides anew; with few classes, --fold-by item holds out"
+                " trials apart. More repeats divide anew; with few classes, fold_by=item holds out"
                 " items."
             ]
         lines = []
@@ -177,7 +177,7 @@ class Comparison:
             if plan.splits > 1
             else f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds, which"
             " all rows share. The seed sets the initial weights and the batches. The split is"
-            " fixed, so the interval covers seeds only. Use --splits to cover other test items."
+            " fixed, so the interval covers seeds only. Several splits cover other test items."
         )
         notes = [interval, self._tuning()]
         if any(difference.p is not None for difference in self.differences):

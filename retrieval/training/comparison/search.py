@@ -53,7 +53,7 @@ def require_optuna() -> None:
         import optuna  # noqa: F401
     except ImportError:
         raise MissingDependency(
-            "--search needs optuna, which is not installed. Install it: pip install"
+            "A search needs optuna, which is not installed. Install it: pip install"
             " 'embedding-retrieval[compare]'."
         ) from None
 

@@ -268,7 +268,7 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
         else:
             lines.append(
                 f"{better} is {apart} above {worse} on this split: the difference does not depend"
-                " on the seed, so seeds cannot say how certain it is of other splits (--splits"
+                " on the seed, so seeds cannot say how certain it is of other splits (several"
                 " can)."
             )
     undecided = [test for test in tests if test.corrected is not None and not test.decided]

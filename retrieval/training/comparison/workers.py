@@ -136,7 +136,7 @@ class Processes(Parallel):
             return error
         return DataError(
             "A worker process ended before its work was done, perhaps for want of memory. The same"
-            " command goes on; fewer --workers take less memory."
+            " command goes on; fewer workers take less memory."
         )
 
 
@@ -185,7 +185,7 @@ class OnRay(Parallel):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
         return DataError(
-            f"A training on the cluster was lost: {reason}. The same command goes on; more --cpus"
+            f"A training on the cluster was lost: {reason}. The same command goes on; more cpus"
             " leave each training more of its node's memory."
         )
 
@@ -243,8 +243,8 @@ def _perform_on_node(
         return {}, sentence, DataError.exit_code
     if not plan.is_file() or _checksum(plan) != checksum:
         sentence = (
-            f"Node {node} does not see {plan.parent}: with --ray, --output lies in a folder that"
-            " all nodes share."
+            f"Node {node} does not see {plan.parent}: on a cluster, the output lies in a folder"
+            " that all nodes share."
         )
         return {}, sentence, DataError.exit_code
     quiet_threads()

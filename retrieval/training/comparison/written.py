@@ -160,7 +160,7 @@ def latex(result: Comparison, style: Latex) -> str:
     for name in columns:
         if name not in result.metrics:
             raise DataError(
-                f"--latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
+                f"latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
                 f" It has: {', '.join(result.metrics)}."
             )
     means = [[result.mean(row, metric) for metric in columns] for row in result.contestants]
