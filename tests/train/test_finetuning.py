@@ -231,7 +231,9 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: Path) -> None:
     lines: list[str] = []
-    recipe = make(**PLAIN, optimizer={"name": "SGD", "lr": 30.0}, seed=1)
+    split = {"by": "class", "validation": 0.4, "validation_by": "class"}
+    tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 3}}
+    recipe = make(**tables, optimizer={"name": "SGD", "lr": 30.0}, seed=1)
     run = train(tmp_path / "run", recipe, report=lines.append)
     summary = json.loads((run.path / "summary.json").read_text())
     assert summary["best_epoch"] == 0
@@ -244,6 +246,7 @@ def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: P
         "No epoch beat the start: the run keeps its initial weights" in line for line in lines
     )
     assert not any(line["best"] for line in log(run.path))
+    assert lines[-1].startswith("Only 2 classes validated")
 
 
 def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(
