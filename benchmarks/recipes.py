@@ -207,8 +207,8 @@ def table(
 
 
 SETS: dict[str, Callable[[Path], Drawings]] = {
-    "icons": icons,
     "digits": digits,
+    "icons": icons,
     "fashion": fashion,
     "glyphs": glyphs,
 }
@@ -510,7 +510,7 @@ def students(name: str, seed: int) -> Tables:
 # --- what is measured, and the page -----------------------------------------------------------
 
 CORE = ("raw pixels", "frozen", "frozen, levels, head", "fine-tuned", "from scratch")
-FURTHER = (*LOOPS, "LoRA", "large batch in chunks", "distilled student")
+FURTHER = (*LOOPS, "LoRA", "large batch in chunks")
 SEEDS = 5
 STUDENTS = "digits"
 
@@ -521,16 +521,12 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
         for split in range(splits):
             for title in CORE:
                 yield name, split, title
-    # icons take as long as the others together
-    small, large = ([n for n in sets if (n == "icons") == late] for late in (False, True))
-    first, *later = range(splits)
-    rounds = [(small, first), (large, first)]
-    rounds += [(names, split) for names in (small, large) for split in later]
-    for names, split in rounds:
-        for title in FURTHER:
-            for name in names:
-                yield name, split, title
-                if (name, split, title) == (STUDENTS, 0, "distilled student"):
+    for split in range(splits):
+        for titles in (FURTHER, ("distilled student",)):
+            for name in sets:
+                for title in titles:
+                    yield name, split, title
+                if (name, split, titles) == (STUDENTS, 0, FURTHER):
                     yield from ((name, 0, f"students {seed}") for seed in range(SEEDS))
 
 
@@ -575,7 +571,7 @@ def seconds(rows: Sequence[Tables]) -> float:
 def set_table(rows: Sequence[Tables]) -> str:
     """Return the table of a set."""
     lines = []
-    for title in (*CORE, *FURTHER):
+    for title in (*CORE, *FURTHER, "distilled student"):
         own = [row for row in rows if row["recipe"] == title]
         if own:
             metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
