@@ -225,7 +225,8 @@ class MetrixProxyAnchor(CheckedLoss):
     def _sums(self, cosine: Tensor, rows: Tensor, share: float | Tensor, sign: int) -> Tensor:
         """Return log(1 + share Σ exp(γ (δ + sign s))) of each proxy."""
         powers = share * (self.scale * (self.margin + sign * cosine)).exp()
-        return powers.new_zeros(len(self.proxies)).index_add(0, rows, powers).log1p()
+        sums: Tensor = powers.new_zeros(len(self.proxies)).index_add(0, rows, powers)
+        return sums.log1p()
 
 
 def _part(embeddings: Tensor, alpha: float) -> Tensor:
