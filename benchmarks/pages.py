@@ -1,5 +1,5 @@
-"""The figures of the pages docs/aml.md, anml.md, daml.md and oahu.md: blocks between marks, made of
-what the benchmarks kept.
+"""The figures of docs/aml.md, anml.md, daml.md, oahu.md and recipes.md: blocks between marks, made
+of what the benchmarks kept.
 
     python benchmarks/pages.py        # writes them; a test compares
 
@@ -16,6 +16,7 @@ import page_aml
 import page_anml
 import page_daml
 import page_oahu
+import recipes
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {
@@ -23,6 +24,7 @@ PAGES = {
     "anml.md": page_anml.BLOCKS,
     "daml.md": page_daml.BLOCKS,
     "oahu.md": page_oahu.BLOCKS,
+    "recipes.md": recipes.BLOCKS,
 }
 MARK = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- end of figures -->", re.S)
 

@@ -1,12 +1,15 @@
-"""Which pool `core.convnet` should end in, on classes that it was not trained on.
+"""Which pool a net should end in, on classes that it was not trained on.
 
     npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
     OMP_NUM_THREADS=1 python benchmarks/pooling.py --icons package
 
 Three sets of images of 32 × 32: scikit-learn's digits, 2,000 of Fashion-MNIST, and 300 of
 Phosphor's icons in six weights. Half of the classes train, the others are queries and gallery.
-Each pool trains with the same recipe, split and steps; with one seed, small differences mean
-nothing. Finished runs are kept in results/raw/pooling.jsonl and not repeated.
+Each pool of `core.convnet` trains with the same recipe, split and steps; with one seed, small
+differences mean nothing. Pools of a frozen ImageNet net are measured with EfficientNet-Lite0 at 96
+pixels, whose last map has 3 × 3 positions: nothing trains, and all classes are searched. It stands
+for `core.timm` and `core.torchvision`, whose weights need a download. Finished runs are kept in
+results/raw/pooling.jsonl and not repeated.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import retrieval
 import torch
 from numpy.typing import NDArray
 from PIL import Image
@@ -38,6 +42,7 @@ from bench import (
     versions,
     write,
 )
+from retrieval_core.pooling import Pool
 
 POOLS = ("mean", "max", "gem", "grid")
 SEEDS = 1
@@ -101,7 +106,7 @@ def recipe(pool: str, seed: int, sampler: dict[str, int]) -> dict[str, Any]:
 
 
 def measure(name: str, package: Path) -> None:
-    done = {(row["set"], row["pool"], row["seed"]) for row in read_lines(RAW)}
+    done = {(row["set"], row["pool"], row.get("seed")) for row in read_lines(RAW)}
     if all((name, pool, seed) in done for pool in POOLS for seed in range(SEEDS)):
         return
     load, sampler = SETS[name]
@@ -125,15 +130,32 @@ def measure(name: str, package: Path) -> None:
             append(RAW, {**row, "recall": metrics["recall_at_1"], "map": metrics["map_at_r"]})
 
 
-def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for name in options.sets:
-        measure(name, options.icons)
-    rows = read_lines(RAW)
+def measure_frozen(name: str, package: Path) -> None:
+    """Measure the pools of a frozen ImageNet net on a set."""
+    if any(row["set"] == name and row.get("frozen") for row in read_lines(RAW)):
+        return
+    arrays, labels = SETS[name][0](package)
+    backbone: Any = create("backbone", "core.efficientnet_lite0", size=96, crop=1.0).eval()
+    pools = {pool: Pool(pool, (3, 3), 3) for pool in POOLS}  # type: ignore[arg-type]
+    codes: dict[str, list[torch.Tensor]] = {pool: [] for pool in POOLS}
+    with torch.no_grad():
+        for start in range(0, len(arrays), 64):
+            images = [
+                backbone.preprocessing(Image.fromarray(x)) for x in arrays[start : start + 64]
+            ]
+            x = torch.from_numpy(np.stack(images)).float()
+            maps = backbone.network.forward_features((x - 127) / 128)
+            for pool in POOLS:
+                codes[pool].append(pools[pool](maps))
+    for pool in POOLS:
+        rows = torch.nn.functional.normalize(torch.cat(codes[pool])).numpy()
+        values = retrieval.evaluate(rows, labels, metrics=["recall_at_1", "map_at_r"]).values
+        row = {"set": name, "pool": pool, "frozen": True, "recall": values["recall_at_1"]}
+        append(RAW, {**row, "map": values["map_at_r"]})
+
+
+def table(rows: list[dict[str, Any]], last: dict[str, str] | None = None) -> str:
+    """Return a table of pools and sets, and a last column."""
     lines = [
         [
             pool,
@@ -142,16 +164,36 @@ def main() -> None:
                 for name in SETS
                 for key in ("recall", "map")
             ),
-            f"{np.mean([row['seconds'] for row in rows if row['pool'] == pool]):.0f}",
+            *([last[pool]] if last else []),
         ]
         for pool in POOLS
     ]
-    head = ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R")), "CPU s"]
+    head = ["pool", *(f"{name}, {m}" for name in SETS for m in ("Recall@1", "MAP@R"))]
+    return markdown([*head, *(["CPU s"] if last else [])], lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.sets:
+        measure(name, options.icons)
+        measure_frozen(name, options.icons)
+    rows = read_lines(RAW)
+    trained = [row for row in rows if not row.get("frozen")]
+    seconds = {
+        pool: f"{np.mean([row['seconds'] for row in trained if row['pool'] == pool]):.0f}"
+        for pool in POOLS
+    }
     write(
         RESULTS / "pooling.md",
-        f"# Pools of a small net\n\n{markdown(head, lines)}\n\nUnseen classes, one"
+        f"# Pools of a small net\n\n{table(trained, seconds)}\n\nUnseen classes, one"
         f" class split and one seed, 120 steps. {machine()};"
-        f" {versions('torch', 'embedding-retrieval')}. `python benchmarks/pooling.py`.\n",
+        f" {versions('torch', 'embedding-retrieval')}. `python benchmarks/pooling.py`.\n\nThe last"
+        " map of a frozen EfficientNet-Lite0 (3 × 3 positions at 96 pixels, ImageNet's weights),"
+        f" all classes:\n\n{table([row for row in rows if row.get('frozen')])}\n",
     )
 
 

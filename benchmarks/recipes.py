@@ -238,7 +238,9 @@ BACKGROUND = {"digits": 0, "fashion": 0, "glyphs": 255, "icons": 255}
 EPOCHS = {"digits": 2, "fashion": 2, "glyphs": 2, "icons": 6}
 """Epochs of the whole pretrained net."""
 SCRATCH = {"digits": 12, "fashion": 12, "glyphs": 10, "icons": 20}
-"""Epochs of a net from scratch, and of a student."""
+"""Epochs of a net from scratch."""
+DISTILLED = {"digits": 10, "fashion": 10, "glyphs": 6, "icons": 10}
+"""Epochs of a student, which sees two views of each photo."""
 Tables = dict[str, Any]
 
 
@@ -311,7 +313,9 @@ def recipes(name: str) -> dict[str, Tables]:
     }
 
 
-def trained(name: str, title: str, split: str, work: Path, seed: int = 0) -> Tables:
+def trained(
+    name: str, title: str, split: str, work: Path, seed: int = 0, epochs: int | None = None
+) -> Tables:
     """Train a recipe through `retrieval.train`, and return its row."""
     import retrieval
 
@@ -324,6 +328,7 @@ def trained(name: str, title: str, split: str, work: Path, seed: int = 0) -> Tab
         "sampler": {"classes": classes, "items": items},
         "evaluate": {"metrics": METRICS},
         **recipes(name)[title],
+        **({"train": {"epochs": epochs}} if epochs else {}),
     }
     lines: list[str] = []
     began = time.process_time()
@@ -452,8 +457,13 @@ def searched(name: str, split: str, encode: Callable[[list[Path]], Any]) -> dict
     return dict(found.values)
 
 
+def teacher_of(name: str, split: str) -> Path:
+    """Return the folder of the run that suits a set's number of classes."""
+    return PLACE / name / f"{'frozen, levels, head' if name in SMALL else 'fine-tuned'}-{split}"
+
+
 def distilled(name: str, split: str, seed: int = 0) -> tuple[Tables, Path]:
-    """Distil the fine-tuned run of a split by the command line; return the row and the bundle."""
+    """Distil a split's run by the command line; return the row and the bundle."""
     import retrieval
 
     work = PLACE / name / f"distilled-{split}-{seed}"
@@ -465,9 +475,9 @@ def distilled(name: str, split: str, seed: int = 0) -> tuple[Tables, Path]:
             os.link(PLACE / name / row["path"], file)
     changes = {**STUDENT, "size": SIZE[name], "channels": 1}
     line = [
-        *(sys.executable, "-m", "retrieval.cli", "distill", PLACE / name / f"fine-tuned-{split}"),
+        *(sys.executable, "-m", "retrieval.cli", "distill", teacher_of(name, split)),
         *(photos, "--student", "core.convnet", "--output", work / "bundle", "--run", work / "run"),
-        *("--replace", "--epochs", SCRATCH[name] // 2, "--set", f"seed={seed}"),
+        *("--replace", "--set", f"train.epochs={DISTILLED[name]}", "--set", f"seed={seed}"),
         *(word for k, v in changes.items() for word in ("--set", f"backbone.{k}={json.dumps(v)}")),
     ]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -484,12 +494,13 @@ def students(name: str, seed: int) -> Tables:
     """Return a teacher, its student, and the same student from labels: metrics and speed."""
     import retrieval
 
-    teacher = retrieval.load(PLACE / name / "fine-tuned-0")
+    teacher = retrieval.load(teacher_of(name, "0"))
     bundle = PLACE / name / "teacher.bundle"
     if not bundle.exists():
         teacher.export(bundle, progress=False)
     row, student = distilled(name, "0", seed)
-    labelled = trained(name, "from scratch", "0", PLACE / name / "labelled", seed)
+    epochs = 3 * DISTILLED[name]  # about as many images as the student sees
+    labelled = trained(name, "from scratch", "0", PLACE / name / "labelled", seed, epochs)
     files = [PLACE / name / r["path"] for r in read_table(name, "0") if r["split"] == "test"][:256]
     speed = {}
     for title, path in (("teacher", bundle), ("student", student)):
@@ -510,7 +521,7 @@ def students(name: str, seed: int) -> Tables:
 # --- what is measured, and the page -----------------------------------------------------------
 
 CORE = ("raw pixels", "frozen", "frozen, levels, head", "fine-tuned", "from scratch")
-FURTHER = ("distilled student", *LOOPS, "LoRA", "large batch in chunks")
+FURTHER = (*LOOPS, "LoRA", "large batch in chunks")
 SEEDS = 5
 STUDENTS = "digits"
 
@@ -521,14 +532,12 @@ def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
         for split in range(splits):
             for title in CORE:
                 yield name, split, title
-    small = [name for name in sets if name != "icons"]
-    rounds = [(sets, 0), *((small, split) for split in range(1, splits))]
-    rounds += [(["icons"], split) for split in range(1, splits) if "icons" in sets]
-    for names, split in rounds:
-        for title in FURTHER:
-            for name in names:
-                yield name, split, title
-                if (name, split, title) == (STUDENTS, 0, FURTHER[0]):
+    for split in range(splits):
+        for titles in (FURTHER, ("distilled student",)):
+            for name in sets:
+                for title in titles:
+                    yield name, split, title
+                if (name, split, titles) == (STUDENTS, 0, FURTHER):
                     yield from ((name, 0, f"students {seed}") for seed in range(SEEDS))
 
 
@@ -573,7 +582,7 @@ def seconds(rows: Sequence[Tables]) -> float:
 def set_table(rows: Sequence[Tables]) -> str:
     """Return the table of a set."""
     lines = []
-    for title in (*CORE, *FURTHER):
+    for title in (*CORE, *FURTHER, "distilled student"):
         own = [row for row in rows if row["recipe"] == title]
         if own:
             metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
@@ -612,9 +621,10 @@ def students_table(raw: Sequence[Tables]) -> str:
         ]
         lines.append(
             [
-                {"teacher": "teacher (fine-tuned)", "student": "student, without labels"}.get(
-                    title, "the same net, from labels"
-                ),
+                {
+                    "teacher": "teacher (frozen, levels, head)",
+                    "student": "student, without labels",
+                }.get(title, "the same net, from labels"),
                 *(spread([row[title][m] for row in rows]) for m in METRICS),
                 f"{max(speed):,.0f}",
             ]
@@ -622,14 +632,32 @@ def students_table(raw: Sequence[Tables]) -> str:
     return markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
 
 
+def overview() -> str:
+    """Return recipes by set, for docs/recipes.md."""
+    raw, lines = read_lines(KEPT), []
+    for title in (*CORE, *FURTHER, "distilled student"):
+        cells = [title]
+        for name in TITLES:
+            own = [row for row in raw if (row["set"], row["recipe"]) == (name, title)]
+            means = [
+                decimals(float(np.mean([r["metrics"][m] for r in own])), 2) for m in METRICS if own
+            ]
+            cells.append(f"{', '.join(means)}; {seconds(own):.0f} s" if own else "")
+        lines.append(cells)
+    return markdown(["Recall@1, MAP@R; CPU seconds", *TITLES], lines)
+
+
+BLOCKS = {"recipes": overview, "students": lambda: students_table(read_lines(KEPT))}
+"""The figures of docs/recipes.md."""
+
+
 def render(raw: Sequence[Tables]) -> str:
     """Return the page."""
     done = {key(row) for row in raw}
-    missing = [
-        f"{title} on {name}, split {split + 1}"
-        for name, split, title in plan(list(TITLES), SPLITS)
-        if (name, split, title) not in done
-    ]
+    missing: dict[str, list[str]] = {}
+    for name, split, title in plan(list(TITLES), SPLITS):
+        if (name, split, title) not in done:
+            missing.setdefault(title, []).append(f"{name} {split + 1}")
     lines = [
         "# Which recipe",
         "",
@@ -663,7 +691,8 @@ def render(raw: Sequence[Tables]) -> str:
             "",
         ]
     if missing:
-        lines += [f"Not measured for want of time: {'; '.join(missing)}.", ""]
+        listed = "; ".join(f"{title}: {', '.join(where)}" for title, where in missing.items())
+        lines += [f"Not measured for want of CPU time (set and split): {listed}.", ""]
     return "\n".join(lines)
 
 

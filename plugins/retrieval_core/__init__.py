@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from retrieval_core.lfw import lfw_people as lfw_people
     from retrieval_core.matryoshka_loss import matryoshka as matryoshka
     from retrieval_core.metrix_loss import Metrix as Metrix
+    from retrieval_core.metrix_loss import MetrixMultiSimilarity as MetrixMultiSimilarity
+    from retrieval_core.metrix_loss import MetrixProxyAnchor as MetrixProxyAnchor
     from retrieval_core.other_libraries import huggingface as huggingface
     from retrieval_core.other_libraries import torchvision_dataset as torchvision_dataset
     from retrieval_core.partial_fc import PartialFC as PartialFC
@@ -55,7 +57,7 @@ __getattr__, __dir__ = lazy(
         "retrieval_core.learners": ["LDA", "NCA", "PCA"],
         "retrieval_core.lfw": ["lfw_people"],
         "retrieval_core.matryoshka_loss": ["matryoshka"],
-        "retrieval_core.metrix_loss": ["Metrix"],
+        "retrieval_core.metrix_loss": ["Metrix", "MetrixMultiSimilarity", "MetrixProxyAnchor"],
         "retrieval_core.other_libraries": ["huggingface", "torchvision_dataset"],
         "retrieval_core.partial_fc": ["PartialFC"],
         "retrieval_core.pretrained": [
@@ -125,6 +127,8 @@ def retrieval_losses() -> Factories:
         "distillation": "retrieval_core.distillation_loss:distillation",
         "matryoshka": "retrieval_core.matryoshka_loss:matryoshka",
         "metrix": "retrieval_core.metrix_loss:Metrix",
+        "metrix_multi_similarity": "retrieval_core.metrix_loss:MetrixMultiSimilarity",
+        "metrix_proxy_anchor": "retrieval_core.metrix_loss:MetrixProxyAnchor",
         "partial_fc": "retrieval_core.partial_fc:PartialFC",
         "recall_at_k": "retrieval_core.recall_loss:RecallAtK",
     }

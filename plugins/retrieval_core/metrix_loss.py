@@ -1,9 +1,10 @@
-"""Metrix: a contrastive loss with mixup."""
+"""Metrix: pair losses with mixup."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
+import torch
 from pydantic import Field
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
@@ -63,20 +64,12 @@ class Metrix(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
-        if indices_tuple is None:
-            a, p, b, n = indices_utils.get_all_pairs_indices(labels)
-        else:
-            size = (len(embeddings), len(embeddings))
-            a, p, b, n = listed_pairs(indices_tuple, size, embeddings.device)
-        anchor, positive, negative = _triplets(indices_tuple, a, p, b, n)
-        unit = functional.normalize(embeddings)
-        cosine = unit @ unit.T
-        part = Beta(*cosine.new_full((2,), self.alpha), validate_args=False).sample()
-        rest = 1 - part
-        # the cosine of a and v is (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖
-        length = part**2 + rest**2 + 2 * part * rest * cosine[positive, negative]
-        mixed = part * cosine[anchor, positive] + rest * cosine[anchor, negative]
-        distance = _distance(mixed / length.clamp(min=1e-6).sqrt())
+        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        rest, cosine = 1 - part, unit @ unit.T
+        a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
+        between = cosine[positive, negative]
+        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, part)
+        distance = _distance(mixed)
         losses: dict[str, tuple[Tensor, tuple[Tensor, Tensor], float | Tensor]] = {
             "positive": (_distance(cosine[a, p]) - self.positive_margin, (a, p), 1.0),
             "negative": (self.negative_margin - _distance(cosine[b, n]), (b, n), 1.0),
@@ -103,14 +96,174 @@ class Metrix(CheckedLoss):
         }
 
 
-def _triplets(
-    indices: Any, a: Tensor, p: Tensor, b: Tensor, n: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a miner's triplets, or all triplets that pairs with the same anchor form."""
-    if indices is not None and len(indices) == 3:
-        return a, p, n
+@traits(ref_emb=False)
+class MetrixMultiSimilarity(CheckedLoss):
+    """The multi-similarity loss, which also mixes a positive and a negative of each anchor.
+
+    The same paper, Metrix/embed with the multi-similarity loss (Wang et al., CVPR 2019), without
+    its own mining. Each anchor a has the loss
+
+        1/β log(1 + Σ_p exp(−β (s_ap − m))) + 1/γ log(1 + Σ_n exp(γ (s_an − m)))
+
+    over its positives p and negatives n, with s the cosine, and w times the same loss over its
+    mixtures v, where exp(−β (s_av − m)) counts λ times and exp(γ (s_av − m)) 1 − λ times
+    (equations 4 and 9). Mixtures are those of `core.metrix`.
+
+    Args:
+        positive_scale: β, sharpness of positives.
+        negative_scale: γ, sharpness of negatives.
+        base: m, the cosine that separates positives from negatives.
+        alpha: α of the distribution of λ, Beta(α, α).
+        weight: w, weight of the mixtures.
+        reducer: reduces the anchors' losses to one number; the default is the mean.
+    """
+
+    def __init__(
+        self,
+        positive_scale: Positive = 2.0,
+        negative_scale: Positive = 50.0,
+        base: float = 0.5,
+        alpha: Positive = 2.0,
+        weight: NonNegative = 0.4,
+        reducer: Reducer = None,
+    ) -> None:
+        super().__init__(reducer=reducer)
+        self.scales, self.base = (-positive_scale, negative_scale), base
+        self.alpha, self.weight = alpha, weight
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor | None,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> dict[str, Any]:
+        """Return the losses of the anchors (B,)."""
+        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        cosine = unit @ unit.T
+        a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
+        between = cosine[positive, negative]
+        mixed = _mixed(cosine[anchor, positive], cosine[anchor, negative], between, part)
+        total = cosine.new_zeros(len(cosine))
+        for weight, rows, values, share, scale in (
+            (1.0, a, cosine[a, p], 1.0, self.scales[0]),
+            (1.0, b, cosine[b, n], 1.0, self.scales[1]),
+            (self.weight, anchor, mixed, part, self.scales[0]),
+            (self.weight, anchor, mixed, 1 - part, self.scales[1]),
+        ):
+            powers = share * (scale * (values - self.base)).exp()
+            sums = torch.zeros_like(total).index_add(0, rows, powers)
+            total = total + weight / abs(scale) * sums.log1p()
+        every = torch.arange(len(total), device=total.device)
+        return {"loss": {"losses": total, "indices": every, "reduction_type": "element"}}
+
+
+@traits(ref_emb=False, miner=False)
+class MetrixProxyAnchor(CheckedLoss):
+    """The proxy-anchor loss, which also mixes a positive and a negative of each proxy.
+
+    The same paper, Metrix/embed with the proxy-anchor loss (Kim et al., "Proxy Anchor Loss for Deep
+    Metric Learning", CVPR 2020, equation 4). The anchors are a learned proxy z per class, and
+
+        mean_z⁺ log(1 + Σ_p exp(−γ (s_zp − δ))) + mean_z log(1 + Σ_n exp(γ (s_zn + δ)))
+
+    is a mean over the proxies z⁺ of the batch's classes, and over all proxies. To it comes w times
+    the same loss over mixtures v of each p and each n of the proxies z⁺, with the exponentials
+    times λ and 1 − λ.
+
+    Args:
+        classes: number of classes that train; the framework sets it.
+        embedding_size: dimension of the embeddings; the framework sets it.
+        scale: γ, sharpness.
+        margin: δ, margin of the cosine.
+        alpha: α of the distribution of λ, Beta(α, α).
+        weight: w, weight of the mixtures.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        embedding_size: int,
+        scale: Positive = 32.0,
+        margin: NonNegative = 0.1,
+        alpha: Positive = 2.0,
+        weight: NonNegative = 0.4,
+    ) -> None:
+        super().__init__()
+        self.proxies = nn.Parameter(torch.empty(classes, embedding_size))
+        nn.init.kaiming_normal_(self.proxies, mode="fan_out")
+        self.scale, self.margin, self.alpha, self.weight = scale, margin, alpha, weight
+
+    def compute_loss(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
+    ) -> dict[str, Any]:
+        """Return the loss as one number."""
+        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        cosine = functional.normalize(self.proxies).to(unit) @ unit.T
+        proxy = torch.arange(len(cosine), device=labels.device)[:, None].expand_as(cosine)
+        own = proxy == labels
+        present = own.any(1)
+        positive, negative = (labels[:, None] != labels).nonzero(as_tuple=True)
+        of = labels[positive]
+        mixed = _mixed(
+            cosine[of, positive], cosine[of, negative], (unit @ unit.T)[positive, negative], part
+        )
+        total = (
+            self._sums(cosine[own], proxy[own], 1.0, -1)[present].mean()
+            + self._sums(cosine[~own], proxy[~own], 1.0, 1).mean()
+            + self.weight * self._sums(mixed, of, part, -1)[present].mean()
+            + self.weight * self._sums(mixed, of, 1 - part, 1)[present].mean()
+        )
+        return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
+
+    def _sums(self, cosine: Tensor, rows: Tensor, share: float | Tensor, sign: int) -> Tensor:
+        """Return log(1 + share Σ exp(γ (δ + sign s))) of each proxy."""
+        powers = share * (self.scale * (self.margin + sign * cosine)).exp()
+        sums: Tensor = powers.new_zeros(len(self.proxies)).index_add(0, rows, powers)
+        return sums.log1p()
+
+
+def _part(embeddings: Tensor, alpha: float) -> Tensor:
+    """Draw λ from Beta(α, α)."""
+    return Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
+
+
+def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:
+    """Return anchors and positives, anchors and negatives, and triplets.
+
+    The triplets are a miner's, or all that pairs with the same anchor form.
+    """
+    if indices is None:
+        a, p, b, n = indices_utils.get_all_pairs_indices(labels)
+    else:
+        size = (len(embeddings), len(embeddings))
+        a, p, b, n = listed_pairs(indices, size, embeddings.device)
+        if len(indices) == 3:
+            return a, p, b, n, a, p, n
     which, other = (a[:, None] == b).nonzero(as_tuple=True)
-    return a[which], p[which], n[other]
+    return a, p, b, n, a[which], p[which], n[other]
+
+
+def _mixed(positive: Tensor, negative: Tensor, between: Tensor, part: Tensor) -> Tensor:
+    """Return the cosines of anchors and their mixtures v = λ p + (1 − λ) n.
+
+    They are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖.
+
+    Args:
+        positive: cosines s_ap.
+        negative: cosines s_an.
+        between: cosines of p and n.
+        part: λ.
+    """
+    rest = 1 - part
+    length = part**2 + rest**2 + 2 * part * rest * between
+    return (part * positive + rest * negative) / length.clamp(min=1e-6).sqrt()
 
 
 def _distance(cosine: Tensor) -> Tensor:

@@ -147,7 +147,8 @@ def torchvision_model(
         size: height and width of the input in pixels; by default those of the weights, mostly 224.
         pool: how the last map or the tokens become one vector: `cls` (a transformer's class token),
             `mean`, `cls+mean`, `gem` (a generalised mean with a learned exponent) or `grid` (the
-            means of cells × cells regions). The default is the model's own pooling.
+            means of cells × cells regions). The default is the model's own pooling, which its
+            weights were trained with.
         cells: number of cells per side of the grid.
 
     Raises:

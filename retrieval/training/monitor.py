@@ -8,6 +8,10 @@ from retrieval.evaluation.evaluate_run import resolve_metrics
 from retrieval.recipe.read import Recipe
 from retrieval.run.resume import Position
 
+_FEW_CLASSES = 5
+"""With fewer validation classes, training that beats the start may be worse on other classes
+(benchmarks/recipes.py, digits)."""
+
 
 class Monitor:
     """The metric of `[train] monitor`.
@@ -25,13 +29,14 @@ class Monitor:
         """Return whether a value is better than another; any value is better than `None`."""
         return other is None or (value > other if self.larger else value < other)
 
-    def verdict(self, progress: Position, compares_frozen: bool) -> list[str]:
+    def verdict(self, progress: Position, compares_frozen: bool, classes: int) -> list[str]:
         """Return sentences on whether training was worth it.
 
         Args:
             progress: progress of a run with validation.
             compares_frozen: whether to suggest a comparison with the frozen backbone and a trained
                 head, if the run has not measured it.
+            classes: number of classes of the validation part.
         """
         best, start = progress.best, progress.start
         assert best is not None
@@ -59,6 +64,11 @@ class Monitor:
                 "The frozen backbone with a trained head was not measured. A first [[phase]] with"
                 ' train = ["head", "loss"] measures it; the run keeps its weights if they are'
                 " better."
+            )
+        if classes < _FEW_CLASSES:
+            lines.append(
+                f"Only {classes} classes validated: on others the choice may be wrong. With so few"
+                " classes, compare runs on several splits (retrieval compare --splits)."
             )
         return lines
 

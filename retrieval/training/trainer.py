@@ -422,7 +422,9 @@ class Trainer:
                 "steps": progress.total,
             }
             if progress.best is not None:
-                for line in self.monitor.verdict(progress, self._compares_frozen()):
+                splits = self.run.splits
+                classes = len(np.unique(splits.labels[splits.validation]))
+                for line in self.monitor.verdict(progress, self._compares_frozen(), classes):
                     self.report(line)
             write_json(self.run.path / "summary.json", summary)
         self.accelerator.wait_for_everyone()

@@ -1,5 +1,5 @@
-"""Figures on the pages of AML, ANML, DAML and OAHU come from results and published.toml by a
-script, or their paragraph says where they are from.
+"""Figures on the pages of AML, ANML, DAML, OAHU and recipes come from results and published.toml by
+a script, or their paragraph says where they are from.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["aml.md", "anml.md", "daml.md", "oahu.md"]
+PAGES = ["aml.md", "anml.md", "daml.md", "oahu.md", "recipes.md"]
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.M | re.S)
 GENERATED = re.compile(r"<!-- figures: ([\w-]+) -->.*?<!-- end of figures -->", re.S)
 FIGURE = re.compile(r"(?<![\w.^])[+−-]?\d*\.\d+(?![\w.])|\d+ (?:%|times|points|minutes|seconds)")

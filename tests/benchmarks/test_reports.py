@@ -51,6 +51,7 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "oahu_warm": ("oahu_warm", lambda script, raw: script.render(raw)),
     "search": ("search", lambda script, raw: script.render(raw)),
     "soak": ("soak", lambda script, raw: script.render(raw)),
+    "recipes": ("recipes", lambda script, raw: script.render(raw)),
     "levels": ("levels", lambda script, raw: script.render(raw)),
     "learners": ("learners", lambda script, raw: script.render(raw)),
     "writers": ("writers", lambda script, raw: script.render(raw)),

@@ -202,10 +202,42 @@ def metrix_by_loops(x: Tensor, triplets: list[Any], pairs: tuple[Any, Any], part
     )
 
 
+def metrix_similarity_by_loops(
+    x: Tensor, triplets: list[Any], pairs: tuple[Any, Any], part: float
+) -> float:
+    unit = [row / row.norm() for row in x.detach()]
+    total = 0.0
+    for anchor in range(10):
+        clean, mixed = [0.0, 0.0], [0.0, 0.0]
+        for side, scale in ((0, -3.0), (1, 20.0)):
+            for a, other in pairs[side]:
+                if a == anchor:
+                    clean[side] += math.exp(scale * (float(unit[a] @ unit[other]) - 0.6))
+            for a, p, n in triplets:
+                if a == anchor:
+                    v = part * unit[p] + (1 - part) * unit[n]
+                    power = math.exp(scale * (float(unit[a] @ v / v.norm()) - 0.6))
+                    mixed[side] += (part, 1 - part)[side] * power
+        for sums, weight in ((clean, 1.0), (mixed, 0.4)):
+            total += weight * (math.log(1 + sums[0]) / 3 + math.log(1 + sums[1]) / 20)
+    return total / 10
+
+
+METRIX: dict[str, tuple[Any, dict[str, float]]] = {
+    "core.metrix": (metrix_by_loops, {"positive_margin": 0.1, "negative_margin": 1.5}),
+    "core.metrix_multi_similarity": (
+        metrix_similarity_by_loops,
+        {"positive_scale": 3.0, "negative_scale": 20.0, "base": 0.6},
+    ),
+}
+
+
 @pytest.mark.parametrize("mined", [False, True])
-def test_metrix(mined: bool) -> None:
+@pytest.mark.parametrize("name", METRIX)
+def test_metrix(name: str, mined: bool) -> None:
     embeddings, labels = batch()
-    loss = create("loss", "core.metrix", positive_margin=0.1, negative_margin=1.5)
+    by_loops, options = METRIX[name]
+    loss = create("loss", name, **options)
     torch.manual_seed(3)
     part = float(torch._sample_dirichlet(torch.full((2,), 2.0, dtype=torch.float64))[0])
     if mined:
@@ -219,7 +251,34 @@ def test_metrix(mined: bool) -> None:
         triplets = [(a, p, n) for a, p in same for b, n in other if a == b]
     torch.manual_seed(3)
     value = loss(embeddings, labels, indices).item()
-    assert value == pytest.approx(metrix_by_loops(embeddings, triplets, pairs, part), abs=1e-9)
+    assert value == pytest.approx(by_loops(embeddings, triplets, pairs, part), abs=1e-9)
+
+
+def test_metrix_of_proxies() -> None:
+    embeddings, labels = batch()
+    loss = create("loss", "core.metrix_proxy_anchor", classes=5, embedding_size=6, scale=8.0)
+    torch.manual_seed(3)
+    part = float(torch._sample_dirichlet(torch.full((2,), 2.0, dtype=torch.float64))[0])
+    unit = [row / row.norm() for row in embeddings.detach()]
+    proxies = [row / row.norm() for row in loss.proxies.detach().double()]
+    terms: list[list[float]] = [[], [], [], []]
+    for label, proxy in enumerate(proxies):
+        sums = [0.0] * 4
+        for i, own in enumerate(LABELS):
+            power = math.exp(8 * (0.1 + (-1 if own == label else 1) * float(proxy @ unit[i])))
+            sums[own != label] += power
+            for j, other in enumerate(LABELS):
+                if own == label != other:
+                    v = part * unit[i] + (1 - part) * unit[j]
+                    cosine = float(proxy @ v / v.norm())
+                    sums[2] += part * math.exp(8 * (0.1 - cosine))
+                    sums[3] += (1 - part) * math.exp(8 * (0.1 + cosine))
+        for term, value, everywhere in zip(terms, sums, (0, 1, 0, 0), strict=True):
+            if everywhere or label in LABELS:
+                term.append(math.log(1 + value))
+    wanted = sum(w * sum(t) / len(t) for w, t in zip((1, 1, 0.4, 0.4), terms, strict=True))
+    torch.manual_seed(3)
+    assert loss(embeddings, labels).item() == pytest.approx(wanted, abs=1e-6)
 
 
 def test_barlow_twins() -> None:

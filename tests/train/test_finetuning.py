@@ -244,6 +244,15 @@ def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: P
         "No epoch beat the start: the run keeps its initial weights" in line for line in lines
     )
     assert not any(line["best"] for line in log(run.path))
+    assert not lines[-1].startswith("Only")
+
+
+def test_the_end_says_if_few_classes_validated(make: Make, tmp_path: Path) -> None:
+    lines: list[str] = []
+    split = {"by": "class", "validation": 0.4, "validation_by": "class"}
+    tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 1}}
+    train(tmp_path / "run", make(**tables, train={"epochs": 1}), report=lines.append)
+    assert lines[-1].startswith("Only 2 classes validated")
 
 
 def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(

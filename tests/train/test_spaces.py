@@ -105,7 +105,7 @@ def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path)
     cases = {
         "symmetrical": SYMMETRICAL,
         "recall": {"loss": {"name": "core.recall_at_k", "k": [1, 2], "mix": True}},
-        "metrix": {"loss": {"name": "core.metrix"}},
+        "metrix": {"loss": {"name": "core.metrix_proxy_anchor"}},
         "contextual": {"loss": {"name": "core.contextual"}},
     }
     for name, tables in cases.items():
