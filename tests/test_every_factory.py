@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import numpy as np
 import pytest
 import torch
-from retrieval.errors import RecipeError
+from retrieval.errors import DataError, RecipeError
 from retrieval.host.factory import KINDS, Factory
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Combiner
+from retrieval.model.loss import CheckedLoss
 from torch import Tensor, nn
 
 PLUGINS = load_plugins()
@@ -220,6 +221,23 @@ class TestLoss:
         if stated:
             none = torch.zeros(0, dtype=torch.long)
             checked_backward(loss(embeddings, LABELS, (none, none, none)), embeddings)
+
+
+@pytest.mark.parametrize("name", names("losses"))
+def test_input_that_a_checked_loss_refuses(name: str) -> None:
+    loss, broken = build(PLUGINS, "losses", name), batch().detach()
+    if not isinstance(loss, CheckedLoss):
+        pytest.skip("wraps a loss that does")
+    broken[2, 1] = math.nan
+    with pytest.raises(DataError, match="NaN or infinite numbers: 1 of 12 items"):
+        loss(broken, LABELS)
+    for labels, words in (
+        (None, "labels are missing"),
+        (["a"] * 12, "number labels that are text"),
+        (LABELS[:4], "one number per item"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loss(batch(), labels)
 
 
 @pytest.mark.parametrize("name", names("miners"))
