@@ -100,7 +100,7 @@ class LocalStore(Store):
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset(get_args(Capability))
-    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")
+    structures = ("flat", "hnsw", "ivf", "ivfpq")
 
     def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
         self.folder, self._plugins, self._background = folder, plugins, upkeep
