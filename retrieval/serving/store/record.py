@@ -70,8 +70,6 @@ create table left_out (g integer not null, n integer not null, primary key (g, n
  strict, without rowid;
 create table unsynced (n integer primary key, file text not null, start integer not null,
  content blob not null) strict;
-create table claims (work text primary key, owner text not null, until real not null,
- stem text not null) strict, without rowid;
 """
 TABLES = {sql.split()[2]: sql.strip() for sql in _SCHEMA.split(";") if sql.strip()}
 """SQL of the record's tables.
