@@ -79,7 +79,6 @@ from retrieval.serving.store.view import (
     gone,
     keep_rows,
     restore_rows,
-    sync_rows,
 )
 
 _FIELDS = 1000  # field names that `settings` returns at most
@@ -553,9 +552,6 @@ class LocalStore(Store):
         self.upkeep.close()
         if self._tidied:
             with suppress(StoreError):  # the next process that opens the index does it
-                with self.record.locked() as connection:
-                    sync_rows(connection, self.folder)
-                    connection.execute("commit")
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None
