@@ -14,20 +14,12 @@ from retrieval.serving.http.openapi import OPERATIONS, document
 from retrieval.serving.http.routes import Routes
 from retrieval.serving.http.settings import Settings
 
-jsonschema_rs = pytest.importorskip("jsonschema_rs")
-WIDTH = 16
 DOCUMENT = document(Routes)
 
 
 @pytest.fixture
 def living(index_path: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(index_path, tmp_path / "i"))
-
-
-def valid(schema: dict, content: object) -> bool:
-    """Whether JSON is what a schema of the document says."""
-    whole = {**schema, "components": DOCUMENT["components"]}
-    return jsonschema_rs.is_valid(whole, content)
 
 
 def test_every_route_is_described_and_every_description_is_a_route():
