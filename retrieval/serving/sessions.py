@@ -70,14 +70,14 @@ class Graph:
             BundleError: it lacks an input or output, has an unknown input, fails, takes more than a
                 minute, or returns another type or shape.
         """
-        expected = [node.name for node in self.session.get_inputs()]
+        inputs = [node.name for node in self.session.get_inputs()]
         offered = [node.name for node in self.session.get_outputs()]
-        for kind, names, present in (("input", feeds, expected), ("output", shapes, offered)):
+        for kind, names, present in (("input", feeds, inputs), ("output", shapes, offered)):
             if lacking := [name for name in names if name not in present]:
                 raise BundleError(
                     f"{self.path} has no {kind} '{lacking[0]}' (it has: {', '.join(present)})."
                 )
-        if extra := [name for name in expected if name not in feeds]:
+        if extra := [name for name in inputs if name not in feeds]:
             raise BundleError(f"{self.path} needs an input '{extra[0]}' that bundles do not have.")
         options, late = load_onnxruntime().RunOptions(), threading.Event()
 
