@@ -226,11 +226,7 @@ class Scene:
 
 
 def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
-    milvus: Any,
-    makers: Any,
-    plain_bundle: Path,
-    other_bundle: Path,
-    tmp_path: Path,
+    milvus: Any, makers: Any, plain_bundle: Path, other_bundle: Path, tmp_path: Path
 ) -> None:
     """No search fails while the index migrates; while the server is away they are told 503; no
     acknowledged item is lost; answers are those of a folder.

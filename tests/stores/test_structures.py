@@ -129,28 +129,6 @@ def test_a_damaged_structure_is_told_and_built_again(
         assert recall(index, vectors, None, everything) >= 0.95 and not caplog.text
 
 
-def test_a_graph_is_kept_without_the_vectors_that_the_segment_has(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And one that an earlier version wrote, which holds them itself, still opens."""
-    sizes, answers = [], []
-    for name in ("now", "before"):
-        with monkeypatch.context() as changed:
-            if name == "before":
-                changed.setattr(Hnsw, "save_beside", Hnsw.save)
-            created(tmp_path / name, plain_bundle, vectors, StructureChoice("hnsw")).close()
-        (file,) = (tmp_path / name / "arrays").glob("*.hnsw")
-        sizes.append(file.stat().st_size)
-        with open_index(tmp_path / name, threads=1) as index:
-            answers.append(
-                [[hit.id for hit in index.search(query, 10)] for query in vectors[1::300]]
-            )
-            assert index.stats().details["structure"] == "hnsw"
-            assert recall(index, vectors, None, np.ones(COUNT, bool)) >= 0.95
-    assert sizes[1] - sizes[0] == pytest.approx(vectors.nbytes, abs=200)
-    assert answers[0] == answers[1]
-
-
 def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
     tmp_path: Path, vectors: np.ndarray
 ) -> None:
@@ -184,12 +162,11 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
 def test_codes_find_more_where_more_is_measured_again(
     tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
 ) -> None:
-    everything = np.ones(COUNT, bool)
     found = []
     for expand in (1, 32):
-        choice = StructureChoice("ivfpq", {"bytes": 2, "lists": 1, "expand": expand})
-        with created(tmp_path / str(expand), plain_bundle, vectors, choice) as index:
-            found.append(recall(index, vectors, None, everything))
+        wanted = StructureChoice("ivfpq", {"bytes": 2, "lists": 1, "expand": expand})
+        with created(tmp_path / f"{expand}", plain_bundle, vectors, wanted) as index:
+            found.append(recall(index, vectors, None, np.ones(COUNT, bool)))
     assert found[0] < 0.9 < found[1]
 
 
