@@ -274,16 +274,16 @@ class Index:
             self.follow()
             raise
         hits, alone = [], measured_alone(bundle)
-        for row, candidates in enumerate(proposed):
-            if candidates.distances is not None:
-                if alone:
-                    hits.append(_hits(candidates.items, candidates.distances[:k].tolist()))
-                    continue
-                candidates = _sorted_by_id(candidates)
+        for row, near in enumerate(proposed):
+            if alone and near.distances is not None:
+                hits.append(_hits(near.items, near.distances[:k].tolist()))
+                continue
+            if near.distances is not None:
+                near = _sorted_by_id(near)
             own_code = None if code is None else code[row]
-            distances = _distances(bundle, query[row], own_code, candidates, k)
+            distances = _distances(bundle, query[row], own_code, near, k)
             order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
-            nearest = [candidates.items[place] for place in order.tolist()]
+            nearest = [near.items[place] for place in order.tolist()]
             hits.append(_hits(nearest, distances[order].tolist()))
         return hits
 

@@ -171,10 +171,10 @@ class Table:
     def _choose(self, kind: str, kinds: dict[str, Any], types: Any) -> None:
         """Set the role of each column."""
         self.content = self._vector = self._path = None
-        image = kinds.get("image")
+        image: Any = kinds.get("image")
         if kind == "features":
             self._vector = role = next((name for name in _VECTORS if name in kinds), None)
-            element = getattr(kinds.get(role), "value_type", None)
+            element = getattr(kinds.get(role or ""), "value_type", None)
             if role and not (element and (types.is_floating(element) or types.is_integer(element))):
                 raise DataError(
                     f"{self.name}: '{role}' must be a list of numbers, not {kinds[role]}."

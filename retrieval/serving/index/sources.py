@@ -359,10 +359,13 @@ def originals(
     if features is not None:
         for item in items:
             row = features[item.row]
-            fault = DataError(
+            if np.isfinite(row).all():
+                yield item, item.key, row
+                continue
+            fault = (
                 f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
             )
-            yield item, item.key, row if np.isfinite(row).all() else fault
+            yield item, item.key, DataError(fault)
         return
     for item, content in contents(((item, item.origin) for item in items), most):
         original = item.path if content is None else content
