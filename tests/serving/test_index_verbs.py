@@ -96,7 +96,7 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
     assert "0 added, 1 unchanged" in cli("index", "add", index, relabelled).out
 
 
-@pytest.mark.parametrize("keep", ["copy", "thumbnail", "nothing"])
+@pytest.mark.parametrize("keep", ["copy", "nothing"])
 def test_what_is_kept_of_originals(keep, tmp_path, cli, makers, bundle_path):
     makers.write_digits(tmp_path / "digits", 20)
     index = tmp_path / "i"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -225,42 +224,6 @@ def test_conditions_and_values_have_bounds() -> None:
     ):
         with pytest.raises(DataError, match=what):
             make()
-
-
-def steps(text: str) -> int:
-    """How many calls reading a text takes: a measure of work that no clock disturbs."""
-    count = 0
-
-    def counted(_frame: Any, event: str, _value: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(counted)
-    try:
-        parse_filter(text)
-    except DataError:
-        pass
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: "a = 1 or " * n + "b = 1",
-        lambda n: "(" * n + "a = 1" + ")" * n,
-        lambda n: "not " * n + "a = 1",
-        lambda n: "a in (" + "1, " * n + "2)",
-        lambda n: "(" * n,
-        lambda n: "(a = 1 or b = 2) and " * (n // 4) + "c = 3",
-        lambda n: "a." * n + "a = 1",
-        lambda n: "a = 1 " * n,
-    ],
-)
-def test_reading_takes_work_in_proportion_to_the_length(make: Callable[[int], str]) -> None:
-    steps(make(10))  # the grammar is read once
-    assert steps(make(800)) < 5 * steps(make(200)) + 1_000
 
 
 def shapes() -> dict[str, Filter]:
