@@ -68,6 +68,8 @@ def sentences(path: Path) -> Iterator[None]:
         yield
     except RetrievalError:
         raise
+    except FileNotFoundError as fault:
+        raise DataError(f"{shown(path)} cannot be read: {fault.strerror or fault}.") from None
     except Exception as fault:
         reason = " ".join(str(fault).split())[:300].rstrip(".")
         raise DataError(
