@@ -313,7 +313,7 @@ def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None
         (b"paht,label\nx,y\n", "no column 'path' .it has: paht, label.*Rename 'paht'"),
         (b"path;label\nx;y\n", "separated by commas"),
         (b"path,label,label\n", "names 'label' twice"),
-        (b"path,label,\n", "a column without a name, the last.*index=False"),
+        (b"path,label,\n", "a column without a name.*index=False"),
         (b"path,label\n\xff\xfe,a\n", "is not UTF-8 text"),
         (b'path,label\n"x,a\n', "is not valid CSV, near line 2"),
         (b"path,label\n\0x,a\n", "list.csv"),

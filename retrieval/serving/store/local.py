@@ -282,9 +282,10 @@ class LocalStore(Store):
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
-            if margin and len(queries) == 1 and count < view.count:
+            alone = len(queries) == 1 and len(view.generation.spans) == 1
+            if alone and margin and count < view.count:
                 squared, rows = view.search(queries, count + 1, only)
-                if squared is not None and squared[0, count - 1] < squared[0, count]:
+                if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
                     return squared, rows  # most often no other is as near
             return view.search(queries, min(count + margin, view.count), only)
 
