@@ -296,14 +296,6 @@ def test_same_pairs_are_shared_out_evenly_among_classes() -> None:
         )
 
 
-def test_different_pairs_by_class_then_by_item() -> None:
-    labels = labels_of(1000, 30, 30, 30)
-    rows = _different(labels, 1200, np.random.default_rng(0))
-    counts = np.bincount(labels[rows].ravel(), minlength=4)
-    assert (np.abs(counts - 600) < 80).all()  # though the first class has eleven items of twelve
-    assert (labels[rows[:, 0]] != labels[rows[:, 1]]).all()
-
-
 def test_different_pairs_that_are_mostly_of_two_classes_come_to_an_end() -> None:
     labels = labels_of(*[1] * 60, 300, 300)
     rows = _different(labels, 50_000, np.random.default_rng(0))
