@@ -184,7 +184,7 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
         "Random queries",
         "Classes taken for one another",
         "Curves of training",
-        "PCA of the codes",
+        "PCA: ",
         "A &lt;panel&gt; of mine",
         "&lt;b&gt;8&lt;/b&gt;",
     ):
