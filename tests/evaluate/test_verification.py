@@ -105,21 +105,6 @@ def test_against_plain_loops(seed: int, tied: bool) -> None:
     assert found.roc.threshold.tolist() == [-math.inf, *sorted(set(distances))]
 
 
-def test_by_hand_with_ties() -> None:
-    # same at 1, 2, 2, 3; different at 2, 3, 4, 4. Of the 16 couples 10 + 2 are right, 3 tie (2=2
-    # twice, 3=3), 1 is wrong (3 > 2).
-    distances = [1, 2, 2, 3, 2, 3, 4, 4]
-    same = [1, 1, 1, 1, 0, 0, 0, 0]
-    found = verification(distances, same, [0, 1] * 4, far=(0.25,))
-    assert found.values["auc"] == pytest.approx((12 + 1.5) / 16)
-    # the curve goes (0, 0) (0, ¼) (¼, ¾): it meets FAR = 1 − TAR in the last point
-    assert found.values["eer"] == pytest.approx(0.25)
-    assert found.values["tar_at_far_0.25"] == 0.75
-    # fold 1 has same 2, 3 and different 3, 4: best to cut between 2 and 3, or 3 and 4 (3 of 4
-    # right); the smaller is taken. So fold 0 (same 1, 2; different 2, 4) is judged at 2.5: 3 of 4.
-    assert found.threshold[0] == 2.5 and found.accuracy[0] == 0.75
-
-
 def test_a_folds_threshold_does_not_depend_on_the_fold_itself() -> None:
     distances, same, folds = random_pairs(7)
     d, s, f = np.array(distances), np.array(same), np.array(folds)
