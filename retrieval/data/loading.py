@@ -449,15 +449,8 @@ def inputs(
 ) -> Iterator[Tensor]:
     """Yield items' raw inputs in order: uint8 (B, channels, H, W) or float32 (B, F).
 
-    Threads decode images one batch ahead of the caller.
-
-    Args:
-        dataset: the dataset; `dataset[i]` is called from several threads.
-        indices: the items (n,).
-        preprocessing: the backbone's preprocessing, or `None` for vectors.
-        batch: number of items at a time; the last batch may be smaller.
-        raw: the dataset's inputs, to share them with `TrainBatches`; by default nothing is kept in
-            memory.
+    Threads decode images one batch ahead of the caller. `raw` are the dataset's inputs, to share
+    them with `TrainBatches`; by default nothing is kept in memory.
 
     Raises:
         DataError: an item cannot be read, or dataset and backbone do not fit.

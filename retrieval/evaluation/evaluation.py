@@ -522,8 +522,7 @@ def cluster_figures(
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,).
 
     Raises:
-        DataError: there are no codes, their number differs from that of the labels, or a label is
-            missing.
+        DataError: there are no codes, or not one label a code.
     """
     if len(codes) != len(labels) or not len(codes):
         raise DataError(

@@ -179,15 +179,7 @@ LEGEND = 24
 
 @dataclass(frozen=True)
 class Section:
-    """The section of the page about one run.
-
-    Attributes:
-        name: the run's title.
-        measured: the run's results.
-        thumbnails: thumbnails of the run's items.
-        map: method of the map, "tsne" or "pca"; `None` for no map.
-        panels: further drawings by title.
-    """
+    """The section of the page about one run; `map` is its method, "tsne" or "pca", or `None`."""
 
     name: str
     measured: Measured
