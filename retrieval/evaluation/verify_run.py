@@ -368,14 +368,14 @@ def write(
     results: Mapping[str, Any],
 ) -> None:
     """Write the curves, pairs and metrics of a verification, all files or none."""
-    counts = int(pairs.same.sum()), int((~pairs.same).sum())
-    curves = {row: verified.roc.corners(*counts) for row, verified in measured.items()}
     points = _csv(
         ("contestant", "threshold", "far", "tar"),
         (
             (row, *map(float, point))
-            for row, roc in curves.items()
-            for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
+            for row, verified in measured.items()
+            for point in zip(
+                verified.roc.threshold, verified.roc.far, verified.roc.tar, strict=True
+            )
         ),
     )
     keys, fold = run.dataset.keys, pairs.fold
@@ -385,7 +385,9 @@ def write(
         ("first", "second", "same", "fold", "distance"),
         ((keys[a], keys[b], int(same), pairs.folds[k], d) for a, b, same, k, d in columns),
     )
-    picture = draw_roc({row: (curves[row], measured[row].values["auc"]) for row in measured})
+    picture = draw_roc(
+        {row: (verified.roc, verified.values["auc"]) for row, verified in measured.items()}
+    )
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
     try:
         # no file is renamed into place before all are written
