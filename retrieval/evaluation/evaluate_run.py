@@ -162,6 +162,9 @@ def evaluate(
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the metrics into `evaluation-SIDE.json` in its folder.
 
+    For other data, `data = retrieval.as_dataset(…)` and `retrieval.evaluate(run.encode(data),
+    data.labels)`.
+
     Args:
         run: a run.
         side: "test" or "validation".

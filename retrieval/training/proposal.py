@@ -254,6 +254,7 @@ _PHASES = [
     'name = "whole"',
     "epochs = 5",
     "lr = 3e-4                # small, because the net is pretrained",
+    'freeze = "vectors"       # batch norm keeps the statistics that the head has learned with',
     "",
     "[optimizer]",
     "layer_decay = 0.8        # early stages learn more slowly",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -473,14 +474,24 @@ def test_two_processes_fine_tune_as_one(
 ) -> None:
     from retrieval.recipe.read import to_toml
 
-    table = everything(make().plugins)
-    recipe = check_recipe({**table, "optimizer": {**table["optimizer"], "name": "SGD", "lr": 0.05}})
-    one = weights(fit(tmp_path, recipe, "one"), "best")
-    (tmp_path / "two.toml").write_text(to_toml(recipe))
-    processes(2, "train_process.py", str(tmp_path), "two")
-    two = weights(tmp_path / "two", "best")
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+    variants = ["averaged", "plateau", *(["lora"] if find_spec("peft") else [])]
+    for variant in variants:
+        table = everything(make().plugins, variant)
+        table["optimizer"] |= {"name": "SGD", "lr": 0.05}
+        if variant == "lora":
+            table["lora"]["dropout"] = 0.0  # each process draws its own
+        recipe = check_recipe(table)
+        fit(tmp_path, recipe, f"{variant} one")
+        (tmp_path / f"{variant}.toml").write_text(to_toml(recipe))
+    processes(2, "train_process.py", str(tmp_path), *variants)
+    for variant in variants:
+        for which in ("last", "best"):
+            one, two = (weights(tmp_path / f, which) for f in (f"{variant} one", variant))
+            assert one.keys() == two.keys()
+            for name, value in one.items():
+                torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+        rates = [[line["lr"] for line in log(tmp_path / f)] for f in (f"{variant} one", variant)]
+        assert rates[0] == rates[1]
 
 
 def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path: Path) -> None:
