@@ -23,7 +23,6 @@ from retrieval.evaluation.plot import Picture, curves, plane, svg
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
-    confusion_matrix,
     confusions,
     hardest,
     measure,
@@ -271,7 +270,6 @@ def page(sections: Sequence[Section]) -> str:
         confusions=confusions,
         hardest=hardest,
         distances=distances,
-        confusion_matrix=confusion_matrix,
         rates=rates,
         suspects=suspects,
         thresholds=thresholds,
