@@ -156,13 +156,8 @@ def to_onnx(
     torch's current exporter "dynamo" is the default. Its graphs are as fast as those of the
     deprecated "torchscript" or faster (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes
     against 609, 10.6 ms against 14.2), but it takes seconds instead of tenths of a second.
-    Both trace, so control flow that depends on input values is fixed by the example.
-
-    Args:
-        module: a module that returns one tensor or a tuple of tensors.
-        example: inputs with at least two rows, because a batch of one would become a constant.
-        signature: names and shapes of inputs and outputs, in order.
-        exporter: "dynamo" or "torchscript".
+    Both trace, so control flow that depends on input values is fixed by the example, which has at
+    least two rows, because a batch of one would become a constant.
 
     Raises:
         BundleError: torch cannot export it.

@@ -328,24 +328,6 @@ def test_csv_files_that_are_wrong(
         build(plugins, "csv", manifest=tmp_path / "list.csv")
 
 
-def test_csv_that_is_not_there(plugins: Plugins, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"does not exist\. Relative paths start at"):
-        build(plugins, "csv", manifest=tmp_path / "list.csv")
-    with pytest.raises(DataError, match="cannot be read"):
-        build(plugins, "csv", manifest=tmp_path)
-
-
-def test_csv_skip_bad(plugins: Plugins, damaged: Path) -> None:
-    names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
-    manifest = damaged / "list.csv"
-    manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
-    assert build(plugins, "csv", manifest=manifest, skip_bad=True).keys == [
-        "a/1.png",
-        "a/2.png",
-        "b/1.png",
-    ]
-
-
 def test_features(plugins: Plugins, tmp_path: Path) -> None:
     vectors = np.random.default_rng(0).normal(size=(6, 4))
     file = tmp_path / "vectors.npz"

@@ -172,22 +172,6 @@ def test_batches_are_the_same_wherever_a_run_goes_on(digits: ArrayDataset, crop:
     assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
 
 
-def test_batches_are_the_same_with_processes_that_decode(tmp_path: Path) -> None:
-    from retrieval.data.datasets import FileDataset
-
-    generator, files = np.random.default_rng(0), []
-    for i in range(24):
-        files.append(tmp_path / f"{i}.png")
-        Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(files[-1])
-    dataset: Any = FileDataset(files, [f"c{i // 6}" for i in range(24)])
-    changes = Augmentation(crop_scale=(0.5, 1.0), transforms=["TrivialAugmentWide"], views=2)
-    sampler = Sampler(classes=4, items=2, batches=2)
-    with batches(dataset, sampler, changes, workers=1) as elsewhere:
-        here = batches(dataset, sampler, changes)
-        for (a, one), (b, two) in zip(here.epoch(0), elsewhere.epoch(0), strict=True):
-            assert torch.equal(a, b) and torch.equal(one, two)
-
-
 class TestViews:
     CHANGES = Augmentation(
         transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3

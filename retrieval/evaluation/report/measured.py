@@ -115,12 +115,8 @@ def measure(
 ) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
-    Args:
-        run: the run.
-        queries: largest number of queries in each gallery.
-        sample: largest number of items whose pairs are measured.
-        seed: seed of the samples.
-        label_column: column of metadata with names of classes; `None` shows the labels.
+    At most `queries` of each gallery are searched, and the pairs of at most `sample` items are
+    measured. `label_column` is a column of metadata with names of classes.
 
     Raises:
         DataError: the run has no test items, no query has a relevant item, or the data lack the
@@ -317,28 +313,6 @@ def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, 
         (names[pairs[0, i]], names[pairs[1, i]], int(counts[i]), int((true == pairs[0, i]).sum()))
         for i in order
     ]
-
-
-def confusion_matrix(
-    measured: Measured, most: int = 12
-) -> tuple[list[str], list[str], list[list[int]], int]:
-    """Return names of rows and columns, counts of nearest items, and the number of test classes.
-
-    Rows are the `most` classes with the most mistakes. If needed, a last column counts all others.
-    """
-    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
-    size = len(measured.names)
-    mistakes = np.bincount(true[true != nearest], minlength=size)
-    classes = np.unique(true)
-    kept = np.sort(classes[np.argsort(-mistakes[classes], kind="stable")][:most])
-    place = np.full(size, len(kept))
-    place[kept] = np.arange(len(kept))
-    counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
-    np.add.at(counts, (place[true], place[nearest]), 1)
-    names = [measured.names[label] for label in kept]
-    if not counts[:-1, -1].any():
-        return names, names, counts[:-1, :-1].tolist(), len(classes)
-    return names, [*names, "other classes"], counts[:-1].tolist(), len(classes)
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:
