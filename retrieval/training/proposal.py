@@ -147,7 +147,7 @@ def look(folder: Path) -> Facts:
     counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
     chosen = np.unique(np.linspace(0, items - 1, min(_SAMPLE, items)).astype(np.int64))
     images = [decode(dataset.files[i]) for i in chosen.tolist()]
-    few = items <= _MOST_COMPARED
+    compared = items <= _MOST_COMPARED
     return Facts(
         folder,
         items,
@@ -156,7 +156,7 @@ def look(folder: Path) -> Facts:
         int(np.median([min(image.size) for image in images])),
         all(image.mode in ("L", "1", "I;16") for image in images),
         dataset.splits is not None,
-        check_data(folder).counts()["label_errors"] if few else None,
+        check_data(folder).counts()["label_errors"] if compared else None,
     )
 
 
