@@ -35,7 +35,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-from bench import Kept, resume_arguments
+from bench import Kept, markdown, resume_arguments
 from published import published
 from retrieval_aml import AML, GMML
 from retrieval_metric_learn.learners import ITML
@@ -188,14 +188,9 @@ def render(rows: list[dict[str, Any]]) -> str:
         ),
         ("made on the training part. `python benchmarks/aml_table1.py` states the protocol."),
         "",
-        "| | " + " | ".join(METHODS.values()) + " |",
-        "| --- " * (len(METHODS) + 1) + "|",
-    ]
-    lines += [
-        f"| {name} | " + " | ".join(cell(name, method) for method in METHODS) + " |"
-        for name in names
-    ]
-    lines += [
+        markdown(
+            ["", *METHODS.values()], [[name, *(cell(name, m) for m in METHODS)] for name in names]
+        ),
         "",
         (
             "The paper's figures, in which AML is ahead of GMML, and ours less GMML's on the same"
@@ -212,7 +207,7 @@ def render(rows: list[dict[str, Any]]) -> str:
         "ours: AML, α, β tuned",
         "ours: AML_t − GMML, t tuned",
     )
-    lines += ["| | " + " | ".join(head) + " |", "| --- " * (len(head) + 1) + "|"]
+    compared = []
     for name in names:
         printed = {title: published(PAPER, name, title) for title in head[:3]}
         cells = [*map(short, printed.values()), f"{printed['AML'] - printed['GMML']:+.3f}"]
@@ -220,7 +215,8 @@ def render(rows: list[dict[str, Any]]) -> str:
             difference = np.array(errors(name, one)) - np.array(errors(name, other))
             spread = difference.std(ddof=1) / np.sqrt(len(difference))
             cells.append(f"{difference.mean():+.3f} ± {spread:.3f}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        compared.append([name, *cells])
+    lines += [markdown(["", *head], compared)]
     lines += ["", "(± in the last three columns is the standard error of the mean difference.)", ""]
     lines += [
         "## Does any α, β help?",
@@ -235,13 +231,9 @@ def render(rows: list[dict[str, Any]]) -> str:
         ),
         "Both are too good by construction, more so the second.",
         "",
-        (
-            "| | reading | Euclid | GMML(.5) | AML, α = β = 1 | best pair | best in each split |"
-            " paper's GMML | paper's AML |"
-        ),
-        "| --- " * 9 + "|",
     ]
     fits = converged = 0
+    tried = []
     for name in names:
         for reading in READINGS:
             chosen = [
@@ -255,27 +247,26 @@ def render(rows: list[dict[str, Any]]) -> str:
             alpha, beta = list(itertools.product(GRID, repeat=2))[best]
             values = [np.mean([row[key] for row in chosen]) for key in ("euclid", "gmml")]
             values += [grid[:, 24].mean()]
-            lines.append(
-                f"| {name} | {reading} | "
-                + " | ".join(map(short, values))
-                + f" | {short(grid[:, best].mean())} (α = {alpha:g}, β = {beta:g}) |"
-                f" {short(grid.min(1).mean())} | "
-                + " | ".join(short(published(PAPER, name, title)) for title in ("GMML", "AML"))
-                + " |"
-            )
+            pair = f"{short(grid[:, best].mean())} (α = {alpha:g}, β = {beta:g})"
+            theirs = [short(published(PAPER, name, title)) for title in ("GMML", "AML")]
+            own = [*map(short, values), pair, short(grid.min(1).mean())]
+            tried.append([name, reading, *own, *theirs])
+    head = ("", "reading", "Euclid", "GMML(.5)", "AML, α = β = 1", "best pair")
+    head += ("best in each split", "paper's GMML", "paper's AML")
+    lines += [markdown(head, tried)]
     lines += ["", f"{converged} of these {fits} fits converged.", ""]
     lines += [
         "## CPU seconds of one fit, one thread",
         "",
-        "| | " + " | ".join(list(METHODS.values())[1:]) + " |",
     ]
-    lines += ["| --- " * len(METHODS) + "|"]
+    taken = []
     for name in names:
         cells = []
         for method in list(METHODS)[1:]:
             seconds = [r["fit_seconds"] for r in rows if (r["set"], r["method"]) == (name, method)]
             cells.append(f"{np.mean(seconds):.3f}" if seconds else "–")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        taken.append([name, *cells])
+    lines += [markdown(["", *list(METHODS.values())[1:]], taken)]
     minutes = sum(row["seconds"] for row in rows) / 60
     lines += [
         "",

@@ -48,7 +48,7 @@ from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from sklearn.preprocessing import StandardScaler
 
-from bench import Kept, read_lines, resume_arguments
+from bench import Kept, markdown, read_lines, resume_arguments
 from published import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
@@ -311,6 +311,17 @@ def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
             else:
                 yield made.get("stopped") or f"{made[key][0]:.1f} ± {made[key][1]:.1f}"
 
+    def both(name: str) -> list[str]:
+        return [
+            f"{ours} / {published(PAPER, name, title):.1f}" if has(PAPER, name, title) else ours
+            for ours, title in zip(cells(name, "best"), TITLES, strict=True)
+        ]
+
+    def seconds(name: str) -> list[str]:
+        made = [found.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
+        return [one.get("stopped") or f"{one['fit_seconds']:.2f}" for one in made]
+
+    names = [name for name in SETS if any(place[0] == name for place in found)]
     lines = [
         "# Table 2 of the ANML paper, measured",
         "",
@@ -333,38 +344,19 @@ def table(rows: list[dict[str, Any]], fresh: bool = False) -> str:
         "",
         "## Parameters and k chosen on the training part",
         "",
-        "| | " + " | ".join(TITLES) + " |",
-        "| --- " * (len(TITLES) + 1) + "|",
-    ]
-    names = [name for name in SETS if any(place[0] == name for place in found)]
-    lines += [f"| {name} | " + " | ".join(cells(name, "honest")) + " |" for name in names]
-    lines += [
+        markdown(["", *TITLES], [[name, *cells(name, "honest")] for name in names]),
         "",
         (
             "## The paper's protocol: the best k of 1 … 40 on the test part (too good by"
             " construction), and the paper's figures"
         ),
         "",
-        "| | " + " | ".join(TITLES) + " |",
-        "| --- " * (len(TITLES) + 1) + "|",
-    ]
-    for name in names:
-        both = (
-            f"{ours} / {published(PAPER, name, title):.1f}" if has(PAPER, name, title) else ours
-            for ours, title in zip(cells(name, "best"), TITLES, strict=True)
-        )
-        lines.append(f"| {name} | " + " | ".join(both) + " |")
-    lines += [
+        markdown(["", *TITLES], [[name, *both(name)] for name in names]),
         "",
         "## CPU seconds of one fit with the chosen parameters, one thread",
         "",
-        "| | " + " | ".join(TITLES[1:]) + " |",
-        "| --- " * len(TITLES) + "|",
+        markdown(["", *TITLES[1:]], [[name, *seconds(name)] for name in names]),
     ]
-    for name in names:
-        made = [found.get((name, method), {"stopped": "–"}) for method in list(METHODS)[1:]]
-        times = (one.get("stopped") or f"{one['fit_seconds']:.2f}" for one in made)
-        lines.append(f"| {name} | " + " | ".join(times) + " |")
     return "\n".join(lines) + "\n"
 
 

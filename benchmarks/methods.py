@@ -37,9 +37,10 @@ import numpy as np
 from numpy.typing import NDArray
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.result import Comparison, Contestant, Search, interval
+from retrieval.training.comparison.result import Comparison, Contestant, Search
 from retrieval.training.comparison.search import Trial, agreement
 from retrieval.training.comparison.statistics import Difference, number
+from retrieval.training.comparison.written import interval
 
 from bench import RAW, RESULTS, WORK, arguments, decimals, machine, markdown, versions, write
 

@@ -32,7 +32,7 @@ from bench import arguments, finish, load, machine, markdown, versions
 from search import vectors_of
 
 SIZES, WIDTH, K, QUERIES = (20_000, 100_000), 128, 10, 200
-STRUCTURES = ("flat", "hnsw", "ivf", "ivfpq", "sq8", "rabitq")
+STRUCTURES = ("flat", "hnsw", "ivf", "ivfpq")
 
 
 def measure(name: str, vectors: Any, queries: Any, truth: Any) -> dict[str, Any]:

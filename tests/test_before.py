@@ -35,7 +35,7 @@ def test_a_run_has_the_figures_that_it_had(
 
 def test_a_run_goes_on(cli: Callable[..., Any], before: Path) -> None:
     recipe = before / "run" / "recipe.toml"
-    done = cli("train", recipe, "phase.0.epochs=2", "--output", before / "run", "--resume")
+    done = cli("train", recipe, "--set", "phase.0.epochs=2", "--output", before / "run", "--resume")
     assert done.code == 0, done.err
     epochs = [
         json.loads(line)["epoch"]

@@ -14,10 +14,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import numpy as np
 import pytest
 import torch
-from retrieval.errors import RecipeError
+from retrieval.errors import DataError, RecipeError
 from retrieval.host.factory import KINDS, Factory
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Combiner
+from retrieval.model.loss import CheckedLoss
 from torch import Tensor, nn
 
 PLUGINS = load_plugins()
@@ -138,15 +139,12 @@ class TestLoss:
         embeddings = batch()
         checked_backward(loss(embeddings, torch.tensor(list(labels))), embeddings)
 
-    def test_one_item(self, name: str) -> None:
+    @pytest.mark.parametrize("items", [1, 12])
+    def test_equal_embeddings(self, name: str, items: int) -> None:
         torch.manual_seed(0)
-        embeddings = batch(items=1)
-        checked_backward(build(PLUGINS, "losses", name)(embeddings, LABELS[:1]), embeddings)
-
-    def test_equal_embeddings(self, name: str) -> None:
-        torch.manual_seed(0)
-        embeddings = batch(items=1).detach().repeat(12, 1).requires_grad_()
-        checked_backward(build(PLUGINS, "losses", name)(embeddings, LABELS), embeddings)
+        embeddings = batch(items=1).detach().repeat(items, 1).requires_grad_()
+        loss = build(PLUGINS, "losses", name)
+        checked_backward(loss(embeddings, LABELS[:items]), embeddings)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_half_precision_and_autocast(self, name: str, dtype: torch.dtype) -> None:
@@ -223,6 +221,23 @@ class TestLoss:
         if stated:
             none = torch.zeros(0, dtype=torch.long)
             checked_backward(loss(embeddings, LABELS, (none, none, none)), embeddings)
+
+
+@pytest.mark.parametrize("name", names("losses"))
+def test_input_that_a_checked_loss_refuses(name: str) -> None:
+    loss, broken = build(PLUGINS, "losses", name), batch().detach()
+    if not isinstance(loss, CheckedLoss):
+        pytest.skip("wraps a loss that does")
+    broken[2, 1] = math.nan
+    with pytest.raises(DataError, match="NaN or infinite numbers: 1 of 12 items"):
+        loss(broken, LABELS)
+    for labels, words in (
+        (None, "labels are missing"),
+        (["a"] * 12, "number labels that are text"),
+        (LABELS[:4], "one number per item"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            loss(batch(), labels)
 
 
 @pytest.mark.parametrize("name", names("miners"))

@@ -103,12 +103,7 @@ class GeometricMeanLoss(CheckedLoss):
         return ["pos_loss", "neg_loss"]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Squares:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         pairs = (

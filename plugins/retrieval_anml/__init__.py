@@ -1,4 +1,4 @@
-"""Adaptive neighbourhood metric learning: `LANML` and `PNCA`, and deep losses and miners.
+"""Adaptive neighbourhood metric learning: `LANML` and `PNCA`, and deep losses.
 
 Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-exp mean need no
 torch.
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         gamma_for_mean_of_k_smallest as gamma_for_mean_of_k_smallest,
     )
     from retrieval_anml.log_exp_means import log_exp_mean as log_exp_mean
-    from retrieval_anml.pair_miner import PairMiner as PairMiner
     from retrieval_anml.similarity_losses import DANMLoss as DANMLoss
     from retrieval_anml.similarity_losses import ImprovedLiftedLoss as ImprovedLiftedLoss
     from retrieval_anml.similarity_losses import ImprovedNPairLoss as ImprovedNPairLoss
@@ -31,7 +30,6 @@ __getattr__, __dir__ = lazy(
     {
         "retrieval_anml.linear_learners": ["LANML", "PNCA"],
         "retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"],
-        "retrieval_anml.pair_miner": ["PairMiner"],
         "retrieval_anml.similarity_losses": [
             "DANMLoss",
             "ImprovedLiftedLoss",
@@ -67,11 +65,3 @@ def retrieval_losses() -> Factories:
         "npair": own.NPairLoss,
         "improved_proxy_nca": own.ImprovedProxyNCALoss,
     }
-
-
-@hookimpl
-def retrieval_miners() -> Factories:
-    """The miner that the paper's experiments use."""
-    from retrieval_anml import PairMiner
-
-    return {"pair_miner": PairMiner}

@@ -11,14 +11,7 @@ from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimila
 from retrieval.plugin import CheckedLoss, Distance, Reducer, nothing, traits
 from torch import Tensor, nn
 
-from retrieval_anml.pair_gap import (
-    LabelPairs,
-    ListedPairs,
-    Pairs,
-    Rule,
-    gap_of_cosines,
-    gap_of_similarities,
-)
+from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of_miner
 
 Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
@@ -40,15 +33,6 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
         return matrix
     squared = matrix if type(distance) is LpDistance and distance.power == 2 else matrix.square()
     return 1 - squared / 2
-
-
-def is_cosine(distance: Any) -> bool:
-    """Return whether `similarities` returns cosines for this distance."""
-    if getattr(distance, "p", None) != 2 or not distance.normalize_embeddings:
-        return False
-    if type(distance) is LpDistance:
-        return distance.power in (1, 2)
-    return type(distance) in (CosineSimilarity, DotProductSimilarity) and distance.power == 1
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
@@ -106,29 +90,17 @@ class SimilarityLoss(CheckedLoss):
         """Return the cosine similarity."""
         return CosineSimilarity()  # type: ignore[no-any-return]
 
-    def pairs(
-        self,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        embeddings: Tensor,
-        ref_emb: Tensor,
-        ref_labels: Any,
-    ) -> Pairs:
+    def pairs(self, labels: Any, indices: Any, query: Tensor, reference: Tensor, ref: Any) -> Pairs:
         """Return the miner's pairs, or all pairs without a miner."""
-        if indices_tuple is not None:
-            return ListedPairs(indices_tuple, (len(embeddings), len(ref_emb)), embeddings.device)
-        assert labels is not None
-        return LabelPairs(labels, None if ref_emb is embeddings else ref_labels)
+        if indices is not None:
+            return pairs_of_miner(indices, (len(query), len(reference)), query.device)
+        return pairs_of_labels(labels, None if reference is query else ref)
 
     def gap(
         self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule
     ) -> tuple[Tensor, Tensor]:
         """Return each anchor's gap (B,) and the mask of defined ones; see `pair_gap`."""
-        if is_cosine(self.distance):
-            return gap_of_cosines(
-                embeddings, None if ref_emb is embeddings else ref_emb, pairs, rule
-            )
-        return gap_of_similarities(similarities(self.distance, embeddings, ref_emb), pairs, rule)
+        return gaps(similarities(self.distance, embeddings, ref_emb), pairs, rule)
 
 
 def by_element(losses: Tensor) -> dict[str, dict[str, Any]]:
@@ -193,12 +165,7 @@ class DANMLoss(SimilarityLoss):
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -208,7 +175,7 @@ class DANMLoss(SimilarityLoss):
 
 @traits(miner=False)
 class MinedDANMLoss(DANMLoss):
-    """`anml.danml` on the pairs of `anml.pair_miner`, both from one similarity matrix.
+    """`anml.danml` on the pairs of the miner `pml.multi_similarity`, without lists of pairs.
 
     The paper always uses the two together. The result is the same as with the miner and the loss in
     turn, but no lists of pairs are stored. ε is a difference of similarities, even if a distance is
@@ -264,7 +231,7 @@ class ImprovedLiftedLoss(SimilarityLoss):
         [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
           + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
-    where s is the cosine. Memory holds one B × R matrix. An anchor without any pair has loss 0. So
+    where s is the cosine.. An anchor without any pair has loss 0. So
     has an anchor without positives (negatives) if there is no threshold for them. A distance D of a
     combiner becomes s = 1 − D²/2.
 
@@ -301,12 +268,7 @@ class ImprovedLiftedLoss(SimilarityLoss):
         self.margin = margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the anchors' losses in the format of pytorch-metric-learning's reducers."""
         pairs = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -378,12 +340,7 @@ class ImprovedNPairLoss(SimilarityLoss):
         return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
@@ -416,17 +373,14 @@ class ImprovedNPairLoss(SimilarityLoss):
     def _listed(
         self, embeddings: Tensor, ref_emb: Tensor, indices: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        pairs = ListedPairs(indices, (len(embeddings), len(ref_emb)), embeddings.device)
+        shape = len(embeddings), len(ref_emb)
+        near, far = pairs_of_miner(indices, shape, embeddings.device)
+        anchor, positive = near.nonzero(as_tuple=True)
+        if not bool(far.any()):
+            return anchor[:0], positive[:0], embeddings.new_zeros(0)
         similarity = similarities(self.distance, embeddings, ref_emb)
-        columns, member = pairs.positive.rows(0, len(embeddings))
-        anchor, step = member.nonzero(as_tuple=True)
-        positive = columns[anchor, step]
-        far, real = pairs.negative.rows(0, len(embeddings))
-        if far.shape[1] == 0:
-            return anchor[:0], positive[:0], similarity.new_zeros(0)
         lowest = torch.finfo(similarity.dtype).min
-        negatives = (self.gamma * similarity.gather(1, far)).masked_fill(~real, lowest)
-        push = torch.logsumexp(negatives, 1)[anchor]
+        push = torch.logsumexp((self.gamma * similarity).masked_fill(~far, lowest), 1)[anchor]
         pull = self.gamma * (similarity[anchor, positive] + self.offset)
         return anchor, positive, F.softplus(push - pull) / self.gamma
 
@@ -516,12 +470,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         self.proxies = nn.Parameter(F.normalize(torch.randn(classes, embedding_size)))
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the items' losses in the format of pytorch-metric-learning's reducers."""
         assert labels is not None
@@ -532,5 +481,5 @@ class ImprovedProxyNCALoss(SimilarityLoss):
             )
         proxies = self.proxies.to(embeddings.dtype)
         numbers = torch.arange(len(proxies), device=labels.device, dtype=labels.dtype)
-        gap, defined = self.gap(embeddings, proxies, LabelPairs(labels, numbers), self.rule)
+        gap, defined = self.gap(embeddings, proxies, pairs_of_labels(labels, numbers), self.rule)
         return by_element(outer_loss(2 * gap + self.margin, self.outer) * defined)

@@ -33,12 +33,7 @@ class BarlowTwins(CheckedLoss):
         self.weight = weight
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the loss as one number; 0 for fewer than two pairs of views."""
         first, second = pair_views(labels)

@@ -70,12 +70,7 @@ class Contextual(CheckedLoss):
         self.positive_margin, self.negative_margin = positive_margin, negative_margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the weighted sum as one number."""
         count = len(embeddings)

@@ -60,12 +60,7 @@ class Metrix(CheckedLoss):
         return ["positive", "negative", "mixed_positive", "mixed_negative"]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
         if indices_tuple is None:

@@ -66,12 +66,7 @@ class RecallAtK(CheckedLoss):
         return cosine
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return one loss per query that has a positive."""
         mat: Tensor = self.distance(embeddings)

@@ -13,7 +13,6 @@ from retrieval.plugin import Factories, hookimpl, lazy
 if TYPE_CHECKING:
     from retrieval import Run
 
-    from retrieval_daml.generators import DisturbedNegative as DisturbedNegative
     from retrieval_daml.generators import HardNegativeGenerator as HardNegativeGenerator
     from retrieval_daml.generators import HardPositiveGenerator as HardPositiveGenerator
     from retrieval_daml.local_metrics import Discriminator as Discriminator
@@ -29,7 +28,6 @@ __getattr__, __dir__ = lazy(
     __name__,
     {
         "retrieval_daml.generators": [
-            "DisturbedNegative",
             "HardNegativeGenerator",
             "HardPositiveGenerator",
         ],
@@ -48,12 +46,11 @@ __getattr__, __dir__ = lazy(
 @hookimpl
 def retrieval_generators() -> Factories:
     """Generators of synthetic samples that are hard for the metric being learned."""
-    from retrieval_daml import DisturbedNegative, HardNegativeGenerator, HardPositiveGenerator
+    from retrieval_daml import HardNegativeGenerator, HardPositiveGenerator
 
     return {
         "hard_negative": HardNegativeGenerator,
         "hard_positive": HardPositiveGenerator,
-        "disturbed_negative": DisturbedNegative,
     }
 
 

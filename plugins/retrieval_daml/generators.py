@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from retrieval.plugin import Generator, full_precision
+from retrieval.plugin import Generator
 from torch import Tensor, nn
 
 Weight = Annotated[float, Field(ge=0)]
@@ -220,93 +220,3 @@ class HardPositiveGenerator(TripletGenerator):
 def _squared(x: Tensor, y: Tensor) -> Tensor:
     """Return the mean over rows of the squared Euclidean distance."""
     return (x - y).square().sum(1).mean()
-
-
-class DisturbedNegative(Generator):
-    """Perturbs a negative several times, keeps the copy nearest to the anchor (not in the paper).
-
-    For a triplet (a, p, n), each of `tries` copies is
-
-        x̃ = ‖n‖ · unit(n + step · d)
-
-    with a new random d. With `by = "noise"`, d is Gaussian noise of about the length of n. With `by
-    = "classmates"`, d is a' − p' of another triplet in the batch, a difference between two items of
-    one class. The copy whose embedding is nearest to the anchor's is kept, by the Euclidean
-    distance of the current head's output; with a combiner, of its codes.
-
-    Like a trained generator this fools the metric, but the copies are drawn without knowing the
-    anchor, so a copy keeps its label as far as the perturbation does not depend on the class. There
-    are no parameters; gradients pass through x̃ to n, with d as a constant. Use it with the hardest
-    real negatives (`daml.semi_hard` with `pick = "hardest"`); with many training classes keep the
-    real negatives too (`[train] real_weight = 1`).
-
-    Args:
-        by: "noise" or "classmates".
-        step: size of the perturbation, relative to n for noise or to the difference; 0 keeps the
-            real negative.
-        tries: number of copies per negative, each of which costs a pass of the head; 1 needs no
-            distances.
-    """
-
-    def __init__(
-        self,
-        by: Literal["noise", "classmates"] = "noise",
-        step: Annotated[float, Field(ge=0)] = 1.0,
-        tries: Annotated[int, Field(ge=1)] = 16,
-    ) -> None:
-        super().__init__()
-        if by not in ("noise", "classmates"):
-            raise ValueError(f'by is {by!r} and must be "noise" or "classmates"')
-        if not 0 <= step < float("inf"):
-            raise ValueError(f"step is {step:g} and must be a finite number of at least 0")
-        if tries < 1:
-            raise ValueError(f"tries is {tries} and must be at least 1")
-        self.by = by
-        self.step = step
-        self.tries = tries
-        self._head: tuple[nn.Module, ...] = ()
-
-    def bind(self, head: nn.Module) -> None:
-        """Store the head, which determines the nearest copy."""
-        self._head = (head,)
-
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic negatives (T, F)."""
-        nearest_copy = self._copy(anchor, positive, negative)
-        if self.tries == 1 or len(anchor) == 0:
-            return nearest_copy
-        code = self._codes(anchor)
-        nearest = (self._codes(nearest_copy) - code).square().sum(1)
-        for _ in range(self.tries - 1):
-            other = self._copy(anchor, positive, negative)
-            apart = (self._codes(other) - code).square().sum(1)
-            nearest_copy = torch.where((apart < nearest)[:, None], other, nearest_copy)
-            nearest = torch.minimum(apart, nearest)
-        return nearest_copy
-
-    def _copy(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        length = negative.norm(dim=1, keepdim=True)
-        if self.by == "noise":
-            added = torch.randn_like(negative) * length.detach() / negative.shape[1] ** 0.5
-        else:
-            other = torch.randperm(len(anchor), device=anchor.device)
-            added = (anchor[other] - positive[other]).detach()
-        copied: Tensor = nn.functional.normalize(negative + self.step * added) * length
-        return copied
-
-    @torch.no_grad()
-    def _codes(self, features: Tensor) -> Tensor:
-        if not self._head:
-            raise ValueError(
-                "daml.disturbed_negative compares its copies by a head, and no head is known: call"
-                " bind(head) first, or set tries = 1"
-            )
-        head = self._head[0]
-        modes = [(part, part.training) for part in head.modules()]
-        head.eval()  # no batch statistic changes, and no random number is drawn
-        try:
-            codes: Tensor = full_precision(head(features))
-        finally:
-            for part, mode in modes:
-                part.training = mode
-        return codes

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from retrieval.errors import RecipeError
 from retrieval.plugin import Combiner, Normalize, TripletIndices, full_precision
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 PairFunction = Callable[..., Tensor]
 """Maps codes (b, C) and (c, C), followed by parameters, to (b, c) or (b, c, K)."""
 BLOCK = 2**20
-"""Largest number of elements in one tensor of a pair function when it computes a block."""
+"""Elements in one tensor of a pair function when it computes a block; a block has whole rows."""
 DIRECT = 2**22
 """Up to this many elements, `all_pairs` computes all pairs at once and autograd stores them."""
 Metrics = Annotated[int, Field(ge=1)]
@@ -47,90 +47,33 @@ def all_pairs(
     reference: Tensor,
     *parameters: Tensor,
     width: int,
-    tail: int = 0,
 ) -> Tensor:
-    """Return `function` of all pairs; many pairs are computed in blocks, to save memory.
+    """Return `function` of all pairs; many pairs are computed in blocks of rows, to save memory.
 
     The backward pass computes each block again.
 
     Args:
-        function: called with a block of queries, a block of references, and the parameters.
+        function: called with a block of queries, the references, and the parameters.
         query: (Q, C) codes.
         reference: (R, C) codes.
         parameters: further tensors that receive gradients.
         width: number of elements per pair in the function's largest tensor.
-        tail: K if the function returns (b, c, K), 0 if it returns (b, c).
 
     Returns:
         (Q, R) or (Q, R, K).
     """
     if exporting() or len(query) * len(reference) * width <= DIRECT:
         return function(query, reference, *parameters)
-    values: Tensor = _Blocks.apply(function, width, tail, query, reference, *parameters)
-    return values
+    rows = torch.split(query, max(1, BLOCK // (len(reference) * width)))
+    blocks = (
+        checkpoint(function, part, reference, *parameters, use_reentrant=False) for part in rows
+    )
+    return torch.cat(list(blocks))
 
 
 def exporting() -> bool:
     """Return whether torch is tracing a graph (export or compile), where sizes are unknown."""
     return torch.onnx.is_in_onnx_export() or torch.compiler.is_compiling()
-
-
-def _blocks(rows: int, columns: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the blocks as slices of rows and columns; a block has whole rows where they fit."""
-    across = max(1, min(columns, BLOCK // width))
-    down = max(1, BLOCK // (across * width))
-    for top in range(0, rows, down):
-        for left in range(0, columns, across):
-            yield slice(top, top + down), slice(left, left + across)
-
-
-class _Blocks(torch.autograd.Function):
-    """Stores only the inputs for the backward pass, which computes each block again."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        function: PairFunction,
-        width: int,
-        tail: int,
-        query: Tensor,
-        reference: Tensor,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.save_for_backward(query, reference, *parameters)
-        ctx.function, ctx.width = function, width
-        shape = (len(query), len(reference), *([tail] if tail else []))
-        out = query.new_empty(shape)
-        for rows, columns in _blocks(len(query), len(reference), width):
-            out[rows, columns] = function(query[rows], reference[columns], *parameters)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        saved = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
-        sums = [
-            torch.zeros_like(x) if want else None for x, want in zip(saved, needed, strict=True)
-        ]
-        for rows, columns in _blocks(len(saved[0]), len(saved[1]), ctx.width):
-            with torch.enable_grad():
-                parts = [saved[0][rows], saved[1][columns], *saved[2:]]
-                parts = [
-                    x.detach().requires_grad_(want) for x, want in zip(parts, needed, strict=True)
-                ]
-                value = ctx.function(*parts)
-            inputs = [x for x in parts if x.requires_grad]
-            gradients_of_inputs = iter(
-                torch.autograd.grad(value, inputs, gradient[rows, columns], allow_unused=True)
-            )
-            for place, total in enumerate(sums):
-                if total is None or (part := next(gradients_of_inputs)) is None:
-                    continue
-                where = (rows, columns)[place] if place < 2 else slice(None)
-                total[where] += part
-        return (None, None, None, *sums)
 
 
 class UnitParts(nn.Module):
@@ -405,7 +348,6 @@ class Discriminator(LocalMetrics):
         return _Flows(embedding, self.flows)
 
     # --- the distance
-    # ------------------------------------------------------------------------------------
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (Q, R) between codes (Q, C) and (R, C)."""
@@ -430,15 +372,8 @@ class Discriminator(LocalMetrics):
         query, reference = widened(query, reference)
         if self.metrics == 1:
             return query.new_ones(len(query), len(reference), 1)
-        width, tail = self.hidden, self.metrics
         return all_pairs(
-            self._weight_mat,
-            query,
-            reference,
-            self.out.weight,
-            self.out.bias,
-            width=width,
-            tail=tail,
+            self._weight_mat, query, reference, self.out.weight, self.out.bias, width=self.hidden
         )
 
     def similarities(self, query: Tensor, reference: Tensor) -> Tensor:
@@ -471,7 +406,6 @@ class Discriminator(LocalMetrics):
         return (self._weight_mat(query, reference, weight, bias) * local).sum(-1)
 
     # --- training
-    # ----------------------------------------------------------------------------------------
 
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
@@ -516,7 +450,6 @@ class Discriminator(LocalMetrics):
         ]
 
     # --- serving
-    # -----------------------------------------------------------------------------------------
 
     def choose_candidates(self, codes: Tensor) -> int:
         """Return the number of candidates to rescore: `candidates`, or 500 or 200 by sharpness."""

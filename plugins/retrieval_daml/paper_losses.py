@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
-from pytorch_metric_learning.distances import CosineSimilarity, DotProductSimilarity, LpDistance
+from pytorch_metric_learning.distances import DotProductSimilarity, LpDistance
 from pytorch_metric_learning.utils import loss_and_miner_utils as indices_utils
-from retrieval.plugin import CheckedLoss, Combiner, Distance, Pairs, Reducer, listed_pairs, nothing
+from retrieval.plugin import CheckedLoss, Distance, Pairs, Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
 Positive = Annotated[float, Field(gt=0)]
@@ -17,9 +17,9 @@ Positive = Annotated[float, Field(gt=0)]
 class Measure:
     """Distances and similarities of pairs between two sets of embeddings.
 
-    Few pairs are computed one by one, many by the whole matrix. A similarity s becomes D² = 2 − 2s,
-    and a distance D becomes s = 1 − D²/2; both are exact for the Euclidean distance and the cosine
-    of unit vectors. The result of `LpDistance` with power 2 counts as D².
+    A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2; both are exact for
+    the Euclidean distance and the cosine of unit vectors. The result of `LpDistance` with power 2
+    counts as D².
 
     Args:
         distance: a `BaseDistance`, or a combiner.
@@ -28,68 +28,39 @@ class Measure:
     """
 
     def __init__(self, distance: Any, query: Tensor, reference: Tensor) -> None:
-        self.distance = distance
-        self.query: Tensor = distance.maybe_normalize(query)
-        self.reference: Tensor = (
-            self.query if reference is query else distance.maybe_normalize(reference)
-        )
-        self.shape = (len(query), len(reference))
+        self.inverted = distance.is_inverted
         self.euclidean = (
             type(distance) is LpDistance and distance.p == 2 and distance.power in (1, 2)
         )
-        self.matrix: Tensor | None = None
-
-    def squared(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return D² (N,) of pairs."""
-        if self.euclidean and not self._dense(rows):
-            return (self.query[rows] - self.reference[columns]).square().sum(1)
-        raw = self._raw(rows, columns)
-        if self.distance.is_inverted:
-            return 2 - 2 * raw
-        return raw if self.euclidean else raw.square()
-
-    def plain(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return D (N,) of pairs."""
-        if self.euclidean or self.distance.is_inverted:
-            # the root has no gradient at zero
-            return self.squared(rows, columns).clamp_min(1e-12).sqrt()
-        return self._raw(rows, columns)
-
-    def similarity(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return s (N,) of pairs."""
-        if self.distance.is_inverted:
-            return self._raw(rows, columns)
-        return 1 - self.squared(rows, columns) / 2
+        x = distance.maybe_normalize(query)
+        y = x if reference is query else distance.maybe_normalize(reference)
+        if self.euclidean:  # its square, whose root has no gradient at zero
+            squares = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * (x @ y.T)
+            self.matrix: Tensor = squares.relu()
+        else:
+            self.matrix = distance.compute_mat(x, y) ** distance.power
 
     def all_squared(self) -> Tensor:
         """Return D² (B, R) of every pair."""
-        matrix = self._all()
-        if self.distance.is_inverted:
-            return 2 - 2 * matrix
-        return matrix if self.euclidean else matrix.square()
+        if self.inverted:
+            return 2 - 2 * self.matrix
+        return self.matrix if self.euclidean else self.matrix.square()
 
-    def _dense(self, rows: Tensor) -> bool:
-        return 4 * len(rows) > self.shape[0] * self.shape[1]
+    def squared(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return D² (N,) of pairs."""
+        return self.all_squared()[rows, columns]
 
-    def _raw(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the distance's own result (N,), but squared for the Euclidean distance."""
-        known = isinstance(self.distance, Combiner | CosineSimilarity | DotProductSimilarity)
-        if known and not self._dense(rows):
-            listed: Tensor = self.distance.pairwise_distance(
-                self.query[rows], self.reference[columns]
-            )
-            return listed if self.distance.power == 1 else listed.pow(self.distance.power)
-        if self.matrix is None:
-            self.matrix = self._all()
+    def plain(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return D (N,) of pairs."""
+        if self.euclidean or self.inverted:
+            return self.squared(rows, columns).clamp_min(1e-12).sqrt()
         return self.matrix[rows, columns]
 
-    def _all(self) -> Tensor:
-        x, y = self.query, self.reference
-        if self.euclidean:
-            products = x @ y.T
-            return (x.square().sum(1)[:, None] + y.square().sum(1) - 2 * products).relu()
-        matrix: Tensor = self.distance.compute_mat(x, y)
-        return matrix if self.distance.power == 1 else matrix.pow(self.distance.power)
+    def similarity(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Return s (N,) of pairs."""
+        if self.inverted:
+            return self.matrix[rows, columns]
+        return 1 - self.squared(rows, columns) / 2
 
 
 class PaperLoss(CheckedLoss):
@@ -165,12 +136,7 @@ class ContrastiveLoss(PaperLoss):
         self.margin = margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -209,12 +175,7 @@ class TripletLoss(PaperLoss):
         self.margin = margin
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the triplets' losses in the format of pytorch-metric-learning's reducers."""
         a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
@@ -261,12 +222,7 @@ class LiftedLoss(PaperLoss):
         self.form = form
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
@@ -337,12 +293,7 @@ class NPairLoss(PaperLoss):
         return DotProductSimilarity(normalize_embeddings=False)  # type: ignore[no-any-return]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Any,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
         """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:

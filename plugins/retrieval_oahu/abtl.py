@@ -60,12 +60,7 @@ class ABTL(CheckedLoss):
         return AvgNonZeroReducer()  # type: ignore[no-any-return]
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
         """Return one loss per triplet in the format of pytorch-metric-learning's reducers."""
         indices = indices_utils.convert_to_triplets(

@@ -14,11 +14,9 @@ from retrieval.plugin import Factories, hookimpl
 def retrieval_losses() -> Factories:
     """Every loss, and those that wrap other losses."""
     from retrieval_pml import (
-        classifier_losses,
+        class_losses,
         pair_losses,
-        proxy_losses,
         ranking_losses,
-        softmax_losses,
         triplet_losses,
         view_losses,
         wrapper_losses,
@@ -27,10 +25,8 @@ def retrieval_losses() -> Factories:
     return {
         **pair_losses.FACTORIES,
         **triplet_losses.FACTORIES,
-        **softmax_losses.FACTORIES,
         **ranking_losses.FACTORIES,
-        **classifier_losses.FACTORIES,
-        **proxy_losses.FACTORIES,
+        **class_losses.FACTORIES,
         **view_losses.FACTORIES,
         **wrapper_losses.FACTORIES,
     }

@@ -1,4 +1,4 @@
-"""Losses of pairs: sums over pairs, and lifted structures."""
+"""Losses of pairs: sums over pairs, soft maxima of a row's pairs, and lifted structures."""
 
 from __future__ import annotations
 
@@ -6,138 +6,63 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from pytorch_metric_learning import losses
-from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.plugin import Sums, summed, traits
+from pytorch_metric_learning import distances, losses
+from pytorch_metric_learning.losses.generic_pair_loss import GenericPairLoss
+from pytorch_metric_learning.utils import loss_and_miner_utils
+from retrieval.plugin import first_row
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.adapters import (
-    REGULARIZED,
-    Distance,
-    EveryPair,
-    MaskedPairs,
+from retrieval_pml.offers import (
+    FIXED,
     NonNegative,
     Positive,
-    PreciseLoss,
-    Reducer,
-    Regularizer,
-    Whole,
-    bounds,
-    forwards,
-    numbers,
-    reduced,
+    cosines_within,
+    element,
+    losses_of,
+    offer,
 )
-from retrieval_pml.pair_matrix import (
-    Pairs,
-    blocks,
-    by_rows,
-    lse,
-    lse_of_few,
-    rows_and_pairs,
-    segment_logsumexp,
-    similarities,
-)
-from retrieval_pml.parts import SNRDistance
 
 
-class SumsOfPairs(Whole):
-    """Base of losses that sum over positive and negative pairs; negative pairs are not listed.
+class _ListedPairs(GenericPairLoss):
+    """Computes the loss of a batch with a single pair, for which upstream returns 0."""
 
-    A subclass defines three functions:
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name, in the format of upstream's reducers."""
+        pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
+        # a mean over anchors includes rows without a pair if other rows of the batch have some
+        if all(len(indices) == 0 for indices in pairs) and first_row() is None:
+            return self.zero_losses()
+        return self.loss_method(self.distance(embeddings, ref_emb), pairs)
 
-    - `pulled(near)` returns the losses of positive pairs (P,) from their distances or similarities.
-    - `pushed(near, *constants)` returns the losses of negative pairs, in the shape of `near`.
-    - `pushed_(mat, pairs, rows, slopes, *constants)` returns these losses for some rows (R, M), 0
-      for other pairs, and the derivatives of their sums by each of `constants`. It fills `slopes`
-      with the derivatives of the losses; see `pair_matrix.by_rows`.
+
+class _MaskedPairs(GenericPairLoss):
+    """Passes pairs to upstream's formula as masks of labels, without lists of all pairs.
+
+    A batch with a single pair has a loss; upstream returns 0 if no list has more than one pair.
     """
 
-    def whole(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
-        """Return the losses by name, the negatives' reduced; None if it needs single pairs."""
-        limits = bounds(self.reducer_of("neg_loss"))
-        if limits is None:
-            return None
-        pairs = Pairs(labels, ref_labels)
-        anchor, positive = pairs.positives()
-        if not int(pairs.counts()[1].sum()) and not len(anchor):
-            return self.zero_losses()
-        mat = similarities(self.distance, embeddings, ref_emb)
-        low, high, mean = limits
+    rows_by_labels = True
 
-        def plain(
-            mat: Tensor, _: Tensor, negative: Tensor, *constants: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            loss = self.pushed(mat, *(pushes.unsqueeze(1) for pushes in constants))
-            kept = negative
-            if low is not None:
-                kept = kept & (loss > low)
-            if high is not None:
-                kept = kept & (loss < high)
-            return (loss * kept).sum(1), kept.sum(1)
-
-        def fused(
-            mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *constants: Tensor
-        ) -> tuple[Tensor, ...]:
-            loss, *of_constants = self.pushed_(mat, pairs, rows, slopes, *constants)
-            if low is None:
-                return loss.sum(1), pairs.counts()[1][rows], *of_constants
-            kept = loss > low
-            return loss.sum(1), kept.sum(1), *of_constants
-
-        # the fused form does not count losses of 0, so another bound needs the masks
-        written = high is None and low in (None, 0)
-        constants = self.constants(mat, pairs)
-        pushes, counts, near = rows_and_pairs(
-            mat, pairs, (anchor, positive), plain, *constants, fused=fused if written else None
-        )
-        parts = {name: self.zero_loss() for name in ("pos_loss", "neg_loss")}
-        if len(anchor):
-            parts |= numbers(self.pulled(near), (anchor, positive), "pos_pair", "pos_loss")
-        total, counted = pushes.sum(), counts.sum()
-        if isinstance(self.reducer, Sums):
-            parts["neg_loss"] = summed(total, counted)
-        else:
-            parts["neg_loss"] = reduced(total / counted.clamp(min=1) if mean else total)["loss"]
-        return parts
-
-    def constants(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
-        """Return the statistics of all pairs that `pushed` needs, each (N,)."""
-        return []
-
-
-class ContrastiveLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.ContrastiveLoss):
-    """Upstream's loss, computed through `SumsOfPairs`."""
-
-    rows, rows_by_labels = "anchors", True
-
-    def pulled(self, near: Tensor) -> Tensor:
-        """Return the losses of positive pairs (P,) by their distances or similarities."""
-        return self.pos_calc(near, self.pos_margin)  # type: ignore[no-any-return]
-
-    def pushed(self, near: Tensor) -> Tensor:
-        """Return the losses of negative pairs, of any shape."""
-        return self.neg_calc(near, self.neg_margin)  # type: ignore[no-any-return]
-
-    def pushed_(
-        self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *constants: Tensor
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the negative pairs' losses (R, M), 0 of others; see `SumsOfPairs`."""
-        sign = 1 if self.distance.is_inverted else -1
-        over = (mat - self.neg_margin).mul_(sign)
-        pairs.leave_negatives(over, rows, 0)
-        over.relu_()
-        torch.mul(over > 0, sign, out=slopes)
-        return (over,)
+        """Return the losses by name, in the format of upstream's reducers."""
+        mat = self.distance(embeddings, ref_emb)
+        if indices_tuple is not None:
+            pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
+            return self.mat_based_loss(mat, pairs)
+        positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
+        negative = ~positive
+        own = 0 if ref_labels is labels else first_row()
+        if own is not None:
+            positive.diagonal(own).fill_(False)
+        return self._compute_loss(mat, positive.to(mat.dtype), negative.to(mat.dtype))
 
 
-@forwards(ContrastiveLoss, REGULARIZED)
-def contrastive(
-    pos_margin: float = 0.0,
-    neg_margin: float = 1.0,
-    distance: Distance = None,
-    reducer: Reducer = None,
-) -> losses.ContrastiveLoss:
+class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
     """Contrastive loss: pulls positive pairs within one margin, pushes negatives beyond another.
 
     Hadsell, Chopra & LeCun, Dimensionality Reduction by Learning an Invariant Mapping, CVPR 2006
@@ -151,23 +76,11 @@ def contrastive(
 
 
 class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRatioContrastiveLoss):
-    """Upstream's loss, computed through `SumsOfPairs`."""
-
-
-def signal_to_noise_ratio_contrastive(
-    pos_margin: float = 0.0,
-    neg_margin: float = 1.0,
-    normalize_embeddings: bool = True,
-    p: Positive = 2,
-    power: Positive = 1,
-    reducer: Reducer = None,
-    embedding_regularizer: Regularizer = None,
-    embedding_reg_weight: float = 1.0,
-) -> losses.SignalToNoiseRatioContrastiveLoss:
     """Contrastive loss on the signal-to-noise distance var(anchor − other) / var(anchor).
 
     Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
-    Learning, CVPR 2019. The paper adds the regulariser `pml.zero_mean`.
+    Learning, CVPR 2019. The paper adds the regulariser `pml.zero_mean`. Keeps the differences of
+    all pairs, so it is for small batches.
 
     Args:
         pos_margin: distance up to which a positive pair has loss 0.
@@ -176,82 +89,22 @@ def signal_to_noise_ratio_contrastive(
         p: norm that measures this length.
         power: exponent of the distance.
         reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
-        embedding_regularizer: a penalty on the embeddings, added to the loss.
-        embedding_reg_weight: the factor of that penalty.
     """
-    return SignalToNoiseRatioContrastiveLoss(
-        pos_margin=pos_margin,
-        neg_margin=neg_margin,
-        distance=SNRDistance(normalize_embeddings=normalize_embeddings, p=p, power=power),
-        reducer=reducer,
-        embedding_regularizer=embedding_regularizer,
-        embedding_reg_weight=embedding_reg_weight,
-    )
+
+    def __init__(
+        self,
+        normalize_embeddings: bool = True,
+        p: Positive = 2,
+        power: Positive = 1,
+        **parameters: Any,
+    ) -> None:
+        distance = distances.SNRDistance(
+            normalize_embeddings=normalize_embeddings, p=p, power=power
+        )
+        super().__init__(distance=distance, **parameters)
 
 
-class IntraPairVarianceLoss(SumsOfPairs, PreciseLoss, EveryPair, losses.IntraPairVarianceLoss):
-    """Upstream's loss, computed through `SumsOfPairs`."""
-
-    def pulled(self, near: Tensor) -> Tensor:
-        """Return the losses of positive pairs (P,) by their distances or similarities."""
-        closer = self.distance.is_inverted
-        return F.relu(self.variance_with_eps(near, near.mean(), self.pos_eps, closer)) ** 2
-
-    def pushed(self, near: Tensor, mean: Tensor) -> Tensor:
-        """Return the losses of negative pairs, of any shape, by the mean of all of them."""
-        farther = not self.distance.is_inverted
-        return F.relu(self.variance_with_eps(near, mean, self.neg_eps, farther)) ** 2
-
-    def pushed_(
-        self, mat: Tensor, pairs: Pairs, rows: slice, slopes: Tensor, *constants: Tensor
-    ) -> Any:
-        """Return the negative pairs' losses and their sums' derivatives; see `SumsOfPairs`."""
-        sign = 1 if self.distance.is_inverted else -1
-        share = 1 + sign * self.neg_eps
-        over = (mat - share * constants[0].unsqueeze(1)).mul_(sign)
-        pairs.leave_negatives(over, rows, 0)
-        over.relu_()
-        torch.mul(over, 2 * sign, out=slopes)
-        return over.square_(), slopes.sum(1).mul_(-share)
-
-    def constants(self, mat: Tensor, pairs: Pairs) -> list[Tensor]:
-        """Return the mean of all negative pairs, for each row."""
-        mean: Tensor = _MeanOfNegatives.apply(mat, pairs)
-        return [mean.expand(len(mat))]
-
-
-class _MeanOfNegatives(torch.autograd.Function):
-    """The mean over all negative pairs; it stores nothing for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, mat: Tensor, pairs: Pairs) -> Tensor:
-        ctx.constants = pairs, mat.shape, int(pairs.counts()[1].sum())
-        total = mat.new_zeros(())
-        for part in blocks(*mat.shape):
-            rows = mat[part].clone()
-            pairs.leave_negatives(rows, part, 0)
-            total += rows.sum()
-        return total.div_(max(ctx.constants[2], 1))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        pairs, shape, count = ctx.constants
-        slope = (gradient / max(count, 1)).expand(shape)
-        if torch.is_grad_enabled():  # the gradient will be differentiated
-            return slope * pairs.of(slice(None))[1], None
-        slopes = slope.contiguous()
-        for part in blocks(*shape):
-            pairs.leave_negatives(slopes[part], part, 0)
-        return slopes, None
-
-
-@forwards(IntraPairVarianceLoss, REGULARIZED)
-def intra_pair_variance(
-    pos_eps: NonNegative = 0.01,
-    neg_eps: NonNegative = 0.01,
-    distance: Distance = None,
-    reducer: Reducer = None,
-) -> losses.IntraPairVarianceLoss:
+class IntraPairVarianceLoss(_ListedPairs, losses.IntraPairVarianceLoss):
     """Pulls similarities of positive pairs to their mean, and likewise those of negative pairs.
 
     Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019. Use it together with
@@ -265,60 +118,12 @@ def intra_pair_variance(
     """
 
 
-class ThresholdConsistentMarginLoss(PreciseLoss, losses.ThresholdConsistentMarginLoss):
-    """Upstream's loss, but with positives and negatives from the reference set if there is one.
-
-    Upstream looks them up in the batch, with indices into the reference set.
-    """
-
-    def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
-    ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
-        common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-        mat = similarities(self.distance, embeddings, ref_emb)
-        if indices_tuple is None:
-            assert labels is not None and ref_labels is not None
-            pairs = Pairs(labels, ref_labels)
-            a1, p = pairs.positives()
-            over, counts = by_rows(mat, pairs, self._plain)
-            push = over.sum() / counts.sum().clamp(min=1)
-        else:
-            a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-            over = mat[a2, n] - self.margin_minus
-            push = _mean_where(over, over >= 0)
-        pull = self.margin_plus - mat[a1, p]
-        pulled = self.lambda_plus * _mean_where(pull, pull >= 0)
-        return reduced(pulled + self.lambda_minus * push + 0 * embeddings.sum())
-
-    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        over = mat - self.margin_minus
-        kept = negative & (over >= 0)
-        return (over * kept).sum(1), kept.sum(1)
-
-
-def _mean_where(values: Tensor, mask: Tensor) -> Tensor:
-    return (values * mask).sum() / mask.sum().clamp(min=1)
-
-
-@traits(ref_emb=True)
-@forwards(ThresholdConsistentMarginLoss, REGULARIZED)
-def threshold_consistent_margin(
-    lambda_plus: NonNegative = 1.0,
-    lambda_minus: NonNegative = 1.0,
-    margin_plus: float = 0.9,
-    margin_minus: float = 0.5,
-) -> losses.ThresholdConsistentMarginLoss:
+class ThresholdConsistentMarginLoss(losses.ThresholdConsistentMarginLoss):
     """A regulariser in the form of a loss that makes one similarity threshold fit all classes.
 
     Zhang et al., Threshold-Consistent Margin Loss for Open-World Deep Metric Learning, ICLR 2024.
     Use it together with another loss in `pml.multiple`. Positives and negatives come from the
-    reference set if there is one; upstream takes them from the batch.
+    reference set if there is one; upstream looks them up in the batch.
 
     Args:
         lambda_plus: weight of positive pairs.
@@ -327,59 +132,26 @@ def threshold_consistent_margin(
         margin_minus: cosine up to which a negative pair has loss 0.
     """
 
-
-class LiftedStructureLoss(PreciseLoss, losses.LiftedStructureLoss):
-    """Upstream's formula in memory of N², while upstream compares all pairs with all pairs.
-
-    A pair without negatives has loss 0. With a reference set only the anchor's negatives count;
-    upstream also uses those of the batch item with the positive's index.
-    """
-
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
-        common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-        mat = similarities(self.distance, embeddings, ref_emb)
-        if indices_tuple is None:
-            assert labels is not None and ref_labels is not None
-            pairs = Pairs(labels, ref_labels)
-            a1, p = pairs.positives()
-            push, _ = by_rows(
-                mat,
-                pairs,
-                lambda rows, _, other: lse(self.distance.margin(self.neg_margin, rows), other),
-            )
-        else:
+        """Return the loss by upstream's formula of one list of batch and reference set."""
+        if ref_emb is not embeddings:
             a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-            a1 = a1[: 0 if len(a2) == 0 else None]
-            push = segment_logsumexp(
-                self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings)
-            )
-        if len(a1) == 0:
-            return self.zero_losses()
-        around = push[a1] if ref_emb is not embeddings else torch.logaddexp(push[a1], push[p])
-        loss = F.relu(around + self.distance.margin(mat[a1, p], self.pos_margin)) ** 2 / 2
-        return numbers(loss, (a1, p), "pos_pair")
+            indices_tuple = a1, p + len(embeddings), a2, n + len(embeddings)
+        both = embeddings if ref_emb is embeddings else torch.cat([embeddings, ref_emb])
+        parts = super().compute_loss(both, labels, indices_tuple, ref_emb, ref_labels)
+        parts["loss"]["losses"] = parts["loss"]["losses"] + embeddings.sum() * 0
+        return parts
 
 
-@forwards(LiftedStructureLoss, REGULARIZED)
-def lifted_structure(
-    neg_margin: float = 1.0,
-    pos_margin: float = 0.0,
-    distance: Distance = None,
-    reducer: Reducer = None,
-) -> losses.LiftedStructureLoss:
+class LiftedStructureLoss(losses.LiftedStructureLoss):
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature
     Embedding, CVPR 2016. Memory grows with N²; upstream compares all positive with all negative
-    pairs.
+    pairs. A pair without negatives has loss 0. With a reference set only the anchor's negatives
+    count; upstream also uses those of the batch item with the positive's index.
 
     Args:
         neg_margin: margin that negatives' distances are subtracted from, in units of the distance.
@@ -387,32 +159,30 @@ def lifted_structure(
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
-
-class GeneralizedLiftedStructureLoss(
-    PreciseLoss, MaskedPairs, losses.GeneralizedLiftedStructureLoss
-):
-    """Upstream's loss, except that an anchor without positives or negatives has loss 0.
-
-    The logarithm of an empty sum is −∞; upstream replaces it by 0.
-    """
-
-    def of_rows(self, mat: Tensor, pairs: Pairs) -> Tensor:
-        """Return the anchors' losses (N,)."""
-        return by_rows(mat, pairs, self._plain)[0]
-
-    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        pull = lse_of_few(self.distance.margin(mat, self.pos_margin), positive)
-        push = lse(self.distance.margin(self.neg_margin, mat), negative)
-        return F.relu(pull + push).masked_fill(~(positive.any(1) & negative.any(1)), 0)
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name, in the format of upstream's reducers."""
+        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
+        if len(a1) == 0 or len(a2) == 0:
+            return self.zero_losses()
+        mat = self.distance(embeddings, ref_emb)
+        push = _log_sums(self.distance.margin(self.neg_margin, mat[a2, n]), a2, len(embeddings))
+        around = push[a1] if ref_emb is not embeddings else torch.logaddexp(push[a1], push[p])
+        loss = F.relu(around + self.distance.margin(mat[a1, p], self.pos_margin)) ** 2 / 2
+        return losses_of(loss, (a1, p), "pos_pair")
 
 
-@forwards(GeneralizedLiftedStructureLoss, REGULARIZED)
-def generalized_lifted_structure(
-    neg_margin: float = 1.0,
-    pos_margin: float = 0.0,
-    distance: Distance = None,
-    reducer: Reducer = None,
-) -> losses.GeneralizedLiftedStructureLoss:
+def _log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:
+    """Return log Σ exp of each segment's values; the lowest number for an empty one."""
+    lowest = torch.finfo(values.dtype).min
+    top = values.new_full((segments,), lowest).scatter_reduce(0, segment, values.detach(), "amax")
+    total = values.new_zeros(segments).index_add(0, segment, torch.exp(values - top[segment]))
+    empty = total == 0
+    return torch.where(empty, lowest, top + torch.log(total.masked_fill(empty, 1)))
+
+
+class GeneralizedLiftedStructureLoss(_MaskedPairs, losses.GeneralizedLiftedStructureLoss):
     """Generalised lifted loss: all of an anchor's positives against all of its negatives at once.
 
     Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017,
@@ -424,15 +194,142 @@ def generalized_lifted_structure(
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
+    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
+        parts = super()._compute_loss(mat, pos_mask, neg_mask)
+        # the logarithm of an empty sum is −∞, which upstream replaces by 0
+        both = pos_mask.bool().any(1, keepdim=True) & neg_mask.bool().any(1, keepdim=True)
+        parts["loss"]["losses"] = parts["loss"]["losses"].masked_fill(~both, 0)
+        return parts
+
+
+class MultiSimilarityLoss(_MaskedPairs, losses.MultiSimilarityLoss):
+    """Multi-similarity loss: soft maxima of an anchor's positives and of its negatives.
+
+    Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep
+    Metric Learning, CVPR 2019; the paper mines with `pml.multi_similarity`.
+
+    Args:
+        alpha: the exponent's scale for positives.
+        beta: the exponent's scale for negatives.
+        base: the similarity (λ in the paper) that both are measured from.
+        distance: how two embeddings are compared; cosine similarity by default.
+        reducer: reduces the anchors' losses to one number; the mean by default.
+    """
+
+
+class CircleLoss(_MaskedPairs, losses.CircleLoss):
+    """Circle loss: each similarity weighs as much as it is away from its optimum.
+
+    Sun et al., Circle Loss: A Unified Perspective of Pair Similarity Optimization, CVPR 2020. The
+    paper sets m = 0.25, gamma = 256 for faces, 0.25 and 128 for persons, 0.4 and 80 for
+    fine-grained retrieval.
+
+    Args:
+        m: the relaxation: positives should pass a cosine of 1 − m, negatives stay below m.
+        gamma: the exponent's scale.
+        reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
+    """
+
+
+class SupConLoss(_MaskedPairs, losses.SupConLoss):
+    """Supervised contrastive loss: the mean log-probability of an anchor's positives.
+
+    Khosla et al., Supervised Contrastive Learning, NeurIPS 2020, equation 2 (the sum outside the
+    logarithm).
+
+    Args:
+        temperature: similarities are divided by it.
+        distance: how two embeddings are compared; cosine similarity by default.
+        reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
+    """
+
+    rows_mined = False
+
+    def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
+        if first_row() is not None and not bool(pos_mask.any()):
+            return element(mat.sum(1) * 0)  # other rows of the batch may have positives
+        return super()._compute_loss(mat, pos_mask, neg_mask)
+
+
+class _AgainstNegatives(_ListedPairs):
+    """A positive pair against all its anchor's negatives: log(1 + Σ exp(pushed − pulled)).
+
+    Upstream compares every positive with every negative pair, and its NT-Xent adds the smallest
+    number to the logarithm's argument, which bounds it at 87.
+    """
+
+    def _compute_loss(self, pos_pairs: Any, neg_pairs: Any, indices_tuple: Any) -> Any:
+        a1, p, a2, _ = indices_tuple
+        if len(a1) == 0 or (len(a2) == 0 and first_row() is None):
+            return self.zero_losses()
+        if len(a2) == 0:  # other rows of the batch may have negatives, and these count in the mean
+            neg_pairs = pos_pairs[:0]
+        anchors = int(torch.cat([a1, a2]).max()) + 1
+        pushed = _log_sums(self.pushed(neg_pairs), a2, anchors)[a1]
+        loss = F.softplus(pushed - self.pulled(pos_pairs))
+        return losses_of(loss, (a1, p), "pos_pair")
+
+
+class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
+    """NT-Xent (InfoNCE): softmax of each positive pair against its anchor's negatives.
+
+    Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. Computed in
+    memory of the pairs, where upstream compares all positive with all negative pairs.
+
+    Args:
+        temperature: similarities are divided by it.
+        distance: how two embeddings are compared; cosine similarity by default.
+        reducer: reduces the positive pairs' losses to one number; the mean by default.
+    """
+
+    def pushed(self, near: Tensor) -> Tensor:
+        """Return pairs' exponents (P,)."""
+        sign = 1 if self.distance.is_inverted else -1
+        exponents: Tensor = near * (sign / self.temperature)
+        return exponents
+
+    pulled = pushed
+
+
+class TupletMarginLoss(_AgainstNegatives, losses.TupletMarginLoss):
+    """Tuplet margin loss: a positive against all negatives, with slack in its angle.
+
+    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019; the paper adds
+    `pml.intra_pair_variance`. Computed in memory of the pairs, where upstream compares all positive
+    with all negative pairs; finite where a cosine is 1 or rounds to more.
+
+    Args:
+        margin: the slack β, in degrees.
+        scale: cosines are multiplied by it.
+        reducer: reduces the positive pairs' losses to one number; the mean by default.
+    """
+
+    def pushed(self, near: Tensor) -> Tensor:
+        """Return negative pairs' exponents (P,)."""
+        return self.scale * near  # type: ignore[no-any-return]
+
+    def pulled(self, near: Tensor) -> Tensor:
+        """Return positive pairs' exponents (P,)."""
+        return self.scale * torch.cos(torch.acos(cosines_within(near)) - self.margin)  # type: ignore[no-any-return]
+
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {
-    make.__name__: make
-    for make in (
-        contrastive,
-        signal_to_noise_ratio_contrastive,
-        intra_pair_variance,
-        threshold_consistent_margin,
-        lifted_structure,
-        generalized_lifted_structure,
-    )
+    "contrastive": offer(ContrastiveLoss, rows="anchors"),
+    "signal_to_noise_ratio_contrastive": offer(
+        SignalToNoiseRatioContrastiveLoss, rows="anchors", without=FIXED
+    ),
+    "intra_pair_variance": offer(IntraPairVarianceLoss, pos_eps=NonNegative, neg_eps=NonNegative),
+    "threshold_consistent_margin": offer(
+        ThresholdConsistentMarginLoss,
+        without=("distance", "reducer"),
+        lambda_plus=NonNegative,
+        lambda_minus=NonNegative,
+    ),
+    "lifted_structure": offer(LiftedStructureLoss),
+    "generalized_lifted_structure": offer(GeneralizedLiftedStructureLoss, rows="anchors"),
+    "multi_similarity": offer(MultiSimilarityLoss, rows="anchors"),
+    "circle": offer(CircleLoss, rows="anchors", without=FIXED),
+    "sup_con": offer(SupConLoss, rows="anchors"),
+    "nt_xent": offer(NTXentLoss, rows="anchors"),
+    "tuplet_margin": offer(TupletMarginLoss, rows="anchors", without=FIXED, margin=NonNegative),
 }

@@ -1,4 +1,4 @@
-"""Losses of whole rankings and of the distributions of similarities. None takes a reference set."""
+"""Losses of whole rankings, distributions of similarities and neighbourhoods."""
 
 from __future__ import annotations
 
@@ -8,159 +8,59 @@ from typing import Any, Literal
 
 import torch
 from pytorch_metric_learning import losses
-from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
-from retrieval.plugin import traits
+from pytorch_metric_learning.utils import loss_and_miner_utils
 from torch import Tensor
 
-from retrieval_pml.adapters import (
-    REGULARIZED,
+from retrieval_pml.offers import (
+    FIXED,
     Count,
-    Distance,
     NonNegative,
-    OfBatch,
     Positive,
-    PreciseLoss,
-    Reducer,
     Share,
     element,
-    forwards,
+    losses_of,
+    offer,
     reduced,
 )
-from retrieval_pml.pair_matrix import Pairs, blocks, by_rows, similarities
 
 
-class FastAPLoss(PreciseLoss, OfBatch, losses.FastAPLoss):
-    """Upstream's, in a few N × N: a distance is shared between the two ends of its bin."""
-
-    weighted = True
-
-    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return the losses by name; see `OfBatch`."""
-        loss, positives = by_rows(mat, Pairs(labels, labels), self._plain)
-        return self.weigh(loss, positives > 0, labels, indices_tuple)
-
-    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
-        place = mat * (self.num_bins / 2**self.distance.power)
-        low = place.detach().floor().clamp_(0, self.num_bins - 1)
-        upper, low = place - low, low.long()
-        none = mat.new_zeros(len(mat), self.num_bins + 1)
-        row, column = torch.where(positive)
-        near, bin_place = upper[row, column], row * (self.num_bins + 1) + low[row, column]
-        of_positives = (
-            none.flatten()
-            .index_add(0, bin_place, 1 - near)
-            .index_add(0, bin_place + 1, near)
-            .view_as(none)
-        )
-        kept = (positive | negative).to(mat.dtype)
-        upper = upper * kept
-        every = none.scatter_add(1, low, kept - upper).scatter_add(1, low + 1, upper).cumsum(1)
-        product = of_positives * of_positives.cumsum(1)
-        safe = (product > 0) & (every > 0)
-        share = (product / every.masked_fill(~safe, 1)).masked_fill(~safe, 0)
-        count = positive.sum(1)
-        return (1 - share.sum(1) / count.clamp(min=1)).masked_fill(count == 0, 0), count
-
-
-@traits(ref_emb=False)
-@forwards(FastAPLoss, REGULARIZED)
-def fast_ap(
-    num_bins: Count = 10,
-    reducer: Reducer = None,
-) -> losses.FastAPLoss:
-    """FastAP: 1 − average precision, from soft histograms of squared distances.
-
-    Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large batches.
-
-    Args:
-        num_bins: number of bins that divide the range of squared distances, 0 to 4.
-    """
-
-
-class SmoothAPLoss(PreciseLoss, OfBatch, losses.SmoothAPLoss):
-    """Smoothed average precision of any batch, in blocks of positive pairs × N.
-
-    Upstream reads the number of classes where it needs the items of each, so that its groups mix
-    classes unless both numbers agree; and it requires the batch sorted by class, with equally many
-    items of each. Here the batch may have any order and any class sizes; an item without another of
-    its class is left out. As in the authors' code, a query counts among its own positives.
-    """
-
-    weighted = True
-
-    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return the losses by name; see `OfBatch`."""
-        pairs = Pairs(labels, labels)
-        pairs.own = None  # a query counts among its own positives
-        positives = pairs.counts()[0]
-        parts = blocks(len(labels), len(labels), repeats=positives)
-        loss, _ = by_rows(mat, pairs, self._plain, parts=parts)
-        return self.weigh(loss, positives > 1, labels, indices_tuple)
-
-    def _plain(self, mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
-        query, item = torch.where(same)
-        # (pairs, N): how far each batch item is ahead of this positive in the query's ranking
-        ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
-        ahead = ahead.scatter(1, item.unsqueeze(1), 0)
-        precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
-        return 1 - precision.new_zeros(len(mat)).index_add(0, query, precision) / same.sum(1)
-
-
-@traits(ref_emb=False)
-@forwards(SmoothAPLoss, REGULARIZED)
-def smooth_ap(
-    temperature: Positive = 0.01,
-    reducer: Reducer = None,
-) -> losses.SmoothAPLoss:
+class SmoothAPLoss(losses.SmoothAPLoss):
     """Smooth-AP: 1 − average precision, with a sigmoid in place of each comparison of ranks.
 
     Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image
     Retrieval, ECCV 2020. Takes batches in any order and with any class sizes; upstream mixes up the
-    number of classes and of items in each, and requires sorted, equal classes.
+    number of classes and of items in each, and requires sorted, equal classes. An item without
+    another of its class is left out; as in the authors' code, a query counts among its own
+    positives.
 
     Args:
         temperature: of the sigmoid; smaller is closer to the true ranks.
     """
 
-
-class PNPLoss(PreciseLoss, OfBatch, losses.PNPLoss):
-    """Upstream's, of the negatives before each positive, where upstream asks of each item (N³)."""
-
-    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return the losses by name; see `OfBatch`."""
-        pairs = Pairs(labels, labels)
-        pairs.own = None  # a query counts among its own positives
-        parts = blocks(len(mat), mat.shape[1], repeats=pairs.counts()[0])
-        loss = by_rows(mat, pairs, self._plain, parts=parts)[0].mean()
-        return reduced(1 - loss if self.variant == "Dq" else loss)
-
-    def _plain(self, mat: Tensor, same: Tensor, other: Tensor) -> Tensor:
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the queries' losses by name, in the memory of positive pairs × N."""
+        mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
         query, item = torch.where(same)
-        before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
-        rank = (before * other[query]).sum(1)
-        costs: dict[str, Any] = {
-            "O": lambda: rank,
-            "Ds": lambda: torch.log(1 + rank),
-            "Dq": lambda: 1 / (1 + rank) ** self.alpha,
-            "Iu": lambda: (1 + rank) * torch.log(1 + rank),
-            "Ib": lambda: (self.b * rank - torch.log(1 + self.b * rank)) / self.b**2,
-        }
-        cost: Tensor = costs[self.variant]()
-        return cost.new_zeros(len(mat)).index_add(0, query, cost) / same.sum(1)
+        # (pairs, N): how far each batch item is ahead of this positive in the query's ranking
+        ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
+        ahead = ahead.scatter(1, item.unsqueeze(1), 0)
+        precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
+        loss = 1 - mat.new_zeros(len(mat)).index_add(0, query, precision) / same.sum(1)
+        kept = torch.where(same.sum(1) > 1)[0]
+        if len(kept) == 0:
+            return self.zero_losses()
+        weights = loss_and_miner_utils.convert_to_weights(indices_tuple, labels, dtype=loss.dtype)
+        return losses_of((loss * weights)[kept], kept)
 
 
-@traits(ref_emb=False, miner=False)
-@forwards(PNPLoss, REGULARIZED)
-def pnp(
-    b: Positive = 2.0,
-    alpha: Positive = 1.0,
-    anneal: Positive = 0.01,
-    variant: Literal["Ds", "Dq", "Iu", "Ib", "O"] = "O",
-) -> losses.PNPLoss:
+class PNPLoss(losses.PNPLoss):
     """Penalises the negatives that rank before a positive, and nothing else.
 
     Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only
-    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022.
+    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022. Asks of the negatives
+    before each positive, where upstream asks of each item (N³).
 
     Args:
         b: the base of variant Ib.
@@ -170,84 +70,48 @@ def pnp(
             R)^alpha, Iu as (1 + R) log(1 + R), Ib as (bR − log(1 + bR)) / b².
     """
 
-
-class RankedListLoss(PreciseLoss, OfBatch, losses.RankedListLoss):
-    """Upstream's, in a few N × N."""
-
-    def of_batch(self, mat: Tensor, labels: Tensor, indices_tuple: Any) -> Any:
-        """Return the losses by name; see `OfBatch`."""
-        return element(by_rows(mat, Pairs(labels, labels), self._plain)[0])
-
-    def _plain(self, mat: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        least = 1e-5 * mat.shape[1]  # upstream adds it to each weight
-        over = (self.alpha - mat) * (negative & (mat < self.alpha) & (mat > 0))
-        push = torch.exp(self.Tn * over) * (over > 0)
-        inner = self.alpha - self.margin
-        row, column = torch.where(positive & (mat > inner) & (mat > 0))
-        beyond = mat[row, column] - inner
-        pull, none = torch.exp(self.Tp * beyond), mat.new_zeros(len(mat))
-        pulled = none.index_add(0, row, pull * beyond) / (none.index_add(0, row, pull) + least)
-        pushed = (push * over).sum(1) / (push.sum(1) + least)
-        loss: Tensor = (1 - self.imbalance) * pulled + self.imbalance * pushed
-        return loss
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the loss by name, in the memory of positive pairs × N."""
+        mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
+        query, item = torch.where(same)  # a query counts among its own positives
+        before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
+        rank = (before * ~same[query]).sum(1)
+        if self.variant == "Ds":
+            rank = torch.log(1 + rank)
+        elif self.variant == "Dq":
+            rank = 1 / (1 + rank) ** self.alpha
+        elif self.variant == "Iu":
+            rank = (1 + rank) * torch.log(1 + rank)
+        elif self.variant == "Ib":
+            rank = (self.b * rank - torch.log(1 + self.b * rank)) / self.b**2
+        loss = (mat.new_zeros(len(mat)).index_add(0, query, rank) / same.sum(1)).mean()
+        return reduced(1 - loss if self.variant == "Dq" else loss)
 
 
-@traits(ref_emb=False, miner=False)
-@forwards(RankedListLoss, REGULARIZED)
-def ranked_list(
-    margin: Positive,
-    Tn: NonNegative,
-    imbalance: Share = 0.5,
-    alpha: Positive | None = None,
-    Tp: NonNegative = 0.0,
-    distance: Distance = None,
-    reducer: Reducer = None,
-) -> losses.RankedListLoss:
-    """Ranked list loss: positives within a sphere around each query, negatives outside another.
+class HistogramLoss(losses.HistogramLoss):
+    """Histogram loss: the probability that a negative pair is more similar than a positive one.
 
-    Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning, CVPR
-    2019; the paper uses margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes exp
-    overflow-prone, and upstream warns.
+    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair
+    once; upstream goes through all triplets (N³), leaves out negative pairs of items that have no
+    positive, and fails when a cosine rounds to 1.
 
     Args:
-        margin: between both spheres, in the distance's unit.
-        Tn: the temperature that weighs negatives by how much they violate; 0 weighs them equally.
-        imbalance: the weight of negatives against positives.
-        alpha: the radius of the outer sphere; by default 1 + margin / 2.
-        Tp: the temperature that weighs positives by how much they violate; 0 weighs them equally.
-        reducer: reduces the queries' losses to one number; the mean by default.
-    """
-
-
-class HistogramLoss(PreciseLoss, losses.HistogramLoss):
-    """Upstream's histograms, of all positive and all negative pairs once each.
-
-    Upstream goes through all triplets (N³), leaves out negative pairs of items that have no
-    positive, fails on a cosine that rounds to 1 or more, and indexes a matrix by lists, which newer
-    releases of PyTorch read differently.
+        n_bins: number of bins that divide the cosines from −1 to 1; 100 when neither is given.
+        delta: a bin's width, 2 / n_bins, instead of `n_bins`.
     """
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor | None,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
-        common_functions.labels_or_indices_tuple_required(labels, indices_tuple)
-        common_functions.ref_not_supported(embeddings, labels, ref_emb, ref_labels)
-        mat = similarities(self.distance, embeddings, embeddings)
-        if indices_tuple is None:
-            assert labels is not None
-            near, far = (mat[mask.triu_(1)] for mask in Pairs(labels, labels).of(slice(None)))
-        else:
-            a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
-            near, far = mat[_unordered(a1, p)], mat[_unordered(a2, n)]
-        if len(near) == 0 or len(far) == 0:
+        """Return the loss by name, in the format of upstream's reducers."""
+        a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
+        if len(a1) == 0 or len(a2) == 0:
             return self.zero_losses()
-        positive, negative = self.compute_density(near), self.compute_density(far)
+        mat = self.distance(embeddings)
+        positive = self.compute_density(mat[_unordered(a1, p)])
+        negative = self.compute_density(mat[_unordered(a2, n)])
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
@@ -267,23 +131,159 @@ def _unordered(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-@traits(ref_emb=False)
-@forwards(HistogramLoss, REGULARIZED)
-def histogram(
-    n_bins: Count | None = None,
-    delta: Positive | None = None,
-) -> losses.HistogramLoss:
-    """Histogram loss: the probability that a negative pair is more similar than a positive one.
+class InstanceLoss(losses.InstanceLoss):
+    """Instance loss: each item is to be told from all others of the batch, by cross-entropy.
 
-    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair
-    once; upstream fails when a cosine rounds to 1.
+    Zheng, Zheng, Garrett, Yang, Xu & Shen, Dual-Path Convolutional Image-Text Embeddings with
+    Instance Loss, ACM TOMM 2020. Items that share a label share their vote: −log Σ over own label /
+    Σ over all, of exp(γ cos). Upstream takes the rank of a label for the position of an item, which
+    draws items towards other classes.
 
     Args:
-        n_bins: number of bins that divide the cosines from −1 to 1; 100 when neither is given.
-        delta: a bin's width, 2 / n_bins, instead of `n_bins`.
+        gamma: cosines are multiplied by it.
     """
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the items' losses by name, in the format of upstream's reducers."""
+        votes = self.distance(embeddings) * self.gamma
+        same = labels.unsqueeze(1) == labels.unsqueeze(0)
+        own = votes.masked_fill(~same, -torch.inf)
+        return element(torch.logsumexp(votes, 1) - torch.logsumexp(own, 1))
+
+
+class NCALoss(losses.NCALoss):
+    """Neighbourhood components analysis: −log probability that a neighbour has the item's class.
+
+    Goldberger, Roweis, Hinton & Salakhutdinov, Neighbourhood Components Analysis, NIPS 2004 (the
+    logarithmic objective). Computed by logarithms; upstream drops items whose probability rounds to
+    0.
+
+    Args:
+        softmax_scale: distances are multiplied by it.
+        distance: how two embeddings are compared; squared Euclidean on unit vectors by default.
+    """
+
+    def nca_computation(
+        self,
+        query: Tensor,
+        reference: Tensor,
+        query_labels: Tensor,
+        reference_labels: Tensor,
+        indices_tuple: Any,
+    ) -> Any:
+        """Return −log of each query's probability of a neighbour of its class, by name."""
+        own = query is reference
+        weights = loss_and_miner_utils.convert_to_weights(
+            indices_tuple, query_labels, dtype=query.dtype, using_ref=not own
+        )
+        scale = self.softmax_scale if self.distance.is_inverted else -self.softmax_scale
+        logits = self.distance(query, reference) * scale
+        same = query_labels.unsqueeze(1) == reference_labels.unsqueeze(0)
+        if own:
+            itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
+            logits, same = logits.masked_fill(itself, -torch.inf), same & ~itself
+        kept = torch.where(same.any(1))[0]
+        if len(kept) == 0:
+            return self.zero_losses()
+        logits, same = logits[kept], same[kept]
+        neighbours = torch.logsumexp(logits.masked_fill(~same, -torch.inf), 1)
+        loss = torch.logsumexp(logits, 1) - neighbours
+        return losses_of(loss * weights[kept], kept)
+
+
+class ProxyNCALoss(losses.ProxyNCALoss):
+    """Proxy-NCA: neighbourhood components analysis with one proxy per class in place of neighbours.
+
+    Movshovitz-Attias, Toshev, Leung, Ioffe & Singh, No Fuss Distance Metric Learning Using Proxies,
+    ICCV 2017. As upstream's, and unlike the paper's, the denominator includes the item's own proxy
+    (Teh, DeVries & Taylor, ProxyNCA++, ECCV 2020): a proper softmax.
+
+    Args:
+        softmax_scale: distances are multiplied by it.
+        distance: how embeddings are compared with proxies; squared Euclidean on unit vectors by
+            default.
+        weight_regularizer: a penalty on the proxies, added to the loss.
+        weight_init_func: how the proxies begin; standard normal by default.
+    """
+
+    nca_computation = NCALoss.nca_computation
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {
-    make.__name__: make for make in (fast_ap, smooth_ap, pnp, ranked_list, histogram)
+    "fast_ap": offer(
+        losses.FastAPLoss,
+        """FastAP: 1 − average precision, from soft histograms of squared distances.
+
+        Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large
+        batches.
+
+        Args:
+            num_bins: number of bins that divide the range of squared distances, 0 to 4.
+        """,
+        ref_emb=False,
+        without=FIXED,
+    ),
+    "smooth_ap": offer(SmoothAPLoss, ref_emb=False, without=FIXED),
+    "pnp": offer(
+        PNPLoss,
+        ref_emb=False,
+        miner=False,
+        without=("distance", "reducer"),
+        b=Positive,
+        anneal=Positive,
+        variant=Literal["Ds", "Dq", "Iu", "Ib", "O"],
+    ),
+    "ranked_list": offer(
+        losses.RankedListLoss,
+        """Ranked list loss: positives within a sphere around each query, negatives outside another.
+
+        Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning,
+        CVPR 2019; the paper uses margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes
+        exp overflow-prone, and upstream warns.
+
+        Args:
+            margin: between both spheres, in the distance's unit.
+            Tn: the temperature that weighs negatives by how much they violate; 0 weighs them
+                equally.
+            imbalance: the weight of negatives against positives.
+            alpha: the radius of the outer sphere; by default 1 + margin / 2.
+            Tp: the temperature that weighs positives by how much they violate; 0 weighs them
+                equally.
+            reducer: reduces the queries' losses to one number; the mean by default.
+        """,
+        ref_emb=False,
+        miner=False,
+        margin=Positive,
+        Tn=NonNegative,
+        imbalance=Share,
+        alpha=Positive | None,
+        Tp=NonNegative,
+    ),
+    "histogram": offer(
+        HistogramLoss,
+        ref_emb=False,
+        without=("distance", "reducer"),
+        n_bins=Count | None,
+        delta=Positive | None,
+    ),
+    "instance": offer(InstanceLoss, ref_emb=False, miner=False, without=FIXED),
+    "nca": offer(NCALoss),
+    "proxy_nca": offer(ProxyNCALoss, ref_emb=False, rows="items"),
+    "n_pairs": offer(
+        losses.NPairsLoss,
+        """N-pairs loss: one positive pair per class, each anchor against other classes' positives.
+
+        Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only
+        the first positive pair of each class counts, so a batch of two items per class wastes
+        nothing. The paper does not normalise (set `distance` to `pml.dot_product_similarity` with
+        `normalize_embeddings = false`) and adds `pml.lp`.
+
+        Args:
+            distance: how two embeddings are compared; the dot product of unit vectors by default.
+            reducer: reduces the pairs' losses to one number; the mean by default.
+        """,
+        ref_emb=False,
+    ),
 }

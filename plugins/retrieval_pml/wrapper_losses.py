@@ -7,37 +7,19 @@ from typing import Annotated, Any
 
 import torch
 from pytorch_metric_learning import losses
-from pytorch_metric_learning.losses.base_loss_wrapper import BaseLossWrapper
 from pytorch_metric_learning.utils import common_functions, loss_and_miner_utils
 from retrieval.plugin import Part, as_given, full_precision, traits
 from torch import Tensor, nn
 
-from retrieval_pml.adapters import AnyLoss, AnyMiner, Count, no_reference, on_labels
+from retrieval_pml.offers import Count
 
-WITHOUT_REFERENCE = (
-    losses.FastAPLoss,
-    losses.HistogramLoss,
-    losses.InstanceLoss,
-    losses.LargeMarginSoftmaxLoss,
-    losses.ManifoldLoss,
-    losses.NormalizedSoftmaxLoss,
-    losses.NPairsLoss,
-    losses.P2SGradLoss,
-    losses.PNPLoss,
-    losses.ProxyAnchorLoss,
-    losses.ProxyNCALoss,
-    losses.RankedListLoss,
-    losses.SmoothAPLoss,
-    losses.SoftTripleLoss,
-    losses.VICRegLoss,
-    BaseLossWrapper,
-)
-"""The losses that compare a batch with itself or with proxies only (their subclasses too)."""
+AnyLoss = Annotated[nn.Module, Part("losses")]
+AnyMiner = Annotated[nn.Module | None, Part("miners")]
 
 
 def check_reference(name: str, loss: nn.Module) -> None:
     """Raise an error if a loss does not accept a reference set."""
-    if isinstance(loss, WITHOUT_REFERENCE):
+    if not getattr(type(loss), "__retrieval_traits__", {}).get("ref_emb", True):
         raise ValueError(
             f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none;"
             " pml.multi_similarity, pml.contrastive or pml.triplet_margin do"
@@ -105,6 +87,7 @@ class MultipleLosses(losses.MultipleLosses):
         return total
 
 
+@traits(ref_emb=False)
 class CrossBatchMemory(losses.CrossBatchMemory):
     """Upstream's queue, with its position in the state, so that a resumed run continues exactly.
 
@@ -181,8 +164,11 @@ class CrossBatchMemory(losses.CrossBatchMemory):
             ValueError: the batch is larger than the queue, a reference set is passed, or labels are
                 missing.
         """
-        no_reference("CrossBatchMemory", ref_emb)
-        labels = on_labels(labels, embeddings, "CrossBatchMemory")
+        if labels is None or ref_emb is not None:
+            raise ValueError(
+                "CrossBatchMemory needs labels and takes no ref_emb: its queue is the reference set"
+            )
+        labels = labels.to(embeddings.device)
         entering = len(embeddings) if enqueue_mask is None else int(enqueue_mask.sum())
         if entering > self.memory_size:
             raise ValueError(

@@ -23,16 +23,6 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
-class Place(click.Path):
-    """A path, or an address such as `s3://bucket/photos`, which remains text."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path or address."""
-        from retrieval.serving.index.locations import is_address
-
-        return value if is_address(value) else PATH.convert(value, param, ctx)
-
-
 class IndexArgument(click.Path):
     """An index: a folder, or an address such as `milvus://host:19530/photos`."""
 

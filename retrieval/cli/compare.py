@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import PATH, loading, refuse_options
+from retrieval.cli.common import PATH, Choice, loading, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import SET_OPTION, TRACK_OPTION
 
@@ -41,7 +41,7 @@ OPTIONS = (
         "--pretrained",
         metavar="BACKBONE",
         help="Backbone of the row of frozen features, or none. By default the recipes' own if it"
-        " has weights.",
+        " has weights, else core.efficientnet_lite0 if its extra is installed.",
     ),
     click.option(
         "--latex",
@@ -78,6 +78,13 @@ def _options(output: str) -> Callable[[Callable[..., None]], Callable[..., None]
 )
 @click.option(
     "--folds", default=4, help="Folds of the training side; each judges the settings once."
+)
+@click.option("--repeats", default=1, help="How often the training side is divided into folds.")
+@click.option(
+    "--fold-by",
+    type=Choice(["class", "item"]),
+    default="class",
+    help="Hold out whole classes or, for data with few classes, items of every class.",
 )
 @click.option(
     "--allow-different",
@@ -147,10 +154,10 @@ def _run(
     with loading():
         from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.comparison.compare import compare as run
-        from retrieval.training.comparison.result import markdown
+        from retrieval.training.comparison.written import Latex, markdown
 
     keep_compiler_out()
     names = [name.strip() for name in latex.split(",") if name.strip()]
-    result = run(recipes, output, plugins=extra, latex=names, report=say, **options)
+    result = run(recipes, output, plugins=extra, latex=Latex(names), report=say, **options)
     say(markdown(result))
-    say(f"Tables: {output}/comparison.md, .csv, .tex, .json; runs: {output}/runs.")
+    say(f"Tables: {output}/comparison.md, .csv, .tex, .html, .json; runs: {output}/runs.")

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say
-from retrieval.cli.common import PATH, Group, Number, Place
+from retrieval.cli.common import PATH, Group, Number
 from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.cli.train import RECIPE, SET_OPTION
 
@@ -69,7 +69,7 @@ def show(
 
 
 @data.command()
-@click.argument("sources", nargs=-1, required=True, metavar="FOLDER...", type=Place())
+@click.argument("sources", nargs=-1, required=True, metavar="FOLDER...", type=PATH)
 @click.option(
     "--model",
     metavar="BUNDLE",
@@ -92,7 +92,7 @@ def show(
 @PLUGIN_OPTION
 @ALLOW_OPTION
 def check(
-    sources: tuple[Path | str, ...],
+    sources: tuple[Path, ...],
     output: Path | None,
     lines: int,
     extra: tuple[str, ...],

@@ -177,6 +177,10 @@ def _text(facts: dict[str, Any]) -> str:
     lines += [f"  {extra:13} {', '.join(names)}" for extra, names in sorted(by_extra.items())]
     cuda = f" (driver for CUDA {facts['driver_cuda']} at most)" if facts["driver_cuda"] else ""
     lines += ["", f"Devices{cuda}", *(f"  {name}" for name in facts["devices"] or ["no GPU"])]
-    lines += ["", "Where work runs", *(f"  {part:13} {at}" for part, at in facts["runs"].items())]
+    lines += [
+        "",
+        "Where work runs",
+        *(f"  {part:13} {place}" for part, place in facts["runs"].items()),
+    ]
     faults = [f"  - {fault}" for fault in facts["faults"]]
     return "\n".join([*lines, "", *(["To mend", *faults] if faults else ["All is well."])])

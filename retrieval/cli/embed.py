@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import JSON, PATH, Place, command, this_command
+from retrieval.cli.common import JSON, PATH, command, this_command
 from retrieval.cli.index_common import DEVICE, MAX_BYTES, MAX_PIXELS, VARIANT
 
 
@@ -18,7 +18,7 @@ from retrieval.cli.index_common import DEVICE, MAX_BYTES, MAX_PIXELS, VARIANT
     "retrieval index create photos.index vectors/ --bundle demo/bundle",
 )
 @click.argument("bundle", type=PATH)
-@click.argument("sources", nargs=-1, required=True, type=Place())
+@click.argument("sources", nargs=-1, required=True, type=PATH)
 @click.option("--output", "-o", required=True, type=PATH, help="Folder of the Parquet files.")
 @VARIANT
 @click.option(
@@ -27,26 +27,13 @@ from retrieval.cli.index_common import DEVICE, MAX_BYTES, MAX_PIXELS, VARIANT
     help="Also keep the backbone's features, for bundles of export --split.",
 )
 @click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
-@click.option(
-    "--part",
-    type=click.IntRange(1),
-    help="Items per file. By default some thousand files, of 256 to 8192 items.",
-)
-@click.option(
-    "--max-bad",
-    "most_bad",
-    default=10_000,
-    type=click.IntRange(0),
-    help="Stop if more items than this are unusable.",
-)
-@click.option("--retry-bad", is_flag=True, help="Redo the files that lack unusable items.")
 @MAX_PIXELS
 @MAX_BYTES
 @DEVICE
 @JSON
 def embed_command(
     bundle: Path,
-    sources: tuple[Path | str, ...],
+    sources: tuple[Path, ...],
     output: Path,
     max_pixels: int,
     max_bytes: int,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import JSON, PATH, Place, command, this_command
+from retrieval.cli.common import JSON, PATH, command, this_command
 from retrieval.cli.index_common import (
     DEVICE,
     INDEX,
@@ -41,7 +41,7 @@ _PAGE = 1000
     " --skip-bad",
 )
 @PLACE
-@click.argument("images", nargs=-1, type=Place())
+@click.argument("images", nargs=-1, type=PATH)
 @click.option(
     "--bundle", type=PATH, help="The bundle that embeds the images, a folder of 'retrieval export'."
 )
@@ -53,7 +53,7 @@ _PAGE = 1000
 @click.option(
     "--backend",
     default="auto",
-    help="auto (by size), flat, hnsw, ivf, sq8, ivfpq, rabitq, or PLUGIN.name.",
+    help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.name.",
 )
 @click.option(
     "--set",
@@ -76,7 +76,7 @@ _PAGE = 1000
 @JSON
 def create(
     path: IndexPlace,
-    images: tuple[Path | str, ...],
+    images: tuple[Path, ...],
     bundle: Path | None,
     model: str | None,
     options: tuple[str, ...],
@@ -90,11 +90,10 @@ def create(
     pretrained model.
 
     IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
-    'label', 'key', and any others, kept as metadata), Parquet tables with a column 'path' or
-    'image' (likewise), or addresses of these (s3://…, hf://…), which need fsspec. For a bundle of
-    features they are .npz files or Parquet tables with 'features'. Without IMAGES, the index is
-    empty. To resume after an interruption, run the same command again; for an index at an address,
-    run 'retrieval index add'.
+    'label', 'key', and any others, kept as metadata), or Parquet tables with a column 'path' or
+    'image' (likewise). For a bundle of features they are .npz files or Parquet tables with
+    'features'. Without IMAGES, the index is empty. To resume after an interruption, run the same
+    command again; for an index at an address, run 'retrieval index add'.
     """
     if (bundle is None) == (model is None):
         raise click.UsageError(
@@ -124,7 +123,7 @@ def create(
 
 
 def _exported(
-    model: str, path: IndexPlace, images: tuple[Path | str, ...], plugins: tuple[str, ...]
+    model: str, path: IndexPlace, images: tuple[Path, ...], plugins: tuple[str, ...]
 ) -> Path:
     """Export a bundle of a pretrained model, or return the one that an interrupted run left."""
     # next to the index; for an address, in the working directory
@@ -134,8 +133,8 @@ def _exported(
         from retrieval.export.export_backbone import BackboneEncoder
         from retrieval.serving.index.locations import is_table
 
-        # the export reads only files, so other sources do not verify
-        photos = [image for image in images if isinstance(image, Path) and not is_table(image.name)]
+        # the export reads only files, so a table does not verify
+        photos = [image for image in images if not is_table(image.name)]
         BackboneEncoder(model, plugins=plugins).export(target, photos=photos)
     return target
 
@@ -189,13 +188,13 @@ def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
     "retrieval index add photos.index items.parquet --keep copy",
 )
 @INDEX
-@click.argument("images", nargs=-1, required=True, type=Place())
+@click.argument("images", nargs=-1, required=True, type=PATH)
 @click.option("--sync", is_flag=True, help="Also delete the items that are not in IMAGES.")
 @JSON
 @embedding
 def add(
     path: IndexPlace,
-    images: tuple[Path | str, ...],
+    images: tuple[Path, ...],
     sync: bool,
     as_json: bool,
     max_pixels: int,

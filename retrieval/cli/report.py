@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.common import PATH, Choice
-
-COUNT = partial(click.option, type=int)
 
 
 @click.command()
@@ -22,9 +19,6 @@ COUNT = partial(click.option, type=int)
     default=Path("report.html"),
     help="The file to write; an existing one is replaced.",
 )
-@COUNT("--queries", default=2000, help="Most test items to use as queries.")
-@COUNT("--sample", default=600, help="Most test items for the map and for the distances of pairs.")
-@COUNT("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
     "--map",
     "method",

@@ -5,19 +5,11 @@ The server's OpenAPI document is generated from the same classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, SupportsIndex, overload
 
-from pydantic import TypeAdapter, ValidationError
-
-from retrieval.errors import printable
-
-T = TypeVar("T")
-
-
-class NotUnderstood(Exception):
-    """The response does not match the /v1 API."""
+from retrieval.host.hit_table import html_table, text_table
 
 
 @dataclass(frozen=True)
@@ -33,38 +25,32 @@ class Hit:
     thumbnail_url: str | None = None
 
 
-def hit_table(hits: Iterable[Any]) -> str:
-    """Return the hits of a query as a table: distance, label and id."""
-    rows = [(f"{hit.distance:.4f}", printable(hit.label or ""), printable(hit.id)) for hit in hits]
-    if not rows:
-        return "no hits"
-    rows.insert(0, ("distance", "label", "id"))
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
-
-
 @dataclass(frozen=True, repr=False)
-class Results:
-    """Results of one search of a batch, nearest first; read as a list and printed as a table."""
+class Results(Sequence[Hit]):
+    """A sequence of the hits of one search, nearest first, which prints as a table."""
 
     results: tuple[Hit, ...]
+
+    def __repr__(self) -> str:
+        return text_table(self)
+
+    def _repr_html_(self) -> str:
+        return html_table(self)
 
     def __len__(self) -> int:
         return len(self.results)
 
-    def __iter__(self) -> Iterator[Hit]:
-        return iter(self.results)
-
-    def __getitem__(self, index: int) -> Hit:
-        return self.results[index]
-
-    def __repr__(self) -> str:
-        return hit_table(self.results)
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> Hit: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[Hit, ...]: ...
+    def __getitem__(self, place: Any) -> Any:
+        return self.results[place]
 
 
 @dataclass(frozen=True, repr=False)
 class SearchAnswer(Results):
-    """Results of a search, and the server's time in milliseconds."""
+    """Hits of a search, nearest first, and the server's time in milliseconds."""
 
     took_ms: float
     explain: dict[str, Any] | None = None
@@ -72,7 +58,7 @@ class SearchAnswer(Results):
 
 @dataclass(frozen=True)
 class BatchAnswer:
-    """Results of several searches, in the order of the queries."""
+    """Hits of several searches, in the order of the queries."""
 
     answers: tuple[Results, ...]
     took_ms: float
@@ -189,27 +175,3 @@ class IndexAnswer:
     bytes: int | None = None
     fields: tuple[str, ...] | None = None
     role: Literal["read", "write", "admin"] | None = None
-
-
-def reader(answer: type[T]) -> Callable[[bytes], T]:
-    """Return a function that parses JSON into `answer`, or raises `NotUnderstood`."""
-    adapter = TypeAdapter(answer)
-
-    def read(content: bytes) -> T:
-        try:
-            return adapter.validate_json(content)
-        except ValidationError:
-            raise NotUnderstood from None
-
-    return read
-
-
-read_search = reader(SearchAnswer)
-read_batch = reader(BatchAnswer)
-read_item = reader(ItemAnswer)
-read_page = reader(Page)
-read_put = reader(PutAnswer)
-read_add = reader(AddAnswer)
-read_deleted = reader(Deleted)
-read_snapshot = reader(Snapshot)
-read_index = reader(IndexAnswer)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import ssl
 import threading
 import weakref
 from collections.abc import (
@@ -33,7 +32,7 @@ from retrieval.client.images import (
     numbers_of,
     texts_of,
 )
-from retrieval.client.sending import Retries, Sender
+from retrieval.client.sending import Sender
 from retrieval.errors import DataError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class SearchOptions(TypedDict, total=False):
     explain: bool
 
 
-class AsyncClient:
+class AsyncClient(Sender):
     """Asynchronous client of a search server.
 
     An image is a path, a file's bytes, a Pillow image, or a uint8 array (H, W) or (H, W, 3). Every
@@ -72,31 +71,8 @@ class AsyncClient:
         verify: TLS verification: True, False or an `ssl.SSLContext`.
 
     Raises:
-        DataError: an argument is invalid.
+        DataError: an argument is invalid, or the environment names an invalid proxy or certificate.
     """
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        key: str | None = None,
-        index: str | None = None,
-        timeout: float = 30.0,
-        retries: Retries | None = None,
-        verify: ssl.SSLContext | bool = True,
-    ) -> None:
-        self._sender = Sender(url, key, index, timeout, retries, verify)
-        self._send = self._sender.send
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._sender.close()
 
     async def search(
         self,
@@ -123,7 +99,7 @@ class AsyncClient:
         else:
             query = {"id": id} if vector is None else {"vector": numbers_of(vector)}
             content = json_of({**query, **options})
-        return await self._send("POST", "/search", answers.read_search, **content)
+        return await self._send("POST", "/search", answers.SearchAnswer, **content)
 
     async def search_batch(
         self,
@@ -141,7 +117,7 @@ class AsyncClient:
             raise DataError("A batch takes images, vectors or ids: some of one of them.")
         body = {"queries": queries or named, **options}
         content = form_of(files, texts_of(options)) if files else json_of(body)
-        return await self._send("POST", "/search/batch", answers.read_batch, **content)
+        return await self._send("POST", "/search/batch", answers.BatchAnswer, **content)
 
     async def put(
         self,
@@ -176,7 +152,7 @@ class AsyncClient:
             raise DataError('"keep" says what is kept of an image; the item has none.')
         else:
             content = json_of({"vector": numbers_of(vector or ()), **_without_none(fields)})
-        return await self._send("PUT", "/item", answers.read_put, **content, **id_parameter(id))
+        return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
@@ -184,7 +160,7 @@ class AsyncClient:
         """Change an item's label or metadata, but not its image or vector; `None` keeps a value."""
         fields = {"label": label, "metadata": None if metadata is None else dict(metadata)}
         content = json_of(_without_none(fields))
-        return await self._send("PATCH", "/item", answers.read_put, **content, **id_parameter(id))
+        return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
         """Add, replace or change several items in one atomic request.
@@ -207,46 +183,40 @@ class AsyncClient:
             if images
             else json_of({"items": described})
         )
-        return await self._send("POST", "/items", answers.read_add, **content)
+        return await self._send("POST", "/items", answers.AddAnswer, **content)
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
         """Return an item, optionally with its vector."""
         options = {"vector": "true"} if vector else {}
-        return await self._send("GET", "/item", answers.read_item, **id_parameter(id, **options))
+        return await self._send("GET", "/item", answers.ItemAnswer, **id_parameter(id, **options))
 
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
         """Iterate over all items or those that match, sorted by id, one page per request."""
-        async for items in self._pages(filter, fields, page):
-            for item in items:
-                yield item
-
-    async def _pages(
-        self, filter: Filter | None, fields: Sequence[str] | None, limit: int
-    ) -> AsyncIterator[Sequence[answers.ItemAnswer]]:
         cursor: str | None = None
         while True:
-            params = texts_of(
-                {"filter": filter, "fields": fields, "limit": limit, "cursor": cursor}
-            )
-            page = await self._send("GET", "/items", answers.read_page, params=params)
-            yield page.items
-            if (cursor := page.cursor) is None:
+            reply = await self._page(filter, fields, page, cursor)
+            for item in reply.items:
+                yield item
+            if (cursor := reply.cursor) is None:
                 return
+
+    async def _page(
+        self, filter: Filter | None, fields: Sequence[str] | None, limit: int, cursor: str | None
+    ) -> answers.Page:
+        options = {"filter": filter, "fields": fields, "limit": limit, "cursor": cursor}
+        return await self._send("GET", "/items", answers.Page, params=texts_of(options))
 
     async def delete(self, id: str) -> None:
         """Delete an item; raise a `ServerError` with status 404 if it does not exist."""
-        await self._send(
-            "DELETE", "/item", lambda content: None, gone_is_done=True, **id_parameter(id)
-        )
+        await self._send("DELETE", "/item", bytes, gone_is_done=True, **id_parameter(id))
 
     async def delete_where(self, filter: Filter) -> int:
         """Delete all items that match and return their number. Failed requests are not repeated."""
         content = json_of({"filter": filter})
-        return (
-            await self._send("POST", "/delete", answers.read_deleted, repeats=False, **content)
-        ).deleted
+        done = await self._send("POST", "/delete", answers.Deleted, repeats=False, **content)
+        return done.deleted
 
     async def image(self, id: str) -> bytes:
         """Return an item's original, or a PNG of it if browsers cannot show its format."""
@@ -258,14 +228,12 @@ class AsyncClient:
 
     async def index(self) -> answers.IndexAnswer:
         """Return the description of the index."""
-        return await self._send("GET", "/index", answers.read_index)
+        return await self._send("GET", "/index", answers.IndexAnswer)
 
     async def snapshot(self, *, seconds: float = 3600.0) -> str:
         """Make the server write a snapshot, wait for it and return its name."""
-        read = answers.read_snapshot
-        return (
-            await self._send("POST", "/snapshots", read, repeats=False, seconds=seconds)
-        ).snapshot
+        options: dict[str, Any] = {"repeats": False, "seconds": seconds}
+        return (await self._send("POST", "/snapshots", answers.Snapshot, **options)).snapshot
 
     async def push(
         self,
@@ -357,40 +325,31 @@ class Client:
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> Iterator[answers.ItemAnswer]:
         """Iterate over the items; see `AsyncClient.items`."""
-        pages = self._client._pages(filter, fields, page)
-        while (items := self._run(_next(pages))) is not None:
-            yield from items
+        cursor: str | None = None
+        while True:
+            reply = self._run(self._client._page(filter, fields, page, cursor))
+            yield from reply.items
+            if (cursor := reply.cursor) is None:
+                return
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the loop's thread and return its result; an interrupt cancels it."""
-        try:
-            with self._lock:
-                if self._closed:
-                    raise DataError("The client is closed.")
-                if self._process != os.getpid():
-                    raise DataError(
-                        "The client is of the process that this one was forked from. Make a new"
-                        " one."
-                    )
-                if self._loop is None:
-                    self._loop = asyncio.new_event_loop()
-                    threading.Thread(
-                        target=_serve, args=(self._loop,), name="client", daemon=True
-                    ).start()
-                    weakref.finalize(self, _stop, self._loop)
-        except DataError:
-            work.close()
-            raise
+        with self._lock:
+            if self._closed or self._process != os.getpid():
+                work.close()
+                why = "is closed" if self._closed else "belongs to the process before the fork"
+                raise DataError(f"The client {why}. Make a new one.")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                weakref.finalize(self, _stop, self._loop)
+                arguments = (self._loop,)
+                threading.Thread(target=_serve, args=arguments, name="client", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
-
-
-async def _next(iterator: AsyncIterator[T]) -> T | None:
-    return await anext(iterator, None)
 
 
 def _stop(loop: asyncio.AbstractEventLoop) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
-from retrieval.client.answers import AddAnswer, IndexAnswer, ItemAnswer
 from retrieval.client.images import NewItem, file_bytes
 from retrieval.errors import DataError, ServerError, at_least_one
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere, own_name
+
+if TYPE_CHECKING:
+    from retrieval.client.clients import AsyncClient
 
 HASH = "sha256"
 """Metadata field with the SHA-256 of an item's file."""
@@ -24,16 +27,6 @@ _BATCH_BYTES = 8_000_000
 _ADDRESS_CHARACTERS = 8_000
 """Maximum length of the ids of a batch in a URL."""
 _ITEMS_FAULT = {400, 413, 422}
-
-
-class Server(Protocol):
-    """The methods of `AsyncClient` that a push needs."""
-
-    async def index(self) -> IndexAnswer: ...  # noqa: D102
-    async def add(self, items: Iterable[NewItem]) -> AddAnswer: ...  # noqa: D102
-    def items(  # noqa: D102
-        self, filter: Mapping[str, Any], *, fields: Sequence[str], page: int
-    ) -> AsyncIterator[ItemAnswer]: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +81,7 @@ class Push:
 
     def __init__(
         self,
-        client: Server,
+        client: AsyncClient,
         folder: Path,
         batch: int,
         progress: Callable[[PushProgress], None] | None,
@@ -96,49 +89,36 @@ class Push:
         self._client, self._folder, self._progress = client, folder, progress
         self._batch = at_least_one("batch", batch)
         self._turn, self._began = asyncio.Lock(), time.monotonic()
-        self._counts = dict.fromkeys(
-            ("total", "left_out", "done", "sent", "added", "replaced", "there"), 0
-        )
+        self._counts: Counter[str] = Counter()
         self._bad: list[tuple[str, str]] = []
 
     async def run(self, connections: int) -> PushReport:
         """Push the folder with `connections` concurrent requests; see `AsyncClient.push`."""
         connections = at_least_one("connections", connections)
         next(walk(self._folder), None)  # raises before the first request if it is not a folder
-        index = await self._client.index()
+        index, counts = await self._client.index(), self._counts
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
-        limits, counts = index.limits, self._counts
-        self._batch, self._largest = (
-            min(self._batch, limits.batch),
-            min(limits.bytes, limits.batch_bytes),
-        )
-        self._most_bytes = min(limits.batch_bytes, _BATCH_BYTES)
-        await asyncio.to_thread(self._count)
-        if not counts["total"]:
+        self._limits = index.limits
+        kinds = await asyncio.to_thread(lambda: Counter(image for _, image in walk(self._folder)))
+        if not kinds[True]:
             raise DataError(
                 f"{self._folder} holds no image (looked for {', '.join(sorted(IMAGE_EXTENSIONS))})."
             )
-        self._batches = self._batched()
-        fault: BaseException | None = None
+        counts["total"], self._batches = kinds[True], self._batched()
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(connections):
                     group.create_task(self._work())
         except* (ServerError, DataError) as faults:
-            fault = faults.exceptions[0]
-        if fault is not None:
-            raise fault
-        ends = (counts["added"], counts["replaced"], counts["there"], counts["left_out"])
+            raise faults.exceptions[0] from None
+        ends = (counts["added"], counts["replaced"], counts["there"], kinds[False])
         return PushReport(*ends, tuple(sorted(self._bad)))
-
-    def _count(self) -> None:
-        for _, image in walk(self._folder):
-            self._counts["total" if image else "left_out"] += 1
 
     def _batched(self) -> Iterator[list[_File]]:
         files: list[_File] = []
         size = address = 0
+        most_bytes = min(self._limits.batch_bytes, _BATCH_BYTES)
         for path, image in walk(self._folder):
             if not image:
                 continue
@@ -153,8 +133,8 @@ class Push:
                 why = f"It cannot be read: {fault.strerror}."
                 self._refuse(id, "It is a link that leads nowhere." if leads_nowhere(path) else why)
                 continue
-            full = size + weight > self._most_bytes or address + length > _ADDRESS_CHARACTERS
-            if files and (full or len(files) >= self._batch):
+            full = size + weight > most_bytes or address + length > _ADDRESS_CHARACTERS
+            if files and (full or len(files) >= min(self._batch, self._limits.batch)):
                 yield files
                 files, size, address = [], 0, 0
             label = inside.parts[0] if len(inside.parts) > 1 else own_name(self._folder)
@@ -172,33 +152,29 @@ class Push:
             where = {"id": {"in": [file.id for file in files]}}
             stored = self._client.items(where, fields=[HASH], page=len(files))
             hashes = {item.id: item.metadata.get(HASH) async for item in stored}
-            items, size = await asyncio.to_thread(self._read, files, hashes)
+            items = await asyncio.to_thread(self._read, files, hashes)
             if items:
                 await self._send(items)
-            self._counts["sent"] += size
             if self._progress is not None:
                 done, total, sent = (self._counts[name] for name in ("done", "total", "sent"))
                 self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
 
-    def _read(
-        self, files: Sequence[_File], hashes: Mapping[str, object]
-    ) -> tuple[list[NewItem], int]:
-        """Return the items to send, and their size in bytes. Runs in a thread."""
-        items, size = [], 0
+    def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> list[NewItem]:
+        """Return the items to send. Runs in a thread."""
+        items, largest = [], min(self._limits.bytes, self._limits.batch_bytes)
         for file in files:
             try:
-                content = file_bytes(file.path, self._largest)
+                content = file_bytes(file.path, largest)
             except DataError as fault:
                 self._refuse(file.id, str(fault))
                 continue
             hash = hashlib.sha256(content).hexdigest()
             if hashes.get(file.id) == hash:
-                self._counts["there"] += 1
-                self._counts["done"] += 1
-                continue
-            items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
-            size += len(content)
-        return items, size
+                self._counts += Counter(there=1, done=1)
+            else:
+                items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
+                self._counts["sent"] += len(content)
+        return items
 
     async def _send(self, items: Sequence[NewItem]) -> None:
         """Send items; if the server refuses them, send halves until the bad item is alone."""
@@ -213,9 +189,8 @@ class Push:
             for half in (items[: len(items) // 2], items[len(items) // 2 :]):
                 await self._send(half)
         else:
-            self._counts["added"] += answer.added
-            self._counts["replaced"] += answer.replaced
-            self._counts["done"] += len(items)
+            more = Counter(added=answer.added, replaced=answer.replaced, done=len(items))
+            self._counts += more
 
     def _refuse(self, id: str, why: str) -> None:
         self._bad.append((id, why))

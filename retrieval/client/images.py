@@ -71,10 +71,6 @@ def image_bytes(image: Image) -> bytes:
 def file_bytes(path: Path, largest: int | None = None) -> bytes:
     """Return the content of a file.
 
-    Args:
-        path: the file.
-        largest: maximum size in bytes. `None` sets no limit.
-
     Raises:
         DataError: the file cannot be read, is not a regular file, or is too large.
     """

@@ -7,18 +7,16 @@ import ipaddress
 import json
 import math
 import random
-import re
+import ssl
 import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, TypeVar
+from functools import cache
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
-from urllib.request import getproxies_environment
 
-from retrieval.client.answers import NotUnderstood
+from pydantic import TypeAdapter, ValidationError
+
 from retrieval.errors import DataError, MissingDependency, ServerError
 from retrieval.host.version import installed_version
 
@@ -38,6 +36,11 @@ _PASSING = {408, 429, 502, 503, 504}
 """Statuses of temporary failures."""
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+
+
+@cache
+def _adapter(answer: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(answer)
 
 
 @dataclass(frozen=True)
@@ -61,104 +64,75 @@ class Retries:
 
     def __post_init__(self) -> None:
         waits = (self.seconds, self.first, self.longest)
-        if (
-            self.times < 0
-            or self.seconds <= 0
-            or min(waits) < 0
-            or not all(map(math.isfinite, waits))
-        ):
+        if min(self.times, *waits) < 0 or not self.seconds or not all(map(math.isfinite, waits)):
             raise DataError(
                 "Retries: times must be 0 or more, seconds more than 0, first and longest 0 or"
                 " more."
             )
 
 
-class _Answer(NamedTuple):
-    status: int
-    headers: Mapping[str, str]
-    content: bytes
-
-
-class _TooLong(httpx.TransportError):
-    """The time limit of a request and its repetitions has passed."""
-
-
 class Sender:
-    """Sends requests to one index of a server, in one event loop.
-
-    Args:
-        url: address of the server, such as "https://search.example.com".
-        key: API key for `Authorization: Bearer`, or None.
-        index: name of the index, if the server has several.
-        timeout: seconds to wait for a connection or for the next bytes.
-        retries: how failed requests are repeated.
-        verify: TLS verification, as in httpx.
-
-    Raises:
-        DataError: an argument is invalid, or the environment names an invalid proxy or certificate.
-    """
+    """Sends requests to one index of a server, in one event loop; see `AsyncClient`."""
 
     def __init__(
         self,
         url: str,
-        key: str | None,
-        index: str | None,
-        timeout: float,
-        retries: Retries | None,
-        verify: Any,
+        *,
+        key: str | None = None,
+        index: str | None = None,
+        timeout: float = 30.0,
+        retries: Retries | None = None,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
         try:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError):
             raise DataError(f"The server's address is not a URL: {str(url)[:200]!r}.") from None
         odd = address.query or address.fragment or any(character.isspace() for character in url)
-        if address.scheme not in ("http", "https") or not address.host or odd:
+        if address.scheme not in ("http", "https") or not address.host or odd or address.userinfo:
             raise DataError(
-                "The server's address must be like http://127.0.0.1:8000, not"
-                f" {str(address)[:200]!r}."
+                "The server's address must be like http://127.0.0.1:8000, without a name or"
+                f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
             )
-        if address.userinfo:
-            raise DataError(
-                "The server's address holds a name or password. A key is given as `key`."
-            )
-        if key is not None and not (
-            key.isascii() and key.isprintable() and key.strip() == key and key
-        ):
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
+            key = ""
+        if key == "":
             raise DataError(
                 "The key holds characters that a header cannot have. Is it copied whole?"
             )
         if not timeout > 0:
             raise DataError(f"timeout must be more than 0 seconds, not {timeout}.")
-        self._url, self._timeout, self._retries = (
-            str(address).rstrip("/"),
-            timeout,
-            retries or Retries(),
-        )
+        self._url, self._timeout = str(address).rstrip("/"), timeout
+        self._retries = retries or Retries()
         self._path = "/v1" if index is None else f"/v1/indexes/{quote(index, safe='')}"
         headers = {"Accept-Encoding": "identity", "User-Agent": f"retrieval/{installed_version()}"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
-        local = _is_loopback(address.host)
-        self._proxies = "" if local else _proxies()
         try:
             # A proxy cannot reach this machine's loopback address.
-            self._http = httpx.AsyncClient(headers=headers, verify=verify, trust_env=not local)
+            proxied = not _is_loopback(address.host)
+            self._http = httpx.AsyncClient(headers=headers, verify=verify, trust_env=proxied)
         except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
-            where = f" These are set: {self._proxies}." if self._proxies else ""
             raise DataError(
                 "A proxy or certificate that the environment names cannot be used:"
-                f" {str(error).rstrip('.')}.{where}"
+                f" {str(error).rstrip('.')}."
             ) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    async def send(
+    async def _send(
         self,
         method: str,
         path: str,
-        read: Callable[[bytes], T],
+        answer: type[T],
         *,
         repeats: bool = True,
         gone_is_done: bool = False,
@@ -167,144 +141,105 @@ class Sender:
     ) -> T:
         """Send a request, repeat it after temporary failures, and return its parsed response.
 
-        Args:
-            method: HTTP method.
-            path: path relative to the index.
-            read: parses the body of the response.
-            repeats: whether the request may be repeated if its outcome is unknown.
-            gone_is_done: whether status 404 after a repetition counts as success.
-            seconds: time limit that replaces the client's own.
-            content: `params`, `data`, `files`, `content` and `headers` of httpx.
-
         Raises:
             DataError: the request holds text that cannot be sent.
             ServerError: the server refuses the request, fails or cannot be reached.
         """
         end, done = time.monotonic() + (seconds or self._retries.seconds), 0
+        url = f"{self._url}{self._path}{path}"
         while True:
-            left = max(end - time.monotonic(), 0.001)
-            outcome: _Answer | httpx.TransportError
+            left, wait_asked = max(end - time.monotonic(), 0.001), 0.0
             try:
                 async with asyncio.timeout(left):
                     wait = min(seconds or self._timeout, left)
-                    url = f"{self._url}{self._path}{path}"
-                    outcome = await self._once(method=method, url=url, timeout=wait, **content)
-            except TimeoutError:
-                outcome = _TooLong("its answer came too slowly")
-            except httpx.TransportError as error:
-                outcome = error
+                    response = await self._once(method=method, url=url, timeout=wait, **content)
+                if response.is_success or (response.status_code == 404 and gone_is_done and done):
+                    return self._parsed(response, answer)
+                wait_asked = _retry_after(response)
+                again = response.status_code in _PASSING
+                again = again and (repeats or response.status_code == 429)
+                error = self._refused(response)
+            except (httpx.TransportError, TimeoutError) as fault:
+                again = repeats or isinstance(fault, _NEVER_SENT)
+                error = ServerError(self._failed(fault))
             except UnicodeEncodeError:
                 raise DataError(
                     "Text that is sent must be Unicode without lone surrogates."
                 ) from None
-            wait_asked = None
-            if isinstance(outcome, _Answer):
-                if 200 <= outcome.status < 300 or (outcome.status == 404 and gone_is_done and done):
-                    return self._understood(outcome, read)
-                wait_asked = _retry_after(outcome.headers)
-                again = outcome.status in _PASSING and (repeats or outcome.status == 429)
-            else:
-                again = repeats or isinstance(outcome, _NEVER_SENT)
-            left = max(end - time.monotonic(), 0.001)
+            left = end - time.monotonic()
             backoff = min(self._retries.first * 2.0**done, self._retries.longest)
-            pause = backoff * random.uniform(0.5, 1.0) + (wait_asked or 0.0)
+            pause = backoff * random.uniform(0.5, 1.0) + wait_asked
             if not again or done >= self._retries.times or pause >= left:
-                later = wait_asked if wait_asked and wait_asked >= left else None
-                raise self._error(outcome, done, later)
+                later = f" It asks to retry after {wait_asked:,.0f} seconds." * (wait_asked > left)
+                tried = f" It was tried {done + 1} times." if done else ""
+                name = f" (request {error.request_id})" if error.request_id else ""
+                text = f"{error}{later}{tried}{name}"
+                raise ServerError(text, error.status, error.request_id, error.detail) from None
             done += 1
             await asyncio.sleep(pause)
 
-    async def _once(self, **request: Any) -> _Answer:
-        chunks, size = list[bytes](), 0
+    async def _once(self, **request: Any) -> httpx.Response:
+        content = bytearray()
         async with self._http.stream(**request) as response:
             async for chunk in response.aiter_raw():
-                size += len(chunk)
-                if size > MAX_ANSWER_BYTES:
+                content += chunk
+                if len(content) > MAX_ANSWER_BYTES:
                     raise httpx.RemoteProtocolError(
                         f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
                     )
-                chunks.append(chunk)
-            return _Answer(response.status_code, response.headers, b"".join(chunks))
+        response.headers.pop("content-encoding", None)  # nothing is unpacked
+        return httpx.Response(
+            response.status_code, headers=response.headers, content=bytes(content)
+        )
 
-    def _understood(self, answer: _Answer, read: Callable[[bytes], T]) -> T:
+    def _parsed(self, response: httpx.Response, answer: type[T]) -> T:
+        if answer is bytes:
+            return response.content  # type: ignore[return-value]
         try:
-            return read(answer.content)
-        except NotUnderstood:
+            parsed: T = _adapter(answer).validate_json(response.content)
+            return parsed
+        except ValidationError:
             raise ServerError(
                 f"The server at {self._url} answered something that is not of /v1. Is it `retrieval"
                 " serve`?",
-                answer.status,
-                answer.headers.get("x-request-id"),
+                response.status_code,
+                response.headers.get("x-request-id"),
             ) from None
 
-    def _error(
-        self, outcome: _Answer | httpx.TransportError, done: int, later: float | None
-    ) -> ServerError:
-        tried = f" It was tried {done + 1} times." if done else ""
-        if isinstance(outcome, _Answer):
-            sentence, request = _problem(outcome)
-            retry = f" It asks to retry after {later:,.0f} seconds." if later else ""
-            name = f" (request {request})" if request else ""
-            text = (
-                f"The server at {self._url} answered {outcome.status}:"
-                f" {sentence}{retry}{tried}{name}"
-            )
-            return ServerError(text, outcome.status, request, sentence)
+    def _refused(self, response: httpx.Response) -> ServerError:
+        """Return the error of a response, with the server's own sentence."""
+        status, problem = response.status_code, {}
+        with suppress(ValueError, RecursionError):
+            content = json.loads(response.content[:100_000])
+            problem = content if isinstance(content, dict) else {}
+        where = response.headers.get("location", "")
+        unknown = f"it sends on to {where}; give that address." if where else "no reason is given."
+        sentence = str(problem.get("detail") or unknown)[:_MAX_TEXT]
+        request = str(problem.get("instance") or response.headers.get("x-request-id", ""))[:200]
+        text = f"The server at {self._url} answered {status}: {sentence}"
+        return ServerError(text, status, request or None, sentence)
+
+    def _failed(self, error: Exception) -> str:
+        """Return a sentence on a response that did not come."""
         failed = "broke the connection off"
-        if isinstance(outcome, httpx.TimeoutException):
+        if isinstance(error, httpx.TimeoutException):
             failed = "did not answer in time"
-        failed = {_TooLong: "took too long", httpx.ConnectError: "cannot be reached"}.get(
-            type(outcome), failed
-        )
-        more = f": {outcome}".rstrip(".") if str(outcome) else ""
-        proxies = (
-            f" It was asked through a proxy of the environment: {self._proxies}."
-            if self._proxies
-            else ""
-        )
-        return ServerError(f"The server at {self._url} {failed}{more}.{proxies}{tried}")
+        elif isinstance(error, TimeoutError):
+            failed = "took too long"
+        elif isinstance(error, httpx.ConnectError):
+            failed = "cannot be reached"
+        more = f": {error}".rstrip(".") if str(error) else ""
+        return f"The server at {self._url} {failed}{more}."
 
 
 def _is_loopback(host: str) -> bool:
     try:
-        return (
-            host.lower().rstrip(".") == "localhost"
-            or ipaddress.ip_address(host.strip("[]")).is_loopback
-        )
+        return host.lower().rstrip(".") == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
 
-def _proxies() -> str:
-    """Describe the proxies of the environment, without passwords."""
-    proxies = {name: url for name, url in getproxies_environment().items() if name != "no"}
-    return ", ".join(
-        f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in sorted(proxies.items())
-    )
-
-
-def _problem(answer: _Answer) -> tuple[str, str | None]:
-    """Return the server's error message and the request's id."""
-    request: Any = answer.headers.get("x-request-id")
-    sentence: Any = None
-    with suppress(ValueError, RecursionError):
-        problem = json.loads(answer.content[:100_000])
-        if isinstance(problem, dict):
-            sentence, request = problem.get("detail"), problem.get("instance") or request
-    if not isinstance(sentence, str) or not sentence:
-        where = answer.headers.get("location", "")[:_MAX_TEXT]
-        sentence = f"it sends on to {where}; give that address." if where else "no reason is given."
-    return sentence[:_MAX_TEXT], request[:200] if isinstance(request, str) else None
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of a `Retry-After` header, which may hold a number or a date, or None."""
-    text = headers.get("retry-after", "").strip()
-    if text.isascii() and text.isdecimal():
-        return float(text[:9])
-    try:
-        when = parsedate_to_datetime(text)
-    except (ValueError, IndexError):
-        return None
-    aware = when if when.tzinfo else when.replace(tzinfo=UTC)
-    return max((aware - datetime.now(UTC)).total_seconds(), 0.0)
+def _retry_after(response: httpx.Response) -> float:
+    """Return the seconds of a `Retry-After` header, or 0."""
+    text = response.headers.get("retry-after", "").strip()
+    return float(text[:9]) if text.isascii() and text.isdecimal() else 0.0

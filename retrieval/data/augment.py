@@ -12,7 +12,6 @@ functions (`transforms.v2.functional`).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -361,39 +360,3 @@ class Drawing(TorchFunctionMode):
 
 
 _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
-
-
-_AFTERWARDS = ("transform", "_apply_image_or_video_transform")
-"""Methods that torchvision's transforms call after drawing."""
-
-
-def without_asking(transform: Any) -> Any:
-    """Return a copy of a torchvision transform that changes images outside `Drawing`, for speed.
-
-    A user's subclass is returned unchanged, because it may draw in any method.
-    """
-    if not type(transform).__module__.startswith("torchvision.transforms.v2."):
-        return transform
-    copied = copy.copy(transform)
-    own = vars(copied)
-    for name in _AFTERWARDS:
-        if hasattr(copied, name):
-            own[name] = _Outside(copied, name)
-    if isinstance(own.get("transforms"), list):  # RandomApply and similar containers
-        own["transforms"] = [without_asking(inner) for inner in own["transforms"]]
-    return copied
-
-
-class _Outside:
-    """A transform's method that runs outside any torch function mode.
-
-    This is a class because, unlike a closure, it can be sent to worker processes.
-    """
-
-    def __init__(self, transform: Any, name: str) -> None:
-        self.transform, self.name = transform, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the transform's method."""
-        with torch._C.DisableTorchFunction():
-            return getattr(type(self.transform), self.name)(self.transform, *args, **kwargs)

@@ -1,37 +1,32 @@
 """Features of a frozen backbone, computed once and kept on disk.
 
-A cache entry is a folder with `features.f32`, rows of float32, and `journal.jsonl`. The journal's
-first line describes the entry; each further line has the checksum of a finished block of rows.
-Blocks without a line or with a wrong checksum are computed (again). An interrupted run therefore
-continues where it stopped, and a damaged file is repaired.
+A cache entry is a folder with `features.f32`, rows of float32, and `sums`, a checksum of each block
+of rows, zeros for a block without one. Blocks without a checksum or with a wrong one are computed
+(again). An interrupted run therefore continues where it stopped, and a damaged file is repaired.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrieval.data.loading import RawInputs, inputs
-from retrieval.errors import BundleError, DataError, MissingDependency
+from retrieval.data.loading import inputs
+from retrieval.errors import DataError
 from retrieval.host.files import cache_folder
 from retrieval.serving.progress import Meter
-from retrieval.serving.sessions import ahead
 
 if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
@@ -42,25 +37,9 @@ log = logging.getLogger(__name__)
 
 # Raise this version when the format changes, or decoding or resizing. Otherwise, outdated features
 # would be found.
-_FORMAT = 2
-_JOURNAL = "journal.jsonl"
-
-
-@dataclass(frozen=True)
-class Way:
-    """A faster way to compute the same features up to rounding, with its own cache entries.
-
-    Attributes:
-        name: name of the way, part of its entries' keys.
-        features: maps raw inputs (B, …) to features (B, F); called in several threads.
-        rows: largest B.
-        threads: number of threads, each of which also decodes its inputs.
-    """
-
-    name: str
-    features: Callable[[Tensor], Tensor]
-    rows: int
-    threads: int
+_FORMAT = 3
+_SUM = 16
+"""Bytes of a checksum."""
 
 
 def frozen_features(
@@ -68,32 +47,30 @@ def frozen_features(
     dataset: Dataset,
     preprocessing: Preprocessing | None,
     *,
+    width: int,
     fingerprint: str,
     device: torch.device | str,
     batch: int,
     folder: Path | None = None,
     progress: bool = True,
-    quicker: Way | None = None,
 ) -> NDArray[np.float32]:
     """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
 
     The entry's name is a hash of everything that could change a bit of a feature: the fingerprint,
-    the preprocessing, the items' content, the batch size, the device type and, if used, the quicker
-    way. An entry begun without the quicker way is completed without it. A dataset without `arrays`
-    or `files` cannot be identified; each run computes its features into a temporary file.
+    the preprocessing, the items' content, the batch size and the device type. A dataset without
+    `arrays` or `files` cannot be identified; each run computes its features into a temporary file.
 
     Args:
         backbone_features: maps raw inputs on `device`, uint8 (B, channels, H, W) or float32
             (B, F'), to features (B, F). The backbone must be in evaluation mode.
         dataset: the items.
         preprocessing: the backbone's preprocessing, or `None` for vectors.
+        width: F.
         fingerprint: identifies the backbone and its weights.
         device: device of `backbone_features`.
         batch: number of items at a time.
         folder: the cache folder; the default is `cache_folder()`.
         progress: whether to show progress on stderr.
-        quicker: used instead of `backbone_features`, unless it raises a `BundleError` or
-            `MissingDependency`.
 
     Returns:
         The features. Writing to them changes memory only, never the file.
@@ -102,66 +79,21 @@ def frozen_features(
         DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.
     """
     content = dataset_identity(dataset)
-    parts = [_FORMAT, fingerprint, repr(preprocessing), content, batch, torch.device(device).type]
-    entries = (folder or cache_folder()) / "features"
-    place = entries / _key(parts)
+    kind = torch.device(device).type
+    parts = [_FORMAT, fingerprint, repr(preprocessing), content, batch, kind, width]
+    place = (folder or cache_folder()) / "features" / _checksum(json.dumps(parts).encode()).hex()
 
-    def plain(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
-        for x in inputs(dataset, items, preprocessing, batch):
-            with torch.no_grad():
-                yield backbone_features(x.to(device)).float().cpu().numpy()
-
-    if quicker is not None and not (place / _JOURNAL).exists():
-        compute = partial(_in_threads, quicker, RawInputs(dataset, preprocessing, budget=0), batch)
+    def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
         try:
-            entry = None if content is None else entries / _key([*parts, quicker.name])
-            return _filled(entry, dataset, batch, compute, progress)
-        except (BundleError, MissingDependency) as fault:
-            log.info("Features are computed by torch: %s", fault)
-    return _filled(None if content is None else place, dataset, batch, plain, progress)
-
-
-Compute = Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]]
-
-
-def _key(parts: list[Any]) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
-
-
-def _in_threads(
-    way: Way, raw: RawInputs, batch: int, items: NDArray[np.int64]
-) -> Iterator[NDArray[np.float32]]:
-    """Yield the features of items, `batch` at a time, decoding and computing in each thread."""
-    blocks = [items[i : i + batch] for i in range(0, len(items), batch)]
-    shares = (block[i : i + way.rows] for block in blocks for i in range(0, len(block), way.rows))
-
-    def features(chosen: NDArray[np.int64]) -> NDArray[np.float32]:
-        return way.features(torch.from_numpy(raw.batch(chosen))).numpy()
-
-    computed = ahead(features, shares, workers=way.threads, most=2 * way.threads)
-    for block in blocks:
-        yield np.concatenate(list(itertools.islice(computed, -(-len(block) // way.rows))))
-
-
-def _filled(
-    place: Path | None, dataset: Dataset, batch: int, compute: Compute, progress: bool
-) -> NDArray[np.float32]:
-    """Return an entry's features after computing missing ones; without a place, use a temporary."""
-
-    def computed(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
-        blocks = compute(items)
-        while True:
-            try:
-                features = next(blocks)
-            except StopIteration:
-                return
-            except OSError as error:  # from the dataset, not from the cache
-                raise DataError(f"An item of the dataset cannot be read: {error}.") from error
-            yield features
+            for x in inputs(dataset, items, preprocessing, batch):
+                with torch.no_grad():
+                    yield backbone_features(x.to(device)).float().cpu().numpy()
+        except OSError as error:  # from the dataset, not from the cache
+            raise DataError(f"An item of the dataset cannot be read: {error}.") from error
 
     with ExitStack() as stack:
         try:
-            if place is None:
+            if content is None:
                 log.warning(
                     "The dataset names no files, so its features are computed for this run only."
                 )
@@ -172,7 +104,13 @@ def _filled(
             else:
                 place.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(_locked(place / "lock"))
-            return _Entry(place, dataset, batch).fill(computed, progress)
+            _fill(place, dataset, width, batch, compute, progress)
+            if not len(dataset):
+                return np.empty((0, width), np.float32)
+            # Mode "c" (copy on write): the caller's changes do not reach the file, and torch
+            # accepts the array without a warning.
+            shape = (len(dataset), width)
+            return np.memmap(place / "features.f32", dtype=np.float32, mode="c", shape=shape)
         except OSError as error:
             what = (
                 "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
@@ -183,141 +121,70 @@ def _filled(
             ) from error
 
 
-class _Entry:
-    """One cache entry, locked by this process."""
-
-    def __init__(self, folder: Path, dataset: Dataset, batch: int) -> None:
-        self.data, self.journal = folder / "features.f32", folder / _JOURNAL
-        self.dataset, self.batch, self.key = dataset, batch, folder.name
-        self.blocks = -(-len(dataset) // batch)
-
-    def fill(self, compute: Compute, progress: bool) -> NDArray[np.float32]:
-        """Compute missing and damaged blocks, and return all features."""
-        width, done = self._verified()
-        missing = [block for block in range(self.blocks) if block not in done]
-        if missing:
-            width = self._compute(missing, width, compute, progress)
-        if not self.blocks:
-            return np.empty((0, width), np.float32)
-        shape = (len(self.dataset), width)
-        # Mode "c" (copy on write): the caller's changes do not reach the file, and torch accepts
-        # the array without a warning.
-        return np.memmap(self.data, dtype=np.float32, mode="c", shape=shape)
-
-    def _verified(self) -> tuple[int, set[int]]:
-        """Return the width and the blocks with correct checksums; warn of damaged ones."""
-        try:
-            lines = self.journal.read_bytes().split()
-        except FileNotFoundError:
-            return 0, set()
-        header = _parsed(lines[0]) if lines else None
-        if (
-            header is None
-            or header.get("key") != self.key
-            or not isinstance(header.get("features"), int)
-            or header["features"] < 1
-        ):
-            log.warning(
-                "The cached features in %s have a damaged journal; computing them again.",
-                self.data.parent,
-            )
-            self.journal.unlink()
-            return 0, set()
-        width: int = header["features"]
-        sums = {}
-        for line in map(_parsed, lines[1:]):
-            if line and isinstance(block := line.get("block"), int) and 0 <= block < self.blocks:
-                sums[block] = line.get("sum")
-        sound = set()
-        with self._open() as file:
-            for block, checksum in sums.items():
-                file.seek(block * self.batch * width * 4)
-                if _checksum(file.read(self._rows(block) * width * 4)) == checksum:
-                    sound.add(block)
-        if len(sound) < len(sums):
+def _fill(
+    place: Path,
+    dataset: Dataset,
+    width: int,
+    batch: int,
+    compute: Callable[[NDArray[np.int64]], Iterator[NDArray[np.float32]]],
+    progress: bool,
+) -> None:
+    """Compute an entry's missing and damaged blocks."""
+    blocks = [np.arange(i, min(i + batch, len(dataset))) for i in range(0, len(dataset), batch)]
+    files = place / "features.f32", place / "sums"
+    for path in files:
+        path.touch()
+    with files[0].open("r+b") as data, files[1].open("r+b") as sums:
+        missing, damaged = [], 0
+        for number, items in enumerate(blocks):
+            if any(known := sums.read(_SUM)):
+                data.seek(int(items[0]) * width * 4)
+                if _checksum(data.read(len(items) * width * 4)) == known:
+                    continue
+                damaged += 1
+            missing.append(number)
+        if damaged:
             log.warning(
                 "%d of %d blocks of cached features in %s are damaged; computing them again.",
-                len(sums) - len(sound),
-                len(sums),
-                self.data.parent,
+                damaged,
+                len(blocks),
+                place,
             )
-        if not sound:  # all blocks are damaged, so the header may be too
-            self.journal.unlink()
-            return 0, sound
-        return width, sound
-
-    def _compute(
-        self,
-        missing: list[int],
-        width: int,
-        compute: Compute,
-        progress: bool,
-    ) -> int:
-        items = np.concatenate([self._items(block) for block in missing])
-        if width == 0:
-            self.data.unlink(missing_ok=True)
-        with (
-            self._open() as data,
-            self.journal.open("a", encoding="utf-8") as journal,
-            Meter("features", len(items), "items", show=progress) as meter,
-        ):
-            journal.write("\n")  # ends a line that an interrupted run left incomplete
+        if not missing:
+            return
+        chosen = np.concatenate([blocks[number] for number in missing])
+        with Meter("features", len(chosen), "items", show=progress) as meter:
             # Use plain writes: with a full disk, writing to mapped memory would kill the process.
-            for block, features in zip(missing, compute(items), strict=True):
-                self._check(block, features, width)
-                if width == 0:
-                    width = features.shape[1]
-                    _append(journal, {"key": self.key, "features": width})
+            for number, features in zip(missing, compute(chosen), strict=True):
+                _check(features, blocks[number], width, dataset)
                 content = np.ascontiguousarray(features, dtype="<f4").tobytes()
-                data.seek(block * self.batch * width * 4)
+                data.seek(int(blocks[number][0]) * width * 4)
                 data.write(content)
                 data.flush()
-                _append(journal, {"block": block, "sum": _checksum(content)})
+                sums.seek(number * _SUM)
+                sums.write(_checksum(content))
+                sums.flush()
                 meter.update(len(features))
-            os.fsync(data.fileno())
-        return width
-
-    def _check(self, block: int, features: NDArray[np.float32], width: int) -> None:
-        expected = (self._rows(block), width or features.shape[-1])
-        if features.shape != expected or not features.shape[-1]:
-            raise DataError(
-                f"The backbone gave features of shape {features.shape}, not {expected}."
-            )
-        bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
-        if len(bad):
-            name = self.dataset.keys[int(self._items(block)[bad[0]])]
-            raise DataError(
-                f"The backbone's features of {name} are not finite. Check its weights and the"
-                " image."
-            )
-
-    def _items(self, block: int) -> NDArray[np.int64]:
-        return np.arange(block * self.batch, block * self.batch + self._rows(block))
-
-    def _rows(self, block: int) -> int:
-        return min(self.batch, len(self.dataset) - block * self.batch)
-
-    def _open(self) -> BinaryIO:
-        self.data.touch()
-        return self.data.open("r+b")
+        os.fsync(data.fileno())
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """Return a journal line's content, or None if it is incomplete or damaged."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+def _check(
+    features: NDArray[np.float32], items: NDArray[np.int64], width: int, dataset: Dataset
+) -> None:
+    if features.shape != (len(items), width):
+        raise DataError(
+            f"The backbone gave features of shape {features.shape}, not {(len(items), width)}."
+        )
+    bad = np.flatnonzero(~np.isfinite(features).all(axis=1))
+    if len(bad):
+        raise DataError(
+            f"The backbone's features of {dataset.keys[int(items[bad[0]])]} are not finite. Check"
+            " its weights and the image."
+        )
 
 
-def _append(journal: TextIO, values: dict[str, Any]) -> None:
-    journal.write(json.dumps(values, separators=(",", ":")) + "\n")
-    journal.flush()
-
-
-def _checksum(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_SUM).digest()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels, without_asking
+from retrieval.data.augment import Changes, Draws, Labels, Mix, MixedLabels
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
 from retrieval.host.cores import cores
@@ -263,23 +263,6 @@ class _Work(torch_data.Dataset[Any]):
             return str(error)
 
 
-class _Jobs(torch_data.Sampler[Any]):
-    """The jobs of the current epoch."""
-
-    def __init__(self) -> None:
-        self.jobs: list[Job] = []
-
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self.jobs)
-
-    def __len__(self) -> int:
-        return len(self.jobs)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch
-
-
 class Workers:
     """Worker processes that make batches, started in the first epoch and kept until `close`.
 
@@ -287,13 +270,12 @@ class Workers:
     """
 
     def __init__(self, make: BatchMaker, count: int) -> None:
-        self._jobs = _Jobs()
+        self._jobs: list[Job] = []
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
             _Work(make),
             batch_size=None,
             sampler=self._jobs,
             num_workers=count,
-            collate_fn=_as_is,
             multiprocessing_context="spawn",
             persistent_workers=True,
             # Without this, the loader would draw its base seed from the global generator, which
@@ -303,7 +285,7 @@ class Workers:
 
     def run(self, jobs: list[Job]) -> Iterator[Tensor]:
         """Yield each job's batch, in order."""
-        self._jobs.jobs = jobs
+        self._jobs[:] = jobs
         try:
             batches = iter(self._loader)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -388,10 +370,7 @@ class TrainBatches:
         self._count = self.batch_sampler.batches(self.items)
         self.views = augmentation.views
         raw = raw or RawInputs(dataset, preprocessing)
-        changes = Changes(
-            augmentation, tuple(without_asking(transform) for transform in transforms)
-        )
-        self._make = BatchMaker(raw, changes, seed)
+        self._make = BatchMaker(raw, Changes(augmentation, tuple(transforms)), seed)
         self._workers: Workers | None = None
         # Worker processes could not use pixels kept in this process's memory. A random crop differs
         # each time, so kept pixels are of no use for it.

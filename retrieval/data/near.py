@@ -116,8 +116,9 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows within a distance of each other, the nearest first.
 
-    Each row is compared with up to 2,048 (or `candidates`) nearest rows by Euclidean distance. The
-    search stops after more than `MOST_PAIRS` pairs.
+    Each row is compared with its nearest rows by Euclidean distance, four times as many as long as
+    more of them are near, up to 2,048 (or `candidates`). The search stops after more than
+    `MOST_PAIRS` pairs.
 
     Args:
         vectors: finite vectors (N, P).
@@ -138,12 +139,15 @@ def near_pairs(
             queries, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
             done += len(queries)
             meter.update(len(queries))
+            known = np.ones(len(queries), np.int64)  # each row is near itself
             while len(queries):
                 rows, apart = _candidates(
                     vectors, queries, min(count, size), spans, measure, threads
                 )
                 close: NDArray[np.bool_] = apart <= within
-                more = np.count_nonzero(close | np.isnan(apart), axis=1) == close.shape[1]
+                # A measure may order rows otherwise, so look on while further rows are near.
+                counts = np.count_nonzero(close, axis=1)
+                more = counts == close.shape[1] if measure is None else counts > known
                 if count >= min(_MOST, size):  # otherwise there may be more pairs
                     cut += int(np.count_nonzero(more)) if count < size else 0
                     more[:] = False
@@ -156,7 +160,7 @@ def near_pairs(
                 )
                 parts.append((item[kept], neighbor[kept], apart[row, place][kept]))
                 total += int(kept.sum())
-                queries, count = queries[more], 4 * count
+                queries, known, count = queries[more], counts[more], 4 * count
     # A pair is missing only if the search was cut short for both of its rows.
     return _once(parts, done == size and total <= MOST_PAIRS and cut < 2)
 

@@ -79,7 +79,7 @@ def as_dataset(
 
 def _refuse_random(dataset: Dataset, name: str) -> None:
     """Raise a `DataError` if an object gives another image when item 0 is read again."""
-    if dataset.arrays is not None or dataset.files is not None:
+    if not len(dataset) or dataset.arrays is not None or dataset.files is not None:
         return
     first = np.asarray(dataset[0])
     if not all(np.array_equal(first, np.asarray(dataset[0])) for _ in range(_READINGS)):

@@ -88,11 +88,9 @@ class OfSources(Subjects):
         if isinstance(content, DataError):
             raise content
         item, limits = self._items[row], Limits()
-        if content is None and item.path is not None:
+        if content is None:
+            assert item.path is not None  # otherwise the item has an origin
             content = read_image(item.path, limits, item.name)
-        elif content is None:
-            assert item.origin is not None
-            content = item.origin.location.read(limits.bytes)
         return digest(content), decode(content, limits, item.name)
 
 

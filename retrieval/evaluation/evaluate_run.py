@@ -70,7 +70,6 @@ class RunEvaluation:
             galleries, by contestant.
         groups: with `[evaluate] by`, the mean of each metric and the number of queries, by
             contestant and group.
-        milliseconds: with `[evaluate] latency`, the time of a query's search, by contestant.
     """
 
     run: str
@@ -82,7 +81,6 @@ class RunEvaluation:
     candidates: CandidateStep | None = None
     spread: dict[str, dict[str, float]] = field(default_factory=dict)
     groups: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    milliseconds: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return self.table()
@@ -90,7 +88,7 @@ class RunEvaluation:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of `evaluation-SIDE.json`, without keys that do not apply."""
         table = asdict(self)
-        for name in ("candidates", "spread", "groups", "milliseconds"):
+        for name in ("candidates", "spread", "groups"):
             if not table[name]:
                 del table[name]
         return table
@@ -106,9 +104,6 @@ class RunEvaluation:
         for row, spread in self.spread.items():
             text = ", ".join(f"{name} {value:.4f}" for name, value in spread.items())
             lines.append(f"{row}, standard deviation over random galleries: {text}")
-        if self.milliseconds:
-            text = ", ".join(f"{row} {value:.3g}" for row, value in self.milliseconds.items())
-            lines.append(f"milliseconds a query, search alone: {text}")
         if self.candidates is not None:
             kept = ", ".join(
                 f"{value:.3f} at {count}" for count, value in self.candidates.overlap_at_10.items()
@@ -167,6 +162,9 @@ def evaluate(
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the metrics into `evaluation-SIDE.json` in its folder.
 
+    For other data, `data = retrieval.as_dataset(…)` and `retrieval.evaluate(run.encode(data),
+    data.labels)`.
+
     Args:
         run: a run.
         side: "test" or "validation".
@@ -207,8 +205,7 @@ def evaluate(
     rows: dict[str, Measured] = {}
 
     def measure(name: str, ours: Any, theirs: Any, distance: Any = None) -> Evaluation:
-        measured = protocol.measure(ours, theirs, distance, metrics=chosen, clusters=clusters)
-        rows.update((name + change, row) for change, row in measured)
+        rows[name] = protocol.measure(ours, theirs, distance, metrics=chosen, clusters=clusters)
         return rows[name].first
 
     trained = measure(
@@ -235,12 +232,7 @@ def evaluate(
         columns,
         candidates,
         {row: measured.spread for row, measured in rows.items() if measured.spread},
-        {row: measured.groups for row, measured in rows.items() if measured.groups},
-        {
-            row: measured.milliseconds
-            for row, measured in rows.items()
-            if run.recipe.evaluate.latency
-        },
+        {row: measured.first.groups for row, measured in rows.items() if measured.first.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict())
     return results

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import warnings
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,7 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from retrieval.errors import DataError, MissingDependency
+from retrieval.errors import DataError
 from retrieval.model.labels import read_labels
 from retrieval.serving.images import as_list, decode, from_pixels, to_mode
 
@@ -264,7 +263,7 @@ def map(
     codes: ArrayLike,
     labels: Sequence[Any] | ArrayLike,
     *,
-    method: Literal["pca", "tsne", "umap"] = "pca",
+    method: Literal["pca", "tsne"] = "pca",
     seed: int = 0,
 ) -> Figure:
     """Draw codes as points of a plane, coloured by class.
@@ -275,14 +274,11 @@ def map(
         method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`). "tsne"
             preserves neighbourhoods, but neither distances nor sizes of clusters (van der Maaten &
             Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow for more than ten thousand items).
-            "umap" does too, faster (McInnes, Healy & Melville, arXiv 1802.03426, 2018), and needs
-            the extra `umap`.
-        seed: seed of t-SNE and UMAP. The same seed, codes and versions give the same figure.
+        seed: seed of t-SNE. The same seed, codes and versions give the same figure.
 
     Raises:
         DataError: codes have another shape or are not finite, the number of labels differs from
             that of items, labels are missing or of two kinds, or the method is unknown.
-        MissingDependency: umap-learn is not installed.
     """
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
@@ -328,31 +324,12 @@ def _plane(
         pca = PCA(2, svd_solver="full")
         plane = pca.fit_transform(points)
         total = points.var(axis=0, ddof=1).sum()
-        return (
-            plane,
-            (
-                f"PCA: {100 * pca.explained_variance_.sum() / total if total else 100:.0f} % of the"
-                " variance"
-            ),
-        )
+        share = pca.explained_variance_.sum() / total if total else 1
+        return plane, f"PCA: {100 * share:.0f} % of the variance"
     if method == "tsne":
         from sklearn.manifold import TSNE
 
         perplexity = min(30.0, (len(points) - 1) / 3)
-        return (
-            TSNE(2, perplexity=perplexity, init="random", random_state=seed).fit_transform(points),
-            "t-SNE",
-        )
-    if method == "umap":
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # UMAP says that a seed takes one thread
-            try:
-                from umap import UMAP
-            except ImportError as error:
-                raise MissingDependency(
-                    "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
-                ) from error
-            near = min(15, len(points) - 1)
-            umap = UMAP(n_neighbors=near, init="random", random_state=seed, n_jobs=1)
-            return np.asarray(umap.fit_transform(points)), "UMAP"
-    raise DataError(f"A map's method is 'pca', 'tsne' or 'umap', not {method!r}.")
+        tsne = TSNE(2, perplexity=perplexity, init="random", random_state=seed)
+        return tsne.fit_transform(points), "t-SNE"
+    raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")

@@ -173,8 +173,10 @@ def export_model(
         written: dict[str, Variant] = {}
         for variant in dict.fromkeys(variants):
             step(f"making the {variant} variant")
-            content = make_variant(variant, encoder, calibration, folder)
-            written[variant] = _measured(export, variant, (encoder, content), labels, rescore)
+            content, graphs = make_variant(variant, encoder, calibration, folder)
+            written[variant] = _measured(
+                export, variant, (encoder, content, *graphs), labels, rescore
+            )
             if not allow_drift:
                 check_drift(variant, written[variant])
             (folder / written[variant].file).write_bytes(content)
@@ -243,11 +245,11 @@ def _measured(
 ) -> Variant:
     """Return the manifest's entry for a variant."""
     names = list(export.outputs)
-    before, after = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
+    before, *afters = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
     combiner = export.combiner
     subspaces = () if combiner is None else combiner.subspaces
     merge = "min" if combiner is None else combiner.merge
-    return measure(f"encoder_{variant}.onnx", before, after, labels, rescore, subspaces, merge)
+    return measure(f"encoder_{variant}.onnx", before, afters, labels, rescore, subspaces, merge)
 
 
 def _counted(progress: Callable[[str, int, int], None] | None, total: int) -> Callable[[str], None]:

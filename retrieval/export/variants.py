@@ -34,48 +34,145 @@ SCORED = 10
 
 def make_variant(
     name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
-) -> bytes:
-    """Return a variant of a graph.
+) -> tuple[bytes, list[bytes]]:
+    """Return a variant of a graph, and graphs that emulate its precision on other devices.
 
     Raises:
         BundleError: the variant cannot be made.
     """
     proto = onnx.load_from_string(encoder)
-    try:
-        with quiet():
-            if name == "fp16":
-                half: bytes = make_fp16(proto).SerializeToString()
-                return half
-            assert calibration is not None
-            return make_int8(proto, calibration, scratch)
-    except (OSError, BundleError):
-        raise
-    except Exception as fault:  # the converters raise many types of errors
-        raise BundleError(f"The {name} variant cannot be made: {first_line(fault)}") from fault
+    if name == "fp16":
+        return make_fp16(proto).SerializeToString(), [rounded_to_float16(proto).SerializeToString()]
+    assert calibration is not None
+    return make_int8(proto, calibration, scratch).SerializeToString(), []
 
 
 def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a graph with float16 weights and arithmetic, and the same inputs and outputs.
+    """Return a copy with float16 weights and arithmetic, and the same inputs and (float32) outputs.
 
     It has half the size and is faster on devices with float16 units, but not on a CPU, which
     converts back and forth. Nodes that normalise to unit length or preprocess pixels stay float32.
+
+    Raises:
+        BundleError: the graph cannot be converted.
     """
-    from onnxruntime.transformers.float16 import convert_float_to_float16
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    early, late = light_ends(copy)
+    try:
+        with quiet():
+            from onnxruntime.transformers.float16 import (
+                DEFAULT_OP_BLOCK_LIST,
+                convert_float_to_float16,
+            )
 
-    early, late = light_ends(proto)
-    converted: onnx.ModelProto = convert_float_to_float16(
-        proto, keep_io_types=True, node_block_list=sorted(early | late)
+            converted: onnx.ModelProto = convert_float_to_float16(
+                copy,
+                keep_io_types=True,
+                op_block_list=[*DEFAULT_OP_BLOCK_LIST],
+                node_block_list=sorted(early | late),
+            )
+            return tidy(converted)
+    except Exception as fault:  # the converter raises ValueError, RuntimeError and protobuf's own
+        raise BundleError(f"The fp16 variant cannot be made: {first_line(fault)}") from fault
+
+
+def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a converted graph in topological order, without superfluous casts.
+
+    The converter adds one cast per reader of a value, all with the same name, and appends the casts
+    at the end. It also passes values between two float32 nodes through float16, where a length
+    above 65,504 becomes infinity.
+    """
+    graph = proto.graph
+    del graph.value_info[:]
+    nodes = list({tuple(node.output): node for node in graph.node}.values())
+    narrowed = {
+        node.output[0]: node.input[0] for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT16)
+    }
+    wide = {
+        name for node in nodes if _casts_to(node, onnx.TensorProto.FLOAT) for name in node.output
+    }
+    wide |= {name for name in narrowed.values() if name.endswith("_cast_to_fp16")}
+    wide |= {v.name for v in graph.input if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT}
+    for node in nodes:
+        if _casts_to(node, onnx.TensorProto.FLOAT) and narrowed.get(node.input[0]) in wide:
+            node.CopyFrom(
+                onnx.helper.make_node(
+                    "Identity", [narrowed[node.input[0]]], list(node.output), node.name
+                )
+            )
+    outputs = {value.name for value in graph.output}
+    used = outputs | {name for node in nodes for name in node.input}
+    nodes = [node for node in nodes if used.intersection(node.output)]
+    known = (
+        {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
     )
-    return converted
+    ordered: list[onnx.NodeProto] = []
+    while nodes:
+        free = [node for node in nodes if known.issuperset(node.input)]
+        if not free:
+            raise ValueError(f"the converted graph never makes an input of {nodes[0].name}")
+        ordered += free
+        known.update(name for node in free for name in node.output)
+        nodes = [node for node in nodes if not known.issuperset(node.output)]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
+    del graph.node[:]
+    graph.node.extend(copies)
+    return proto
 
 
-def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> bytes:
+def _casts_to(node: onnx.NodeProto, kind: int) -> bool:
+    return node.op_type == "Cast" and any(a.name == "to" and a.i == kind for a in node.attribute)
+
+
+def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a float32 graph that rounds to float16 wherever `make_fp16` uses float16.
+
+    On a CPU, ONNX Runtime keeps float32 between layers without float16 kernels, so the variant
+    itself does not show the rounding and overflow of a device with float16 units. This graph does.
+    """
+    copy = onnx.shape_inference.infer_shapes(proto)
+    early, late = light_ends(copy)
+    floats = {
+        v.name
+        for v in copy.graph.value_info
+        if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
+    }
+    kept = {name for node in copy.graph.node if node.name in early | late for name in node.input}
+    for tensor in copy.graph.initializer:
+        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in kept:
+            with np.errstate(over="ignore"):
+                values = onnx.numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    nodes = []
+    for node in copy.graph.node:
+        nodes.append(node)
+        if node.name in early | late or node.op_type == "Constant":
+            continue
+        for number, name in enumerate(node.output):
+            if name in floats:
+                node.output[number] = f"{name}_float32"
+                for source, target, kind in (
+                    (f"{name}_float32", f"{name}_float16", onnx.TensorProto.FLOAT16),
+                    (f"{name}_float16", name, onnx.TensorProto.FLOAT),
+                ):
+                    nodes.append(onnx.helper.make_node("Cast", [source], [target], to=kind))
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del copy.graph.node[:]
+    copy.graph.node.extend(copies)
+    return copy
+
+
+def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
     """Return the graph statically quantised to int8.
 
     Weights are quantised per channel, activations by their ranges on the calibration items.
+
     Activations are unsigned, weights signed. With signed activations ONNX Runtime leaves a third of
     EfficientNet-Lite0's layers unfused and is hardly faster (13.1 ms of CPU time; float32 takes
-    13.8 ms, unsigned 8.2 ms).
+    13.8 ms, unsigned 8.2 ms). x86 processors without VNNI saturate such sums, so the drift there
+    may be larger than measured here.
 
     Args:
         proto: the encoder.
@@ -84,44 +181,55 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
         scratch: a folder for temporary files.
 
     Raises:
-        BundleError: no layer can be quantised.
+        BundleError: no layer can be quantised, or ONNX Runtime fails.
     """
-    from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
     if not any(node.op_type in _HEAVY for node in proto.graph.node):
         raise BundleError(
             "The int8 variant cannot be made: the encoder has no convolution or linear layer."
         )
-
-    class Reader(CalibrationDataReader):
-        """Yields the calibration items in batches."""
-
-        parts = iter(np.array_split(calibration, -(-len(calibration) // _CALIBRATION_BATCH)))
-
-        def get_next(self) -> dict[str, NDArray[Any]] | None:
-            part = next(self.parts, None)
-            return None if part is None else {"input": np.ascontiguousarray(part)}
-
-    with tempfile.TemporaryDirectory(dir=scratch, prefix=".int8-") as folder:
+    with tempfile.TemporaryDirectory(dir=scratch, prefix=".int8-") as folder, quiet():
         source, prepared, target = (
             Path(folder, f"{name}.onnx") for name in ("source", "prepared", "int8")
         )
-        source.write_bytes(proto.SerializeToString())
-        quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
-        quantize_static(
-            str(prepared),
-            str(target),
-            Reader(),
-            per_channel=True,
-            activation_type=QuantType.QUInt8,
-            weight_type=QuantType.QInt8,
-            # Processors without VNNI add two 8-bit products in 16 bits, which can saturate. With
-            # 7-bit weights the sum fits, so that all processors agree.
-            reduce_range=True,
-            nodes_to_exclude=sorted(kept_float32(onnx.load(prepared))),
-        )
-        return target.read_bytes()
+        try:
+            from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
+            from onnxruntime.quantization.shape_inference import quant_pre_process
+
+            class Reader(CalibrationDataReader):
+                """Yields the calibration items in batches."""
+
+                def __init__(self) -> None:
+                    self._parts = iter(range(0, len(calibration), _CALIBRATION_BATCH))
+
+                def get_next(self) -> dict[str, NDArray[Any]] | None:
+                    start = next(self._parts, None)
+                    if start is None:
+                        return None
+                    return {
+                        "input": np.ascontiguousarray(
+                            calibration[start : start + _CALIBRATION_BATCH]
+                        )
+                    }
+
+            source.write_bytes(proto.SerializeToString())
+            quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
+            quantize_static(
+                str(prepared),
+                str(target),
+                Reader(),
+                per_channel=True,
+                activation_type=QuantType.QUInt8,
+                weight_type=QuantType.QInt8,
+                # Processors without VNNI add two 8-bit products in 16 bits, which can saturate.
+                # With 7-bit weights the sum fits, so that all processors agree.
+                reduce_range=True,
+                nodes_to_exclude=sorted(kept_float32(onnx.load(prepared))),
+            )
+            return onnx.load(target)
+        except OSError:
+            raise
+        except Exception as fault:  # ONNX Runtime's tools raise many types of errors
+            raise BundleError(f"The int8 variant cannot be made: {first_line(fault)}") from fault
 
 
 def kept_float32(proto: onnx.ModelProto) -> set[str]:
@@ -165,7 +273,7 @@ def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
 def measure(
     file: str,
     before: Mapping[str, Floats],
-    after: Mapping[str, Floats],
+    afters: Sequence[Mapping[str, Floats]],
     labels: NDArray[Any] | None,
     rescore: Callable[[Floats, Floats], Floats] | None,
     subspaces: Sequence[Subspace],
@@ -176,7 +284,7 @@ def measure(
     Args:
         file: the variant's file.
         before: the encoder's outputs.
-        after: the variant's outputs.
+        afters: the outputs of the variant and of the graphs that emulate it; the worst counts.
         labels: (N,), or `None` to leave out Recall@1.
         rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if the bundle has
             one.
@@ -186,20 +294,24 @@ def measure(
     Raises:
         BundleError: the variant returns NaN or infinity.
     """
-    for name, values in after.items():
+    for name, values in ((name, values) for after in afters for name, values in after.items()):
         if not np.isfinite(values).all():
             raise BundleError(
                 f"{file} gives NaN or infinity in '{name}': the model's numbers do not fit this"
                 " precision. Leave this variant out."
             )
-    cosine, recall = row_cosine(before["vector"], after["vector"]), None
+    after = min(
+        afters, key=lambda outputs: float(row_cosine(before["vector"], outputs["vector"]).min())
+    )
+    cosine = row_cosine(before["vector"], after["vector"])
+    recall = None
     if labels is not None:
-        first, second = (
+        firsts = [
             recall_at_1(distances_of(outputs, rescore, subspaces, merge), labels)
             for outputs in (before, after)
-        )
-        if first is not None and second is not None:
-            recall = Recall(before=first, after=second)
+        ]
+        if firsts[0] is not None and firsts[1] is not None:
+            recall = Recall(before=firsts[0], after=firsts[1])
     return Variant(
         file=file,
         cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())),

@@ -16,28 +16,17 @@ def list_text(plugins: Plugins, kind: str | None = None) -> str:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
         )
-    lines = (
-        [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
-        if kind is None
-        else []
-    )
-    for shown in [kind] if kind else KINDS:
-        factories = plugins.factories(shown)
-        if factories:
+    kinds = [kind] if kind else list(KINDS)
+    lines = [] if kind else [f"{source.plugin:<12} {source.origin}" for source in plugins.sources]
+    disabled: dict[str, str] = {}
+    for shown in kinds:
+        disabled |= plugins.disabled(shown)
+        if factories := plugins.factories(shown):
             width = max(map(len, factories))
-            lines += [
-                "",
-                shown,
-                *(
-                    f"  {f.name:<{width}}  {textwrap.shorten(f.summary, 76, placeholder=' …')}"
-                    for f in factories.values()
-                ),
-            ]
-    disabled = {
-        n: why
-        for shown in ([kind] if kind else KINDS)
-        for n, why in plugins.disabled(shown).items()
-    }
+            lines += ["", shown]
+            for factory in factories.values():
+                summary = textwrap.shorten(factory.summary, 76, placeholder=" …")
+                lines.append(f"  {factory.name:<{width}}  {summary}")
     if disabled:
         lines += ["", "disabled", *(f"  {name}: {why}" for name, why in disabled.items())]
     return "\n".join(lines).strip("\n")
@@ -94,27 +83,20 @@ def snippet(factory: Factory, plugins: Plugins | None = None) -> str:
     """Return the recipe lines or the command that uses a factory, with its defaults."""
     tables = {kind: table for table, kind in COMPONENTS.items()}
     settable = [p for p in factory.parameters if not p.by_host]
-    if factory.kind == "metrics":
-        return (
-            f"[evaluate]\nmetrics = [{_inline(factory) if settable else toml_value(factory.name)}]"
-        )
-    if factory.kind == "augmentations":
-        return (
-            "[augmentation]\ntransforms ="
-            f" [{_inline(factory) if settable else toml_value(factory.name)}]"
-        )
+    create = "retrieval index create"
+    if factory.kind in ("metrics", "augmentations"):
+        part = _inline(factory) if settable else toml_value(factory.name)
+        place = "[evaluate]\nmetrics"
+        if factory.kind == "augmentations":
+            place = "[augmentation]\ntransforms"
+        return f"{place} = [{part}]"
     if factory.kind == "indexes":
         required = "".join(f" --set {p.name}=…" for p in settable if p.required)
-        return (
-            "retrieval index create INDEX IMAGES --bundle BUNDLE --backend"
-            f" {factory.name}{required}"
-        )
+        return f"{create} INDEX IMAGES --bundle BUNDLE --backend {factory.name}{required}"
     if factory.kind == "stores":
         options = "&".join(f"{p.name}=…" for p in settable if p.required)
-        return (
-            f"retrieval index create {factory.name}://{f'PLACE?{options}' if options else 'PLACE'}"
-            " IMAGES --bundle BUNDLE"
-        )
+        address = f"{factory.name}://PLACE{'?' if options else ''}{options}"
+        return f"{create} {address} IMAGES --bundle BUNDLE"
     if factory.kind == "trackers":
         return f"retrieval train RECIPE --track {factory.name}"
     if factory.kind not in tables:
@@ -140,7 +122,7 @@ def _inline(factory: Factory) -> str:
 
 def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
     """Return table, name and parameter of a factory that takes one part of this kind."""
-    for table in ("loss", "miner") if plugins else ():
+    for table in ("loss", "miner"):
         for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
             place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)
             if place and not any(p.required for p in owner.parameters):

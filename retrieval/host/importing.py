@@ -40,11 +40,7 @@ def is_file_plugin(item: str) -> bool:
 
 @dataclass(frozen=True)
 class FilePlugin:
-    """A plugin in a file or a folder.
-
-    Attributes:
-        path: the file, or the folder.
-    """
+    """A plugin in a file or a folder, at `path`."""
 
     path: Path
 
@@ -151,23 +147,22 @@ class FilePlugin:
         beside = [home / f"{top}.py", home / top / "__init__.py"]
         if not top or not (top == self.name or any(place.is_file() for place in beside)):
             return
+        advice = (
+            f"lies beside it. A file stands alone: make a folder {self.name}/ of both, with"
+            f" {self.path.name} as its __init__.py, and write `from . import {top}`."
+        )
         if self.is_folder:
-            raise PluginError(
-                f"The plugin folder {self.path} imports '{error.name}', which is its own. Its"
-                f" modules are found relative to it: write `from . import …` or `from .{top}"
-                " import …`."
-            ) from error
+            advice = (
+                "is its own. Its modules are found relative to it: write `from . import …` or"
+                f" `from .{top} import …`."
+            )
+        kind = "folder" if self.is_folder else "file"
         raise PluginError(
-            f"The plugin file {self.path} imports '{error.name}', which lies beside it. A file"
-            f" stands alone: make a folder {self.name}/ of both, with {self.path.name} as its"
-            f" __init__.py, and write `from . import {top}`."
+            f"The plugin {kind} {self.path} imports '{error.name}', which {advice}"
         ) from error
 
     def copy(self, folder: Path) -> Path:
-        """Copy the plugin's files into a folder atomically and return the copy's path.
-
-        A file becomes `folder/NAME.py`, a folder `folder/NAME`. An earlier copy is replaced.
-        """
+        """Copy the plugin into a folder atomically, replacing an earlier copy; return its path."""
         # Imported here because `--help` loads plugins but writes no files.
         from retrieval.host.files import whole_file, whole_folder
 
@@ -177,9 +172,8 @@ class FilePlugin:
             with whole_file(target) as temporary:
                 shutil.copyfile(self.path, temporary)
             return target
-        with whole_folder(
-            target, replace=True, exists_error=PluginError(f"{target} exists.")
-        ) as temporary:
+        occupied = PluginError(f"{target} exists.")
+        with whole_folder(target, replace=True, exists_error=occupied) as temporary:
             for relative, file in self.files.items():
                 (temporary / relative).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, temporary / relative)

@@ -22,10 +22,7 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`, which import on first use.
 
-    Args:
-        package: the package's name.
-        homes: names by the module that has them.
-        modules: modules by the name that the package gives them.
+    `homes` are names by the module that has them, `modules` modules by their name in the package.
     """
     home = {name: module for module, names in homes.items() for name in names}
     modules = modules or {}
@@ -85,8 +82,7 @@ def how_to_have(module: str) -> str:
 def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
     """Context manager that replaces a module not yet loaded by an empty one with these names.
 
-    This more than halves the start-up time of training commands. It affects all threads: no code
-    that needs the real module may run meanwhile.
+    It affects all threads: no code that needs the real module may run meanwhile.
     """
     if module in sys.modules:
         yield
@@ -107,8 +103,7 @@ _kept_out = False
 def keep_compiler_out() -> None:
     """Make `optimizing` keep torch's compiler from loading, in this process from now on.
 
-    Call it only in the command line's own processes: a user's process may compile in another
-    thread.
+    Only for the command line's processes: a user's may compile in another thread.
     """
     global _kept_out
     _kept_out = True

@@ -28,11 +28,6 @@ def calling(
         what: the part, as the beginning of a sentence: "The loss acme.margin".
         smaller: advice for when it runs out of memory.
         hint: returns a sentence to add to the message, with a space before it.
-
-    Raises:
-        PluginError: the plugin raised an error. `RetrievalError`, `OSError` and `ImportError` pass
-            unchanged.
-        DataError: the plugin ran out of memory.
     """
     try:
         yield

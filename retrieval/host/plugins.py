@@ -199,8 +199,8 @@ class Plugins:
         """Return what may be meant by a name that no factory has."""
         plugin, loaded = name.partition(".")[0], sorted(s.plugin for s in self.sources)
         if "." in name and plugin not in loaded:
-            others = f"(loaded: {', '.join(loaded)})"
-            return f" No plugin '{plugin}' is loaded {others}.{did_you_mean(name, known)}"
+            names = f"(loaded: {', '.join(loaded)})"
+            return f" No plugin '{plugin}' is loaded {names}.{did_you_mean(name, known)}"
         if namesakes := sorted(full for full in known if full.endswith(f".{name}")):
             return f" Did you mean {' or '.join(map(repr, namesakes))}?"
         short = [full.removeprefix(f"{BUILT_IN}.") for full in known if kind in SHORT]

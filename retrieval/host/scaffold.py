@@ -49,10 +49,10 @@ def package_files(name: str, kind: str = "loss") -> dict[str, str]:
     }
     if kind == "store":
         templates[f"{package}/lines.py"] = "store_lines.py"
-    made = {path: _filled(template, name, kind) for path, template in templates.items()}
+    contents = {path: _filled(template, name, kind) for path, template in templates.items()}
     if kind not in ("index", "store"):
-        made["recipe.toml"] = tomli_w.dumps(_recipe(name, kind))
-    return made
+        contents["recipe.toml"] = tomli_w.dumps(_recipe(name, kind))
+    return contents
 
 
 def _recipe(name: str, kind: str) -> dict[str, Any]:

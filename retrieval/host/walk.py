@@ -23,9 +23,8 @@ MAX_VISITS = 100
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder in a fixed order, each folder's own files first.
 
-    Symbolic links to files and folders are followed, as in torchvision and timm. A link to one of
-    its own parent folders is skipped. Two links to one folder count as two folders. A broken link
-    is yielded like a file; see `leads_nowhere`.
+    Symbolic links are followed, as in torchvision and timm, except to a folder's own parents. A
+    broken link is yielded like a file; see `leads_nowhere`.
 
     Raises:
         DataError: the path is not a folder, a folder below it cannot be read, or links lead to one

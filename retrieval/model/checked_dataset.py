@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
@@ -39,12 +38,8 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
 class CheckedDataset(Dataset):
     """A plugin's dataset with text labels and keys, list columns, and checked items.
 
-    Whole numbers and booleans as labels or keys, also from NumPy or in a tensor, become text: "7",
-    "True". Other types raise an error, because the text of a float or an array makes no good name.
-
-    Args:
-        dataset: the plugin's dataset. This dataset has its other attributes too.
-        name: the dataset's name, for error messages.
+    Labels and keys that are whole numbers or booleans become text. Other types raise an error,
+    because the text of a float or an array makes no good name. Other attributes are the dataset's.
 
     Raises:
         PluginError: the columns break the contract; the message lists every fault.
@@ -174,12 +169,8 @@ def _listed(column: Any) -> list[Any]:
 
 def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> list[str]:
     """Return a column as text; add entries that cannot be text to `wrong`."""
-    texts, rows = [], []
-    for number, value in enumerate(column):
-        text = _text(value)
-        if text is None:
-            rows.append(number)
-        texts.append(text or "")
+    texts = [_text(value) for value in column]
+    rows = [number for number, text in enumerate(texts) if text is None]
     if rows:
         first = column[rows[0]]
         described = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
@@ -187,19 +178,15 @@ def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> lis
         wrong.append(
             f"{part} has {described} for item {rows[0]}{more}, and {what} is text or a whole number"
         )
-    return texts
+    return [text or "" for text in texts]
 
 
 def _text(value: Any) -> str | None:
     """Return a label or key as text: "" for None, and None for a value of another type."""
-    if isinstance(value, Tensor | np.ndarray) and value.ndim == 0:
+    if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
         value = value.item()
-    if isinstance(value, str):
+    if isinstance(value, str | bool | int):
         return str(value)
-    if isinstance(value, bool | np.bool_):
-        return str(bool(value))
-    if isinstance(value, numbers.Integral):
-        return str(int(value))
     return "" if value is None else None
 
 

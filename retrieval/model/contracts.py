@@ -137,10 +137,8 @@ class BatchSampler(ABC):
     ) -> Iterable[Sequence[int] | NDArray[np.int64]]:
         """Return an epoch's batches, each as positions in `items.labels`.
 
-        Args:
-            items: the items to choose from.
-            epoch: number of the epoch, from 0.
-            random: the source of all randomness, seeded by the run's seed and the epoch.
+        `epoch` counts from 0. `random` is the source of all randomness, seeded by the run's seed
+        and the epoch.
         """
 
 
@@ -207,6 +205,10 @@ class Miner(Protocol):
         """
 
 
+def _missing(part: nn.Module, method: str) -> NotImplementedError:
+    return NotImplementedError(f"{type(part).__name__} must define {method}")
+
+
 class Generator(nn.Module):
     """Makes synthetic samples from triplets; they extend the loss's reference set.
 
@@ -230,26 +232,15 @@ class Generator(nn.Module):
     classmates: ClassVar[bool] = False
 
     def bind(self, head: nn.Module) -> None:
-        """Store the model's head, for a generator that uses the current metric.
+        """Store the model's head (features (B, F) to codes (B, C)), for the current metric.
 
         The host calls this once, before training. Keep the head in a tuple: as a plain attribute it
         would become a submodule that is saved and trained twice, which raises an error.
-
-        Args:
-            head: maps features (B, F) to codes (B, C).
         """
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return synthetic rows (T, F) to replace the triplets' negatives (or positives).
-
-        Args:
-            anchor: rows (T, F).
-            positive: rows (T, F).
-            negative: rows (T, F).
-        """
-        raise NotImplementedError(
-            f"{type(self).__name__} must define forward(anchor, positive, negative)"
-        )
+        """Return synthetic rows (T, F) for the negatives (or positives) of triplets."""
+        raise _missing(self, "forward(anchor, positive, negative)")
 
     def objective(
         self,
@@ -261,17 +252,10 @@ class Generator(nn.Module):
     ) -> Tensor:
         """Return the scalar that the generator minimises.
 
-        Args:
-            anchor: rows (T, F).
-            positive: rows (T, F).
-            negative: rows (T, F).
-            synthetic: the rows (T, F) that `forward` returned.
-            distance: the distance being learned, through combiner and, for features, head. It maps
-                two tensors (T, F) to distances (T,).
+        `synthetic` are the rows (T, F) that `forward` returned. `distance` is the one being
+        learned, through combiner and, for features, head: it maps two tensors (T, F) to (T,).
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has parameters, so it must define objective(…)"
-        )
+        raise _missing(self, "objective(…), as it has parameters")
 
 
 @dataclass(frozen=True)
@@ -324,19 +308,15 @@ class Combiner(BaseDistance):
 
     def build_head(self, features: int) -> nn.Module:
         """Return a module that maps features (B, F) to codes (B, C)."""
-        raise NotImplementedError(f"{type(self).__name__} must define build_head(features)")
+        raise _missing(self, "build_head(features)")
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (Q, R) between codes (Q, C) and (R, C)."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define compute_mat(query, reference)"
-        )
+        raise _missing(self, "compute_mat(query, reference)")
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (N,) between codes (N, C) and (N, C), row by row."""
-        raise NotImplementedError(
-            f"{type(self).__name__} must define pairwise_distance(query, reference)"
-        )
+        raise _missing(self, "pairwise_distance(query, reference)")
 
     def index_vectors(self, codes: Tensor) -> Tensor:
         """Return the vectors (N, P) that FAISS stores for codes (N, C)."""
@@ -351,14 +331,9 @@ class Combiner(BaseDistance):
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the combiner's own objective for a training batch, and metrics for the log.
 
-        Args:
-            codes: codes (B, C).
-            labels: class ids (B,).
-            indices: the miner's pairs or triplets, or `None` without a miner.
-
-        Returns:
-            A scalar or `None`, added to the loss in the phases that train the combiner, and scalars
-            by name, whose means are logged for each epoch.
+        Codes are (B, C), labels class ids (B,), and indices the miner's, if any. The scalar, if not
+        `None`, is added to the loss in the phases that train the combiner. The metrics' means are
+        logged for each epoch.
         """
         return None, {}
 
@@ -453,17 +428,13 @@ class Tracker(Protocol):
     def begin(self, run: TrackedRun) -> tuple[str, str]:
         """Begin a run, or resume the one with the key `run.key`; called once, before all others.
 
-        Returns:
-            The run's key, and the address where the user finds it.
+        Return the run's key, and the address where the user finds it.
         """
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log metrics by name.
+        """Log the metrics of an epoch, counted from 0, or the final ones (`None`).
 
-        Args:
-            metrics: metrics of an epoch, or the final ones. An interrupted epoch is repeated and
-                logged again.
-            epoch: the epoch's number from 0, or `None` for final metrics.
+        An interrupted epoch is repeated and logged again.
         """
 
     def table(self, title: str, rows: Sequence[Sequence[str]]) -> None:

@@ -37,11 +37,7 @@ def shown(value: Any) -> str:
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Return the result of a loss or objective if it is a valid scalar.
 
-    Args:
-        value: the result.
-        what: the part, as the beginning of a sentence.
-        inputs: the embeddings; the scalar must be differentiable in them or in `owner`.
-        owner: module whose parameters may carry the gradient instead.
+    It must be differentiable in `inputs` or in the parameters of `owner`. `what` begins sentences.
 
     Raises:
         PluginError: the result is not a scalar, is on another device, or has no gradient.
@@ -50,7 +46,8 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
         "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient"
         " passes through"
     )
-    if not isinstance(value, Tensor):
+    single = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
+    if not single:
         hint = ""
         if isinstance(value, Mapping):
             hint = (
@@ -62,9 +59,8 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
                 " Do not call item() or float(); where there are no pairs, give embeddings.sum()"
                 " * 0."
             )
-        raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
-    if value.numel() != 1 or not value.is_floating_point():
-        hint = " Take its mean." if value.numel() > 1 and value.is_floating_point() else ""
+        elif isinstance(value, Tensor) and value.numel() > 1 and value.is_floating_point():
+            hint = " Take its mean."
         raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
     if value.device != inputs.device:
         raise PluginError(
@@ -79,19 +75,13 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
             f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken"
             " through numpy, or computed under torch.no_grad()?"
         )
-    return value.reshape(())
+    return cast(Tensor, value).reshape(())
 
 
 def checked_indices(
     picked: Any, what: str, sizes: tuple[int, int], device: torch.device
 ) -> TripletIndices:
-    """Return a miner's result as int64 tensors.
-
-    Args:
-        picked: the result.
-        what: the miner, as the beginning of a sentence.
-        sizes: number of anchors and of other items that the indices may refer to.
-        device: where the indices must be.
+    """Return a miner's result as int64 tensors; `sizes` are the numbers of anchors and others.
 
     Raises:
         PluginError: the types, lengths, device or range of the indices are wrong.
@@ -120,15 +110,11 @@ def checked_indices(
             f"{what} gave index tensors of lengths {lengths}; {should}, of equal length."
         )
     indices = [x.long() for x in picked]
-    limits = [
-        sizes[0] if i == 0 or (len(picked) == 4 and i == 2) else sizes[1]
-        for i in range(len(picked))
-    ]
-    ends = [end for x in indices if len(x) for end in torch.aminmax(x)]
-    if ends:
-        read = torch.stack(ends).tolist()
-        limited = [size for x, size in zip(indices, limits, strict=True) if len(x)]
-        for (low, high), size in zip(zip(read[::2], read[1::2], strict=True), limited, strict=True):
+    limits = sizes * 2 if len(picked) == 4 else (sizes[0], sizes[1], sizes[1])
+    limited = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
+    if limited:  # one transfer for all
+        ends = torch.stack([torch.stack(torch.aminmax(x)) for x, _ in limited]).tolist()
+        for (low, high), (_, size) in zip(ends, limited, strict=True):
             if low < 0 or high >= size:
                 raise PluginError(
                     f"{what} gave indices from {low} to {high}, and there are {size} items to point"
@@ -141,22 +127,15 @@ def count_indices(indices: TripletIndices | None) -> int:
     """Return the number of a miner's triplets, or of its positive and negative pairs."""
     if indices is None:
         return 0
-    if len(indices) == 3:
-        return int(indices[0].numel())
-    return int(indices[0].numel() + indices[2].numel())
+    return sum(anchors.numel() for anchors in (indices[:1] if len(indices) == 3 else indices[::2]))
 
 
 def checked_rows(
     value: Any, what: str, like: tuple[int, int], device: torch.device, of: str
 ) -> Tensor:
-    """Return features or codes (B, width) if they are valid.
+    """Return features or codes if they are valid.
 
-    Args:
-        value: the result of a part.
-        what: the part, as the beginning of a sentence.
-        like: expected rows and width; −1 allows any width.
-        device: expected device.
-        of: the expected value in words: "features".
+    `like` has the expected rows and width (−1 allows any width), `of` names the value in words.
 
     Raises:
         PluginError: the value has another type, shape or device.

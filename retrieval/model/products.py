@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
@@ -34,13 +34,22 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def check_backbone(backbone: Any, name: str) -> Backbone:
-    """Return a backbone if its type and attributes are valid, else raise a `PluginError`."""
-    if not isinstance(backbone, Backbone):
+P = TypeVar("P", Backbone, Combiner, Generator)
+
+
+def check_kind(product: Any, kind: type[P], name: str) -> P:
+    """Return a factory's product if it is of the right kind, else raise a `PluginError`."""
+    if not isinstance(product, kind):
         raise PluginError(
-            f"{name} gave {shown(backbone)}; a backbone factory must give a"
-            " retrieval.plugin.Backbone."
+            f"{name} gave {shown(product)}; a {kind.__name__.lower()} factory must give a"
+            f" retrieval.plugin.{kind.__name__}."
         )
+    return product
+
+
+def check_backbone(product: Any, name: str) -> Backbone:
+    """Return a backbone if its type and attributes are valid, else raise a `PluginError`."""
+    backbone = check_kind(product, Backbone, name)
     features = getattr(backbone, "features", None)
     if not isinstance(features, int) or isinstance(features, bool) or features < 1:
         raise PluginError(
@@ -56,23 +65,18 @@ def check_backbone(backbone: Any, name: str) -> Backbone:
     return backbone
 
 
-def check_generator(generator: Any, name: str) -> Generator:
+def check_generator(product: Any, name: str) -> Generator:
     """Return a generator if its type and attributes are valid, else raise a `PluginError`."""
-    if not isinstance(generator, Generator):
-        raise PluginError(
-            f"{name} gave {shown(generator)}; a generator factory must give a"
-            " retrieval.plugin.Generator."
-        )
-    if generator.replaces not in ("positive", "negative"):
-        raise PluginError(
-            f'The generator {name} has replaces = {generator.replaces!r}; it must be "positive" or'
-            ' "negative".'
-        )
-    if generator.space not in ("features", "embeddings"):
-        raise PluginError(
-            f'The generator {name} has space = {generator.space!r}; it must be "features" or'
-            ' "embeddings".'
-        )
+    generator = check_kind(product, Generator, name)
+    for part, allowed in (
+        ("replaces", ("positive", "negative")),
+        ("space", ("features", "embeddings")),
+    ):
+        if (value := getattr(generator, part)) not in allowed:
+            raise PluginError(
+                f'The generator {name} has {part} = {value!r}; it must be "{allowed[0]}" or'
+                f' "{allowed[1]}".'
+            )
     return generator
 
 
@@ -88,16 +92,6 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
         codes = head(torch.zeros(2, features, device=first.device))
     checked_rows(codes, f"{what}'s head", (2, -1), first.device, "codes")
     return head
-
-
-def check_combiner(combiner: Any, name: str) -> Combiner:
-    """Return a combiner if its type is valid, else raise a `PluginError`."""
-    if not isinstance(combiner, Combiner):
-        raise PluginError(
-            f"{name} gave {shown(combiner)}; a combiner factory must give a"
-            " retrieval.plugin.Combiner."
-        )
-    return combiner
 
 
 def check_distances(combiner: Combiner, name: str, head: nn.Module, features: int) -> Combiner:

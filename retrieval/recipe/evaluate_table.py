@@ -9,26 +9,6 @@ from pydantic import Field
 from retrieval.recipe.section import Count, Section
 
 
-class Rerank(Section):
-    """`[evaluate] rerank`: k-reciprocal re-ranking."""
-
-    k1: Count = Field(20, description="Number of neighbours that must be reciprocal.")
-    k2: Count = Field(6, description="Number of neighbours over which an encoding is averaged.")
-    weight: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        0.3, description="Weight λ of the original distance against the Jaccard distance."
-    )
-
-
-class Expansion(Section):
-    """`[evaluate] expand` and `augment`: replace items by means with their neighbours."""
-
-    k: Count = Field(5, description="Number of neighbours.")
-    alpha: Annotated[float, Field(ge=0.0)] = Field(
-        0.0,
-        description="α: a neighbour's weight is its cosine to the power α; 0 weighs all equally.",
-    )
-
-
 class Evaluate(Section):
     """`[evaluate]`: the metrics of validation and test."""
 
@@ -95,16 +75,5 @@ class Evaluate(Section):
             " identified at the threshold that accepts this share of unknown queries, whose class"
             " is not in the gallery."
         ),
-    )
-    rerank: Rerank | None = Field(None, description="Adds metrics after k-reciprocal re-ranking.")
-    expand: Expansion | None = Field(
-        None, description="Adds metrics with each query as the mean of itself and its neighbours."
-    )
-    augment: Expansion | None = Field(
-        None,
-        description="Adds metrics with each gallery item as the mean of itself and its neighbours.",
-    )
-    latency: bool = Field(
-        False, description="Adds the search time per query in milliseconds, on this machine."
     )
     batch: Count = Field(256, description="Number of images encoded at a time.")

@@ -14,15 +14,15 @@ from retrieval.errors import PluginError, RecipeError, did_you_mean
 from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import is_object
 from retrieval.model.checked_dataset import check_dataset
-from retrieval.model.contracts import Backbone, BatchSampler, Dataset, Generator
+from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Dataset, Generator
 from retrieval.model.model import Model, build_head
 from retrieval.model.products import (
     as_backbone,
     check_backbone,
-    check_combiner,
     check_distances,
     check_generator,
     check_head,
+    check_kind,
 )
 from retrieval.recipe.evaluate_table import Evaluate
 from retrieval.recipe.read import Recipe
@@ -137,7 +137,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
         combiner_object = recipe.build(
             "combiner", features=backbone.features, embedding_size=recipe.head.embedding_size
         )
-        combiner = check_combiner(combiner_object, name)
+        combiner = check_kind(combiner_object, Combiner, name)
         with calling(f"The combiner {name}, called as build_head({backbone.features}),"):
             built = combiner.build_head(backbone.features)
         check_head(built, f"The combiner {name}", backbone.features)

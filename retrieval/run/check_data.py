@@ -29,7 +29,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, few_levels, to_mode
 from retrieval.serving.index.embedded import in_memory
-from retrieval.serving.index.locations import Location, Sources, is_address, is_embedding, is_table
+from retrieval.serving.index.locations import Sources, is_embedding, is_table
 from retrieval.serving.index.parquet import holds_vectors
 from retrieval.serving.index.sources import collect
 from retrieval.serving.merging import measured
@@ -164,9 +164,8 @@ def _collected(name: str, bundle: Bundle | None) -> Sources:
         return collect([name], "features")
     if bundle is not None:
         return collect([name], bundle.manifest.input.kind)
-    if is_table(name) and (is_address(name) or Path(name).exists()):
-        place = Location(name if is_address(name) else os.path.abspath(name))  # noqa: PTH100
-        return collect([name], "features" if holds_vectors(place) else "image")
+    if is_table(name) and Path(name).exists():
+        return collect([name], "features" if holds_vectors(Path(name)) else "image")
     return collect([name], "image")
 
 

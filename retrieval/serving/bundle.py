@@ -182,12 +182,7 @@ class Bundle:
         opened_whole(self.path, write)
 
     def encode(self, inputs: NDArray[Any], *, batch: int = 32) -> Encoded:
-        """Run the encoder.
-
-        Args:
-            inputs: images uint8 (N, C, H, W) from `preprocess`, or real features (N, F), according
-                to `manifest.input`.
-            batch: number of items per batch.
+        """Run the encoder on uint8 images (N, C, H, W) from `preprocess`, or real features (N, F).
 
         Raises:
             DataError: the inputs have a wrong shape or type, or inputs or outputs contain NaN or
@@ -217,13 +212,9 @@ class Bundle:
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
     def features(self, inputs: NDArray[Any], *, batch: int = 32) -> Floats:
-        """Return the backbone's features (N, F), the input of the head.
+        """Return the backbone's features (N, F), the input of the head, for inputs as in `encode`.
 
         A bundle that takes features returns its inputs.
-
-        Args:
-            inputs: see `encode`.
-            batch: number of items per batch.
 
         Raises:
             BundleError: the encoder is one graph.
@@ -238,19 +229,14 @@ class Bundle:
         ]
 
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
-        """Run the head on stored features: `encode(x)` equals `encode_features(features(x))`.
+        """Run the head on features (N, F): `encode(x)` equals `encode_features(features(x))`.
 
         The features may come from another bundle with the same `backbone_sha256`. A bundle that
         takes features is a head as a whole.
 
-        Args:
-            features: real numbers (N, F).
-            batch: number of items per batch.
-
         Raises:
             BundleError: the encoder is one graph.
-            DataError: the features have another width, or features or outputs contain NaN or
-                infinity.
+            DataError: see `encode`.
         """
         if self.manifest.input.kind == "features":
             return self.encode(features, batch=batch)
@@ -273,16 +259,7 @@ class Bundle:
         return split.backbone, entry.features, split.head
 
     def encode_image(self, image: ImageLike) -> Encoded:
-        """Decode, preprocess and encode one image.
-
-        Args:
-            image: an encoded image's bytes, its file's path, a Pillow image, or its pixels: uint8
-                (H, W) or (H, W, 3).
-
-        Raises:
-            DataError: the image cannot be decoded, an array has a wrong shape or type, or this
-                bundle takes features.
-        """
+        """Decode, preprocess and encode one image; see `preprocess`."""
         return self.encode(self.preprocess(image)[None])
 
     def encode_images(
@@ -299,7 +276,7 @@ class Bundle:
         be large.
 
         Args:
-            images: images as `encode_image` takes them; a single one is N = 1.
+            images: images as `preprocess` takes them; a single one is N = 1.
             batch: number of items per batch.
             threads: number of decoding threads. `None` uses one per core.
             progress: show a progress bar; a function is called with (what, done, total) instead.
@@ -322,18 +299,7 @@ class Bundle:
         progress: Progress = True,
         name: str = "images",
     ) -> Encoded:
-        """Return all outputs of the encoder for N images; see `encode_images`.
-
-        Args:
-            images: a list.
-            batch: see `encode_images`.
-            threads: see `encode_images`.
-            progress: see `encode_images`.
-            name: name of the list in error messages.
-
-        Raises:
-            DataError: see `encode_images`.
-        """
+        """Return all outputs of the encoder for N images; errors name an image of list `name`."""
         if batch < 1:
             raise DataError(f"A batch has at least 1 image, not {batch}.")
 
@@ -360,10 +326,11 @@ class Bundle:
             return self._encode(batches(), len(images))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
-        """Return one image's pixels (C, H, W), ready for `encode`.
+        """Return an image's pixels (C, H, W), ready for `encode`.
 
         Args:
-            image: see `encode_image`.
+            image: an encoded image's bytes, its file's path, a Pillow image, or its pixels: uint8
+                (H, W) or (H, W, 3).
 
         Raises:
             DataError: the image cannot be decoded, an array has a wrong shape or type, or this
@@ -411,14 +378,3 @@ class Bundle:
     def has_code(self) -> bool:
         """Whether the bundle has a rescorer, which needs the encoder's output "code"."""
         return self.manifest.rescorer is not None
-
-
-def open_bundle(
-    path: StrPath,
-    *,
-    variant: str | None = None,
-    threads: int | None = None,
-    device: Device = "auto",
-) -> Bundle:
-    """Check a bundle's format, files and checksums, and load its graphs; see `Bundle.open`."""
-    return Bundle.open(path, variant=variant, threads=threads, device=device)

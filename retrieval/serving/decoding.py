@@ -99,11 +99,8 @@ class Decoders:
     ) -> Any:
         """Decode an image in another process and wait for it.
 
-        Args:
-            kind: "pixels" returns `Decoded`; "png" and "thumbnail" (a small JPEG) return bytes.
-            content: the encoded image.
-            preprocessing: preprocessing for "pixels".
-            name: name of the image in error messages.
+        Kind "pixels" returns `Decoded` by `preprocessing`; "png" and "thumbnail" (a small JPEG)
+        return bytes. `name` is the image's in error messages.
 
         Raises:
             DataError: the image cannot be decoded.

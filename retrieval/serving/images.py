@@ -106,13 +106,7 @@ class Limits:
         return 64_000_000 + 24 * self.pixels
 
     def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
-        """Check the size of an image.
-
-        Args:
-            name: name of the image in error messages.
-            width: width in pixels.
-            height: height in pixels.
-            times: factor on `pixels`.
+        """Check the size of an image; `times` is a factor on `pixels`.
 
         Raises:
             DataError: the image has too many pixels or a side that is too long.
@@ -381,14 +375,12 @@ _THUMBNAIL = 256  # pixels of the longer side
 def decode(
     data: bytes | str | os.PathLike[str], limits: Limits | None = None, name: str | None = None
 ) -> Image.Image:
-    """Decode an image (its first frame) and turn it upright by its EXIF orientation.
-
-    Thread-safe.
+    """Decode an image (its first frame) and turn it upright by its EXIF orientation. Thread-safe.
 
     Args:
         data: an encoded image's bytes, or the path of its file.
         limits: largest images to decode, checked by the header before decoding.
-        name: name of the image in error messages. Defaults to the path, or "the file" for bytes.
+        name: name of the image in error messages; by default the path, or "the file" for bytes.
 
     Raises:
         DataError: the image is missing, too large, of unknown format, or damaged.

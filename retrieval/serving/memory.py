@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,8 +31,8 @@ def return_large_blocks(size: int = _LARGE) -> None:
     """Make the C library return freed blocks of `size` bytes or more, and keep smaller ones.
 
     Its own thresholds follow the largest block freed so far. If they grow to tens of megabytes,
-    threads keep free memory that `give_back` does not reach. If they stay small, the memory of each
-    photo is returned and allocated again page by page.
+    threads keep free memory. If they stay small, the memory of each photo is returned and allocated
+    again page by page.
 
     Args:
         size: threshold in bytes.
@@ -53,34 +53,8 @@ def keep_large_blocks() -> None:
         return_large_blocks(_KEEP_ALL)
 
 
-class Memory:
-    """Watches the growth of this process's memory; does nothing without glibc or /proc.
-
-    Args:
-        kept: growth in bytes that does not count.
-    """
-
-    def __init__(self, kept: int = 0) -> None:
-        self._kept = kept
-        self._trim: Callable[[int], int] | None = None
-        try:
-            trim = ctypes.CDLL(None).malloc_trim
-            self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, AttributeError, TypeError):
-            return
-        self._trim = trim
-        self._most = self._resident() + kept
-
-    @property
-    def grown(self) -> bool:
-        """Whether memory has grown by more than `kept`; takes some microseconds."""
-        return self._trim is not None and self._resident() > self._most
-
-    def give_back(self) -> None:
-        """Return free memory to the system; takes some milliseconds."""
-        if self._trim is not None:
-            self._trim(0)
-            self._most = self._resident() + self._kept  # memory still in use is the new base
-
-    def _resident(self) -> int:
-        return int(os.pread(self._statm, 100, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def give_back() -> None:
+    """Collect garbage and return free memory to the system; takes some milliseconds."""
+    gc.collect()  # an exception and its frames may form a cycle that holds an upload
+    with suppress(OSError, AttributeError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

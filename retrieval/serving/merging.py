@@ -55,9 +55,9 @@ def measured(
     Args:
         bundle: bundle that encoded the query and the candidates.
         query: vector (P,) of the query.
-        code: code (C,) of the query. `None` without a rescorer.
+        code: code (C,) of the query; `None` without a rescorer.
         vectors: vectors (n, P) of the candidates.
-        codes: codes (n, C) of the candidates. `None` without a rescorer.
+        codes: codes (n, C) of the candidates; `None` without a rescorer.
         k: number of hits.
 
     Raises:
@@ -95,14 +95,9 @@ def spans_of(subspaces: Sequence[Columns]) -> list[slice]:
 def merged(
     query: Floats, vectors: Floats, k: int, subspaces: Sequence[Columns], merge: str
 ) -> Distances:
-    """Return the distances (n,) of one query (P,) to vectors (n, P), merged over sub-spaces.
+    """Return the distances (n,) of a query (P,) to vectors (n, P), merged over sub-spaces.
 
-    Args:
-        query: vector (P,) of the query.
-        vectors: vectors (n, P) of the candidates; see `best_score`.
-        k: number of hits.
-        subspaces: the sub-spaces. If empty, the whole vector is the only one.
-        merge: "min" or "score".
+    Without sub-spaces the whole vector is one. `merge` is "min" or "score"; see `best_score`.
     """
     apart = vectors.astype(np.float64) - query
     # Sums in the same order as a store that measures (`local.distances.measured`), so that a pair

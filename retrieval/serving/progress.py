@@ -115,8 +115,21 @@ class Meter:
                 self._bar.set_postfix(metrics, refresh=False)
             self._bar.update(count)
         elif self._lines and time.monotonic() - self._last_line >= EVERY:
+            from tqdm import tqdm
+
             self._last_line = time.monotonic()
-            print(self._line(metrics), file=sys.stderr, flush=True)
+            line = tqdm.format_meter(
+                self._done,
+                self._total,
+                self._last_line - self._began,
+                prefix=self._what,
+                unit=f" {self._unit}",
+                initial=self._before,
+                postfix=", ".join(f"{name} {value}" for name, value in metrics.items()),
+                bar_format="{desc}: {n_fmt} of {total_fmt}{unit} ({percentage:.0f} %),"
+                " {rate_noinv_fmt}, {remaining} left{postfix}",
+            )
+            print(line, file=sys.stderr, flush=True)
 
     def reach(self, done: int, total: int, what: str) -> None:
         """Set the progress to `done` of `total`, and the name of the work."""
@@ -134,23 +147,6 @@ class Meter:
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def _line(self, metrics: dict[str, str]) -> str:
-        share = f" ({100 * self._done / self._total:.0f} %)" if self._total else ""
-        parts = [f"{self._what}: {self._done:,} of {self._total:,} {self._unit}{share}"]
-        rate = (self._done - self._before) / max(time.monotonic() - self._began, 1e-9)
-        if rate > 0:
-            parts.append(f"{rate:,.0f} a second" if rate >= 10 else f"{rate:.2g} a second")
-            parts.append(f"{_duration((self._total - self._done) / rate)} left")
-        return ", ".join([*parts, *(f"{name} {value}" for name, value in metrics.items())])
-
 
 def _is_terminal() -> bool:
     return sys.stderr is not None and sys.stderr.isatty()
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

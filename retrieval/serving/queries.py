@@ -26,22 +26,15 @@ _TAKEN = "an image's path, bytes, Pillow image or pixels, or a vector"
 def encode_queries(
     bundle: Bundle, queries: Encoded | Query | Sequence[Query] | NDArray[Any]
 ) -> tuple[Encoded | NDArray[Any], bool]:
-    """Return encoded queries, and whether there was a single query instead of a list.
+    """Return encoded queries or vectors (N, P), and whether there was one query instead of a list.
 
     Args:
         bundle: encodes images or features.
-        queries: one query or a list of queries:
-
-            - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its pixels
-              as for `retrieval.Encoder.encode`;
-            - a vector: features (F,) if the bundle takes features, otherwise an encoder output
-              (P,).
-
-            Several vectors may also be one array (N, F) or (N, P), and several images one array
-            (N, H, W, 3) or one tensor (N, 3, H, W). `Encoded` is returned as it is.
-
-    Returns:
-        `Encoded`, or vectors (N, P) that need no encoding.
+        queries: one query or a list of queries of one kind. An image is its file's path, its bytes,
+            a Pillow image, or its pixels as for `retrieval.Encoder.encode`. A vector is features
+            (F,) if the bundle takes features, otherwise an encoder output (P,). Several vectors may
+            be one array (N, F) or (N, P), and several images one array (N, H, W, 3) or one tensor
+            (N, 3, H, W). `Encoded` is returned as it is.
 
     Raises:
         DataError: a query cannot be used, or is of another kind than the first. For a list, the

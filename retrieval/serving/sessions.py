@@ -264,12 +264,7 @@ def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) ->
 
 
 def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[Any]:
-    """Check inputs and convert them for a graph.
-
-    Args:
-        inputs: uint8 (N, C, H, W), or real numbers (N, F).
-        input: the manifest's entry for the input.
-        path: path of the bundle, for errors.
+    """Check inputs, uint8 (N, C, H, W) or real numbers (N, F), and convert them for a graph.
 
     Raises:
         DataError: the inputs have another shape or type, or contain NaN or infinity.
@@ -303,11 +298,7 @@ def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
 def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
     """Yield `work(item)` for each item, in order, computed in threads.
 
-    Args:
-        work: function to run; its errors are raised in place of its result.
-        items: the items.
-        workers: number of threads.
-        most: maximum number of results at a time, finished or running, to limit memory.
+    At most `most` results are in memory, finished or running. An error is raised in its place.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
     try:
@@ -329,17 +320,7 @@ def run_batches(
     count: int,
     what: str = "encoder",
 ) -> dict[str, Floats]:
-    """Return the outputs of a graph for checked inputs.
-
-    Args:
-        graph: graph with the input "input".
-        widths: width of each requested output, by name.
-        batches: batches of inputs.
-        count: number of rows in all batches.
-        what: name of the graph in error messages.
-
-    Returns:
-        Each output (count, width), by name.
+    """Return the outputs (count, width) of a graph for batches of inputs with `count` rows in all.
 
     Raises:
         DataError: an output contains NaN or infinity.

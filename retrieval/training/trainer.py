@@ -25,6 +25,7 @@ from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
+from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import combiner_warnings
 from retrieval.recipe.read import Recipe
@@ -169,6 +170,19 @@ class Trainer:
         if self._batches is not None:
             self._batches.close()
 
+    def _begin_phase(self) -> None:
+        """Report the length of the phase's warm-up, and write a checkpoint."""
+        warmup, steps = self.recipe.schedule.warmup, len(self.batches)
+        rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
+        if rises and self.main:
+            whole = self.phase.epochs * steps
+            unit = "" if isinstance(warmup, str) else ", a share of its steps"
+            self.report(
+                f"note: in phase '{self.phase.name}' the learning rate rises for {rises:,} of"
+                f" {whole:,} steps (warmup = {shown(warmup)}{unit})."
+            )
+        self.save()
+
     # --- the loop
     # ----------------------------------------------------------------------------------------
 
@@ -194,7 +208,7 @@ class Trainer:
             if self.progress.total == 0:
                 if self.validates and self.progress.start is None:
                     self._validate_start()
-                self.save()
+                self._begin_phase()
             while self.progress.phase < len(self.recipe.phases):
                 while self.progress.phase_epoch < self.phase.epochs and not self._exhausted():
                     self._end_epoch(self._epoch(meter))
@@ -202,7 +216,7 @@ class Trainer:
                 self.progress.phase_epoch = self.progress.stale = 0
                 if self.progress.phase < len(self.recipe.phases):
                     self._enter_phase()
-                    self.save()
+                    self._begin_phase()
         return self._finish()
 
     def _signalled(self, number: int, frame: Any) -> None:

@@ -240,10 +240,3 @@ def test_a_recipe_trains(tmp_path: Path, loss: str, miner: dict[str, Any] | None
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
     assert state["modules"].get("generator", {}) == {}
     assert list(state["optimizers"]) == ["metric"]
-
-
-def test_a_loss_without_a_reference_set_is_refused() -> None:
-    with pytest.raises(
-        RecipeError, match=r"aml\.confusion extends the reference set.*no `ref_emb`"
-    ):
-        made(loss={"name": "pml.proxy_nca"})

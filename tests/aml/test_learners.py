@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from aml_metrics import assert_spd
-from retrieval.errors import RecipeError
-from retrieval.host.plugins import load_plugins
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.utils.estimator_checks import check_estimator
@@ -160,29 +158,6 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
         learner.adversarial_pairs(pairs[:, :, 1:], similar)
     with pytest.raises(NotFittedError):
         AML().adversarial_pairs(pairs, similar)
-
-
-def test_from_a_recipe() -> None:
-    plugins = load_plugins(block=["pml"])
-    built = plugins.build(
-        "learners", {"name": "aml.aml", "alpha": 0.5, "n_pairs": "paper"}, {"features": 9}
-    )
-    assert isinstance(built, AML) and (built.alpha, built.n_pairs) == (0.5, "paper")
-    prior = [[2.0, 0.0], [0.0, 1.0]]
-    assert plugins.build("learners", {"name": "aml.gmml", "prior": prior}).prior == prior
-    assert plugins.build("learners", {"name": "aml.gmml", "prior": "covariance", "t": 0}).t == 0
-    for wrong in (
-        {"t": 1.5},
-        {"regularization": -1.0},
-        {"prior": "euclid"},
-        {"n_pairs": "some"},
-        {"n_pairs": 0},
-    ):
-        with pytest.raises(RecipeError, match=next(iter(wrong))):
-            plugins.build("learners", {"name": "aml.gmml", **wrong})
-    for wrong in ({"alpha": 0.0}, {"beta": -1.0}, {"balance": 1}):
-        with pytest.raises(RecipeError, match=next(iter(wrong))):
-            plugins.build("learners", {"name": "aml.aml", **wrong})
 
 
 def test_fits_without_torch() -> None:

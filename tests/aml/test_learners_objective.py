@@ -4,12 +4,11 @@ optimum's equation.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pairs_by_loops as loops
 import pytest
 import torch
 from scipy.linalg import inv, sqrtm
@@ -24,13 +23,6 @@ from retrieval_aml.gmml import (
     moments_of_drawn_pairs,
     moments_of_pairs,
 )
-
-SPEC = importlib.util.spec_from_file_location(
-    "pairs_by_loops", Path(__file__).parent / "pairs_by_loops.py"
-)
-assert SPEC and SPEC.loader
-loops = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(loops)
 
 RANDOM = np.random.default_rng(0)
 Y = np.repeat([0, 1, 2], [5, 6, 1])

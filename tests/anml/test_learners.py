@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from retrieval.errors import RecipeError
-from retrieval.host.plugins import load_plugins
 from sklearn.datasets import load_wine
 from sklearn.exceptions import NotFittedError
 from sklearn.neighbors import KNeighborsClassifier
@@ -201,23 +199,3 @@ def test_refuses_data(wine: Any) -> None:
         ):
             with pytest.raises(NotFittedError):
                 call()
-
-
-def test_from_a_recipe() -> None:
-    plugins = load_plugins(block=["pml"])
-    built = plugins.build(
-        "learners", {"name": "anml.lanml", "gamma1": 1.0, "neighbors": "all"}, {"features": 9}
-    )
-    assert isinstance(built, LANML) and built.neighbors == "all"
-    assert plugins.build("learners", {"name": "anml.lanml", "neighbors": 5}).neighbors == 5
-    assert (
-        plugins.build("learners", {"name": "anml.pnca", "alpha": 0.5, "form": "sum"}).form == "sum"
-    )
-    for wrong in (
-        {"gamma2": 0.0},
-        {"gamma1": "big"},
-        {"neighbors": "some"},
-        {"regularization": -1.0},
-    ):
-        with pytest.raises(RecipeError, match=next(iter(wrong))):
-            plugins.build("learners", {"name": "anml.lanml", **wrong})

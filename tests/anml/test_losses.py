@@ -4,18 +4,17 @@ float64.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
+import losses_by_loops as loops
 import pytest
 import torch
+from pytorch_metric_learning.miners import MultiSimilarityMiner
 from retrieval.model.contracts import Combiner
 from torch import Tensor
 
-from retrieval_anml.pair_gap import LabelPairs, ListedPairs, Rule, gap_of_similarities
-from retrieval_anml.pair_miner import PairMiner
+from retrieval_anml.pair_gap import Rule, gaps, pairs_of_labels
 from retrieval_anml.similarity_losses import (
     DANMLoss,
     ImprovedLiftedLoss,
@@ -23,16 +22,8 @@ from retrieval_anml.similarity_losses import (
     ImprovedProxyNCALoss,
     LiftedLoss,
     MinedDANMLoss,
-    NPairLoss,
     similarities,
 )
-
-_spec = importlib.util.spec_from_file_location(
-    "losses_by_loops", Path(__file__).with_name("losses_by_loops.py")
-)
-assert _spec is not None and _spec.loader is not None
-loops: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(loops)
 
 LABELS = [0, 1, 0, 2, 1, 0, 2, 3, 1, 0]  # label 3 has one member: an anchor without positives
 REFERENCES = [1, 0, 2, 2, 5, 0, 1]  # label 3 has none here
@@ -101,9 +92,11 @@ class TestDANML:
         x = loops.gaps(s, loops.mined(s, loops.by_label(LABELS), 0.1), *gamma, *thresholds)
         fused, apart = MinedDANMLoss(*gamma, *thresholds), DANMLoss(*gamma, *thresholds)
         assert fused(X, Y).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
-        assert apart(X, Y, PairMiner()(X, Y)).item() == pytest.approx(fused(X, Y).item(), rel=1e-10)
+        assert apart(X, Y, MultiSimilarityMiner()(X, Y)).item() == pytest.approx(
+            fused(X, Y).item(), rel=1e-10
+        )
         check_gradient(lambda e: fused(e, Y), X)
-        check_gradient(lambda e: apart(e, Y, PairMiner()(X, Y)), X)
+        check_gradient(lambda e: apart(e, Y, MultiSimilarityMiner()(X, Y)), X)
 
 
 @pytest.mark.parametrize(
@@ -134,24 +127,6 @@ def test_triplets_and_pairs_count_each_pair_once() -> None:
         expected, rel=1e-10
     )
     assert DANMLoss()(X, None, (a, p, n)).item() == pytest.approx(expected, rel=1e-10)
-
-
-def test_block_by_block_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    def all_of_it() -> list[float]:
-        e = X.clone().requires_grad_()
-        losses: list[Any] = [
-            DANMLoss()(e, Y),
-            MinedDANMLoss()(e, Y),
-            DANMLoss()(e, Y, PairMiner()(e, Y)),
-            DANMLoss()(e, Y, None, R, YR),
-        ]
-        sum(losses).backward()
-        assert e.grad is not None
-        return [*(float(value.detach()) for value in losses), *e.grad.flatten().tolist()]
-
-    whole = all_of_it()
-    monkeypatch.setattr("retrieval_anml.pair_gap.BLOCK", 20)  # two anchors at a time
-    assert all_of_it() == pytest.approx(whole, rel=1e-12)
 
 
 class TestLifted:
@@ -238,11 +213,6 @@ class TestNPair:
         )
         check_gradient(lambda e: loss(e, self.LABELS, triplets), x)
 
-    def test_original(self) -> None:
-        x = made(6, 3)
-        expected = loops.npair(self.similarity(x.tolist()), 1.0, 0.0)  # type: ignore[arg-type]
-        assert NPairLoss()(x, self.LABELS).item() == pytest.approx(expected, rel=1e-10)
-
 
 @pytest.mark.parametrize("thresholds", [(None, None), (0.6, 0.4)], ids=str)
 def test_improved_proxy_nca(thresholds: Any) -> None:
@@ -307,45 +277,13 @@ class TestDistances:
         assert torch.allclose(similarities(snr, X, R), 1 - snr(X, R) ** 2 / 2)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 0.1, 0.5])
-@pytest.mark.parametrize("reference", [False, True])
-@pytest.mark.parametrize("euclidean", [False, True])
-def test_pair_miner_is_pytorch_metric_learnings(
-    epsilon: float, reference: bool, euclidean: bool
-) -> None:
-    from pytorch_metric_learning.distances import LpDistance
-    from pytorch_metric_learning.miners import MultiSimilarityMiner
-
-    arguments = {"distance": LpDistance()} if euclidean else {}
-    x, y = made(60, 7), torch.arange(60) % 9
-    more = (made(40, 8), torch.arange(40) % 11) if reference else ()
-    ours, theirs = (
-        cls(epsilon=epsilon, **arguments)(x, y, *more) for cls in (PairMiner, MultiSimilarityMiner)
-    )
-    for k in (0, 2):
-        actual = [
-            {*zip(value[k].tolist(), value[k + 1].tolist(), strict=True)}
-            for value in (ours, theirs)
-        ]
-        assert actual[0] == actual[1] and len(ours[k]) == len(actual[0]) > 0
-
-
 def test_float32_at_extreme_gammas() -> None:
     x = X.float()
     s = loops.cosines(x, x)
     for gamma in (1e-8, 1e-4, 0.0999, 0.4999, 0.5001, 50.0, 1e4, 1e8):
         rule = Rule(gamma, gamma, 0.5, 0.4)
-        got, _ = gap_of_similarities(
-            torch.tensor(s, dtype=torch.float32), LabelPairs(Y, None), rule
-        )
-        exact, _ = gap_of_similarities(
-            torch.tensor(s, dtype=torch.float64), LabelPairs(Y, None), rule
+        got, exact = (
+            gaps(torch.tensor(s, dtype=dtype), pairs_of_labels(Y, None), rule)[0]
+            for dtype in (torch.float32, torch.float64)
         )
         assert (got - exact).abs().max() < 2e-6, gamma
-
-
-def test_index_tensors_of_anchors_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match="there are 10 items"):
-        ListedPairs(
-            (torch.tensor([0, 10]), torch.tensor([1, 2]), torch.tensor([3, 4])), (10, 10), X.device
-        )

@@ -1,10 +1,12 @@
-"""Attack a server of one's own, while honest clients search it; say what each got.
+"""Attack a server of one's own while honest clients search it; say what each got and what is left.
 
-    python tests/attack/attack.py --requests 20000 --ends 20 --output benchmarks/results/attack.md
-    python tests/attack/attack.py --requests 20000 --proxy --output attack_proxy.md
+    python tests/attack/attack.py --requests 20000 --processes 2 --output attack.json
+    python tests/attack/attack.py --requests 20000 --proxy
 
 The server is a real one in a process of its own on 127.0.0.1; the attackers' and the honest
-clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. Its exit code is 1 when a
+clients' addresses differ (127.0.0.2 … and 127.0.0.1), as they do outside. It has two indexes, keys,
+snapshots and a record of changes. Honest clients search one index; attackers, most of whom have a
+key that may do everything to the other, send what `hostile_writes` makes. The exit code is 1 when a
 promise was broken. With `--proxy` all of them go through nginx with deploy's configuration and TLS,
 attackers from 240 addresses so that its rates let their requests through, beside idle connections
 and ones that send a byte a second.
@@ -15,21 +17,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
+import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from bisect import bisect_left
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from tqdm import tqdm
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "helpers")]  # its neighbours
@@ -39,11 +39,22 @@ import wire  # noqa: E402
 from honest import HonestClients, Seen  # noqa: E402
 from hostile_images import damaged, worst  # noqa: E402
 from hostile_requests import Generator  # noqa: E402
+from hostile_writes import WritingGenerator  # noqa: E402
 from proxy import Proxy, SlowClients  # noqa: E402
 from wire import FORM, Answer, ask, form, get, post, vector  # noqa: E402
 
 DEADLINE = 8.0  # seconds: the server's own default
 GRACE = 10.0
+OPEN, STILL = "open", "still"
+BOMBS = (
+    "png: 169 megapixels",
+    "png: text that grows",
+    "png: a colour profile that grows",
+    "png: many texts that grow",
+    "gif: a huge canvas",
+    "jpeg: 20,000 scans in 200 KB",
+    "bmp: a header of 4 GB",
+)
 _WARM = 1000  # requests before the memory is looked at
 _ATTACKERS = 8  # addresses
 _PROXY_ATTACKERS = 240  # addresses, of which the proxy takes 20 requests a second each
@@ -164,7 +175,6 @@ class Result:
         faults: 5xx that no overload explains: the request's kind and number, and the answer.
         honest: what honest clients saw meanwhile.
         memory: before, and after.
-        course: what was held after so many requests.
     """
 
     answers: dict[str, Counter[int]] = field(default_factory=dict)
@@ -172,7 +182,6 @@ class Result:
     faults: list[str] = field(default_factory=list)
     honest: Seen = field(default_factory=Seen)
     memory: tuple[Memory, Memory] = (Memory(0, 0), Memory(0, 0))
-    course: list[tuple[int, Memory]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -219,26 +228,15 @@ class Attack:
             threading.Thread(target=self._attack, args=(n, first + requests))
             for n in range(threads)
         ]
-        watch = threading.Thread(target=self._watch, args=(first, requests))
-        for thread in (watch, *attackers):  # starting the last takes as long as many requests
+        for thread in attackers:
             thread.start()
         for thread in attackers:
             thread.join()
-        self._stop.set()
-        watch.join()
         result.honest = honest.stop()
         result.seconds = time.monotonic() - began
         time.sleep(5.0)
         result.memory = (before, self._server.memory())
         return result
-
-    def _watch(self, first: int, requests: int) -> None:
-        """Note what the server holds, until the attack ends."""
-        with tqdm(total=requests, unit="req", disable=None) as bar:
-            while not self._stop.wait(0.1):
-                begun = min(requests, self._next - first)
-                self.result.course.append((begun, self._server.memory()))
-                bar.update(begun - bar.n)
 
     def stop(self) -> None:
         """Begin no further request."""
@@ -269,13 +267,193 @@ class Attack:
             self.result.faults.append(f"{name}: {answer.status} {answer.body[:200]!r}")
 
 
-def ends(
-    index: Path, log: Path, generator: Generator, sound: bytes, count: int, seed: int
-) -> list[float]:
+class Held(NamedTuple):
+    """What a server holds.
+
+    Attributes:
+        resident: bytes of its own processes and of those that decode.
+        descriptors: that its own processes have open.
+        connections: to the record of an index, among these; each is two of them.
+        threads: of its own processes.
+        decoders: processes.
+        temporary: files below its temporary folder.
+        files: of the index that is written to.
+        bytes: of these files.
+        log: bytes of the record's write-ahead log, among these.
+        free: bytes of the record's pages that hold nothing.
+    """
+
+    resident: int
+    descriptors: int
+    connections: int
+    threads: int
+    decoders: int
+    temporary: int
+    files: int
+    bytes: int
+    log: int
+    free: int
+
+
+class Attacked:
+    """A server with two indexes of digits, of which one is for attackers; everything of it is below
+    one folder.
+
+    Args:
+        folder: an empty one.
+        options: of `serve` besides.
+    """
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        from retrieval.serving.http.keys import add_key, new_key
+        from retrieval.serving.index.index import create_index
+
+        makers.write_digits(folder / "photos", 200)
+        bundle = makers.make_bundle(folder / "bundle")
+        self.sound = (folder / "photos" / "3" / "0003.png").read_bytes()
+        self.index, self.temporary = folder / f"{OPEN}.index", folder / "temporary"
+        for path in (self.index, folder / f"{STILL}.index"):
+            create_index(path, bundle, [folder / "photos"], progress=False)
+        for name in ("temporary", "snapshots"):
+            (folder / name).mkdir()
+        self.snapshots, self.audit = folder / "snapshots", folder / "audit.jsonl"
+        reply: dict[str, str] = {}
+        for role in ("read", "write", "admin"):
+            reply[role], kept = new_key(role, role, (OPEN,))
+            add_key(folder / "keys", kept)
+        honest, kept = new_key("honest", "read", (STILL,))
+        add_key(folder / "keys", kept)
+        self._honest = f"Authorization: Bearer {honest}"
+        self.keys: dict[str, str | None] = {role: f"Bearer {key}" for role, key in reply.items()}
+        self.keys |= {
+            "none": None,
+            "wrong": "Bearer rk_x",
+            "twice": f"Bearer {reply['read']}\r\nAuthorization: Bearer {reply['read']}",
+            "long": "Bearer " + "x" * 9000,
+            "odd": "Basic \xff\xfe",
+        }
+        self.server = Server.start(
+            self.index,
+            folder / "log",
+            f"{STILL}={folder / f'{STILL}.index'}",
+            "--keys",
+            str(folder / "keys"),
+            "--audit",
+            str(self.audit),
+            "--snapshots",
+            str(self.snapshots),
+            *options,
+            TMPDIR=str(self.temporary),
+        )
+
+    def searches(self) -> list[bytes]:
+        """Return the honest clients' requests."""
+        path = f"POST /v1/indexes/{STILL}/search HTTP/1.1".encode()
+        plain = [
+            post(form(self.sound, "3"), FORM, self._honest),
+            post(
+                json.dumps({"vector": [0.25] * 16, "k": 3}).encode(),
+                "application/json",
+                self._honest,
+            ),
+        ]
+        return [entry.replace(b"POST /v1/search HTTP/1.1", path, 1) for entry in plain]
+
+    def attack(
+        self, generator: WritingGenerator, first: int = 0, proxy: Proxy | None = None
+    ) -> Attack:
+        """Return an attack on it."""
+        return Attack(self.server, generator, self.sound, first, self.searches(), proxy)
+
+    def put_back(self) -> None:
+        """Leave the open index with the items that it had: none that attackers brought."""
+        key = f"Authorization: {self.keys['admin']}"
+        request = post(json.dumps({"all": True}).encode(), "application/json", key)
+        request = request.replace(b"/v1/search", f"/v1/indexes/{OPEN}/delete".encode(), 1)
+        assert ask(self.server.port, request, 30.0).status == 200
+
+    def held(self) -> Held:
+        """Return what it holds now."""
+        own, decoders = self.server.processes()
+        opened = [str(element.readlink()) for pid in own for element in _there(f"/proc/{pid}/fd")]
+        sizes = {path.name: path.stat().st_size for path in self.index.rglob("*") if path.is_file()}
+        with closing(
+            sqlite3.connect(f"file:{self.index}/items.sqlite?mode=ro", uri=True)
+        ) as record:
+            free = record.execute(
+                "select freelist_count * page_size from pragma_freelist_count, pragma_page_size"
+            ).fetchone()
+        return Held(
+            self.server.memory().total,
+            len(opened),
+            sum(name.endswith("/items.sqlite-wal") for name in opened),
+            sum(len(_there(f"/proc/{pid}/task")) for pid in own),
+            len(decoders),
+            sum(path.is_file() for path in self.temporary.rglob("*")),
+            len(sizes),
+            sum(sizes.values()),
+            sizes.get("items.sqlite-wal", 0),
+            free[0],
+        )
+
+    def bombs(self, images: dict[str, bytes]) -> dict[str, float]:
+        """Return the seconds until each bomb was answered, by its name.
+
+        One that costs seconds of a decoder is refused, or decoded within its decoder's deadline.
+        """
+        key, took = f"Authorization: {self.keys['write']}", dict[str, float]()
+        for name in BOMBS:
+            request = post(form(images[name]), FORM, key).replace(
+                b"/v1/search", f"/v1/indexes/{OPEN}/search".encode(), 1
+            )
+            began = time.perf_counter()
+            status = ask(self.server.port, request).status
+            took[name] = time.perf_counter() - began
+            assert status in (200, 413, 422) and took[name] < DEADLINE, (name, status, took[name])
+        return took
+
+    def whole(self) -> list[str]:
+        """End it; return what is wrong with the indexes, snapshots and record of changes."""
+        began = time.monotonic()
+        self.server.process.send_signal(signal.SIGTERM)
+        code, faults = self.server.process.wait(30), []
+        if (took := time.monotonic() - began) > GRACE + 0.5:
+            faults.append(f"the server took {took:.1f} s to end after SIGTERM")
+        assert self.server.process.stdout is not None
+        self.server.process.stdout.close()
+        if code:
+            faults.append(f"the server ended with {code}")
+        copies = [path for path in self.snapshots.iterdir() if not path.name.startswith(".")]
+        for path in (self.index, self.index.with_name(f"{STILL}.index"), *copies[:5]):
+            done = subprocess.run(
+                [sys.executable, "-m", "retrieval.cli", "index", "check", str(path)],
+                capture_output=True,
+                text=True,
+                cwd=path.parent,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            if done.returncode:
+                faults.append(f"{path.name}: {done.stderr}")
+        lines = [json.loads(line) for line in self.audit.read_text(encoding="utf-8").splitlines()]
+        begun = {line["request"] for line in lines if line["outcome"] == "begun"}
+        ended = {line["request"] for line in lines if line["outcome"] != "begun"}
+        if begun != ended or {line["index"] for line in lines} - {OPEN}:
+            faults.append(f"the record of changes: {len(begun)} begun, {len(ended)} ended")
+        return faults
+
+
+def _there(folder: str) -> list[Path]:
+    """Return what is in a folder of /proc; of a process that has ended, nothing."""
+    with suppress(OSError):
+        return list(Path(folder).iterdir())
+    return []
+
+
+def ends(index: Path, log: Path, generator: Generator, sound: bytes, count: int) -> list[float]:
     """Start a server, attack it, and end it at a random moment, so many times; return the seconds
     each end took.
     """
-    took, chance = [], random.Random(seed)
+    took, chance = [], random.Random(0)
     for turn in range(count):
         server = Server.start(index, log)
         attack = Attack(server, generator, sound, turn * 1000)
@@ -299,108 +477,68 @@ def prepare(folder: Path) -> tuple[Path, bytes]:
     return folder / "i", (folder / "photos" / "3" / "0003.png").read_bytes()
 
 
-def report(
-    result: Result, took: list[float], log: int, requests: int, slow: SlowClients | None = None
-) -> str:
-    """Return what came of it, for people."""
-    before, after = result.memory
-    seen = result.honest
-    honest = sorted(seen.answered) or [0.0]
-    statuses = sorted({status for counts in result.answers.values() for status in counts})
-    lines = [
-        "# An attack on the server",
-        "",
-        (
-            f"`tests/attack/attack.py`: {requests:,} generated requests in {result.seconds:.0f} s"
-            f" from {_PROXY_ATTACKERS if slow else _ATTACKERS} addresses, while two honest clients"
-            " of another address searched."
-            f" {platform.machine()}, {os.cpu_count()} cores shared with other work, Python"
-            f" {platform.python_version()}."
-        ),
-        "",
-        f"- 5xx without an overload to explain it: {len(result.faults)}",
-        (
-            f"- honest searches: {len(seen.answered):,} answered as before (median"
-            f" {honest[len(honest) // 2] * 1000:.0f} ms, 99th percentile"
-            f" {honest[int(len(honest) * 0.99)] * 1000:.0f} ms, longest {honest[-1]:.2f} s),"
-            f" {sum(seen.refused.values())} told to come again, {len(seen.wrong)} wrong,"
-            f" {len(seen.late)} beyond the deadline of {DEADLINE:g} s"
-        ),
-        (
-            f"- memory of the server and its processes: {before.total / 1e6:,.0f} MB before,"
-            f" {after.total / 1e6:,.0f} MB after"
-        ),
-        f"- lines in the log: {log:,}",
-    ]
-    if slow is not None:
-        closed = ", ".join(f"{count:,} {kind}" for kind, count in sorted(slow.closed.items()))
-        lines.append(
-            f"- all through nginx with deploy/nginx.conf, beside {_IDLE:,} idle connections and"
-            f" {_DRIPPING:,} that sent a byte a second, {slow.most:,} open at a time at the most;"
-            f" the proxy closed {closed or 'none'}, and each was opened again"
-        )
-    if took:
-        lines.append(
-            f"- SIGTERM at {len(took)} random moments of further attacks: gone after"
-            f" {min(took):.1f} to {max(took):.1f} s; {GRACE:g} are promised"
-        )
-    lines += [
-        "",
-        *_memory(result),
-        "",
-        "| kind | " + " | ".join(str(s) if s else "none read" for s in statuses) + " |",
-    ]
-    lines.append("| --- |" + " --- |" * len(statuses))
-    for kind, counts in sorted(result.answers.items()):
-        lines.append(f"| {kind} | " + " | ".join(str(counts[s] or "") for s in statuses) + " |")
-    lines += ["", "503 that attackers were given, all with `Retry-After`:", ""]
-    lines += [f"- {count} × {sentence}" for sentence, count in result.overload.most_common()] or [
-        "- none"
-    ]
-    for title, texts in (("Faults", result.faults), ("Wrong", seen.wrong), ("Late", seen.late)):
-        if texts:
-            lines += ["", f"{title}:", "", *(f"- {text}" for text in texts[:20])]
-    return "\n".join(lines) + "\n"
+def report(result: Result, **more: Any) -> str:
+    """Return what came of an attack, as JSON."""
+    seen, (before, after) = result.honest, result.memory
+    took = sorted(seen.answered) or [0.0]
+    shares = {f"{share} %": took[(len(took) - 1) * share // 100] for share in (50, 99, 100)}
+    honest = {"answered": len(took), "seconds": shares, "refused": seen.refused}
+    content = {
+        "faults": result.faults[:20],
+        "honest": {**honest, "wrong": seen.wrong[:20], "late": seen.late[:20]},
+        "resident": {"before": before.total, "after": after.total},
+        "answers": result.answers,
+        "overload": result.overload,
+        "seconds": result.seconds,
+        **more,
+    }
+    return json.dumps(content, indent=1)
 
 
-def _memory(result: Result) -> list[str]:
-    """Return who held how many megabytes, in the course of the attack."""
-    begun = [number for number, _ in result.course]
-    tenths = [result.course[bisect_left(begun, begun[-1] * tenth // 10)] for tenth in range(1, 11)]
-    rows = [(f"{number:,} requests", held) for number, held in tenths]
-    most = max((held for _, held in result.course), key=lambda held: held.total)
-    before, after = result.memory
-    rows = [("none", before), *rows, ("most", most), ("5 s after the end", after)]
-    lines = [
-        f"Resident megabytes, after {_WARM:,} such requests that are not counted:",
-        "",
-        "| after | server's own | processes that decode | together |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name, held in rows:
-        lines.append(
-            f"| {name} | {held.server / 1e6:.0f} | {held.decoders / 1e6:.0f} |"
-            f" {held.total / 1e6:.0f} |"
-        )
-    return lines
-
-
-def write(page: Path, text: str, measured: dict[str, Any]) -> None:
-    """Write a page, and what was measured beside it, into `raw/`."""
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, Seen):
-            return vars(value)
-        longest = sorted(value.answered) or [0.0]
-        percentiles = {p: longest[(len(longest) - 1) * p // 100] for p in (0, 25, 50, 75, 99, 100)}
-        return {**vars(value), "answered": len(value.answered), "seconds": percentiles}
-
-    raw = page.parent / "raw" / f"{page.stem}.json"
-    raw.parent.mkdir(parents=True, exist_ok=True)
-    head = {"date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *sys.argv])}
-    measured_as_text = json.dumps({**head, **measured}, indent=1, default=plain)
-    raw.write_text(measured_as_text + "\n", encoding="utf-8")
-    page.write_text(text, encoding="utf-8")
+def run(
+    processes: int, images: list[tuple[str, bytes]], options: argparse.Namespace
+) -> tuple[str, bool]:
+    """Attack a server of so many processes; return what came of it, and whether the promises were
+    kept.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        behind = ["--proxy-header-from", "127.0.0.1"] if options.proxy else []
+        attacked = Attacked(Path(name), "--processes", str(processes), *behind)
+        generator = WritingGenerator(images, attacked.sound, 16, attacked.keys, OPEN, options.seed)
+        bombs = attacked.bombs(dict(images))
+        proxy = slow = None
+        if options.proxy:
+            proxy = Proxy(Path(name) / "proxy", attacked.server.port)
+            slow = SlowClients(proxy.port, proxy.context, _IDLE, _DRIPPING)
+        wire.trust(None if proxy is None else str(proxy.certificate))
+        attacked.attack(generator, 10**6, proxy).run(_WARM, options.threads)  # all are started
+        wire.trust(None)
+        attacked.put_back()
+        time.sleep(40)
+        left, serving = {"before": attacked.held()}, attacked.server.processes()[0]
+        attack = attacked.attack(generator, 0, proxy)
+        wire.trust(None if proxy is None else str(proxy.certificate))
+        result = attack.run(options.requests, options.threads)
+        wire.trust(None)
+        if proxy is not None and slow is not None:
+            slow.stop()
+            proxy.stop()
+        left["at the end"] = attacked.held()
+        attacked.put_back()
+        time.sleep(40)
+        left["40 s later"] = attacked.held()
+        ready = ask(attacked.server.port, get("/readyz")).status
+        ended = set(serving) - set(attacked.server.processes()[0])
+        faults = attacked.whole() + ([] if ready == 200 else [f"/readyz: {ready}"])
+        faults += [f"{len(ended)} processes that serve have ended"] if ended else []
+        log = Path(name) / "log of ends"
+        took = ends(attacked.index, log, generator, attacked.sound, options.ends)
+        faults += [f"an end took {seconds:.1f} s" for seconds in took if seconds > GRACE + 0.5]
+        held = {moment: entry._asdict() for moment, entry in left.items()}
+        slow_clients = None if slow is None else {"closed": slow.closed, "most": slow.most}
+        more = {"processes": processes, "held": held, "broken": faults, "ends": took}
+        text = report(result, **more, bombs=bombs, slow=slow_clients)
+    return text, not (faults or result.faults or result.honest.wrong or result.honest.late)
 
 
 def main() -> None:
@@ -409,6 +547,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=1, help="of the server")
     parser.add_argument("--threads", type=int, default=48, help="attackers at a time")
     parser.add_argument("--ends", type=int, default=3, help="servers that are ended in the middle")
     parser.add_argument("--proxy", action="store_true", help="through nginx, with slow clients")
@@ -416,39 +555,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     images = [*worst(options.seed), *damaged(options.seed, 20)]
-    with tempfile.TemporaryDirectory() as name:
-        index, sound = prepare(Path(name))
-        generator = Generator(images, sound, 16, options.seed)
-        behind = ["--open", "read", "--proxy-header-from", "127.0.0.1"] if options.proxy else []
-        server = Server.start(index, Path(name) / "log", *behind)
-        proxy = slow = None
-        if options.proxy:
-            proxy = Proxy(Path(name) / "proxy", server.port)
-            wire.trust(str(proxy.certificate))
-            slow = SlowClients(proxy.port, proxy.context, _IDLE, _DRIPPING)
-        Attack(server, generator, sound, 10**6, proxy=proxy).run(
-            _WARM, options.threads
-        )  # every process is started, every pool filled
-        result = Attack(server, generator, sound, proxy=proxy).run(
-            options.requests, options.threads
-        )
-        if proxy is not None and slow is not None:
-            slow.stop()
-            proxy.stop()
-            wire.trust(None)
-        server.end()
-        lines = server.log.read_text().count("\n")
-        took = ends(index, Path(name) / "log2", generator, sound, options.ends, options.seed)
-    text = report(result, took, lines, options.requests, slow)
+    text, kept = run(options.processes, images, options)
     print(text)
     if options.output:
-        slow_clients = None if slow is None else {"closed": slow.closed, "most": slow.most}
-        measured = {"attack": result, "ends": took, "lines": lines, "slow": slow_clients}
-        write(options.output, text, measured)
-    kept = (
-        not (result.faults or result.honest.wrong or result.honest.late)
-        and max(took, default=0) <= GRACE + 0.5
-    )
+        options.output.write_text(text + "\n", encoding="utf-8")
     raise SystemExit(0 if kept else 1)
 
 

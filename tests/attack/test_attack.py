@@ -20,9 +20,7 @@ def prepared(tmp_path_factory):
 
 
 def test_an_attack_costs_others_nothing(prepared):
-    """No 5xx that a client caused, no honest search late, wrong or refused, memory back, an end in
-    time.
-    """
+    """No 5xx that a client caused, no honest search late or wrong, memory back, an end in time."""
     index, log, generator = prepared
     sound = generator.sound
     server = attack.Server.start(index, log)
@@ -31,7 +29,7 @@ def test_an_attack_costs_others_nothing(prepared):
         result = attack.Attack(server, generator, sound).run(REQUESTS, 16)
     finally:
         took, code = server.end()
-    text = attack.report(result, [took], 0, REQUESTS)
+    text = attack.report(result)
     assert not result.faults, text
     assert not result.honest.wrong, text
     assert not result.honest.late, text

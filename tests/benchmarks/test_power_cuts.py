@@ -206,7 +206,7 @@ marks = os.open(folder / "marks", os.O_WRONLY | os.O_CREAT)
 bundle = Bundle.open(folder / "bundle", threads=1)
 vectors = np.load(folder / "vectors.npy")
 item = lambda n, row: Item(f"id {n}", str(row), arrays={"vector": vectors[row]})
-create_local(disk / "index", bundle, widths_of(bundle), structure=structure.StructureChoice("sq8"))
+create_local(disk / "index", bundle, widths_of(bundle), structure=structure.StructureChoice("ivf"))
 with LocalStore(disk / "index", upkeep=False) as store:
     store.upsert([item(n, n) for n in range(120)], bundle.sha256)
     store.delete([f"id {n}" for n in range(40)])

@@ -30,7 +30,6 @@ PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
     "photos_without_labels": ("photos_without_labels", lambda script, raw: script.render(raw)),
     "pml_losses": ("pml_losses", lambda script, raw: script.render(raw)),
     "evaluation": ("evaluation", lambda script, raw: script.render(raw)),
-    "aml_algorithm1": ("aml_algorithm1", lambda script, raw: script.render(raw)),
     "aml_table1": ("aml_table1", lambda script, raw: script.render(raw)),
     "aml_heldout": ("aml_heldout", lambda script, raw: script.render(raw)),
     "aml_roc": ("aml_roc", lambda script, raw: script.render(raw)),

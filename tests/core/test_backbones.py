@@ -135,15 +135,6 @@ def test_transformers_are_told_their_size() -> None:
         assert name in inspect.signature(kind).parameters and value in (64, (64, 64))
 
 
-def test_torchvision_preprocessing_comes_from_the_weights() -> None:
-    expected = Preprocessing(
-        (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
-    )
-    assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
-    small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
-    assert small is not None and (small.size, small.resize) == ((64, 64), 73)
-
-
 def test_torchvision_pretrained_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,23 +207,6 @@ def test_no_network_is_one_sentence(
         ),
     ):
         build(plugins, "torchvision", model="mnasnet0_5", weights="DEFAULT")
-
-
-def test_no_network_for_timm(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pytest.importorskip("timm")
-    import timm.models._builder as builder
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise OSError("We couldn't connect\nand more lines")
-
-    monkeypatch.setattr(builder, "load_state_dict_from_hf", refuse)
-    with pytest.raises(
-        DataError,
-        match=r"^timm's weights of \w+ could not be loaded \(We couldn't connect\)[^\n]*$",
-    ):
-        build(plugins, "timm", model="mobilenetv3_small_050", pretrained=True)
 
 
 def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
@@ -310,25 +284,6 @@ def test_lite0_has_the_weights_of_the_package(lite0: Backbone) -> None:
     assert lite0.features == 1280
 
 
-def test_lite0_normalises_as_its_weights_want(lite0: Backbone) -> None:
-    pixels = torch.randint(0, 256, (1, 3, 224, 224), dtype=torch.uint8)
-    with torch.no_grad():
-        expected = lite0((pixels.double() - 127).div(128).float())
-        actual = Model(lite0, nn.Identity()).features(pixels)
-    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
-
-
-def test_lite0_knows_what_it_sees(lite0: Backbone) -> None:
-    """Its own classifier, put back, names two real photographs: a temple in China and a flower."""
-    weights = list(torch.load(pretrained._package_weights(0), weights_only=True).values())
-    photos = [Image.fromarray(photo) for photo in load_sample_images().images]
-    assert lite0.preprocessing is not None
-    x = torch.from_numpy(np.stack([lite0.preprocessing(photo) for photo in photos]))
-    with torch.no_grad():
-        logits = Model(lite0, nn.Identity()).features(x) @ weights[-2].T + weights[-1]
-    assert logits.argmax(1).tolist() == [698, 985]  # ImageNet's "palace" and "daisy"
-
-
 def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
@@ -379,19 +334,6 @@ def hundred_sizes() -> list[tuple[int, int]]:
 
 
 PHOTO = Image.fromarray(load_sample_images().images[1])
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("resize", "crop"), [(256, 224), (73, 64), (75, 64), (64, 64), (48, 61)])
-def test_pixels_are_those_of_torchvision_to_the_last_bit(interpolation, resize, crop) -> None:
-    from torchvision.transforms import CenterCrop, InterpolationMode
-    from torchvision.transforms.functional import resize as resized
-
-    ours = Preprocessing((crop, crop), interpolation=interpolation, resize=resize)
-    for size in hundred_sizes():
-        image = PHOTO.resize(size, reducing_gap=2.0)
-        theirs = CenterCrop(crop)(resized(image, [resize], InterpolationMode(interpolation)))
-        assert np.array_equal(ours(image), np.asarray(theirs).transpose(2, 0, 1)), size
 
 
 @pytest.mark.parametrize(

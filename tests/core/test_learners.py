@@ -5,8 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from retrieval.errors import RecipeError
-from retrieval.host.plugins import load_plugins
 from retrieval.plugin import LinearMap
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA as SklearnPCA
@@ -67,18 +65,6 @@ def test_codes_are_scikit_learns(learner: LinearMap, digits: Any) -> None:
 @pytest.mark.parametrize("learner", [PCA(1), LDA(), NCA(max_iter=5)], ids=str)
 def test_keeps_scikit_learns_rules(learner: LinearMap) -> None:
     check_estimator(learner, on_skip=None)
-
-
-def test_from_a_recipe() -> None:
-    plugins = load_plugins(block=["pml"])
-    built = plugins.build("learners", {"name": "core.pca", "n_components": 5}, {"features": 9})
-    assert built.get_params()["n_components"] == 5
-    built = plugins.build(
-        "learners", {"name": "core.lda", "n_components": 3, "shrinkage": "auto"}, {"features": 9}
-    )
-    assert built.get_params() == {"n_components": 3, "shrinkage": "auto"}
-    with pytest.raises(RecipeError, match="shrinkage"):
-        plugins.build("learners", {"name": "core.lda", "shrinkage": 1.5})
 
 
 def test_too_many_components(digits: Any) -> None:

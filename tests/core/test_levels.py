@@ -114,20 +114,6 @@ def test_its_bundle_gives_the_same_codes(tmp_path: Path) -> None:
     assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
 
 
-def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
-    """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
-    from retrieval.data.features import OnnxBackbone
-    from retrieval.model.model import Model
-
-    backbone = net(levels={"image": 14})
-    random = torch.Generator().manual_seed(0)
-    pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)
-    quicker = OnnxBackbone(Model(backbone, torch.nn.Identity()), pixels.numpy)
-    with torch.no_grad():
-        expected = backbone((pixels.float() - 127) / 128)
-    torch.testing.assert_close(quicker(pixels), expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
 def test_the_recipe_is_the_chosen_one(name: str) -> None:
     root = Path(__file__).parents[2]

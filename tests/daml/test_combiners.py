@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from discriminator_by_loops import affine, gamma, local_distances
 from retrieval.errors import RecipeError, RetrievalError
 from retrieval.host.plugins import load_plugins
 from torch import Tensor, nn
@@ -56,47 +57,17 @@ def test_in_double_precision_throughout(metrics: int) -> None:
 
 
 # --- plain loops
-# -----------------------------------------------------------------------------------------
-
-
-def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
-    return [
-        sum(w * v for w, v in zip(row, x, strict=True)) + b
-        for row, b in zip(weight, bias, strict=True)
-    ]
 
 
 def loop_gamma(combiner: Discriminator, x: list[float], y: list[float]) -> list[float]:
-    """Γ from the two items' features: the network run on [x; y] and on [y; x], its two outputs
-    averaged.
-    """
-    flows, out = combiner.flows, combiner.out
-    weight, bias = flows.weight.tolist(), flows.bias.tolist()
-    first = [
-        row + other for row, other in zip(weight[:H], weight[H:], strict=True)
-    ]  # [A | B], H × 2F
-    bias_sum = [a + b for a, b in zip(bias[:H], bias[H:], strict=True)]
-    runs = []
-    for pair in (x + y, y + x):
-        hidden = [max(0.0, v) for v in affine(first, bias_sum, pair)]
-        runs.append(affine(out.weight.tolist(), out.bias.tolist(), hidden))
-    logits = [(a + b) / 2 for a, b in zip(*runs, strict=True)]
-    total = sum(math.exp(v) for v in logits)
-    return [math.exp(v) / total for v in logits]
+    """Γ from the two items' features."""
+    return gamma({f"combiner.{k}": v.tolist() for k, v in combiner.state_dict().items()}, x, y)
 
 
 def loop_local(head: Any, metrics: int, x: list[float], y: list[float]) -> list[float]:
     linear = head.embedding[0]
-    size, actual = D // metrics, []
-    ex, ey = (affine(linear.weight.tolist(), linear.bias.tolist(), v) for v in (x, y))
-    for k in range(metrics):
-        parts = []
-        for e in (ex, ey):
-            part = e[k * size : (k + 1) * size]
-            length = math.sqrt(sum(v * v for v in part))
-            parts.append([v / length for v in part])
-        actual.append(math.sqrt(sum((a - b) ** 2 for a, b in zip(*parts, strict=True))))
-    return actual
+    weights = linear.weight.tolist(), linear.bias.tolist()
+    return local_distances(affine(*weights, x), affine(*weights, y), metrics)
 
 
 def test_distances_weights_and_similarities_are_the_papers() -> None:
@@ -156,7 +127,6 @@ def test_uniforms_candidates_are_exact_with_squares_and_not_without() -> None:
 
 
 # --- J_dis
-# -----------------------------------------------------------------------------------------------
 
 
 def test_objective_is_the_papers_term_with_its_mean_and_the_balance() -> None:
@@ -236,7 +206,6 @@ def test_weights_start_even_and_are_learned_from_there() -> None:
 
 
 # --- order and gradients
-# ---------------------------------------------------------------------------------
 
 
 def test_weights_do_not_depend_on_the_order_of_a_pair() -> None:
@@ -304,29 +273,6 @@ def test_gradients_agree_with_finite_differences(
         assert gradient is not None and torch.allclose(gradient, expected, atol=2e-7, rtol=1e-5)
 
 
-def test_blocks_give_what_all_at_once_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    combiner, head = made(4)
-    x, y = embed(head, items(23)), embed(head, items(17, 2))
-    actual = {}
-    for direct, block in ((10**9, 1), (0, 1), (0, 5 * H), (0, 17 * H), (0, 60 * H), (0, 10**6)):
-        monkeypatch.setattr(blocks, "DIRECT", direct)
-        monkeypatch.setattr(blocks, "BLOCK", block)
-        leaves = [v.detach().requires_grad_() for v in (x, y)]
-        combiner.zero_grad()
-        distances = combiner.compute_mat(*leaves)
-        (distances.sin().sum() + combiner.weights(*leaves).square().sum()).backward()
-        actual[direct, block] = [
-            distances,
-            *(v.grad for v in leaves),
-            combiner.out.weight.grad.clone(),
-        ]
-    whole = actual.pop((10**9, 1))
-    for other in actual.values():
-        assert all(
-            torch.allclose(a, b, atol=1e-12, rtol=1e-10) for a, b in zip(whole, other, strict=True)
-        )
-
-
 def test_equal_items_are_at_distance_zero_with_finite_gradients() -> None:
     combiner, head = made(4)
     x = embed(head, items(3)).detach().requires_grad_()
@@ -347,7 +293,6 @@ def test_half_precision_codes_are_measured_in_float32(dtype: torch.dtype, metric
 
 
 # --- bad input
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])

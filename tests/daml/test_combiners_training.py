@@ -24,7 +24,6 @@ from torch import Tensor
 
 from retrieval_daml.local_metrics import Discriminator, UniformMetrics
 
-TOOLBOX = str(Path(__file__).parents[1] / "train" / "toolbox.py")
 Make = Callable[..., Recipe]
 Both = pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
 
@@ -66,7 +65,6 @@ def log(run: Run) -> list[dict[str, Any]]:
 
 
 # --- K = 1
-# -----------------------------------------------------------------------------------------------
 
 
 @Both
@@ -104,7 +102,6 @@ def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
 
 
 # --- whose objective, whose weights
-# ----------------------------------------------------------------------
 
 
 def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
@@ -173,7 +170,6 @@ def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
 
 
 # --- the log
-# ---------------------------------------------------------------------------------------------
 
 
 def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
@@ -214,65 +210,9 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
 
 
 # --- resume
-# ----------------------------------------------------------------------------------------------
-
-
-# what a phase leaves alone keeps no gradient of the phase before, which a norm would count and a
-# resumed run lacks
-@pytest.mark.parametrize("clip_norm", [None, 0.01])
-def test_a_run_that_stops_amid_a_phase_goes_on_bit_for_bit(
-    make: Make, tmp_path: Path, clip_norm: float | None
-) -> None:
-    import retrieval.training.trainer as module
-
-    phases = [
-        {"name": "metric", "epochs": 1, "train": ["head"], "synthetic": False},
-        {"name": "weights", "epochs": 1, "train": ["combiner", "generator"]},
-        {"name": "all", "epochs": 1},
-    ]
-    built = make(
-        plugins=[TOOLBOX],
-        generator={"name": "toolbox.mover"},
-        phase=phases,
-        train={"checkpoint_every": 1} | ({"clip_norm": clip_norm} if clip_norm else {}),
-        schedule={"name": "cosine"},
-    )
-    whole = fit(tmp_path, built, "whole")
-    states = checkpoint.load(whole.last)
-    for stop in (2, 6, 11):  # in each phase
-        real, calls = module.Trainer._train_batch, [0]
-
-        def stopping(
-            self: Any, *given: Any, real: Any = real, calls: Any = calls, stop: int = stop
-        ) -> Any:
-            calls[0] += 1
-            if calls[0] == stop:
-                raise KeyboardInterrupt
-            return real(self, *given)
-
-        module.Trainer._train_batch = stopping  # type: ignore[method-assign]
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                fit(tmp_path, built, f"stopped-{stop}")
-        finally:
-            module.Trainer._train_batch = real  # type: ignore[method-assign]
-        again = checkpoint.load(fit(tmp_path, built, f"stopped-{stop}", resume=True).last)
-        for part in ("model", "modules", "optimizers", "random"):
-            mine: dict[str, Tensor] = {}
-            theirs: dict[str, Tensor] = {}
-            assert checkpoint._flatten(again[part], "", mine) == checkpoint._flatten(
-                states[part], "", theirs
-            )
-            assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
-        runs = [tmp_path / name / "metrics.jsonl" for name in (f"stopped-{stop}", "whole")]
-        loads = [
-            [json.loads(line)["load_2"] for line in run.read_text().splitlines()] for run in runs
-        ]
-        assert loads[0] == loads[1]
 
 
 # --- refusals and odd batches
-# ----------------------------------------------------------------------------
 
 
 @Both
@@ -284,18 +224,6 @@ def test_a_loss_without_distance_is_refused_with_what_to_use(name: str, make: Ma
         in str(refused.value)
     )
     assert "Use one that does" in str(refused.value)
-
-
-def test_negative_weights_and_uneven_parts_are_refused_in_the_recipe(
-    make: Make, tmp_path: Path
-) -> None:
-    with pytest.raises(RecipeError, match="mu"):
-        make(combiner={"name": "daml.discriminator", "mu": -1.0})
-    built = make(combiner={"name": "daml.discriminator", "metrics": 5})
-    with pytest.raises(
-        RecipeError, match="5 local metrics cannot share an embedding of 12 columns"
-    ):
-        fit(tmp_path, built)
 
 
 def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path: Path) -> None:

@@ -158,7 +158,6 @@ def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(
 
 
 # --- a generator that becomes NaN
-# ----------------------------------------------------------------------------
 
 FRAGILE = '''
 import copy

@@ -4,14 +4,13 @@ torch's and plain loops.
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from discriminator_by_loops import affine, gamma, local_distances
 from numpy.typing import NDArray
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.export.export_run import export
@@ -115,12 +114,6 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
     built = served(name)
     state = {k: v.double().tolist() for k, v in built.run.model.state_dict().items()}
 
-    def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
-        return [
-            sum(w * v for w, v in zip(row, x, strict=True)) + b
-            for row, b in zip(weight, bias, strict=True)
-        ]
-
     first = "head.embedding.0" if name != "uniform" else "head.0"
 
     def embedding(v: list[float]) -> list[float]:
@@ -133,26 +126,8 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
         )
         return [value for part in parts for value in part]
 
-    def local(x: list[float], y: list[float]) -> list[float]:
-        parts = []
-        for v in (x, y):
-            e = embedding(v)
-            blocks = [e[k : k + 8] for k in range(0, 32, 8)]
-            parts.append([[c / math.hypot(*b) for c in b] for b in blocks])
-        return [math.dist(a, b) for a, b in zip(*parts, strict=True)]
-
-    def gamma(x: list[float], y: list[float]) -> list[float]:
-        if name == "uniform":
-            return [0.25] * 4
-        logits = [0.0] * 4
-        for pair in ((x, y), (y, x)):
-            a = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[0])[:16]
-            b = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[1])[16:]
-            hidden = [max(0.0, p + q) for p, q in zip(a, b, strict=True)]
-            out = affine(state["combiner.out.weight"], state["combiner.out.bias"], hidden)
-            logits = [total + value / 2 for total, value in zip(logits, out, strict=True)]
-        exponentials = [math.exp(value - max(logits)) for value in logits]
-        return [value / sum(exponentials) for value in exponentials]
+    def weights(x: list[float], y: list[float]) -> list[float]:
+        return [0.25] * 4 if name == "uniform" else gamma(state, x, y)
 
     bundle = Bundle.open(built.run.path / "bundle", threads=1)
     encoded = bundle.encode(built.items)
@@ -160,7 +135,8 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
     for i in range(3):
         for j in range(40):
             x, y = built.items[i].tolist(), built.items[100 + j].tolist()
-            expected = sum(g * d for g, d in zip(gamma(x, y), local(x, y), strict=True))
+            local = local_distances(embedding(x), embedding(y), 4)
+            expected = sum(g * d for g, d in zip(weights(x, y), local, strict=True))
             assert actual[i, j] == pytest.approx(expected, abs=2e-5)
 
 
@@ -230,29 +206,3 @@ def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
         distances = np.sort(built.distances[row])[:10]
         # FAISS reports √Σ d², which is √K times the mean
         assert [hit.distance / 2 for hit in actual] == pytest.approx(distances.tolist(), abs=1e-3)
-
-
-def test_the_command_line_searches_it(served: Any, tmp_path: Path) -> None:
-    from click.testing import CliRunner
-    from retrieval.cli.app import app as main
-
-    built = served("soft")
-    np.savez(tmp_path / "query.npz", features=built.items[7:8], labels=["?"])
-    done = CliRunner().invoke(
-        main,
-        [
-            "search",
-            str(built.index_path),
-            str(tmp_path / "query.npz"),
-            "-k",
-            "3",
-            "--candidates",
-            "300",
-            "--json",
-        ],
-    )
-    assert done.exit_code == 0, done.output
-    (answer,) = json.loads(done.output)
-    assert answer["results"][0]["id"] == "7"
-    expected = np.argsort(built.distances[7], kind="stable")[:3].tolist()
-    assert [int(hit["id"]) for hit in answer["results"]] == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from retrieval.errors import RecipeError
+from discriminator_by_loops import distance
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
-from retrieval.training.trainer import Trainer, train
+from retrieval.training.trainer import Trainer
 from sklearn.datasets import load_digits
 
 K, S, H = 3, 4, 6
@@ -60,36 +59,6 @@ def trainer(folder: Path, made: Made) -> Trainer:
 
 
 # --- J_gen by the learned distance
-# ---------------------------------------------------------------------------
-
-
-def affine(weight: Any, bias: Any, x: list[float]) -> list[float]:
-    return [
-        sum(w * v for w, v in zip(row, x, strict=True)) + b
-        for row, b in zip(weight, bias, strict=True)
-    ]
-
-
-def learned(state: dict[str, Any], x: list[float], y: list[float]) -> float:
-    """D of two items' features, from the weights alone."""
-    local = []
-    for k in range(K):
-        units = []
-        for v in (x, y):
-            e = affine(state["head.embedding.0.weight"], state["head.embedding.0.bias"], v)[
-                k * S : k * S + S
-            ]
-            units.append([c / math.hypot(*e) for c in e])
-        local.append(math.dist(*units))
-    logits = [0.0] * K
-    for pair in ((x, y), (y, x)):
-        a = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[0])[:H]
-        b = affine(state["combiner.flows.weight"], state["combiner.flows.bias"], pair[1])[H:]
-        hidden = [max(0.0, p + q) for p, q in zip(a, b, strict=True)]
-        out = affine(state["combiner.out.weight"], state["combiner.out.bias"], hidden)
-        logits = [total + value / 2 for total, value in zip(logits, out, strict=True)]
-    total = sum(math.exp(value) for value in logits)
-    return sum(math.exp(value) / total * d for value, d in zip(logits, local, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -118,11 +87,11 @@ def test_the_generators_objective_has_the_weighed_distance(
     for row in zip(*(v.double().tolist() for v in (a, p, n, x)), strict=True):
         anchor, positive, negative, made = row
         if generator["name"] == "daml.hard_positive":
-            gap = learned(state, negative, anchor) ** 2 - learned(state, made, anchor) ** 2
+            gap = distance(state, negative, anchor, K) ** 2 - distance(state, made, anchor, K) ** 2
             hard, reg = -(math.dist(made, anchor) ** 2), math.dist(made, positive) ** 2
         else:
-            own = learned(state, positive, anchor) ** 2 if "form" not in generator else 0.0
-            gap = learned(state, made, anchor) ** 2 - own
+            own = distance(state, positive, anchor, K) ** 2 if "form" not in generator else 0.0
+            gap = distance(state, made, anchor, K) ** 2 - own
             hard, reg = math.dist(made, anchor) ** 2, math.dist(made, negative) ** 2
         adversarial = max(0.0, gap - generator["margin"])
         used += adversarial > 0
@@ -133,7 +102,6 @@ def test_the_generators_objective_has_the_weighed_distance(
 
 
 # --- whose gradient reaches whom
-# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
@@ -220,53 +188,3 @@ def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_ow
 
 
 # --- K = 1
-
-
-@pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-@pytest.mark.parametrize(
-    "tables",
-    [
-        {
-            "generator": {"name": "daml.hard_negative", "form": "contrastive"},
-            "loss": {"name": "daml.contrastive"},
-            "miner": {"name": "daml.semi_hard"},
-            "train": {"epochs": 2, "device": "cpu", "mine": "after", "real_weight": 0.5},
-        },
-        {
-            "generator": {"name": "daml.hard_positive"},
-            "loss": {"name": "anml.danml"},
-            "train": {"epochs": 2, "device": "cpu", "coupling": "joint"},
-        },
-    ],
-    ids=["contrastive, after", "positive, joint"],
-)
-def test_one_metric_is_bit_for_bit_the_run_without_a_combiner(
-    make: Make, tmp_path: Path, name: str, tables: dict[str, Any]
-) -> None:
-    states = []
-    for folder, combiner in (("one", {"name": name, "metrics": 1}), ("plain", None)):
-        train(tmp_path / folder, make(combiner=combiner, **tables))
-        state = checkpoint.load(tmp_path / folder / "checkpoints" / "last.safetensors")
-        tensors: dict[str, torch.Tensor] = {}
-        skeleton = checkpoint._flatten(
-            {k: state[k] for k in ("model", "modules", "optimizers", "random")}, "", tensors
-        )
-        states.append((skeleton, tensors))
-    (left, ours), (plain, theirs) = states
-    assert left == plain and len(ours) > 10
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
-    logs = [
-        (tmp_path / folder / "metrics.jsonl").read_text().splitlines()
-        for folder in ("one", "plain")
-    ]
-    for mine, other in zip(*logs, strict=True):
-        left, plain = json.loads(mine), json.loads(other)
-        assert {**left, "images_per_second": 0} == {**plain, "images_per_second": 0}
-
-
-@pytest.mark.parametrize("loss", ["pml.circle", "pml.cos_face", "pml.arc_face"])
-def test_what_measures_no_distance_is_refused_with_what_does(make: Make, loss: str) -> None:
-    with pytest.raises(
-        RecipeError, match=rf"needs a loss that takes a `distance`, and {loss} takes none. Use one"
-    ):
-        make(loss={"name": loss})

@@ -5,7 +5,6 @@ with sentences; several views of an item.
 from __future__ import annotations
 
 import itertools
-import pickle
 import re
 import threading
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retrieval.data.augment import Changes, Drawing, without_asking
+from retrieval.data.augment import Changes, Drawing
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError, RecipeError
@@ -110,24 +109,6 @@ def test_every_transform_follows_from_the_seed_alone(name: str, channels: int) -
     assert len({each.numpy().tobytes() for each in first}) > 1
 
 
-@pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))
-def test_what_is_done_after_drawing_is_the_same_outside(name: str) -> None:
-    """And so it is once a process that decodes has been sent it; torchvision's own transforms alone
-    are taken to draw first.
-    """
-    transform, pixels, before = built(name), noise(3), torch.get_rng_state()
-    quick = without_asking(transform)
-    assert (quick is not transform) == type(transform).__module__.startswith("torchvision.")
-    sent = pickle.loads(pickle.dumps(quick))
-    for seed in range(12):
-        found = []
-        for each in (transform, quick, sent):
-            with Drawing(seed):
-                found.append(each(pixels))
-        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_what_an_own_subclass_draws_late_follows_from_the_seed_too() -> None:
     from torchvision.transforms import v2
 
@@ -135,7 +116,7 @@ def test_what_an_own_subclass_draws_late_follows_from_the_seed_too() -> None:
         def transform(self, pixels: Tensor, params: dict[str, Any]) -> Tensor:
             return pixels + torch.randint(5, pixels.shape).to(torch.uint8)
 
-    transform, pixels, found = without_asking(Late(1.0)), noise(1), []
+    transform, pixels, found = Late(1.0), noise(1), []
     for _ in range(2):
         with Drawing(3):
             found.append(transform(pixels))

@@ -347,6 +347,23 @@ def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
     assert not part.complete and len(part.first) < 300 * 299 // 2
 
 
+def test_a_measure_that_orders_otherwise_does_not_hide_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a row's nearest 32 some are far by the measure, and more than 32 are near by it."""
+    random = np.random.default_rng(0)
+    vectors = (0.1 * random.normal(size=(400, 2))).astype(np.float32)
+
+    def across(row: int, others: Any) -> Any:
+        return np.abs(vectors[row].astype(float) - vectors[others])[:, 0]
+
+    whole = near_pairs(vectors, 0.02, measure=across, candidates=32)
+    apart = np.abs(vectors[:, None, 0].astype(float) - vectors[None, :, 0])
+    assert whole.complete and len(whole.first) == np.count_nonzero(np.triu(apart <= 0.02, 1))
+    monkeypatch.setattr(near, "_MOST", 64)
+    assert not near_pairs(vectors, 0.02, measure=across, candidates=32).complete
+
+
 def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
     one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     (tmp_path / "a").mkdir()

@@ -197,21 +197,9 @@ class Reader:
         )
         assert self.server.stdout is not None
         assert self.server.stdout.readline().startswith("Serving ")
-        done = subprocess.run(
-            [
-                "curl",
-                "-sS",
-                "--retry",
-                "50",
-                "--retry-delay",
-                "1",
-                "--retry-connrefused",
-                "-f",
-                f"http://127.0.0.1:{self.port}/readyz",
-            ],
-            capture_output=True,
-            timeout=120,
-        )
+        url = f"http://127.0.0.1:{self.port}/readyz"
+        ready = ["curl", "-sSf", "--retry", "50", "--retry-delay", "1", "--retry-connrefused", url]
+        done = subprocess.run(ready, capture_output=True, timeout=120)
         assert done.returncode == 0, done.stderr
 
     def close(self) -> None:

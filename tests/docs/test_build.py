@@ -33,26 +33,9 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             module, reason="the documentation needs pip install 'embedding-retrieval[docs]'"
         )
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "sphinx",
-            "-q",
-            "-E",
-            "-W",
-            "--keep-going",
-            "-d",
-            str(folder / "trees"),
-            "-b",
-            "html",
-            str(root / "docs"),
-            str(folder / "html"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = [sys.executable, "-m", "sphinx", "-q", "-E", "-W", "--keep-going", "-b", "html"]
+    command += ["-d", str(folder / "trees"), str(root / "docs"), str(folder / "html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return folder / "html"
 
@@ -76,13 +59,8 @@ class Loads(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
-        passive = tag in ("a", "area") or given.get("rel") in (
-            "canonical",
-            "search",
-            "index",
-            "next",
-            "prev",
-        )
+        links = ("canonical", "search", "index", "next", "prev")
+        passive = tag in ("a", "area") or given.get("rel") in links
         names = ("src", "srcset", "data", "poster", *(() if passive else ("href", "xlink:href")))
         self.found += [value for name in names if (value := given.get(name))]
         self.found += re.findall(r"url\(([^)]*)\)", given.get("style") or "")

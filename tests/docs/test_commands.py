@@ -6,7 +6,6 @@ import configparser
 import re
 import shlex
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import click
 import pytest
 from retrieval.cli.app import COMMANDS, app
 from retrieval.cli.index import COMMANDS as VERBS
-from retrieval.plugin import testing
 from retrieval.run.open import Run
 
 LEAVES = [
@@ -91,13 +89,6 @@ def test_help_shows_an_example_that_parses(
         assert parse(shlex.split(example)).command is leaf(named)
 
 
-def test_the_help_of_index_shows_examples_that_parse(
-    commands_in: Callable[[str], list[str]],
-) -> None:
-    examples = list(in_example(leaf("index").epilog or "", commands_in))
-    assert [parse(shlex.split(each)).info_name for each in examples] == ["create", "add", "migrate"]
-
-
 def leaf(name: str) -> click.Command:
     """Return a command by its words."""
     group: click.Command = app
@@ -125,53 +116,6 @@ def test_every_command_is_in_the_documentation(
         assert any(line.startswith(name) for line in lines) or f"`retrieval {name} " in text, (
             f"{name} is in no page"
         )
-
-
-# What the page of stores says of them is shown by tests that there are, and with the versions that
-# it names.
-
-
-ROOT = Path(__file__).parents[2]
-
-
-PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
-
-
-def known() -> set[str]:
-    """The names of all tests of stores."""
-    files = [
-        *(ROOT / "tests" / "stores").glob("test_*.py"),
-        *(ROOT / "tests" / "serving").glob("test_*.py"),
-    ]
-    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    return {*re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M), *dir(testing.StoreSuite)}
-
-
-def test_every_line_of_the_table_names_tests_that_are_there() -> None:
-    rows = PAGE[PAGE.index("| shown by |") :].splitlines()[2:]
-    there, lines = known(), 0
-    for row in rows:
-        if not row.startswith("|"):
-            break
-        lines += 1
-        shown = row.strip("| ").rsplit(" | ", 1)[1]
-        names = re.findall(r"`([\w./]*test_[\w./]+)`", shown)
-        assert names, f"no test shows: {row}"
-        for name in names:
-            assert (ROOT / name).is_file() if "/" in name else name in there, (
-                f"there is no {name}: {row}"
-            )
-    assert lines >= 14
-
-
-@pytest.mark.parametrize(
-    ("package", "said"),
-    [("milvus", "Milvus {}"), ("pymilvus", "pymilvus {}"), ("qdrant-client", "qdrant-client {}")],
-)
-def test_the_versions_are_those_that_are_tested(package: str, said: str) -> None:
-    pytest.importorskip({"qdrant-client": "qdrant_client"}.get(package, package))
-    major, minor, *_ = version(package).split(".")
-    assert re.search(re.escape(said.format(f"{major}.{minor}")) + r"\b", PAGE), version(package)
 
 
 # README: two commands to set up, and a loss that works as it is printed.

@@ -14,10 +14,9 @@ from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
 from retrieval.evaluation.neighbors import Exclusion, Search
-from retrieval.evaluation.protocol import Protocol, expanded, open_set, reranked
+from retrieval.evaluation.protocol import Protocol, open_set
 from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
-from retrieval.recipe.evaluate_table import Expansion, Rerank
 from retrieval.run.open import ItemCodes, Run
 
 ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
@@ -236,69 +235,6 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     assert (rows < 0).any()
 
 
-@pytest.mark.parametrize("parted", [False, True])
-def test_a_query_is_expanded_with_what_it_may_see(parted):
-    codes, labels, cameras = items(9, 30, False)
-    gallery, theirs, their_cameras = items(10, 25, False) if parted else (codes, labels, cameras)
-    apart = distances(codes, gallery)
-    means = []
-    for i in range(30):
-        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, False)
-        total = codes[i].astype(float) / np.linalg.norm(codes[i].astype(float))
-        for j in sorted(seen, key=lambda j: (apart[i, j], j))[:4]:
-            other = gallery[j].astype(float) / np.linalg.norm(gallery[j].astype(float))
-            total = (
-                total
-                + max(
-                    float(codes[i].astype(float) @ other) / np.linalg.norm(codes[i].astype(float)),
-                    0,
-                )
-                ** 2
-                * other
-            )
-        means.append(total / np.linalg.norm(total) * np.linalg.norm(codes[i].astype(float)))
-    hidden = Exclusion(cameras, their_cameras if parted else None).hidden(labels, theirs)
-    for given, same in ((hidden, True), (None, False)):
-        changed = expanded(codes, gallery if parted else None, k=4, alpha=2.0, hidden=given)
-        right = changed.query if changed.gallery is None else changed.gallery
-        found = changed.distance(torch.from_numpy(changed.query), torch.from_numpy(right)).numpy()
-        expected = np.linalg.norm(
-            np.array(means)[:, None] - np.asarray(gallery, float)[None], axis=2
-        )
-        assert np.allclose(found, expected, rtol=0, atol=1e-9) == same
-
-
-@pytest.mark.parametrize("same_label", [False, True])
-def test_reranked_answers_lose_what_is_hidden(same_label):
-    """Re-ranking looks at all, and what is hidden is dropped from its answers, as published code
-    does.
-    """
-    codes, labels, cameras = items(11, 40, False)
-    changed = reranked(codes[:15], codes[15:], k1=6, k2=3)
-    apart = changed.distance(
-        torch.from_numpy(changed.query), torch.from_numpy(changed.gallery)
-    ).numpy()
-    hits = []
-    for i in range(15):
-        seen = seen_by(i, labels, cameras, labels[15:], cameras[15:], False, same_label)
-        if any(labels[15 + j] == labels[i] for j in seen):
-            hits.append(
-                labels[15 + min(seen, key=lambda j: (np.float32(apart[i, j]), j))] == labels[i]
-            )
-    found = evaluate(
-        changed.query,
-        labels[:15],
-        gallery=changed.gallery,
-        gallery_labels=labels[15:],
-        metrics=["recall_at_1"],
-        distance=changed.distance,
-        exclude=Exclusion(cameras[:15], cameras[15:], same_label),
-    )
-    assert found.queries == len(hits) and found.values["recall_at_1"] == pytest.approx(
-        np.mean(hits)
-    )
-
-
 def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
@@ -320,7 +256,7 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     done = cli("evaluate", "runs/r", "--json")
     assert done.code == 0, done.err
     assert (json.loads(done.out)["queries"], json.loads(done.out)["gallery"]) == (4, 12)
-    check_the_report(check_the_rows())
+    check_the_report(check_the_open_set())
     refused = cli("evaluate", "runs/r", "--bundle", "none")
     assert (
         refused.code == 2 and "[evaluate] exclude: a bundle measures no such metrics" in refused.err
@@ -334,14 +270,10 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert "[evaluate] by: the data have no column 'shop' of metadata (they have: ca" in wrong.err
 
 
-def check_the_rows() -> Any:
-    """Rows after expansion, and open-set rates, are of what a query may see; returns the codes of
-    all items.
-    """
+def check_the_open_set() -> Any:
+    """Open-set rates are of what a query may see; returns the codes of all items."""
     run = Run.open(Path("runs/r"))
-    table = run.recipe.evaluate.model_copy(
-        update={"expand": Expansion(k=3), "rerank": Rerank(k1=4, k2=2), "open_set": [0.5]}
-    )
+    table = run.recipe.evaluate.model_copy(update={"open_set": [0.5]})
     run.recipe = run.recipe.model_copy(update={"evaluate": table})
     codes, labels = ItemCodes(run, torch.device("cpu"))(np.arange(32)).numpy(), run.splits.labels
     cameras = [row["camera"] for row in run.dataset.metadata or []]
@@ -349,28 +281,13 @@ def check_the_rows() -> Any:
         run.splits.query,
         run.splits.gallery[labels[run.splits.gallery] != 7],
     )  # the last class is unknown
-    rows = dict(
-        Protocol(run, query, gallery).measure(codes[query], codes[gallery], metrics=["recall_at_1"])
+    row = Protocol(run, query, gallery).measure(
+        codes[query], codes[gallery], metrics=["recall_at_1"]
     )
-    assert list(rows) == ["", " re-ranked", " expanded"]
     exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
-    changed = expanded(
-        codes[query], codes[gallery], k=3, hidden=exclude.hidden(labels[query], labels[gallery])
-    )
-    for name, left, right, distance in (
-        ("", codes[query], codes[gallery], None),
-        (" expanded", changed.query, changed.gallery, changed.distance),
-    ):
-        rates = open_set(
-            left,
-            labels[query],
-            right,
-            labels[gallery],
-            fars=(0.5,),
-            distance=distance,
-            exclude=exclude,
-        )
-        assert rows[name].values["dir_at_far_0.5"] == rates["dir_at_far_0.5"]
+    sides = codes[query], labels[query], codes[gallery], labels[gallery]
+    rates = open_set(*sides, fars=(0.5,), exclude=exclude)
+    assert row.values["dir_at_far_0.5"] == rates["dir_at_far_0.5"]
     return codes
 
 

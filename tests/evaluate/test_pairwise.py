@@ -72,7 +72,7 @@ def test_a_folder_of_embeddings_is_evaluated_from_its_files(makers, cli, tmp_pat
     makers.write_digits(tmp_path / "photos", 150)
     bundle = makers.make_bundle(tmp_path / "bundle")
     (tmp_path / "photos" / "0" / "bad.png").write_bytes(b"no")
-    embed_sources(bundle, tmp_path / "photos", tmp_path / "v", batch=8, part=20, progress=False)
+    embed_sources(bundle, tmp_path / "photos", tmp_path / "v", batch=8, progress=False)
     tables = [pq.read_table(path) for path in sorted((tmp_path / "v").glob("*.parquet"))]
     codes = np.concatenate([np.array(one["vector"].to_pylist(), np.float32) for one in tables])
     labels = [label for one in tables for label in one["label"].to_pylist()]
@@ -100,7 +100,7 @@ WIDE, PART = 2048, 4096
 
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """A folder as `retrieval embed` writes it, of vectors without originals."""
-    from retrieval.serving.embedding.embedding import EmbeddedPart, write_part
+    from retrieval.serving.embedding.embedding import write_part
     from retrieval.serving.index.embedded import Embedded, Plan
     from retrieval.serving.index.locations import PLAN, Source
 
@@ -112,8 +112,8 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
         items = [
             Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)
         ]
-        embedded = EmbeddedPart(number, [Embedded()] * size, {"vector": codes(number)})
-        write_part(folder, plan, items, embedded)
+        entries = [Embedded(arrays={"vector": code}) for code in codes(number)]
+        write_part(folder, plan, number, list(zip(items, entries, strict=True)))
     (folder / PLAN).write_text(plan.text())
 
 

@@ -63,8 +63,3 @@ def test_every_problem_is_told_at_once() -> None:
         and "Did you mean 'pml.cosine_similarity'?" in text
     )
     assert len(caught.value.problems) == 3
-
-
-def test_an_unknown_name_is_refused_with_the_closest() -> None:
-    with pytest.raises(retrieval.errors.PluginError, match=r"Did you mean 'pml.triplet_margin'\?"):
-        retrieval.create("loss", "pml.triplet_margn")

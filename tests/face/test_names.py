@@ -15,19 +15,8 @@ import retrieval
 
 ROOT = Path(__file__).parents[2]
 
-VERBS = {
-    "as_dataset",
-    "check_data",
-    "compare",
-    "create",
-    "evaluate",
-    "load",
-    "names",
-    "read_recipe",
-    "report",
-    "serve",
-    "train",
-}
+VERBS = {"as_dataset", "check_data", "compare", "create", "evaluate", "load", "names"}
+VERBS |= {"read_recipe", "report", "serve", "train"}
 CLASSES = {"Encoder", "Index", "Recipe", "Run"}
 MODULES = {"errors", "plot", "plugin", "results"}
 HELP = {"__version__"}

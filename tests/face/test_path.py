@@ -1,9 +1,7 @@
-"""From `import retrieval` to a served index; what may be encoded and added; progress."""
+"""What may be encoded, added and searched; what comes back; progress."""
 
 from __future__ import annotations
 
-import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -21,39 +19,6 @@ from .conftest import SMALL
 def index(bundle: BundleEncoder, photos: Path, tmp_path: Path) -> Any:
     with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
         yield opened
-
-
-def test_from_import_to_a_served_index_in_ten_lines(
-    cache: Path, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "photos").symlink_to(photos)
-    query = next(photos.glob("0/*.png"))
-    # the ten lines
-    run = retrieval.train(SMALL, "runs/digits")
-    run.evaluate()
-    index = retrieval.Index.create("photos.index", "photos", model=run.export())
-    hits = index.search(query, k=3)
-    server = retrieval.serve(index, port=0, wait=False)
-    assert server is not None
-    # and one question
-    head = b'--b\r\nContent-Disposition: form-data; name="image"; filename="q.png"\r\n\r\n'
-    number = b'\r\n--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n--b--\r\n'
-    request = urllib.request.Request(
-        f"{server.url}v1/search",
-        data=head + query.read_bytes() + number,
-        headers={"Content-Type": "multipart/form-data; boundary=b"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            found = json.load(answer)["results"]
-    finally:
-        server.close()
-    assert [each["id"] for each in found] == [hit.id for hit in hits]
-    assert hits[0].distance == pytest.approx(0, abs=1e-4) and hits[0].label == "0"
-    assert "stopped" in repr(server)
-    assert len(index.search(query, k=1)) == 1  # yours is still open
-    index.close()
 
 
 def test_what_comes_back_says_what_it_is(

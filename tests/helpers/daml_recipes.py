@@ -51,7 +51,7 @@ LOSSES: list[dict[str, Any]] = [
     {"loss": {"name": "anml.danml"}},
     {
         "loss": {"name": "anml.danml"},
-        "miner": {"name": "anml.pair_miner"},
+        "miner": {"name": "pml.multi_similarity"},
         "generator": {"name": "daml.hard_positive"},
     },
 ]

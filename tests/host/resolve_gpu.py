@@ -1,9 +1,7 @@
-"""What the extra for a GPU resolves to, by pip's own resolver, kept beside this file for the test
-that reads it.
+"""Resolves the extra `gpu` beside torch with pip, and records that all of it is of one CUDA.
 
-python tests/host/resolve_gpu.py            on Linux, with pip 24.1 or newer and a package index;
-nothing is installed python tests/host/resolve_gpu.py --check    writes nothing, and says what does
-not fit together today
+python tests/host/resolve_gpu.py    on Linux, with pip 24.1 or newer and a package index; nothing is
+installed, and nothing is written if the packages do not fit together, or with --check
 """
 
 from __future__ import annotations
@@ -34,84 +32,38 @@ def wanted() -> list[str]:
     return [*extras["gpu"].split(), *torch]
 
 
-def reduced(entries: list[dict[str, Any]], lines: list[str]) -> dict[str, Any]:
-    """What is kept of pip's report: names, versions, and what each requires without its extras."""
-    packages = []
-    for entry in entries:
-        said = entry["metadata"]
-        requires = sorted(line for line in said.get("requires_dist", []) if "extra ==" not in line)
-        packages.append(
-            {"name": said["name"].lower(), "version": said["version"], "requires": requires}
-        )
-    return {"wanted": lines, "packages": sorted(packages, key=lambda each: each["name"])}
-
-
 def resolved(*given: str) -> list[dict[str, Any]]:
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--dry-run",
-        "--ignore-installed",
-        "--quiet",
-        "--only-binary=:all:",
-        "--report",
-        "-",
-        *given,
-    ]
+    """Return the metadata of the packages that pip would install."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
+    command += ["--only-binary=:all:", "--report", "-", *given]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return list(json.loads(done.stdout)["install"])
+    return [entry["metadata"] for entry in json.loads(done.stdout)["install"]]
 
 
 def majors(package: dict[str, Any]) -> Iterator[str]:
-    """The CUDA majors that a package is of, or asks for: by its name's ending, or the runtime's
-    version.
-    """
-    if ending := re.search(r"-cu(\d\d)(-|$)", package["name"]):
-        yield ending[1]
-    if package["name"] in RUNTIME:
-        yield package["version"].partition(".")[0]
-    for line in package["requires"]:
-        needed = Requirement(line)
-        if ending := re.search(r"-cu(\d\d)$", needed.name):
+    """The CUDA majors of a package: by the endings of names, or the runtime's version."""
+    lines = [line for line in package.get("requires_dist", []) if "extra ==" not in line]
+    for needed in map(Requirement, (f"{package['name']}=={package['version']}", *lines)):
+        if ending := re.search(r"-cu(\d\d)(-|$)", needed.name):
             yield ending[1]
         if needed.name in RUNTIME:
-            for bound in needed.specifier:
-                if bound.operator in (">=", "~=", "=="):
-                    yield bound.version.partition(".")[0]
-
-
-def faults(kept: dict[str, Any]) -> list[str]:
-    """What does not fit together: CUDA of two majors, two packages of one module, a bound that is
-    not met.
-    """
-    packages = kept["packages"]
-    versions = {each["name"]: each["version"] for each in packages}
-    found = []
-    if len(of := {major for each in packages for major in majors(each)}) != 1:
-        found.append(f"CUDA of several majors: {sorted(of)}")
-    for family in (FAISS, ONNXRUNTIME):
-        if len(both := sorted(set(family) & set(versions))) != 1:
-            found.append(f"not one package gives the module: {both}")
-    plain = [re.sub(r"-cu\d\d$", "", name) for name in versions]
-    found += [f"{name} is there twice" for name in sorted(set(plain)) if plain.count(name) > 1]
-    for line in kept["wanted"]:
-        needed = Requirement(line)
-        if needed.name not in versions or versions[needed.name] not in needed.specifier:
-            found.append(f"{line} is not met")
-    return found
+            bounds = [bound for bound in needed.specifier if bound.operator in (">=", "~=", "==")]
+            yield from (bound.version.partition(".")[0] for bound in bounds)
 
 
 def main() -> None:
     *gpu, torch = wanted()
-    entries = [*resolved(*gpu), *resolved("--no-deps", torch)]
-    found = reduced(entries, [*gpu, torch])
+    packages = [*resolved(*gpu), *resolved("--no-deps", torch)]
+    versions = {package["name"].lower(): package["version"] for package in packages}
+    cuda = sorted({major for package in packages for major in majors(package)})
+    twice = [family for family in (FAISS, ONNXRUNTIME) if len({*family} & {*versions}) != 1]
+    if len(cuda) != 1 or twice:
+        sys.exit(f"CUDA of {cuda}; not one package a module: {twice}")
     if sys.argv[1:] == ["--check"]:
-        for each in found["packages"]:
-            if each["name"] in ("torch", *FAISS, *ONNXRUNTIME):
-                print(each["name"], each["version"])
-        sys.exit("\n".join(faults(found)) or 0)
+        names = [name for name in ("torch", *FAISS, *ONNXRUNTIME) if name in versions]
+        print(*(f"{name} {versions[name]}" for name in names), sep="\n")
+        return
+    found = {"wanted": wanted(), "cuda": cuda[0], "versions": dict(sorted(versions.items()))}
     KEPT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -145,20 +144,3 @@ def test_list_names_everything_by_kind() -> None:
     assert losses.startswith("losses\n") and "everything.items" not in losses
     with pytest.raises(PluginError, match="Did you mean 'losses'"):
         list_text(PLUGINS, "loses")
-
-
-def test_through_the_command_line(cli: Callable[..., Any]) -> None:
-    plugin = ["--plugin", EVERYTHING]
-    listed = cli("plugins", "list", *plugin)
-    assert (listed.code, listed.err) == (0, "") and "  everything.margin " in listed.out
-    assert cli("plugins", "list", "--kind", "miners", *plugin).out.startswith("miners\n")
-    shown = cli("plugins", "show", "everything.margin", *plugin)
-    assert shown.code == 0 and 'name = "everything.margin"' in shown.out
-    for arguments, words in [
-        (["show", "everything.margn", *plugin], "Did you mean 'everything.margin'?"),
-        (["list", "--kind", "loss"], "There is no kind 'loss'"),
-        (["list", "--plugin", "gone.py"], "The plugin file gone.py does not exist."),
-    ]:
-        wrong = cli("plugins", *arguments)
-        assert (wrong.code, wrong.out) == (2, "") and words in wrong.err
-        assert wrong.err.startswith("Error: ") and len(wrong.err.splitlines()) == 1

@@ -14,7 +14,6 @@ import torch
 from pydantic import Field
 from retrieval.errors import PluginError, RecipeError
 from retrieval.host.factory import Factory
-from retrieval.host.values import type_text
 from retrieval.plugin import Part
 from torch import Tensor, nn
 
@@ -250,15 +249,6 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
     with pytest.raises(PluginError, match="'x' of type Module, which a recipe cannot write"):
         read(module).check({}, "[loss]")
 
-    def part(x: Annotated[nn.Module, Part("reducer")]) -> None:
-        """A loss.
-
-        Args:
-            x: of a kind that there is not.
-        """
-
-    assert "Part('reducer'), and there is no such kind Did you mean 'reducers'?" in refused(part)
-
 
 def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsRecorder) -> None:
     def loss(
@@ -308,14 +298,3 @@ def test_a_factory_that_refuses_its_values() -> None:
     )
     with pytest.raises(RecipeError, match="refuses its parameters: AssertionError"):
         read(loss).build({"near": -2.0})
-
-
-def test_types_as_a_recipe_s_author_reads_them() -> None:
-    texts = {p.name: p.type_text for p in read(everything).parameters}
-    assert texts["kind"] == '"mean" or "sum"' and texts["mode"] == '"soft" or "hard"'
-    assert texts["limit"] == "integer (≥ 1, ≤ 9)" and texts["many"] == "[integer, …]"
-    assert texts["sizes"] == "list of integer" and texts["weights"] == "table of number"
-    assert texts["share"] == 'integer (≥ 1) or "all"' and texts["free"] == "any"
-    assert type_text(list[str | int]) == "list of (text or integer)"
-    text = Annotated[str, Field(min_length=2, pattern="^a")]
-    assert type_text(text) == "text (at least 2 long, matching ^a)"

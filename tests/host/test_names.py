@@ -5,29 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMELESS = frozenset(
-    (
-        "asked",
-        "at",
-        "each",
-        "few",
-        "figures",
-        "found",
-        "given",
-        "good",
-        "here",
-        "made",
-        "meant",
-        "one",
-        "others",
-        "said",
-        "several",
-        "taken",
-        "there",
-        "told",
-        "wanted",
-    )
-)
+NAMELESS = {"asked", "at", "each", "few", "figures", "found", "given", "good", "here", "made"}
+NAMELESS |= {"meant", "one", "others", "said", "several", "taken", "there", "told", "wanted"}
 
 
 def nameless(text: str) -> Iterator[str]:
@@ -52,13 +31,3 @@ def test_names_are_nouns() -> None:
         if (names := list(nameless(path.read_text(encoding="utf-8"))))
     }
     assert not faults
-
-
-def test_a_nameless_name_is_reported() -> None:
-    code = "def made(one):\n    found = 1\n    self.given_ = hits = 2\n    return found"
-    assert list(nameless(code)) == [
-        "made (line 1)",
-        "one (line 1)",
-        "found (line 2)",
-        "given_ (line 3)",
-    ]

@@ -34,7 +34,6 @@ def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
     ("changes", "place", "words"),
     [
         ({"loss": "everything.margin"}, "[loss]", ["a table", '[loss] name = "everything.margin"']),
-        ({"loss": {"name": 3}}, "[loss]", ['name = "PLUGIN.NAME"']),
         (
             {"loss": {"name": "everything.items"}},
             "[loss] name",
@@ -43,23 +42,13 @@ def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
         ({"data": None}, "[data]", ["is required"]),
         ({"plugins": "mine.py"}, "plugins", ["list of text", '"mine.py"']),
         ({"head": {"hidden": [64, 0]}}, "[head] hidden.1", ["integer (≥ 1)", "not 0"]),
-        ({"head": 3}, "[head]", ["should be a table, not 3"]),
         ({"seed": "3"}, "seed", ["should be an integer", "Write it without quotes"]),
-        ({"split": {"by": "clas"}}, "[split] by", ["should be"]),
         ({"optimizer": {"name": "Adamw"}}, "[optimizer] name", ["torch.optim has no 'Adamw'"]),
         ({"optimiser": {"lr": 1}}, "[optimiser]", ["there is no such table", "'optimizer'?"]),
         ({"data": {"name": "everything.itms"}}, "[data] name", ["'everything.items'?"]),
-        ({"head": {"embeding_size": 3}}, "[head] embeding_size", ["known:", "'embedding_size'?"]),
         ({"split": {"test": 1.5}}, "[split] test", ["(≥ 0, < 1) or list of", "not 1.5"]),
-        ({"split": {"test": [True]}}, "[split] test", ["not [true]"]),
-        (
-            {"augmentation": {"crop_scale": [0.5]}},
-            "[augmentation] crop_scale",
-            ["[number, number]"],
-        ),
         ({"augmentation": {"crop_scale": [0.5, 0.2]}}, "[augmentation]", ["smallest ≤ largest"]),
         ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr", ["(> 0), not inf"]),
-        ({"optimizer": {"lr": float("nan")}}, "[optimizer] lr", ["nan, which is not a number"]),
         (
             {"optimizer": {"lr_factor": {"hed": 2}}},
             "[optimizer] lr_factor",
@@ -72,12 +61,9 @@ def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
             "[schedule] warmup",
             ["not with StepLR"],
         ),
-        ({"phase": [{"epochs": 0}]}, "[[phase]] 0.epochs", ["integer (≥ 1)"]),
         ({"phase": [{"train": ["heads"]}]}, "[[phase]] 0.train.0", ["Did you mean 'head'?"]),
         ({"phase": [{"train": []}]}, "[[phase]] train", ["at least one part"]),
-        ({"phase": {"epochs": 1}}, "[[phase]]", ["a list of table"]),
         ({"train": {"precision": "bf61"}}, "[train] precision", ["Did you mean 'bf16'?"]),
-        ({"train": {"device": None}}, "[train] device", ["not none"]),
         (
             {"evaluate": {"metrics": ["everything.bst"]}},
             "[evaluate] metrics",
@@ -94,8 +80,6 @@ def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
             "[evaluate] metrics.0 kk",
             ["Did you mean 'k'?"],
         ),
-        ({"evaluate": {"metrics": [{"k": 5}]}}, "[evaluate] metrics.0", ['"PLUGIN.NAME"']),
-        ({"evaluate": {"metrics": ["map", 3]}}, "[evaluate] metrics.1", ["text or table"]),
     ],
 )
 def test_one_mistake_is_one_sentence(

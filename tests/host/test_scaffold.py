@@ -80,33 +80,16 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
         assert (
             made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
         )
-    site, folders = (
-        tmp_path / "site",
-        [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)],
-    )
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--disable-pip-version-check",
-        "--target",
-        str(site),
-    ]
+    site = tmp_path / "site"
+    folders = [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    pip += ["--no-index", "--disable-pip-version-check", "--target", str(site)]
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     built = process("-c", BUILD, wheels, *folders[1:])  # the first is left to pip
     assert built.code == 0, built.err
-    done = subprocess.run(
-        [*pip, str(package), *map(str, wheels.iterdir())],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    pip += [str(package), *map(str, wheels.iterdir())]
+    done = subprocess.run(pip, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not list(site.glob("tests*"))
     own = ["-q", "-W", "error", "-p", "no:cacheprovider", "--import-mode=importlib"]
@@ -125,39 +108,17 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     calls.append(
         ["train", str(package / "recipe.toml"), "--set", "train.epochs=1", "--output", "run"]
     )
+    images, by = [f"{row}.png" for row in range(30)], ["--bundle", "bundle"]
+    address = f"journal://{tmp_path}/items"
     calls += [
         ["export", "run_backbone", "--output", "bundle"],
-        [
-            "index",
-            "create",
-            "i",
-            *(f"{row}.png" for row in range(30)),
-            "--bundle",
-            "bundle",
-            "--backend",
-            "my_index.matrix",
-        ],
+        ["index", "create", "i", *images, *by, "--backend", "my_index.matrix"],
         ["search", "i", "7.png", "-k", "3", "--json"],
-        [
-            "index",
-            "create",
-            f"journal://{tmp_path}/items",
-            *(f"{row}.png" for row in range(30)),
-            "--bundle",
-            "bundle",
-        ],
-        ["search", f"my_store.journal://{tmp_path}/items", "8.png", "-k", "3", "--json"],
+        ["index", "create", address, *images, *by],
+        ["search", f"my_store.{address}", "8.png", "-k", "3", "--json"],
     ]
-    done = process(
-        "-c",
-        CALLS,
-        json.dumps(calls),
-        json.dumps(own),
-        path=site,
-        cwd=tmp_path,
-        seconds=300,
-        OMP_NUM_THREADS="1",
-    )
+    settings = {"path": site, "cwd": tmp_path, "seconds": 300, "OMP_NUM_THREADS": "1"}
+    done = process("-c", CALLS, json.dumps(calls), json.dumps(own), **settings)
     assert done.code == 0, done.out + done.err
     assert (
         "retrieval-acme 0.1.0" in done.out

@@ -24,32 +24,19 @@ each = pytest.mark.parametrize("plugin", ONE_OF_EACH)
 
 
 def names(plugin: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
-    """The names, with their modules, that load on first use, and those that type checkers are told
-    of.
-    """
-    tree = ast.parse(
-        (ROOT / "plugins" / f"retrieval_{plugin}" / "__init__.py").read_text(encoding="utf-8")
-    )
-    homes, told = {}, set()
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id == "lazy"
-        ):
-            homes = ast.literal_eval(node.args[1])
-        if (
-            isinstance(node, ast.If)
-            and isinstance(node.test, ast.Name)
-            and node.test.id == "TYPE_CHECKING"
-        ):
-            for line in node.body:
-                if isinstance(line, ast.ImportFrom) and str(line.module).startswith("retrieval_"):
-                    assert all(name.asname == name.name for name in line.names), (
-                        "say `X as X`: it is exported"
-                    )
-                    told |= {(str(line.module), name.name) for name in line.names}
-    return {(module, name) for module, each in homes.items() for name in each}, told
+    """The names, with their modules, that load on first use, and those for type checkers."""
+    path = ROOT / "plugins" / f"retrieval_{plugin}" / "__init__.py"
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    (homes,) = (ast.literal_eval(c.args[1]) for c in calls if ast.unparse(c.func) == "lazy")
+    told = {
+        (str(node.module), name.name)
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("retrieval_")
+        for name in node.names
+        if name.asname == name.name  # it is exported
+    }
+    return {(module, name) for module, listed in homes.items() for name in listed}, told
 
 
 def test_every_plugin_with_names_is_tried() -> None:

@@ -45,15 +45,3 @@ def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= FILE_LINES
     assert not long_functions(text, FUNCTION_LINES)
-
-
-def test_a_long_function_is_found() -> None:
-    code = (
-        "def f():\n    '''One.\n\n    Two.\n    '''\n    # three\n\n    return [\n        4,\n  "
-        "  ]\n"
-    )
-    assert long_functions(code, 3) == {"f (line 1)": 4}
-    assert long_functions(code, 4) == {}
-    assert long_functions(f"class A:\n    async {code.replace(chr(10), chr(10) + '    ')}", 3) == {
-        "f (line 2)": 4
-    }

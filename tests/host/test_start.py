@@ -10,17 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-UNUSED = [
-    "torch._dynamo",
-    "torch._inductor",
-    "scipy.special",
-    "scipy.stats",
-    "sklearn",
-    "pandas",
-    "faiss",
-    "sympy",
-    "matplotlib",
-]
+UNUSED = ["torch._dynamo", "torch._inductor", "scipy.special", "scipy.stats", "sklearn"]
+UNUSED += ["pandas", "faiss", "sympy", "matplotlib"]
 """What takes long to load, and no part of the recipe asks for."""
 
 RECIPE = """

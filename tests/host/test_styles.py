@@ -38,17 +38,6 @@ def styles() -> Plugins:
     ("loss", "miner"),
     [
         ({"name": "documented", "reducer": "pml.sum", "distance": "pml.cosine_similarity"}, None),
-        (
-            {
-                "name": "pairs",
-                "pos": 0,
-                "embedding_regularizer": "pml.lp",
-                "embedding_reg_weight": 0.1,
-            },
-            None,
-        ),
-        ({"name": "hinted", "swap": True, "margin": 1, "collect_stats": True}, None),
-        ({"name": "classifier", "weight_regularizer": "pml.regular_face"}, None),
         ({"name": "proxies", **PROXIES}, None),
         ({"name": "contrastive", "distance": "euclidean", "contrast_mode": "one"}, None),
         ({"name": "center", "weights": [1, 2.5]}, None),
@@ -87,14 +76,6 @@ def test_kwargs_pass_on_what_the_base_classes_spell_out(styles: Plugins) -> None
         "collect_stats",
     ]
     assert names["styles.documented"] == ["margin", *upstream]
-    assert names["styles.pairs"] == [
-        "pos",
-        "neg",
-        *upstream,
-    ]  # what it gives the base itself is not the recipe's
-    assert names["styles.hinted"] == ["swap", "margin", *upstream]
-    weights = ["weight_regularizer", "weight_reg_weight", "weight_init_func"]
-    assert names["styles.classifier"] == ["classes", "embedding_size", "scale", *weights, *upstream]
     assert names["styles.angular"] == ["alpha"]
     factory = styles.find("losses", "styles.documented")
     assert {p.name: p.part for p in factory.parameters if p.part} == {
@@ -180,13 +161,6 @@ def test_a_fault_disables_its_factory_and_nothing_else(
     assert "factory of type int" in listed.out and "'no-name'" in listed.out
 
     recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
-    check_recipe(
-        {**recipe, "loss": {"name": "faulty.good"}, "evaluate": {"metrics": ["faulty.ones"]}}
-    )
-    check_recipe(
-        {**recipe, "loss": {"name": "pml.contrastive"}, "miner": {"name": "everything.all_pairs"}}
-    )
-
     shown = cli("plugins", "show", "faulty.bad", "--plugin", file)
     assert (shown.code, shown.out) == (2, "") and "by position only" in shown.err
     for values, words in [

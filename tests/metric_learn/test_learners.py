@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from retrieval.errors import MissingDependency, RecipeError
+from retrieval.errors import MissingDependency
 from retrieval.host.plugins import load_plugins
 from retrieval.model.contracts import Learner
 from sklearn.datasets import load_wine
@@ -110,29 +110,6 @@ def test_lfda_takes_the_first_of_all_directions(kind: Any, wine: Any) -> None:
     np.testing.assert_allclose(np.abs(ours), np.abs(theirs), rtol=1e-6, atol=1e-8)
 
 
-def test_nothing_is_patched(wine: Any) -> None:
-    import sklearn.utils
-
-    from metric_learn import _util, base_metric
-
-    before = (
-        _util.check_array,
-        _util.check_input,
-        base_metric.check_input,
-        metric_learn.LMNN._prepare_inputs,
-        sklearn.utils.check_array,
-    )
-    LFDA().fit(*wine)
-    assert before == (
-        _util.check_array,
-        _util.check_input,
-        base_metric.check_input,
-        metric_learn.LMNN._prepare_inputs,
-        sklearn.utils.check_array,
-    )
-    assert "_prepare_inputs" not in vars(metric_learn.LFDA)
-
-
 @pytest.mark.parametrize(
     "learner",
     [ITML(max_iter=5), LFDA(), LMNN(1, max_iter=3, min_iter=1), LSML(max_iter=5), RCA(n_chunks=5)],
@@ -214,19 +191,6 @@ def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> N
         match="metric-learn's ITML_Supervised cannot be fitted on these 178 items",
     ):
         ITML(prior="covariance").fit(doubled, y)
-
-
-def test_from_a_recipe() -> None:
-    plugins = load_plugins(block=["pml"])
-    assert {name.removeprefix("metric_learn.") for name in plugins.factories("learners")} >= set(
-        LEARNERS
-    )
-    built = plugins.build(
-        "learners", {"name": "metric_learn.lmnn", "n_neighbors": 4}, {"features": 9}
-    )
-    assert isinstance(built, LMNN) and built.n_neighbors == 4
-    with pytest.raises(RecipeError, match="regularization"):
-        plugins.build("learners", {"name": "metric_learn.lmnn", "regularization": 2.0})
 
 
 def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oahu_loops as loops
 import pytest
 import torch
 from retrieval.export.export_model import export_model
@@ -21,11 +21,6 @@ from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_digits
 
 from retrieval_oahu import ABTL, OAHU, OASIS, HedgeScore, HedgeSum, Spaces, Warm
-
-_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
-assert _spec is not None and _spec.loader is not None
-loops: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(loops)
 
 SMALL: dict[str, Any] = {"depth": 2, "hidden": 16, "embedding": 6, "seeds": 300, "closure": 300}
 DIGITS = load_digits()

@@ -5,25 +5,16 @@ its three uses.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import itertools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oahu_loops as loops
 import pytest
+from oahu_streams import fitted, same, stream_of
 from retrieval.errors import DataError
-from sklearn.base import clone
-from sklearn.model_selection import GridSearchCV
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.pipeline import make_pipeline
 
-from retrieval_oahu import OAHU, Spaces, from_labels, in_chunks
-
-_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
-assert _spec is not None and _spec.loader is not None
-loops: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(loops)
+from retrieval_oahu import OAHU, Spaces
 
 SMALL = {"depth": 2, "hidden": 8, "embedding": 4, "seeds": 60, "closure": 60}
 
@@ -38,25 +29,10 @@ def clouds(
     ), y
 
 
-def stream(count: int, **options: Any) -> Any:
-    x, y = clouds()
-    return next(in_chunks(itertools.islice(from_labels(y, **options), count), x, count))
-
-
-def fitted(learner: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(learner).items() if k.endswith("_") and not k.startswith("_")}
-
-
-def same(one: Any, other: Any) -> None:
-    assert fitted(one).keys() == fitted(other).keys()
-    for name, value in fitted(one).items():
-        assert np.array_equal(value, fitted(other)[name]), name
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("prepared", [True, False])
 def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepared: bool) -> None:
-    triplets = stream(40)
+    triplets = stream_of(clouds(), 40)
     triplets[7, 2] = triplets[7, 0]  # one is left out
     learners = []
     for sizes in ([40], [1] * 40, [3, 1, 20, 16]):
@@ -81,7 +57,7 @@ def test_a_stream_is_learned_as_by_plain_loops() -> None:
     learner = OAHU(**SMALL, dtype="float64", tau=0.3).prepare(x)
     h = learner.hidden
     rng_free = copy.deepcopy(learner)
-    triplets = stream(12)
+    triplets = stream_of(clouds(), 12)
     learner.partial_fit(triplets)
     scaled = (triplets - x.mean(0)) / x.std(0)
     alpha = [1 / 3] * 3
@@ -103,7 +79,7 @@ def test_a_stream_is_learned_as_by_plain_loops() -> None:
 
 
 def test_running_standardisation_is_that_of_all_vectors_so_far() -> None:
-    triplets = stream(30)
+    triplets = stream_of(clouds(), 30)
     learner = OAHU(**SMALL).partial_fit(triplets)
     rows = triplets.reshape(-1, triplets.shape[2])
     assert np.allclose(learner.mean_, rows.mean(0)) and np.allclose(learner.scale_, rows.std(0))
@@ -214,7 +190,7 @@ def test_labels_without_triplets_are_refused() -> None:
 
 
 def test_saved_and_loaded_it_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
-    triplets = stream(60)
+    triplets = stream_of(clouds(), 60)
     learner = OAHU(**SMALL, rule="linear").partial_fit(triplets[:30])
     learner.save(tmp_path / "learner.safetensors")
     again = OAHU.load(tmp_path / "learner.safetensors")
@@ -228,7 +204,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "learner.safetensors"
     with pytest.raises(DataError, match="does not exist"):
         OAHU.load(path)
-    OAHU(**SMALL).partial_fit(stream(3)).save(path)
+    OAHU(**SMALL).partial_fit(stream_of(clouds(), 3)).save(path)
     whole = path.read_bytes()
     for content in (b"", whole[:100], whole[:-20], b"pickle" * 50):
         path.write_bytes(content)
@@ -242,28 +218,13 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_copies_learn_apart() -> None:
-    triplets = stream(20)
+    triplets = stream_of(clouds(), 20)
     left = OAHU(**SMALL).partial_fit(triplets[:10])
     two = copy.deepcopy(left)
     kept = two.layers_.copy()
     left.partial_fit(triplets[10:])
     assert np.array_equal(two.layers_, kept)
     same(two.partial_fit(triplets[10:]), left)
-
-
-def test_scikit_learn_conventions() -> None:
-    x, y = clouds()
-    learner = OAHU(**SMALL)
-    assert clone(learner).get_params() == learner.get_params()
-    with pytest.raises(Exception, match="not fitted"):
-        learner.transform(x)
-    search = GridSearchCV(
-        make_pipeline(learner, KNeighborsClassifier(3)), {"oahu__tau": [0.1, 0.5]}, cv=2
-    ).fit(x, y)
-    assert search.best_score_ > 0.8
-    assert len(learner.fit(x, y).get_feature_names_out()) == learner.transform(x).shape[1] == 12
-    with pytest.raises(ValueError, match="features"):
-        learner.transform(x[:, :3])
 
 
 @pytest.mark.parametrize("k", [1, 3, 200])
@@ -325,7 +286,7 @@ def test_uses_refuse_what_does_not_fit() -> None:
 
 def test_memory_does_not_grow_with_the_stream() -> None:
     learner = OAHU(**SMALL)
-    triplets = stream(1000)
+    triplets = stream_of(clouds(), 1000)
     learner.partial_fit(triplets)
     bound = held(OAHU(**SMALL).prepare(clouds()[0])) + 513 * (3 + 1) * 8
     for _ in range(8):

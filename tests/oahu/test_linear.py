@@ -5,49 +5,26 @@ load, what they learn.
 from __future__ import annotations
 
 import copy
-import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from oahu_streams import noisy_clouds as clouds
+from oahu_streams import same, stream_of
 
-from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm, from_labels, in_chunks
+from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm
 from retrieval_oahu.linear import one_pass
 from retrieval_oahu.streams import Triplet
 
 ALL = [LEGO, RDML, OASIS, OPML, Warm]
 
 
-def clouds(each: int = 60, features: int = 6) -> tuple[Any, Any]:
-    """Three classes that differ in two features, among noise that is larger."""
-    rng = np.random.default_rng(0)
-    y = np.repeat(np.arange(3), each)
-    x = rng.standard_normal((len(y), features)) * np.array([1, 1, 4, 4, 4, 4][:features])
-    x[:, :2] += np.array([[0, 0], [4, 0], [0, 4]])[y]
-    return x + 10, y
-
-
-def stream(count: int) -> Any:
-    x, y = clouds()
-    return next(in_chunks(itertools.islice(from_labels(y), count), x, count))
-
-
-def fitted(learner: Any) -> dict[str, Any]:
-    return {k: v for k, v in vars(learner).items() if k.endswith("_") and not k.startswith("_")}
-
-
-def same(one: Any, other: Any) -> None:
-    assert fitted(one).keys() == fitted(other).keys()
-    for name, value in fitted(one).items():
-        assert np.array_equal(value, fitted(other)[name]), name
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("prepared", [True, False])
 def test_chunks_save_and_load_change_nothing(kind: Any, prepared: bool, tmp_path: Path) -> None:
-    triplets = stream(300)
+    triplets = stream_of(clouds(), 300)
     triplets[5, 2] = triplets[5, 0]
     left, two, three = kind(), kind(), kind()
     if prepared:
@@ -83,7 +60,7 @@ def test_they_find_what_tells_classes_apart(kind: Any) -> None:
 
 
 def test_lego_is_that_of_a_loop_and_minimises_what_it_says() -> None:
-    triplets = stream(40)
+    triplets = stream_of(clouds(), 40)
     learner = LEGO(0.2, 30, 70).prepare(clouds()[0])
     m = np.eye(6)
     used = 0
@@ -110,7 +87,7 @@ def test_lego_is_that_of_a_loop_and_minimises_what_it_says() -> None:
 
 
 def test_rdml_is_that_of_a_loop_and_stays_positive_definite() -> None:
-    triplets = stream(60)
+    triplets = stream_of(clouds(), 60)
     for rate in (0.05, 0.5):
         learner = RDML(rate).prepare(clouds()[0])
         m = np.eye(6)
@@ -127,7 +104,7 @@ def test_rdml_is_that_of_a_loop_and_stays_positive_definite() -> None:
 
 
 def test_oasis_is_that_of_a_loop() -> None:
-    triplets = stream(80)
+    triplets = stream_of(clouds(), 80)
     learner = OASIS(0.1, 0.03).partial_fit(triplets)
     w, used = np.eye(6), 0
     for triplet in triplets:
@@ -147,7 +124,7 @@ def test_oasis_is_that_of_a_loop() -> None:
 
 
 def test_opml_is_that_of_a_loop() -> None:
-    triplets = stream(60)
+    triplets = stream_of(clouds(), 60)
     for gamma in (1e-3, 5.0):
         learner = OPML(gamma).prepare(clouds()[0])
         m, used = np.eye(6), 0

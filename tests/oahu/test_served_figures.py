@@ -4,12 +4,12 @@ other ranking.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oahu_loops as loops
 import pytest
 from retrieval.evaluation.evaluate_run import (
     encoded,
@@ -21,11 +21,6 @@ from retrieval.model.contracts import Subspace
 from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
-
-_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
-assert _spec is not None and _spec.loader is not None
-loops: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(loops)
 
 RECIPE = """
 [data]

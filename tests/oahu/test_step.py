@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oahu_loops as loops
 import pytest
 from numpy.typing import NDArray
 
@@ -20,11 +19,6 @@ from retrieval_oahu.network import (
     triplet_gradient,
 )
 from retrieval_oahu.online import ROWS, recorded
-
-_spec = importlib.util.spec_from_file_location("oahu_loops", Path(__file__).with_name("loops.py"))
-assert _spec is not None and _spec.loader is not None
-loops: Any = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(loops)
 
 TAUS = (0.01, 0.1, 0.5, 2 / 3, 1.0, 1.9)
 

@@ -12,24 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oahu_streams import noisy_clouds as clouds
+from oahu_streams import stream_of
 
 from retrieval_oahu import Warm, from_labels, in_chunks, with_closure
 from retrieval_oahu.memory import Memory, digest
 from retrieval_oahu.warm import EXPERTS, FOLDS, SETTLE
-
-
-def clouds(size: int = 60) -> tuple[Any, Any]:
-    """Three classes that differ in two features, among noise that is larger."""
-    rng = np.random.default_rng(0)
-    y = np.repeat(np.arange(3), size)
-    x = rng.standard_normal((len(y), 6)) * np.array([1, 1, 4, 4, 4, 4])
-    x[:, :2] += np.array([[0, 0], [4, 0], [0, 4]])[y]
-    return x + 10, y
-
-
-def stream(count: int, size: int = 60) -> Any:
-    x, y = clouds(size)
-    return next(in_chunks(itertools.islice(from_labels(y), count), x, count))
 
 
 def sectors() -> tuple[Any, Any]:
@@ -60,7 +48,7 @@ def test_euclid_before_the_first_triplet_and_until_refuted() -> None:
             assert np.array_equal(learner.transform(x), x - x.mean(0))
             rng = np.random.default_rng(start)
             learner.partial_fit(x[rng.integers(0, len(x), (20, 3))])
-        learner = Warm(components=components).prepare(x).partial_fit(stream(2000))
+        learner = Warm(components=components).prepare(x).partial_fit(stream_of(clouds(), 2000))
         served = int(learner.alpha_.argmax()) - 1
         assert learner.left_ and learner.lead_[served] > learner._bound()[served]
         assert correct(learner.transform(x), y) > correct(x, y) + 0.1
@@ -197,16 +185,16 @@ def test_warm_is_that_of_a_loop() -> None:
 
 def test_back_to_euclid_when_the_stream_turns() -> None:
     x, _ = clouds()
-    learner = Warm().prepare(x).partial_fit(stream(600))
+    learner = Warm().prepare(x).partial_fit(stream_of(clouds(), 600))
     assert learner.left_
-    turned = stream(2000)[:, [0, 2, 1]]  # what was alike is unlike
+    turned = stream_of(clouds(), 2000)[:, [0, 2, 1]]  # what was alike is unlike
     learner.partial_fit(turned)
     assert not learner.left_ and np.array_equal(learner.get_mahalanobis_matrix(), np.eye(6))
 
 
 @pytest.mark.parametrize("components", [3, 256])
 def test_components_come_from_the_stream(components: int) -> None:
-    triplets = stream(SETTLE + 50)
+    triplets = stream_of(clouds(), SETTLE + 50)
     learner = Warm(components=components)
     learner.partial_fit(triplets[: SETTLE - 1])
     assert np.array_equal(learner.components_, np.eye(6)) and not learner.mean_.any()
@@ -223,10 +211,10 @@ def test_judges_by_the_distances_of_its_codes() -> None:
     all pairs had taught it.
     """
     x, _ = clouds()
-    learner = Warm(components=3).prepare(x).partial_fit(stream(1024))
+    learner = Warm(components=3).prepare(x).partial_fit(stream_of(clouds(), 1024))
     learner.moment_[:], learner.pairs_[:] = learner.moment_[-1], learner.pairs_[-1]
     learner._decompose()
-    block = stream(1088)[1024:]
+    block = stream_of(clouds(), 1088)[1024:]
     before = learner.triplets_lead_.copy()
     wrong = []
     for number in range(len(EXPERTS)):  # each expert alone, by its embeddings
@@ -373,7 +361,7 @@ def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
 
 
 def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path: Path) -> None:
-    triplets = stream(900, size=200)  # 600 items, places for 256
+    triplets = stream_of(clouds(200), 900)  # 600 items, places for 256
     learner = Warm(memory=256).prepare(clouds(200)[0]).partial_fit(triplets[:500])
     held = {
         name: value.shape for name, value in vars(learner).items() if isinstance(value, np.ndarray)

@@ -345,34 +345,17 @@ def test_gradients_at_the_class_centre_are_finite() -> None:
 
 DEFAULT_LABELS = torch.arange(4).repeat_interleave(3)
 SAME_AS_UPSTREAM = {
-    "contrastive": upstream.ContrastiveLoss,
     "signal_to_noise_ratio_contrastive": upstream.SignalToNoiseRatioContrastiveLoss,
-    "triplet_margin": upstream.TripletMarginLoss,
     "margin": upstream.MarginLoss,
     "angular": upstream.AngularLoss,  # on unit vectors
     "lifted_structure": upstream.LiftedStructureLoss,
     "generalized_lifted_structure": upstream.GeneralizedLiftedStructureLoss,
-    "multi_similarity": upstream.MultiSimilarityLoss,
-    "circle": upstream.CircleLoss,
-    "intra_pair_variance": upstream.IntraPairVarianceLoss,
     "threshold_consistent_margin": upstream.ThresholdConsistentMarginLoss,
     "dynamic_soft_margin": upstream.DynamicSoftMarginLoss,  # on the first batch
-    "nt_xent": upstream.NTXentLoss,
-    "sup_con": upstream.SupConLoss,
-    "tuplet_margin": upstream.TupletMarginLoss,
-    "nca": upstream.NCALoss,
-    "n_pairs": upstream.NPairsLoss,
-    "fast_ap": upstream.FastAPLoss,
-    "pnp": upstream.PNPLoss,
     "arc_face": upstream.ArcFaceLoss,
-    "cos_face": upstream.CosFaceLoss,
     "sphere_face": upstream.SphereFaceLoss,
     "sub_center_arc_face": upstream.SubCenterArcFaceLoss,
-    "normalized_softmax": upstream.NormalizedSoftmaxLoss,
-    "proxy_anchor": upstream.ProxyAnchorLoss,
     "proxy_nca": upstream.ProxyNCALoss,
-    "soft_triple": upstream.SoftTripleLoss,
-    "p2s_grad": upstream.P2SGradLoss,
 }
 
 
@@ -381,8 +364,6 @@ SAME_AS_UPSTREAM = {
 def test_value_and_gradient_equal_upstreams(name: str) -> None:
     loss, cls = make(name).float(), SAME_AS_UPSTREAM[name]
     sizes = {"num_classes": 4, "embedding_size": 5} if list(loss.parameters()) else {}
-    if name == "p2s_grad":
-        sizes = {"num_classes": 4, "descriptors_dim": 5}
     theirs = cls(**sizes)
     if sizes:
         theirs.load_state_dict(loss.state_dict())

@@ -27,7 +27,7 @@ def make(kind: str, name: str, /, **values: Any) -> Any:
 
 def parts(loss: str, **values: Any) -> tuple[list[float], list[Tensor]]:
     """Return a loss's own losses before reduction, with their indices."""
-    built = make("losses", loss, **values)
+    built = make("losses", loss, reducer="pml.per_anchor", **values)
     actual = built.compute_loss(X, Y, None, X, Y)["loss"]
     indices = actual["indices"]
     return actual["losses"].flatten().tolist(), [indices] if torch.is_tensor(indices) else list(

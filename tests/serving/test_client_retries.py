@@ -165,11 +165,10 @@ def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
     with Server((503, {"Retry-After": "1"}, BUSY), (200, {}, FOUND)) as server:
         waiting(server.url, lambda client: client.search(id="a"))
         assert server.seen[1].moment - server.seen[0].moment >= 1
-    for later in ("3600", "Fri, 31 Dec 2100 23:59:59 GMT"):
-        with Server((503, {"Retry-After": later}, BUSY)) as server:
-            with pytest.raises(ServerError, match="It asks to retry after"):
-                waiting(server.url, lambda client: client.search(id="a"))
-            assert len(server.seen) == 1
+    with Server((503, {"Retry-After": "3600"}, BUSY)) as server:
+        with pytest.raises(ServerError, match="It asks to retry after"):
+            waiting(server.url, lambda client: client.search(id="a"))
+        assert len(server.seen) == 1
 
 
 @pytest.mark.parametrize("wrong", [("drop",), (503, {}, BUSY)])
@@ -192,19 +191,6 @@ def test_a_fault_of_the_request_is_told_at_once():
 def test_a_deletion_whose_answer_was_lost_is_done():
     with Server(("drop",), (404, {}, BUSY)) as server:
         assert waiting(server.url, lambda client: client.delete("a")) is None
-
-
-def test_a_key_goes_with_every_try():
-    from retrieval.client import NewItem
-
-    with Server(("drop",), (200, {}, {"added": 1, "replaced": 0})) as server:
-        assert (
-            waiting(server.url, lambda client: client.add([NewItem("a", b"x")]), key="rk_a_b").added
-            == 1
-        )
-        assert [element.headers["Authorization"] for element in server.seen] == [
-            "Bearer rk_a_b"
-        ] * 2
 
 
 def test_no_answer_is_too_large_or_misread(monkeypatch):
@@ -271,17 +257,3 @@ def test_a_client_that_waits_leaves_no_thread_behind():
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() <= before
-
-
-def test_threads_share_a_client_that_waits():
-    with Server((200, {}, FOUND)) as server, Client(server.url, retries=SOON) as client:
-        milliseconds: list[float] = []
-        threads = [
-            threading.Thread(target=lambda: milliseconds.append(client.search(id="a").took_ms))
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert milliseconds == [1.0] * 8

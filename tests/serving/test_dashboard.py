@@ -24,10 +24,11 @@ def exposed(path: Path) -> dict[str, set[str]]:
         app = Application({"one": index, "other": index})
         trail = Trail()
         for name in STAGES:
-            trail.note(name, 0.0, 0.5)
+            trail.note(name, 0.5)
+            trail.batches.append((name, 1))
         app._metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
         text = app._metrics.text().decode()
-        app.close()
+        app.workers.close()
     labels_by_name: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

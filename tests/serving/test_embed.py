@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
+from retrieval.serving.embedding import embedding
 from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.files.locks import hold
 from retrieval.serving.index.index import create_index, open_index
@@ -24,10 +25,13 @@ pa = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 pq = pytest.importorskip("pyarrow.parquet", reason="the extra parquet is not installed")
 
 
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(embedding, "_SMALLEST_PART", 30)
+
+
 def embedded(bundle: Path, sources: list[Path], folder: Path, **given):
-    return embed_sources(
-        bundle, sources, folder, **{"batch": 8, "part": 30, "progress": False, **given}
-    )
+    return embed_sources(bundle, sources, folder, **{"batch": 8, "progress": False, **given})
 
 
 def whole(folder: Path) -> dict[str, list]:
@@ -155,14 +159,7 @@ def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_pat
     assert all(set(one) == {"key", "source", "fault"} and len(one["fault"]) <= 500 for one in bad)
     assert [told.count(one["fault"]) for one in bad] == [1] * 5
     assert not {one["key"] for one in bad} & set(whole(tmp_path / "v")["key"])
-    with pytest.raises(DataError, match="More than 3 items cannot be used"):
-        embedded(bundle_path, [folder], tmp_path / "w", most_bad=3)
-    assert embedded(bundle_path, [folder], tmp_path / "w").bad == 5
-    assert embedded(bundle_path, [folder], tmp_path / "w", retry_bad=True).resumed < 50
-    # what an earlier call let pass stays: only further bad items stop the work
-    embedded(bundle_path, [folder], tmp_path / "x", part=1)
-    (tmp_path / "x" / "part-000000.parquet").unlink()
-    assert embedded(bundle_path, [folder], tmp_path / "x", part=1, most_bad=3).bad == 5
+    assert embedded(bundle_path, [folder], tmp_path / "v").bad == 5
 
 
 def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, tmp_path):
@@ -182,14 +179,24 @@ def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, t
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+SMALL_PARTS = """
+from retrieval.serving.embedding import embedding
+embedding._SMALLEST_PART = 30
+from retrieval.cli.app import main
+main()
+"""
+
+
 def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
     photos, bundle_path, tmp_path
 ):
-    embedded(bundle_path, [photos], tmp_path / "whole", part=10)
-    command = [sys.executable, "-m", "retrieval.cli", "embed", str(bundle_path), str(photos)]
-    command += ["--output", str(tmp_path / "v"), "--part", "10", "--batch", "8"]
+    embedded(bundle_path, [photos], tmp_path / "whole")
+    words = ["embed", bundle_path, photos, "--output", tmp_path / "v", "--batch", "8"]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", SMALL_PARTS, *map(str, words)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     end = time.monotonic() + 60
     while len(list((tmp_path / "v").glob("part-*.parquet"))) < 3 and process.poll() is None:
@@ -198,7 +205,7 @@ def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
     process.communicate()
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "v").glob("part-*.parquet")}
     next((tmp_path / "v").glob("part-*.parquet")).write_bytes(b"PAR1")  # a damaged part is none
-    done = embedded(bundle_path, [photos], tmp_path / "v", part=10)
+    done = embedded(bundle_path, [photos], tmp_path / "v")
     assert 0 < done.resumed < 200
     for path in sorted((tmp_path / "whole").glob("part-*.parquet")):
         assert path.read_bytes() == (tmp_path / "v" / path.name).read_bytes()
@@ -232,8 +239,7 @@ name = "core.lda"
 
 ALONE = """
 import sys
-for name in {hidden}:
-    sys.modules[name] = None
+sys.modules[{hidden!r}] = None
 sys.argv = ["retrieval", "embed", *{words}]
 from retrieval.cli.app import main
 main()
@@ -241,25 +247,11 @@ main()
 
 
 @pytest.mark.parametrize(
-    ("hidden", "further", "code", "sentence"),
-    [
-        (("torch", "ray"), [], 0, "Embedded"),
-        (("torch", "ray"), ["--ray", "auto"], 2, "A cluster needs Ray. Install it"),
-        (("pyarrow",), [], 2, "pip install 'embedding-retrieval[parquet]'"),
-    ],
+    ("hidden", "code", "sentence"),
+    [("torch", 0, "Embedded"), ("pyarrow", 2, "pip install 'embedding-retrieval[parquet]'")],
 )
-def test_what_is_not_installed(
-    hidden, further, code, sentence, photos, bundle_path, tmp_path, process
-):
-    words = [
-        str(bundle_path),
-        str(photos / "1"),
-        "--output",
-        str(tmp_path / "v"),
-        "--batch",
-        "8",
-        *further,
-    ]
+def test_what_is_not_installed(hidden, code, sentence, photos, bundle_path, tmp_path, process):
+    words = [str(bundle_path), str(photos / "1"), "--output", str(tmp_path / "v"), "--batch", "8"]
     done = process("-c", ALONE.format(hidden=hidden, words=words), cwd=tmp_path)
     assert done.code == code and sentence in done.out + done.err and "Traceback" not in done.err
     assert (tmp_path / "v").exists() == (code == 0)

@@ -15,8 +15,8 @@ from urllib.parse import quote
 import pytest
 import wire
 from PIL import Image
-from retrieval.serving.http import bodies
-from retrieval.serving.http.bodies import BodyMemory
+from retrieval.serving.http import models
+from retrieval.serving.http.models import BodyMemory
 from retrieval.serving.http.problems import RequestError
 from retrieval.serving.http.server import KEEP_ALIVE_SECONDS
 from retrieval.serving.index.index import create_index
@@ -85,7 +85,7 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
 
 def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
     """Beyond it 503; whatever becomes of a body, its bytes come back."""
-    monkeypatch.setattr(bodies, "BODY_MEMORY", 1_000_000)
+    monkeypatch.setattr(models, "BODY_MEMORY", 1_000_000)
     memory = BodyMemory()
 
     def request(*chunks: bytes) -> Request:
@@ -114,11 +114,11 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
         with pytest.raises(ClientDisconnect):
             await memory.read(request(b"a", b"b", b"c"), limits, "")
         assert memory.held == 600_000
-        memory.release(first)
+        memory.release(len(first.content))
         assert memory.held == 0
         most = await memory.read(request(bytes(500_000), b"x" * 400_000), limits, "")
         assert most.content == bytes(500_000) + b"x" * 400_000 and memory.held == 900_000
-        memory.release(most)
+        memory.release(len(most.content))
         with pytest.raises(RequestError, match="too large"):
             await memory.read(request(bytes(900_001)), limits, "")
 

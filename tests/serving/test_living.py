@@ -369,7 +369,9 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     try:
         if does == "search":
             query = Query((QueryInput(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
-            found = asyncio.run(searcher.search(query, lambda hits, index: b"%d" % len(hits[0])))
+            found = asyncio.run(
+                searcher.search(query, lambda query, hits, index: b"%d" % len(hits[0]))
+            )
             assert found == b"%d" % count
         else:
             assert (

@@ -119,15 +119,6 @@ def test_paths_are_relative_to_the_table(photos, bundle_path, tmp_path):
         assert index.get(shown[2])[shown[2]].label is None
 
 
-def test_images_beside_a_table_of_a_struct_without_bytes(photos, bundle_path, tmp_path):
-    paths = sorted(photos.rglob("*.png"))[:4]
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    column = pa.array([{"bytes": None, "path": str(path)} for path in paths], kind)
-    pq.write_table(pa.table({"image": column}), tmp_path / "items.parquet")
-    with created(tmp_path / "i", bundle_path, [tmp_path / "items.parquet"]) as index:
-        assert index.get(str(paths[3]))[str(paths[3])].path == paths[3]
-
-
 def test_values_of_every_type_are_json(makers, bundle_path, tmp_path):
     when = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
     columns = {

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.serving.index.index import create_index, open_index
-from starlette.requests import ClientDisconnect
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
@@ -257,22 +256,6 @@ def test_features_and_rescorer(makers, served, tmp_path):
     assert server.client.get("/v1/items/f3/image").status_code == 404
 
 
-def test_many_at_once(server, photos):
-    paths = sorted(photos.rglob("*.png"))[:60]
-
-    def ask(path):
-        return post(server, path.read_bytes(), 1).json()["results"][0]["key"]
-
-    def spoil(number):
-        return post(server, b"no image %d" % number).status_code
-
-    with ThreadPoolExecutor(12) as pool:
-        keys = pool.map(ask, paths)
-        statuses = pool.map(spoil, range(30))
-        assert list(keys) == [path.relative_to(photos).as_posix() for path in paths]
-        assert set(statuses) == {422}
-
-
 def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path):
     server = served(index_path, "--workers", "1")
     noise = np.random.default_rng(0).integers(0, 256, (2200, 2200, 3), dtype=np.uint8)
@@ -288,31 +271,6 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
             worst = max(worst, time.perf_counter() - began)
         assert {request.result().status_code for request in waiting} == {200}
     assert worst < 1.0
-
-
-def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
-    """A quick answer waits for no long one that the same thread took after it."""
-    import asyncio
-
-    from retrieval.serving.http.turns import HAS_LEFT, Turns
-
-    async def quick_and_long() -> None:
-        turns, gate, begun = Turns("images", 2, 16), threading.Event(), []
-        quick = asyncio.create_task(turns.run(lambda: 5))
-        long = [asyncio.create_task(turns.run(gate.wait)) for _ in range(2)]
-        assert await asyncio.wait_for(quick, 5) == 5
-        HAS_LEFT.set(lambda: True)
-        gone = asyncio.create_task(turns.run(lambda: begun.append(1)))
-        await asyncio.sleep(0.05)
-        assert not any(task.done() for task in (*long, gone))
-        gate.set()
-        assert await asyncio.gather(*long) == [True, True]
-        with pytest.raises(ClientDisconnect):
-            await gone
-        assert not begun
-        turns.close()
-
-    asyncio.run(quick_and_long())
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

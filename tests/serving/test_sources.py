@@ -114,6 +114,7 @@ def test_sources_of_the_wrong_kind(makers, bundle_path, photos, tmp_path):
         (bundle_path, [tmp_path / "f.npz"], "holds features; this bundle takes images"),
         (features, [photos], "takes features, not images"),
         (bundle_path, [tmp_path / "nowhere"], "does not exist"),
+        (bundle_path, ["s3://bucket/photos"], "Mount the bucket"),
         (bundle_path, [tmp_path / "b"], "holds no image"),
     ):
         with pytest.raises(DataError, match=says):

@@ -45,28 +45,6 @@ def test_a_search_calls_nobody_and_leaves_the_home_folder_alone(
         assert "AF_INET" not in trace.read_text(encoding="utf-8", errors="replace")
 
 
-@pytest.mark.skipif(STRACE is None, reason="strace is not installed")
-def test_strace_sees_a_name_that_is_looked_up(tmp_path: Path) -> None:
-    asks = "import socket\ntry: socket.getaddrinfo('retrieval.invalid', 80)\nexcept OSError: pass"
-    subprocess.run(
-        [
-            str(STRACE),
-            "-f",
-            "-qq",
-            "-e",
-            "trace=network",
-            "-o",
-            str(tmp_path / "trace"),
-            sys.executable,
-            "-c",
-            asks,
-        ],
-        check=True,
-        timeout=60,
-    )
-    assert "AF_INET" in (tmp_path / "trace").read_text(encoding="utf-8", errors="replace")
-
-
 @pytest.mark.parametrize(
     ("module", "setting", "stays"),
     [

@@ -129,7 +129,7 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
             "102 queries; 100 are the most",
         ),
         (server.client.post("/v1/search/batch", json={"queries": []}), 400, '"queries" must be'),
-        (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "A query must be"),
+        (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "JSON must be"),
         (
             server.client.post(
                 "/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [True]}]}
@@ -257,7 +257,7 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
     assert server.client.post("/v1/items", json=many).json() == {"added": 0, "replaced": 1}
     assert now() == ("N", {"y": 2}, "copy")
     for reply in ({"label": "M"}, {"metadata": {"x": 1}}, {}):  # the rest of the item would be lost
-        wire.refused(server.client.put("/v1/items/a", json=reply), 400, "PATCH changes")
+        wire.refused(server.client.put("/v1/items/a", json=reply), 400, '"vector" (needed)')
     assert (
         now() == ("N", {"y": 2}, "copy") and server.client.get("/v1/items/a/image").content == image
     )

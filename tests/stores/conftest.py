@@ -8,6 +8,7 @@ from typing import Any
 
 import makers
 import pytest
+from retrieval.serving.bundle import Bundle
 
 _running: list[Any] = []
 
@@ -22,6 +23,16 @@ def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another one, whose vectors are as wide. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
+
+
+@pytest.fixture
+def bundle(plain_bundle: Path) -> Bundle:
+    return Bundle.open(plain_bundle, threads=1)
+
+
+@pytest.fixture
+def other(other_bundle: Path) -> Bundle:
+    return Bundle.open(other_bundle, threads=1)
 
 
 @pytest.fixture(scope="session")

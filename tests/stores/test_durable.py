@@ -10,28 +10,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store import folder, structure
-from retrieval.serving.store.contract import Item, widths_of
+from retrieval.serving.store.contract import widths_of
 from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import value
 from retrieval.serving.store.structure import StructureChoice
-
-VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
-
-
-@pytest.fixture
-def bundle(plain_bundle: Path) -> Bundle:
-    return Bundle.open(plain_bundle, threads=1)
-
-
-@pytest.fixture
-def other(other_bundle: Path) -> Bundle:
-    return Bundle.open(other_bundle, threads=1)
+from stored import VECTORS, items
 
 
 @pytest.fixture
@@ -39,12 +27,6 @@ def store(tmp_path: Path, bundle: Bundle) -> Iterator[LocalStore]:
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with LocalStore(tmp_path / "i", upkeep=False) as opened:
         yield opened
-
-
-def items(numbers: range) -> list[Item]:
-    return [
-        Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
-    ]
 
 
 def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:

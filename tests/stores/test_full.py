@@ -8,14 +8,13 @@ import logging
 import os
 import shutil
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from limits import files_of_at_most
 from retrieval.errors import RetrievalError, StoreError
@@ -26,14 +25,7 @@ from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
-
-VECTORS = np.random.default_rng(0).normal(size=(9000, 16)).astype(np.float32)
-
-
-def items(numbers: range) -> list[Item]:
-    return [
-        Item(f"id{n}", str(n % 10), {"price": n}, arrays={"vector": VECTORS[n]}) for n in numbers
-    ]
+from stored import VECTORS, items
 
 
 def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
@@ -47,34 +39,42 @@ def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
         )
 
 
-CALLS: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = {
-    "upsert": lambda store, bundle, other, folder: store.upsert(
-        items(range(100, 150)), bundle.sha256
-    ),
-    "large": lambda store, bundle, other, folder: store.upsert(
-        items(range(100, 5000)), bundle.sha256
-    ),
-    "delete": lambda store, bundle, other, folder: store.delete([f"id{n}" for n in range(40)]),
-    "compact": lambda store, bundle, other, folder: store.compact(),
+def embed(store: LocalStore, other: Bundle) -> None:
+    generation = store.begin(other, widths_of(other))
+    while pending := store.pending(generation, 4500):
+        store.embed(generation, [replace(item, arrays=_arrays(item)) for item in pending])
+
+
+def _arrays(item: Item) -> dict[str, Any]:
+    return {"vector": VECTORS[int(item.id[2:])]}
+
+
+Call = Callable[[LocalStore, Bundle, Bundle, Path], Any]
+CALLS: dict[str, Call] = {
+    "upsert": lambda store, bundle, *_: store.upsert(items(range(8000, 8050)), bundle.sha256),
+    "large": lambda store, bundle, *_: store.upsert(items(range(4500, 9000)), bundle.sha256),
+    "delete": lambda store, *_: store.delete([f"id{n}" for n in range(40)]),
+    "compact": lambda store, *_: store.compact(),
     "snapshot": lambda store, bundle, other, folder: store.snapshot(folder / "copy"),
-    "begin": lambda store, bundle, other, folder: store.begin(other, widths_of(other)),
-    "create": lambda store, bundle, other, folder: create_local(
+    "begin": lambda store, bundle, other, _: store.begin(other, widths_of(other)),
+    "create": lambda store, bundle, _, folder: create_local(
         folder / "new", bundle, widths_of(bundle)
     ),
+    "tend": lambda store, *_: store.upkeep.step(),
+    "embed": lambda store, bundle, other, _: embed(store, other),
+    "switch": lambda store, *_: store.switch(store.generations()[1]),
+    "drop": lambda store, *_: store.drop(store.generations()[1]),
+    "restore": lambda store, bundle, other, folder: restore(folder / "whole", folder / "new"),
 }
-AFTER = {"large": range(5000)}
+CHANGED = {"upsert": {*range(8000, 8050)}, "large": {*range(4500, 9000)}}
+"""Numbers of the items that a call adds."""
 
 
 @pytest.mark.parametrize("name", ["large", "compact", "snapshot"])
 def test_a_write_that_finds_no_room_changes_nothing(
-    name: str,
-    tmp_path: Path,
-    plain_bundle: Path,
-    other_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tmp_path: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
-    bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     ids = {f"id{n}" for n in range(100)}
     message: list[RetrievalError] = []
@@ -96,10 +96,10 @@ def test_a_write_that_finds_no_room_changes_nothing(
         assert len(message) >= 3
         assert all(isinstance(fault, StoreError) or name == "compact" for fault in message)
         assert all("\n" not in str(fault).strip() and len(str(fault)) > 20 for fault in message)
-        ids = {f"id{n}" for n in AFTER.get(name, range(100))}
+        ids = {f"id{n}" for n in CHANGED.get(name, set()) | {*range(100)}}
         holds(store, bundle, ids)
-        store.upsert(items(range(8000, 8010)), bundle.sha256)
-        ids |= {f"id{n}" for n in range(8000, 8010)}
+        store.upsert(items(range(200, 210)), bundle.sha256)
+        ids |= {f"id{n}" for n in range(200, 210)}
         holds(store, bundle, ids)
     with LocalStore(tmp_path / "i") as again:
         holds(again, bundle, ids)
@@ -129,43 +129,15 @@ def room(disk: Path, left: int) -> Iterator[None]:
         (disk / "ballast").unlink()
 
 
-def embed(store: LocalStore, other: Bundle) -> None:
-    generation = store.begin(other, widths_of(other))
-    while pending := store.pending(generation, 4500):
-        store.embed(
-            generation,
-            [Item(entry.id, arrays={"vector": VECTORS[int(entry.id[2:])]}) for entry in pending],
-        )
-
-
-FULL: dict[str, Callable[[LocalStore, Bundle, Bundle, Path], Any]] = CALLS | {
-    "upsert": lambda store, bundle, other, folder: store.upsert(
-        items(range(8000, 8050)), bundle.sha256
-    ),
-    "large": lambda store, bundle, other, folder: store.upsert(
-        items(range(4500, 9000)), bundle.sha256
-    ),
-    "tend": lambda store, bundle, other, folder: store.upkeep.step(),
-    "embed": lambda store, bundle, other, folder: embed(store, other),
-    "switch": lambda store, bundle, other, folder: store.switch(store.generations()[1]),
-    "drop": lambda store, bundle, other, folder: store.drop(store.generations()[1]),
-    "restore": lambda store, bundle, other, folder: restore(folder / "whole", folder / "new"),
-}
 LEFT = (0, 4096, 20_000, 50_000, 150_000, 8_000_000)
 WHOLE = range(1500)
-CHANGED = {
-    "upsert": [*WHOLE, *range(8000, 8050)],
-    "large": [*WHOLE, *range(4500, 9000)],
-    "delete": WHOLE[40:],
-}
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", CALLS)
 def test_a_full_disk_is_said_and_changes_nothing(
-    name: str, disk: Path, plain_bundle: Path, other_bundle: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, disk: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
-    bundle, other = Bundle.open(plain_bundle, threads=1), Bundle.open(other_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     message: list[str] = []
     with LocalStore(disk / "i", upkeep=False) as store:
@@ -179,7 +151,7 @@ def test_a_full_disk_is_said_and_changes_nothing(
         for left in LEFT:
             with room(disk, left):
                 try:
-                    FULL[name](store, bundle, other, disk)
+                    CALLS[name](store, bundle, other, disk)
                     break
                 except StoreError as fault:
                     message.append(str(fault))
@@ -195,24 +167,21 @@ def test_a_full_disk_is_said_and_changes_nothing(
             if "/whole " not in entry
         )
         served = other if name == "switch" else bundle
-        ids = {f"id{n}" for n in CHANGED.get(name, WHOLE)}
+        gone = {*range(40)} if name == "delete" else set()
+        ids = {f"id{n}" for n in {*WHOLE} - gone | CHANGED.get(name, set())}
         holds(store, served, ids)
-        store.upsert([Item("id4400", arrays={"vector": VECTORS[4400]})], served.sha256)
+        store.upsert(items([4400]), served.sha256)
         holds(store, served, ids | {"id4400"})
     with LocalStore(disk / "i") as again:
         holds(again, served, ids | {"id4400"})
 
 
 def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
-    disk: Path,
-    plain_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    disk: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
-    bundle = Bundle.open(plain_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     with LocalStore(disk / "i") as store:
         store.upsert(items(range(1500)), bundle.sha256)
@@ -229,31 +198,8 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
         holds(again, bundle, {f"id{n}" for n in range(500, 1500)})
 
 
-def test_a_pause_ends_with_the_store(
-    disk: Path,
-    plain_bundle: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
-    monkeypatch.setattr(upkeep, "_PAUSE", 1e6)
-    monkeypatch.setattr(upkeep, "_LONGEST_PAUSE", 1e6)
-    bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(disk / "i", bundle, widths_of(bundle))
-    with LocalStore(disk / "i") as store:
-        store.upsert(items(range(9000)), bundle.sha256)
-        with room(disk, 500_000), caplog.at_level(logging.WARNING, "retrieval.serving.store"):
-            store.delete([f"id{n}" for n in range(3000)])
-            wait(lambda: "the disk is full" in caplog.text)
-            closing = threading.Thread(target=store.close)
-            closing.start()
-            closing.join(60)
-            assert not closing.is_alive()
-
-
-def test_a_reader_that_finds_no_room_says_so(disk: Path, plain_bundle: Path) -> None:
+def test_a_reader_that_finds_no_room_says_so(disk: Path, bundle: Bundle) -> None:
     """SQLite needs memory beside the record, also to read it."""
-    bundle = Bundle.open(plain_bundle, threads=1)
     create_local(disk / "i", bundle, widths_of(bundle))
     with LocalStore(disk / "i", upkeep=False) as store:
         store.upsert(items(range(100)), bundle.sha256)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import apsw
@@ -19,7 +17,6 @@ from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
 from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.view import View
 
 COUNT = 12_000
 VECTORS = np.random.default_rng(0).normal(size=(COUNT, 16)).astype(np.float32)
@@ -85,57 +82,6 @@ def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
     backend.build(VECTORS[:50], lambda count: None)
     with pytest.raises(PluginError, match=r"mine\.hasty.*has no search_selected\. Implement it"):
         checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
-
-
-def test_closing_waits_for_the_search_that_runs(
-    living: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    living.upsert([item(number) for number in range(50)])
-    reader = open_index(living.path, threads=1)  # one that writes waits for its log, too
-    running, go = threading.Event(), threading.Event()
-    search = View.search
-
-    def slow(*arguments: object) -> object:
-        running.set()
-        assert go.wait(30)
-        return search(*arguments)
-
-    monkeypatch.setattr(View, "search", slow)
-    with ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(reader.search, VECTORS[3], 1)
-        assert running.wait(30)
-        closed = pool.submit(reader.close)
-        with pytest.raises(TimeoutError):
-            closed.result(0.2)
-        go.set()
-        assert [hit.id for hit in answer.result(30)] == ["id3"]
-        closed.result(30)
-    with pytest.raises(StoreError, match="closed"):
-        reader.search(VECTORS[3], 1)
-
-
-def test_its_size_is_told_while_files_come_and_go(living: Index, tmp_path: Path) -> None:
-    """A merge, or another process, removes what was listed just now."""
-    stop, folder = threading.Event(), tmp_path / "i" / "arrays"
-
-    def work() -> None:
-        while not stop.is_set():
-            (folder / "deep").mkdir(parents=True, exist_ok=True)
-            paths = [folder / "deep" / f"{number}.tmp" for number in range(20)]
-            for path in paths:
-                path.write_bytes(b"x")
-            for path in paths:
-                path.unlink()
-            (folder / "deep").rmdir()
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
-        try:
-            sizes = [living.stats().bytes for _ in range(300)]
-        finally:
-            stop.set()
-        done.result()
-    assert all(0 <= size - min(sizes) <= 20 for size in sizes)
 
 
 def test_an_index_of_a_newer_format_says_which_version_reads_it(

@@ -1,8 +1,5 @@
 """From images to two processes that serve one index on a real server of Milvus, which is migrated,
 written to, and ended in the middle of it.
-
-Where Ray is installed, the index begins with what a cluster of two nodes has embedded with the
-demo's model, and takes what that cluster embeds while one of its nodes ends.
 """
 
 from __future__ import annotations
@@ -16,27 +13,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from importlib.resources import as_file, files
-from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import retrieval
 from retrieval.client import Client, Retries
 from retrieval.errors import ServerError, StoreError
-from retrieval.serving.embedding.embedding import embed_sources
 from retrieval.serving.store.place import store_place
 
 pytest.importorskip("pymilvus", reason="the extra `milvus` is not installed")
-# what Ray itself leaves open, and says of its next versions
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
 CHOSEN = "label in ('1', '3', '5', '7')"
 SECONDS = 100.0
 
@@ -152,79 +138,6 @@ class Writer(threading.Thread):
             self.kept.add(f"{image.parent.name}/{image.name}")
 
 
-@pytest.fixture
-def cluster() -> Iterator[SimpleNamespace | None]:
-    """A cluster of Ray with two nodes, one of which `remove` ends at once; None where Ray is not
-    installed.
-    """
-    if not (find_spec("ray") and find_spec("pyarrow")):
-        yield None
-        return
-    import ray
-    from ray.cluster_utils import Cluster
-
-    store = {"object_store_memory": 100 * 2**20}
-    started = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **store}
-    )
-    try:
-        node = started.add_node(num_cpus=1, **store)
-        yield SimpleNamespace(
-            address=started.address, remove=lambda: started.remove_node(node, allow_graceful=False)
-        )
-    finally:
-        if ray.is_initialized():
-            ray.shutdown()
-        started.shutdown()
-
-
-@pytest.fixture
-def model(cluster: SimpleNamespace | None, plain_bundle: Path, tmp_path: Path) -> Path:
-    """The bundle that the index begins with: with Ray the demo's model, trained for two epochs;
-    else one that was not trained.
-    """
-    if cluster is None:
-        return plain_bundle
-    with as_file(files("retrieval.cli") / "demo.toml") as recipe:
-        run = retrieval.train(
-            recipe, tmp_path / "run", overrides=["train.epochs=2"], progress=False
-        )
-    return run.export(tmp_path / "demo").path
-
-
-def embed_on(cluster: SimpleNamespace, bundle: Path, folder: Path, output: Path) -> Path:
-    """`retrieval embed --ray`; return the folder of vectors."""
-    command = [
-        sys.executable,
-        "-m",
-        "retrieval.cli",
-        "embed",
-        str(bundle),
-        str(folder),
-        "--output",
-        str(output),
-    ]
-    subprocess.run([*command, "--part", "5", "--ray", cluster.address], check=True, timeout=200)
-    return output
-
-
-def embed_as_a_node_ends(
-    cluster: SimpleNamespace, bundle: Path, folder: Path, output: Path
-) -> Path:
-    """The same, while one of its two nodes ends."""
-    parts: list[int] = []
-
-    def end(what: str, done: int, total: int) -> None:
-        if what == "embedding":
-            parts.append(done)
-            if len(parts) == 3:
-                cluster.remove()
-
-    created = embed_sources(bundle, folder, output, ray=cluster.address, part=1, progress=end)
-    assert created.items == created.parts == len(parts) > 3 and created.bad == 0
-    return output
-
-
 @dataclass
 class Scene:
     """What the acts of the test have in common.
@@ -268,11 +181,11 @@ class Scene:
             assert all(hits == after[query] for query, hits in load.answers[at + 1 :])
         self.index.drop_old()
 
-    def takes(self, source: Callable[[], Path]) -> None:
-        """No search fails while a folder is made and added."""
+    def takes(self, folder: Path) -> None:
+        """No search fails while a folder is added."""
         loads = self.loads()
         with running(*loads):
-            self.index.add(source(), progress=False)
+            self.index.add(folder, progress=False)
         assert all(isinstance(hits, list) for load in loads for _, hits in load.answers)
 
     def migrates_as_the_server_ends(self, bundle: Path, writer: Writer) -> None:
@@ -312,24 +225,11 @@ class Scene:
             assert [[hit.id for hit in entry] for entry in hits] == expected
 
 
-def recall(hits: list[list[str]], expected: list[list[str]]) -> float:
-    """Return the share of what was expected that was found."""
-    same = sum(len({*entry} & {*other}) for entry, other in zip(hits, expected, strict=True))
-    return same / sum(map(len, expected))
-
-
 def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
-    milvus: Any,
-    makers: Any,
-    cluster: SimpleNamespace | None,
-    model: Path,
-    other_bundle: Path,
-    tmp_path: Path,
+    milvus: Any, makers: Any, plain_bundle: Path, other_bundle: Path, tmp_path: Path
 ) -> None:
     """No search fails while the index migrates; while the server is away they are told 503; no
     acknowledged item is lost; answers are those of a folder.
-
-    Nor does a node of Ray that ends cost an item.
     """
     if not hasattr(milvus, "kill"):
         pytest.skip("the server of MILVUS_URI is not ours to end")
@@ -340,11 +240,8 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
     address = f"milvus://{milvus.place}/end_to_end"
     with ExitStack() as stack:
         stack.callback(store_place(address).drop)
-        first = (
-            folder if cluster is None else embed_on(cluster, model, folder, tmp_path / "vectors")
-        )
-        retrieval.Index.create(address, [first], model=model, progress=False)
-        retrieval.Index.create(tmp_path / "local.index", [folder], model=model, progress=False)
+        for place in (address, tmp_path / "local.index"):
+            retrieval.Index.create(place, [folder], model=plain_bundle, progress=False)
         local = stack.enter_context(retrieval.Index.open(tmp_path / "local.index"))
         index = stack.enter_context(retrieval.Index.open(f"{address}?timeout={SECONDS}"))
         writing = stack.enter_context(retrieval.Index.open(f"{address}?timeout=2"))
@@ -352,24 +249,16 @@ def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
         scene = Scene(milvus, index, local, urls, images[40:46])
 
         scene.migrates(other_bundle)
-        more = tmp_path / "more"
-        scene.takes(
-            lambda: (
-                late if cluster is None else embed_as_a_node_ends(cluster, other_bundle, late, more)
-            )
-        )
+        scene.takes(late)
         kept = {f"{image.parent.name}/{image.name}" for image in images[46:]}
         assert kept <= {item.id for item in index.store.scan()}
         writer = Writer(writing, folder, images[40:46])
-        scene.migrates_as_the_server_ends(model, writer)
+        scene.migrates_as_the_server_ends(plain_bundle, writer)
         ids = {item.id for item in index.store.scan()}
         assert writer.kept | kept <= ids and len(ids) == 60 == index.store.count()
         assert len(writer.kept | kept) == 20
 
         copy(images[46:], folder)
         local.add(folder, progress=False)
-        local.migrate(model, progress=False)
+        local.migrate(plain_bundle, progress=False)
         scene.agrees()
-        if cluster is not None:
-            expected = answers(local, scene.queries)
-            assert recall(answers(index, scene.queries), expected) >= 0.99

@@ -15,8 +15,6 @@ from email.message import Message
 from pathlib import Path
 from typing import Any
 
-import apsw
-import numpy as np
 import pytest
 import retrieval
 from retrieval.errors import StoreError
@@ -25,10 +23,6 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.http import readiness
 from retrieval.serving.http.settings import Settings
 from retrieval.serving.index.index import create_index
-from retrieval.serving.store import record
-from retrieval.serving.store.contract import Item, StoreUnavailable, widths_of
-from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.local import LocalStore
 
 Call = Callable[..., Any]
 
@@ -334,21 +328,3 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
             assert _asked(*request)[0] in (200, 201), name
         while _asked(f"{server.url}readyz")[0] != 200:
             time.sleep(0.05)
-
-
-def test_a_record_that_another_process_holds_is_unavailable(
-    tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(record, "_BUSY_SECONDS", 0.05)
-    bundle, folder = Bundle.open(plain_bundle, threads=1), tmp_path / "a.index"
-    create_local(folder, bundle, widths_of(bundle))
-    with LocalStore(folder) as store:
-        store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
-        other = apsw.Connection(str(folder / record.FILE), vfs="cksmvfs")
-        other.execute("begin immediate")
-        with pytest.raises(
-            StoreUnavailable, match=r"others have been writing to it for 0\.05 seconds\. Try again"
-        ):
-            store.delete(["a"])
-        other.close()
-        assert store.delete(["a"]) == 1

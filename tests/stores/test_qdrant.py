@@ -72,9 +72,7 @@ def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_filters_agree_with_the_language(index: stores.RemoteStore, data: st.DataObject) -> None:
-    """Whatever is written in a filter means what the filter language says; what Qdrant cannot order
-    is looked at item by item.
-    """
+    """A filter means what the filter language says, or is refused."""
     agree(index, data)
 
 

@@ -23,6 +23,7 @@ from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 from retrieval.serving.store.upkeep import Claim
 from retrieval.serving.store.view import Array
+from stored import VECTORS, items
 
 WRITER = """
 import sys, time
@@ -52,11 +53,6 @@ while time.monotonic() < end:
         store = LocalStore(Path(path))
 store.close()
 """  # noqa: E501
-
-
-@pytest.fixture
-def bundle(plain_bundle: Path) -> Bundle:
-    return Bundle.open(plain_bundle, threads=1)
 
 
 @pytest.fixture
@@ -170,14 +166,11 @@ def test_two_users_one_of_whom_may_not_write_beside_the_folder(
 def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
     index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vectors = np.random.default_rng(0).normal(size=(3000, 16)).astype(np.float32)
-    items = [Item(f"{row:04}", arrays={"vector": vector}) for row, vector in enumerate(vectors)]
     with LocalStore(index, upkeep=False) as reader, LocalStore(index, upkeep=False) as writer:
-        writer.upsert(items[:10], bundle.sha256)
-        assert reader.propose(vectors[:1], 1, bundle.sha256)[0].items[0].id == "0000"
-        writer.upsert(
-            items, bundle.sha256
-        )  # more than the reader has mapped; the first ten rows are dead
+        writer.upsert(items(range(10)), bundle.sha256)
+        assert reader.propose(VECTORS[:1], 1, bundle.sha256)[0].items[0].id == "id0"
+        # more than the reader has mapped; the first ten rows are dead
+        writer.upsert(items(range(3000)), bundle.sha256)
         rows = Array.rows
         compacted = []
 
@@ -193,7 +186,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
             return rows(array, count)
 
         monkeypatch.setattr(Array, "rows", rows_of)
-        assert reader.propose(vectors[2999:], 1, bundle.sha256)[0].items[0].id == "2999"
+        assert reader.propose(VECTORS[2999:3000], 1, bundle.sha256)[0].items[0].id == "id2999"
         assert compacted
 
 
@@ -201,9 +194,8 @@ def test_who_waits_too_long_is_told(
     index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "_BUSY_SECONDS", 0.2)
-    item = Item("mine", arrays={"vector": np.zeros(16, np.float32)})
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
-        store.upsert([item], bundle.sha256)
+        store.upsert(items([1]), bundle.sha256)
         with (
             other.record.writing(),
             pytest.raises(
@@ -211,8 +203,8 @@ def test_who_waits_too_long_is_told(
                 match=r"others have been writing to it for .* seconds\. Try again\.",
             ),
         ):
-            store.upsert([item], bundle.sha256)
-        assert store.upsert([item], bundle.sha256) == 1
+            store.upsert(items([1]), bundle.sha256)
+        assert store.upsert(items([1]), bundle.sha256) == 1
 
 
 def test_work_is_claimed_by_one_process(
@@ -220,7 +212,7 @@ def test_work_is_claimed_by_one_process(
 ) -> None:
     monkeypatch.setattr(upkeep, "_WAIT", 0.2)
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
-        store.upsert([Item("a", arrays={"vector": np.zeros(16, np.float32)})], bundle.sha256)
+        store.upsert(items([1]), bundle.sha256)
         with (
             Claim(other.record, 1, 0),
             pytest.raises(
@@ -246,11 +238,8 @@ def test_a_claim_that_was_lost_changes_nothing(
     index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who comes back after its claim has expired finds that another has done the work."""
-    vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     with LocalStore(index, upkeep=False) as store:
-        store.upsert(
-            [Item(f"id{n}", arrays={"vector": v}) for n, v in enumerate(vectors)], bundle.sha256
-        )
+        store.upsert(items(range(50)), bundle.sha256)
         store.delete(["id3"])
         append = upkeep.append
 
@@ -272,11 +261,6 @@ def test_a_claim_that_was_lost_changes_nothing(
 def test_what_comes_and_goes_while_an_index_is_compacted(
     index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vectors = np.random.default_rng(0).normal(size=(60, 16)).astype(np.float32)
-
-    def items(numbers: range) -> list[Item]:
-        return [Item(f"id{n}", arrays={"vector": vectors[n]}) for n in numbers]
-
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items(range(40)), bundle.sha256)
         store.delete(["id3"])
@@ -300,14 +284,11 @@ def test_what_comes_and_goes_while_an_index_is_compacted(
         present = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
         for opened in (store, other):
             read = opened.get(present, arrays=True)
-            assert all((read[id].vector == vectors[int(id[2:])]).all() for id in present)
+            assert all((read[id].vector == VECTORS[int(id[2:])]).all() for id in present)
     holds(index, bundle, present)
 
 
 # A folder that may not be written to, read beside a process that may.
-
-
-VECTORS = np.random.default_rng(0).normal(size=(2000, 16)).astype(np.float32)
 
 
 @pytest.fixture
@@ -337,15 +318,14 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
     frozen: Path, bundle: Bundle, tmp_path: Path
 ) -> None:
     writable = tmp_path / "outer" / "index"
-    items = [Item(f"id{n}", metadata={"n": n}, arrays={"vector": VECTORS[n]}) for n in range(30)]
     with LocalStore(writable, upkeep=False) as store:
-        store.upsert(items[:20], bundle.sha256)
+        store.upsert(items(range(20)), bundle.sha256)
     before = sorted(path.name for path in writable.iterdir())
     with LocalStore(frozen) as reader:
         assert reader.count() == 20
         assert [entry.id for entry in reader.search(VECTORS[3:4], 1, bundle.sha256)[0]] == ["id3"]
         for refused in (
-            lambda: reader.upsert(items, bundle.sha256),
+            lambda: reader.upsert(items(range(30)), bundle.sha256),
             lambda: reader.delete(["id0"]),
             reader.compact,
             lambda: reader.drop(reader.generations()[0]),
@@ -361,7 +341,7 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
             create_local(frozen.parent / "new", bundle, widths_of(bundle))
         assert sorted(path.name for path in writable.iterdir()) == before
         with LocalStore(writable, upkeep=False) as store:  # somebody else may write to it
-            store.upsert(items, bundle.sha256)
+            store.upsert(items(range(30)), bundle.sha256)
             assert reader.count() == 30
             assert [entry.id for entry in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == [
                 "id25"

@@ -29,6 +29,7 @@ from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, p
 from retrieval.training.comparison.plan import Plan
 from retrieval.training.comparison.result import Search
 from retrieval.training.comparison.search import Proposals, Trial, search
+from scipy.stats import kstest
 
 SLOW = '''
 """A loss that notes its calls; while there is a file `slow`, it waits for another process."""
@@ -98,7 +99,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
         file.unlink()
     again = go(paths, tmp_path / "again", plugins=allowed)
     assert again.as_dict() == whole.as_dict(), "a run's own copy of an allowed plugin is allowed"
-    for name in ("md", "csv", "tex", "json"):
+    for name in ("md", "csv", "tex", "html", "json"):
         one, other = (
             (tmp_path / folder / f"comparison.{name}").read_text() for folder in ("whole", "again")
         )
@@ -188,9 +189,11 @@ def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
         )
         made, _ = fold_recipe(job)
         batches.append((made.sampler.classes, made.sampler.items, made.sampler.batches))
-    assert batches == [(3, 8, 2), (3, 4, 2), (2, 4, 2)], (
-        "three of the six training classes are left in a fold"
-    )
+    assert batches == [
+        (3, 8, 2),
+        (3, 4, 2),
+        (2, 4, 2),
+    ], "three of the six training classes are left in a fold"
     assert perform(
         Job(
             "fold",
@@ -231,6 +234,16 @@ def test_a_learner_that_draws_random_numbers_has_each_seed(
     assert found["drawn"][0] != found["drawn"][1]
     assert found["its own"][0] == found["its own"][1], "the recipe says which seed"
     assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
+
+
+def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [write("triplet"), write("proxy")]
+    alone = go(paths, tmp_path / "alone", search=0)
+    together = go(paths, tmp_path / "together", search=0, workers=2)
+    for one, other in zip(alone.contestants, together.contestants, strict=True):
+        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-6)
+    assert "Nothing was tuned" in together.notes[1]
 
 
 def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
@@ -348,6 +361,32 @@ def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
     assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
 
 
+def test_the_points_of_a_search_fill_its_range() -> None:
+    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points
+    again and again.
+    """
+    first = set()
+    for recipe in range(6):
+        random = np.random.default_rng(recipe)
+        trials = proposed(Proposals(f"recipe {recipe}", RANGES, {}), random.random(32).tolist())
+        places = [np.log10(values["loss.margin"]) / 2 + 1 for values in trials]
+        assert kstest(places, "uniform").statistic < 0.4
+        assert len(set(places)) == 32
+        first |= set(places[:10])
+    assert len(first) == 60, "recipes with the same ranges draw other points"
+
+
+def test_a_search_finds_an_optimum() -> None:
+    for recipe in range(6):
+        proposals, best = Proposals(f"recipe {recipe}", RANGES, {}), -np.inf
+        for _ in range(32):
+            values = proposals.next()
+            score = -(np.log10(values["loss.margin"] / 0.05) ** 2) - (values["loss.kind"] == "a")
+            proposals.tell(score)
+            best = max(best, score)
+        assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
+
+
 def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
     def notes(*margins: float, best: float) -> list[str]:
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
@@ -364,7 +403,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [write("triplet"), write("proxy")]
-    found = go(paths, tmp_path / "c", seeds=1, splits=2)
+    found = go(paths, tmp_path / "c", seeds=1, splits=2, fold_by="item", repeats=2)
     held = []
     for split in (0, 1):
         recipe = (tmp_path / f"c/runs/triplet/split-{split}-seed-0/recipe.toml").read_text()
@@ -373,6 +412,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
     for row in found.contestants:
         assert len(row.metrics) == 2
         assert len(row.searches) == (2 if row.recipe else 0)
+    assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))
     monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda *_: given)
     with pytest.raises(DataError, match=r"takes the data's own\. Give splits=1"):

@@ -30,6 +30,7 @@ def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Pat
         go([good, write("triplet", "other")], out)
     for options, sentence in (
         ({"seeds": 1}, "two seeds or two splits at least"),
+        ({"repeats": 0}, "1 or more"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
         ({"folds": 1}, "two folds"),
         ({"workers": 0}, "from 1 to 64"),

@@ -7,22 +7,18 @@ import io
 import math
 from collections.abc import Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.result import (
-    Comparison,
-    Contestant,
-    Search,
-    as_csv,
-    latex,
-    markdown,
-)
+from retrieval.training.comparison.result import Comparison, Contestant, Search
 from retrieval.training.comparison.search import Trial, agreement
 from retrieval.training.comparison.statistics import compare, conclusion, holm, mean_of, sentences
+from retrieval.training.comparison.written import Latex, as_csv, latex, markdown
+from retrieval.training.comparison.written import page as html_page
 from scipy import stats
 
 A, B, C = (
@@ -109,12 +105,16 @@ def test_false_alarms_stay_below_their_level() -> None:
     assert alarms <= 100 + 3 * math.sqrt(100)
 
 
-def test_a_pooled_test_sees_more_than_a_paired_one() -> None:
+def test_a_pooled_test_sees_more_than_a_paired_one_and_the_number_of_seeds_is_right() -> None:
     alone = together = 0
     for values in tables(200, 6, 3, shift=4.0):
         together += compare(values, list(values), [("r0", "r1")])[0].decided
         alone += compare(values, ["r0", "r1"], [("r0", "r1")])[0].decided
     assert together > alone + 20
+    # d = 1 at level .05 takes 10 seeds: G*Power, matched pairs, two-sided, power .8
+    apart = np.array([-1.0, 1.0]) * math.sqrt(0.5) + 1.0
+    (pair,) = compare({"a": apart.tolist(), "b": [0.0, 0.0]}, ["a", "b"])
+    assert pair.test == "one-sample" and not pair.decided and pair.needed == 10
 
 
 def test_an_interval_leaves_out_0_exactly_where_holm_decides() -> None:
@@ -161,6 +161,7 @@ def test_sentences_say_what_is_known_and_what_is_not() -> None:
     assert "with 5 seeds. It is one of a, c; b is worse" in three.conclusion
     undecided = three.sentences[-1]
     assert "Not decided with 5 seeds: a and c (0.002 ± 0.012)" in undecided
+    assert "a and c would take about 257 seeds" in undecided
     assert "residual variance of all recipes" in "\n".join(three.notes)
 
 
@@ -199,6 +200,7 @@ def test_one_recipe_is_a_comparison_too() -> None:
     alone = result({"a": A})
     assert alone.conclusion.startswith("a with 5 seeds") and not alone.differences
     assert markdown(alone).count("| a |") == 1 and "p values" not in markdown(alone)
+    assert "What can be said" not in html_page(alone)
 
 
 def test_a_search_whose_folds_do_not_agree_says_so() -> None:
@@ -232,6 +234,8 @@ def test_files_say_the_same_and_escape_what_names_hold() -> None:
     found = result({"a |<b>&%$": A, "b": B})
     assert r"| a \|<b>&%$ | 0.916 ± 0.014 | 0.458 ± 0.007 |" in markdown(found)
     assert "| raw pixels | 0.500 | 0.250 |" in markdown(found)
+    text = html_page(found)
+    assert "a |&lt;b&gt;&amp;%$" in text and "<b>&%" not in text and "http" not in text
     rows = list(csv.DictReader(io.StringIO(as_csv(found))))
     assert len(rows) == 3 * 5 * 2 and {row["split"] for row in rows} == {"0"}
     assert [
@@ -241,14 +245,13 @@ def test_files_say_the_same_and_escape_what_names_hold() -> None:
 
 def test_latex_is_a_table_for_a_paper() -> None:
     found = result({"a |<b>&%$": A, "b": B})
-    text = latex(found, ["map_at_r"])
+    text = latex(found, Latex(["map_at_r"], r"On \emph{digits}.", "tab:x"))
     body = [line for line in text.splitlines() if not line.startswith("%")]
     assert body == [
         r"\begin{table}",
         r"\centering",
-        r"\caption{Mean $\pm$ 95 \% interval over 5 seeds, per cent."
-        r" a |$<$b$>$\&\%\$ has the highest MAP@R of all recipes compared.}",
-        r"\label{tab:comparison}",
+        r"\caption{On \emph{digits}.}",
+        r"\label{tab:x}",
         r"\begin{tabular}{lr}",
         r"\toprule",
         r" & MAP@R \\",
@@ -261,5 +264,35 @@ def test_latex_is_a_table_for_a_paper() -> None:
         r"\end{tabular}",
         r"\end{table}",
     ]
+    assert r"interval over 5 seeds, per cent" in latex(found, Latex())
     with pytest.raises(DataError, match=r"latex map_at_k: .* Did you mean 'map_at_r'"):
-        latex(found, ["map_at_k"])
+        latex(found, Latex(["map_at_k"]))
+
+
+def test_the_page_in_a_browser_loads_nothing_fits_a_phone_and_axe_finds_nothing(
+    page: Any, tmp_path: Path
+) -> None:
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe is not installed"
+    ).Axe()
+    long = "a-name-that-nobody-would-think-of-but-somebody-has-and-that-is-wider-than-a-phone"
+    found = result({long: A, "<b>b</b>": B, "c": C})
+    values = {"loss.margin": 0.1234567, "optimizer.name": "AdamW" * 20}
+    found.contestants[1].searches.append(Search(values, [Trial(values, 0.5)]))
+    file = tmp_path / "comparison.html"
+    file.write_text(html_page(found), encoding="utf-8")
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(file.as_uri())
+    assert page.asked == [file.as_uri()] and not page.faults
+    fits = "() => document.documentElement.scrollWidth <= window.innerWidth"
+    for width in (390, 1280):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate(fits)
+        seen = axe.run(page)
+        assert seen.violations_count == 0, seen.generate_report()
+    assert page.locator("tbody tr").count() == 4 + 3 and "<b>b</b>" in page.inner_text("main")
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.evaluate("() => { document.querySelector('.wide').style.overflow = 'visible' }")
+    assert not page.evaluate(fits)  # it does look
+    page.evaluate("() => document.documentElement.removeAttribute('lang')")
+    assert axe.run(page).violations_count > 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +186,14 @@ def test_what_the_model_does_not_have(
 # --- warm-up and plateaus
 
 
-def test_the_rate_rises_over_an_epoch(make: Make, tmp_path: Path) -> None:
+def test_the_run_says_how_long_the_rate_rises(make: Make, tmp_path: Path) -> None:
+    lines: list[str] = []
+    recipe = make(**PLAIN, schedule={"name": "linear", "warmup": "2 steps"}, train={"epochs": 1})
+    train(tmp_path / "run", recipe, report=lines.append)
+    assert (
+        "note: in phase 'train' the learning rate rises for 2 of 3 steps (warmup = \"2 steps\")."
+        in lines
+    )
     step = step_of(make(**PLAIN, schedule={"warmup": "1 epochs"}), tmp_path)
     assert [_lr_after(step) for _ in range(4)] == pytest.approx([5e-4, 7.5e-4, 1e-3, 1e-3])
 
@@ -458,6 +467,31 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
             assert whole.keys() == again.keys() and not moved(whole, again), (step, name)
         summaries = [(f / "summary.json").read_text() for f in (tmp_path / "whole", folder)]
         assert summaries[0] == summaries[1]
+
+
+def test_two_processes_fine_tune_as_one(
+    make: Make, processes: Callable[..., str], tmp_path: Path
+) -> None:
+    from retrieval.recipe.read import to_toml
+
+    variants = ["averaged", "plateau", *(["lora"] if find_spec("peft") else [])]
+    for variant in variants:
+        table = everything(make().plugins, variant)
+        table["optimizer"] |= {"name": "SGD", "lr": 0.05}
+        if variant == "lora":
+            table["lora"]["dropout"] = 0.0  # each process draws its own
+        recipe = check_recipe(table)
+        fit(tmp_path, recipe, f"{variant} one")
+        (tmp_path / f"{variant}.toml").write_text(to_toml(recipe))
+    processes(2, "train_process.py", str(tmp_path), *variants)
+    for variant in variants:
+        for which in ("last", "best"):
+            one, two = (weights(tmp_path / f, which) for f in (f"{variant} one", variant))
+            assert one.keys() == two.keys()
+            for name, value in one.items():
+                torch.testing.assert_close(two[name], value, rtol=1e-4, atol=1e-5)
+        rates = [[line["lr"] for line in log(tmp_path / f)] for f in (f"{variant} one", variant)]
+        assert rates[0] == rates[1]
 
 
 def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path: Path) -> None:

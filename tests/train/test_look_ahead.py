@@ -147,7 +147,7 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     said: list[str] = []
     with monkeypatch.context() as patch:  # no feature is computed to find that out
         patch.setattr(
-            "retrieval.data.cache._Entry.fill", lambda *a: pytest.fail("features were computed")
+            "retrieval.data.cache._fill", lambda *a: pytest.fail("features were computed")
         )
         train(tmp_path / "run", made, report=said.append)
     assert "its weights are random" in said[0]

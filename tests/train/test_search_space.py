@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from retrieval.recipe import read
 from retrieval.recipe.read import read_recipe
-from retrieval.training.comparison.plan import search_faults
+from retrieval.training.comparison import space
 
 RECIPE = """
 [data]
@@ -42,7 +42,7 @@ def test_ends_and_choices_are_checked_without_loading_a_plugin_again(
     monkeypatch.setattr(read, "load_plugins", lambda extra: loads.append(extra) or load(extra))
     recipe = read_recipe(file)
     assert len(loads) == 1
-    assert search_faults(recipe) == [] and len(loads) == 1
+    assert space.faults(recipe) == [] and len(loads) == 1
     file.write_text(RECIPE.replace('"SGD"', '"Adm"'), encoding="utf-8")
-    (wrong,) = search_faults(read_recipe(file))
+    (wrong,) = space.faults(read_recipe(file))
     assert wrong.startswith('[search] optimizer.name = "Adm":') and len(loads) == 2

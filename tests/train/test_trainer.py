@@ -29,6 +29,15 @@ def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves
     assert all(name.startswith("generator.") for name in changed)
 
 
+def test_with_a_zero_rate_the_generator_stays_bit_identical_and_the_metric_moves(
+    make: Make, tmp_path: Path
+) -> None:
+    made = make(**STILL, generator=GENERATOR, generator_optimizer={"lr_factor": {"generator": 0.0}})
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert any(name.startswith("model.backbone") for name in changed)
+    assert not any(name.startswith("generator.") for name in changed)
+
+
 def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_path: Path) -> None:
     """The metric's gradient is that of J_m with the synthetic negatives as constants; the
     generator's that of J_gen.
@@ -68,6 +77,15 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
 
 
+def test_joint_coupling_lets_both_gradients_flow_everywhere(make: Make, tmp_path: Path) -> None:
+    made = make(**STILL, generator=GENERATOR, train={"epochs": 1, "coupling": "joint"})
+    separate = make(**STILL, generator=GENERATOR, train={"epochs": 1})
+    one, other = weights(fit(tmp_path, made, "joint")), weights(fit(tmp_path, separate, "separate"))
+    changed = moved(one, other)
+    assert any(name.startswith("generator.") for name in changed)
+    assert any(name.startswith("model.head") for name in changed)
+
+
 def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(
     make: Make, tmp_path: Path
 ) -> None:
@@ -102,6 +120,25 @@ def test_each_part_is_in_training_mode_where_it_trains_and_only_there(
             name for name, group in trainer.step.parts.items() for p in group if p.requires_grad
         }
         assert grads == {part}
+
+
+def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -> None:
+    made = make(
+        generator=GENERATOR, phase=[{"name": "generator", "epochs": 1, "train": ["generator"]}]
+    )
+    changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
+    assert changed
+    assert all(name.startswith("generator.") for name in changed)
+
+
+def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) -> None:
+    made = make(generator={"name": "toolbox.midpoint"}, miner={"name": "pml.triplet_margin"})
+    lines = [
+        json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert list(lines[0]["lr"]) == ["backbone", "head"]
+    assert lines[0]["triplets"] > 0
+    assert "generator_loss" not in lines[0]
 
 
 def test_a_losss_own_parameters_train_and_take_their_rates_factor(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -46,6 +47,18 @@ def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> 
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine.txt"]
 
 
+def test_a_damaged_checkpoint_is_one_sentence(make: Make, tmp_path: Path) -> None:
+    folder = fit(tmp_path, make())
+    best = folder / "checkpoints" / "best.safetensors"
+    content = best.read_bytes()
+    best.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
+        Run.open(folder)
+    best.write_bytes(b"\x80\x04K\x01.")  # a pickle is never opened
+    with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
+        Run.open(folder)
+
+
 def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:
     state = {
         "a": {1: [torch.arange(3), (2.5, None, "x", True)]},
@@ -59,3 +72,12 @@ def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:
     assert again["a"][1][1] == (2.5, None, "x", True)
     assert (again["e"], again["l"]) == ({}, [])
     assert again["t"].dtype == torch.bfloat16
+
+
+def test_resuming_with_another_recipe_is_refused(make: Make, tmp_path: Path) -> None:
+    from retrieval.run.resume import changes
+
+    folder = fit(tmp_path, make())
+    assert changes(folder, make(), None) == []
+    with pytest.raises(DataError, match=r"another recipe: \[optimizer\] differs"):
+        changes(folder, make(optimizer={"lr": 0.5}), None)

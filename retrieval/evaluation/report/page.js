@@ -80,14 +80,3 @@ for (const box of document.querySelectorAll(".embedding")) {
     highlight(pressed ? "" : button.value, (label) => label === button.value);
   });
 }
-for (const box of document.querySelectorAll(".threshold")) {
-  const { threshold, far, frr } = JSON.parse(box.querySelector("script").textContent);
-  const slider = box.querySelector("input"), said = box.querySelector("output");
-  const say = () => {
-    const i = Number(slider.value);
-    said.textContent = `same thing up to a distance of ${threshold[i].toPrecision(3)}: FAR ${(100 * far[i]).toFixed(2)} %, FRR ${(100 * frr[i]).toFixed(2)} %`;
-    slider.setAttribute("aria-valuetext", said.textContent);
-  };
-  slider.addEventListener("input", say);
-  say();
-}

@@ -43,6 +43,12 @@ from retrieval.serving.progress import Meter, Progress, shown
 MOST_RUNS = 10
 LARGEST_PANEL = 4 << 20
 METHODS = ("tsne", "pca", "none")
+QUERIES = 2000
+"""Most queries of a run; the gallery is always complete."""
+SAMPLE = 600
+"""Most test items on the map and in the distances of pairs."""
+THUMBNAILS = 800
+"""Most thumbnails of all runs."""
 
 
 @shown
@@ -50,9 +56,6 @@ def report(
     runs: StrPath | Run | Sequence[StrPath | Run],
     output: StrPath = "report.html",
     *,
-    queries: int = 2000,
-    sample: int = 600,
-    thumbnails: int = 800,
     map: str = "tsne",
     label_column: str | None = None,
     progress: Progress = True,
@@ -65,9 +68,6 @@ def report(
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
         output: the file to write; an existing file is replaced.
-        queries: largest number of test items that are queries. The gallery is always complete.
-        sample: largest number of test items on the map and in the distances of pairs.
-        thumbnails: largest number of thumbnails over all runs.
         map: method of the map: "tsne", "pca" or "none".
         label_column: column of metadata with names of classes to show instead of labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -84,13 +84,6 @@ def report(
     runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
-    for name, value, least, most in (
-        ("queries", queries, 1, 100_000),
-        ("sample", sample, 10, 3000),
-        ("thumbnails", thumbnails, 0, 5000),
-    ):
-        if not least <= value <= most:
-            raise DataError(f"{name} must be from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
         raise DataError(f"map must be one of {', '.join(METHODS)}, not {map!r}.")
     target = Path(output)
@@ -104,8 +97,8 @@ def report(
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
-            thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
-            measured = measure(run, queries, sample, label_column=label_column)
+            thumbnails_of_run = Thumbnails(run.dataset, THUMBNAILS // len(opened))
+            measured = measure(run, QUERIES, SAMPLE, label_column=label_column)
             sections.append(Section(name, measured, thumbnails_of_run, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +167,7 @@ def panels(run: Run) -> dict[str, bytes]:
     return drawings
 
 
-LEFT_OUT = ("by", "open_set", "rerank", "expand", "augment", "latency")
+LEFT_OUT = ("by", "open_set")
 """Keys of `[evaluate]` that a report ignores."""
 SHEET = 6
 """Number of queries in each sheet."""
@@ -245,13 +238,6 @@ class Section:
     def recipe(self) -> str:
         """The recipe as TOML, without default values."""
         return to_toml(self.measured.run.recipe)
-
-    def curve(self) -> dict[str, list[float]]:
-        """Return 200 points of FAR and FRR by threshold, for the page's slider."""
-        roc = roc_curve(self.measured.pairs.distance, self.measured.pairs.same)
-        some = np.unique(np.linspace(1, len(roc.far) - 1, 200).round().astype(int))
-        curve = {"threshold": roc.threshold, "far": roc.far, "frr": 1 - roc.tar}
-        return {name: values[some].round(6).tolist() for name, values in curve.items()}
 
     def points(self) -> dict[str, Any]:
         """Return the map's description, dots and legend, and the data for the page's script."""

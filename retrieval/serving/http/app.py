@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import re
-import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -101,7 +100,7 @@ class Application:
         reopen: Mapping[str, Callable[[], Index]] | None = None,
     ) -> None:
         self._settings = settings = settings or Settings()
-        self._keys, self._audit = keys, audit
+        self._keys = keys
         self.workers = Workers(settings)
         self.served = {
             name: Served(name, index, settings, self.workers, audit, (reopen or {}).get(name))
@@ -228,8 +227,6 @@ class Application:
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
         tasks = [asyncio.ensure_future(watch) for watch in watching]
-        if os.name == "posix" and threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reopen_audit)
         # Without `freeze`, each full garbage collection would block the event loop for 0.1 s.
         gc.collect()
         gc.freeze()
@@ -245,10 +242,6 @@ class Application:
                 with suppress(asyncio.CancelledError):
                     await task
             self.workers.close()
-
-    def _reopen_audit(self) -> None:
-        if self._audit is not None:
-            self._audit.reopen()
 
     async def _watch_keys(self, keys: KeySource) -> None:
         while True:

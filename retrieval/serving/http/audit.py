@@ -35,10 +35,6 @@ _MAX_FILTER = 4000
 _FLAGS = (
     os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 )
-_REFUSED = (
-    "The server cannot record changes now, and so makes none. Its log says why. Try again in a"
-    " moment."
-)
 
 
 @dataclass
@@ -89,8 +85,7 @@ class Audit:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
+        self._path, self._lock = path, threading.Lock()
         try:
             self._file = self._open()
         except OSError as error:
@@ -108,29 +103,21 @@ class Audit:
         """
         line = change.line()
         if not self._write({**line, "outcome": "begun"}):
-            raise RequestError(503, _REFUSED, "audit")
+            raise RequestError(
+                503,
+                "The server cannot record changes now, and so makes none. Its log says why. Try"
+                " again in a moment.",
+                "audit",
+            )
         try:
             yield
         except BaseException as error:
-            reason = (
-                str(error)[:_MAX_TEXT]
-                if isinstance(error, RetrievalError)
-                else type(error).__name__
-            )
+            known = isinstance(error, RetrievalError)
+            reason = str(error)[:_MAX_TEXT] if known else type(error).__name__
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
         # If the disk refuses this line, the change has still been made, and the client learns so.
         self._write({**line, "outcome": "done", "count": change.count})
-
-    def reopen(self) -> None:
-        """Reopen the file by its name after a rotation; the next change reports an error."""
-        with self._lock, suppress(OSError):
-            self._swap()
-
-    def _swap(self) -> None:
-        file = self._open()
-        os.close(self._file)
-        self._file = file
 
     def _open(self) -> int:
         file = os.open(self._path, _FLAGS, 0o600)
@@ -152,21 +139,26 @@ class Audit:
         content = text.encode("utf-8", "backslashreplace") + b"\n"
         try:
             with self._lock:
-                self._append(content)
+                if not self._is_current():  # the file was renamed or deleted to rotate it
+                    file = self._open()
+                    os.close(self._file)
+                    self._file = file
+                size = os.fstat(self._file).st_size
+                try:
+                    if os.write(self._file, content) < len(content):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(self._file)
+                except OSError:
+                    with suppress(OSError):
+                        os.ftruncate(self._file, size)
+                    raise
         except OSError as error:
             log.error("The record of changes %s: %s", self._path, error.strerror or error)
             return False
         return True
 
-    def _append(self, content: bytes) -> None:
-        if not os.fstat(self._file).st_nlink:  # the file was deleted after a rotation
-            self._swap()
-        size = os.fstat(self._file).st_size
-        try:
-            if os.write(self._file, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._file)
-        except OSError:
-            with suppress(OSError):
-                os.ftruncate(self._file, size)
-            raise
+    def _is_current(self) -> bool:
+        """Return whether the open file still has its name."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(self._path.stat(), os.fstat(self._file))
+        return False

@@ -93,21 +93,19 @@ def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Ke
         RetrievalError: the name or an index name is invalid.
     """
     secret, salt, id = secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_hex(6)
-    key: dict[str, object] = {
-        "name": name,
-        "role": role,
-        "id": id,
-        "salt": salt,
-        "hash": _hash(salt, secret),
-    }
-    key |= {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "indexes": tuple(indexes) or None,
-    }
     try:
-        return f"rk_{id}_{secret}", Key.model_validate(key)
+        key = Key(
+            name=name,
+            role=role,
+            id=id,
+            salt=salt,
+            hash=_hash(salt, secret),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            indexes=tuple(indexes) or None,
+        )
     except ValidationError as error:
         raise RetrievalError(f"This key cannot be made: {_problems(error)}.") from None
+    return f"rk_{id}_{secret}", key
 
 
 def _hash(salt: str, secret: str) -> str:
@@ -136,10 +134,6 @@ def parse_keys(text: bytes, where: str) -> Keys:
 
     An empty text is refused, since it may be a file that is just being written.
 
-    Args:
-        text: content of the file.
-        where: name of the file in error messages.
-
     Raises:
         RetrievalError: lines are invalid; the message names all of them without their content.
     """
@@ -162,15 +156,14 @@ def parse_keys(text: bytes, where: str) -> Keys:
             key = _parsed(line)
         except ValidationError as error:
             problems.append(f"line {number}: {_problems(error)}.")
-            continue
         except ValueError:
             problems.append(f"line {number} is not a JSON object.")
-            continue
-        for what in (f"name {key.name}", f"id {key.id}"):
-            if what in seen:
-                problems.append(f"line {number} has the {what} of line {seen[what]} again.")
-            seen[what] = number
-        keys.append(key)
+        else:
+            for what in (f"name {key.name}", f"id {key.id}"):
+                if what in seen:
+                    problems.append(f"line {number} has the {what} of line {seen[what]} again.")
+                seen[what] = number
+            keys.append(key)
     if problems:
         raise RetrievalError(listed(where, problems))
     return Keys(keys)
@@ -209,14 +202,11 @@ def remove_key(path: Path, name: str) -> None:
         text = _read(path)
         names = sorted(key.name for key in parse_keys(text, str(path)))
         if name not in names:
-            raise RetrievalError(
-                f"{path} has no key {name}. It has: {', '.join(names[:20]) or 'none'}."
-            )
-        kept = [
-            line for line in text.split(b"\n") if not _is_key(line) or _parsed(line).name != name
-        ]
-        rest = b"\n".join(kept)
-        _write(path, rest if rest.strip() else _HEAD)
+            known = ", ".join(names[:20]) or "none"
+            raise RetrievalError(f"{path} has no key {name}. It has: {known}.")
+        lines = text.split(b"\n")
+        kept = [line for line in lines if not _is_key(line) or _parsed(line).name != name]
+        _write(path, b"\n".join(kept) if any(map(bytes.strip, kept)) else _HEAD)
 
 
 def _is_key(line: bytes) -> bool:
@@ -275,10 +265,8 @@ class KeySource:
 
         Blocks, so call it in a thread.
         """
-        if self._path is None:
-            return
         before, self._seen = self._seen, self._stamp()
-        if self._seen != before or self._seen == self._read:
+        if self._path is None or self._seen != before or self._seen == self._read:
             return
         self._read = self._seen
         try:

@@ -1,19 +1,25 @@
-"""Pydantic models of requests: options, queries and items from JSON, forms and URL parameters."""
+"""The content of requests: bodies within limits, and options, queries and items in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from python_multipart.exceptions import FormParserError
+from starlette.datastructures import Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
 
 from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import strict_loads
 from retrieval.serving.filters import Filter, as_filter
-from retrieval.serving.http.bodies import Body, read_form
-from retrieval.serving.http.problems import RequestError
+from retrieval.serving.http.problems import RequestError, busy
+from retrieval.serving.http.settings import BODY_MEMORY, BODY_SECONDS
+from retrieval.serving.memory import give_back
 
 SEARCH_TYPES = (
     'Send multipart/form-data with a field "image", the image itself as image/… or'
@@ -40,6 +46,14 @@ MAX_CONDITIONS, MAX_VALUES = 100, 1000
 MAX_DELETED_IDS = 10_000
 OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 
+Kind = Literal["form", "json", "image"]
+
+_FORM_BYTES_BESIDES_IMAGES = 65_536
+_RELEASED_BYTES_BEFORE_TRIM = 16_000_000
+_DRAINED = 4
+"""Read and discard up to this many times the limit, so that the sender sees the response."""
+
+
 Vector = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
 ItemId = Annotated[str, Field(min_length=1, max_length=1000)]
 FilterForm = Annotated[str | dict[str, JsonValue] | None, Field(description="text or an object")]
@@ -55,24 +69,18 @@ class JsonBody(BaseModel):
     """A JSON object of a request, or its form fields or URL parameters."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    shape: ClassVar[str] = ""
-    """Error message for an object with the wrong members."""
     one_of: ClassVar[tuple[str, ...]] = ()
     """Mutually exclusive members; a request must have exactly one."""
 
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError(self.shape)
+            raise ValueError("give one")
         return self
 
     @classmethod
     def of(cls, content: object) -> Self:
-        """Return the body of a JSON value.
-
-        Raises:
-            RequestError: 400; the message names the first three invalid members.
-        """
+        """Return the body of a JSON value."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -101,7 +109,6 @@ class Options(JsonBody):
 class QueryBody(JsonBody):
     """One query of a batch."""
 
-    shape = 'A query must be {"vector": [numbers]} or {"id": "the id of an item"}.'
     one_of = ("vector", "id")
 
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
@@ -119,19 +126,9 @@ class QueryBody(JsonBody):
 class SearchBody(Options, QueryBody):
     """A search with a vector or with an item of the index."""
 
-    shape = (
-        'JSON must be {"vector": [numbers], "k": 10, "filter": {"label": "shoe"}}, or "id" in the'
-        ' place of "vector"; see /v1/openapi.json for all fields.'
-    )
-
 
 class BatchBody(Options):
     """Several searches."""
-
-    shape = (
-        'JSON must be {"queries": [{"vector": [numbers]}, {"id": "an item"}], "k": 10}; '
-        "see /v1/openapi.json for all fields."
-    )
 
     queries: Annotated[list[QueryBody], Field(min_length=1, description="a list of queries")]
 
@@ -150,11 +147,6 @@ class ListParameters(JsonBody):
 class ItemChangeBody(JsonBody):
     """Changes to an item; members that are left out keep their value."""
 
-    shape = (
-        'JSON must be {"label": "shoe", "metadata": {"price": 20}}; what is left out stays as'
-        " it is."
-    )
-
     label: Annotated[str | None, Field(description="text, or null for none")] = None
     metadata: Annotated[dict[str, JsonValue], Field(description="an object")] = {}
 
@@ -168,11 +160,6 @@ class ItemForm(ItemChangeBody):
 class ItemBody(ItemChangeBody):
     """An item with a vector."""
 
-    shape = (
-        'JSON must be {"vector": [numbers], "label": "shoe", "metadata": {"price": 20}}. PUT'
-        " replaces an item as a whole; PATCH changes its label or metadata."
-    )
-
     vector: Annotated[Vector, Field(description=_VECTOR)]
 
 
@@ -182,11 +169,6 @@ class NamedItemBody(ItemChangeBody):
     Without a vector or image the item must exist, and members that are left out keep their value.
     """
 
-    shape = (
-        'An item must be {"id": "its id", "vector": [numbers], "label": "shoe", "metadata":'
-        ' {"price": 20}}.'
-    )
-
     id: Annotated[ItemId, Field(description="text of 1 to 1,000 characters")]
     vector: Annotated[Vector | None, Field(description=_VECTOR)] = None
 
@@ -194,17 +176,12 @@ class NamedItemBody(ItemChangeBody):
 class ItemsBody(JsonBody):
     """Several items."""
 
-    shape = 'JSON must be {"items": [{"id": "its id", "vector": [numbers]}]}.'
-
     items: Annotated[list[NamedItemBody], Field(min_length=1, description="a list of items")]
 
 
 class DeleteBody(JsonBody):
     """The items to delete, by exactly one of ids, filter and all."""
 
-    shape = (
-        'JSON must be one of {"ids": ["an id"]}, {"filter": {"label": "shoe"}} and {"all": true}.'
-    )
     one_of = ("ids", "filter", "all")
 
     ids: Annotated[
@@ -222,24 +199,20 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     """Return the error message for one of pydantic's errors."""
     where = ""
     if len(place) > 1 and place[0] in _ENTRIES:
-        where, model, place = (
-            f'"{place[0]}", entry {place[1]}: ',
-            _ENTRIES[str(place[0])],
-            place[2:],
-        )
+        where, model = f'"{place[0]}", entry {place[1]}: ', _ENTRIES[str(place[0])]
+        place = place[2:]
     field = model.model_fields.get(str(place[0])) if place else None
-    whole = kind in ("extra_forbidden", "missing") and len(place) == 1
-    if field is None or whole:
-        return where + model.shape
-    return f'{where}"{place[0]}" must be {field.description}.'
+    if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
+        return f'{where}"{place[0]}" must be {field.description}.'
+    names = ", ".join(
+        f'"{name}"{" (needed)" * field.is_required()}' for name, field in model.model_fields.items()
+    )
+    one = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
+    return f"{where}JSON must be an object of {names}{one}; see /v1/openapi.json."
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
-    """Parse JSON without duplicate keys and with at most 64 levels.
-
-    Raises:
-        RequestError: 400, with `sentence` as its message.
-    """
+    """Parse JSON without duplicate keys and with at most 64 levels."""
     try:
         return strict_loads(text, finite=False)
     except (ValueError, RecursionError):
@@ -247,11 +220,7 @@ def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
 
 
 def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
-    """Return a filter from its text or its JSON form.
-
-    Raises:
-        RequestError: 400 if the filter is invalid or too large for a server.
-    """
+    """Return a filter from its text or its JSON form."""
     try:
         where = as_filter(form)
     except DataError as error:
@@ -322,16 +291,7 @@ class Query(NamedTuple):
 
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
-    """Parse a body as one search.
-
-    Args:
-        body: body of the request.
-        parameters: URL parameters, which hold the options if the body is just an image.
-        max_bytes: maximum size of an image in bytes.
-
-    Raises:
-        RequestError: 400 if the body is invalid; see also `read_form`.
-    """
+    """Parse a body as one search."""
     if body.kind == "image":
         return _query([QueryInput(body.content)], Options.of_texts(parameters))
     if body.kind == "form":
@@ -342,11 +302,7 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
 
 
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
-    """Parse a body as a batch of at most `most` searches.
-
-    Raises:
-        RequestError: 400 if the body is invalid or has too many searches; see also `read_form`.
-    """
+    """Parse a body as a batch of at most `most` searches."""
     if body.kind == "form":
         form = read_form(body, OPTIONS, max_bytes, most)
         return _query([QueryInput(image) for image in form.images], Options.of_texts(form.fields))
@@ -423,3 +379,151 @@ def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
         )
         for item, image in zip(items, images, strict=True)
     ]
+
+
+# Bodies
+
+
+class Body(NamedTuple):
+    """The body of a request: its kind, its Content-Type header and its bytes."""
+
+    kind: Kind
+    content_type: str
+    content: bytes
+
+
+class BodyMemory:
+    """Limits the memory of the bodies of all current requests. Use it in the event loop only."""
+
+    def __init__(self) -> None:
+        self.held = self._released = 0
+
+    async def read(self, request: Request, limits: Mapping[Kind, int], types: str) -> Body:
+        """Read the body of a request; call `release` when it is no longer needed."""
+        content_type = request.headers.get("content-type", "")
+        kind = _kind_of(content_type)
+        if kind is None or kind not in limits:
+            raise RequestError(415, types)
+        limit = limits[kind] + (_FORM_BYTES_BESIDES_IMAGES if kind == "form" else 0)
+        chunks: list[bytes] = []
+        held = received = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for chunk in request.stream():
+                    received += len(chunk)
+                    if received > _DRAINED * limit:
+                        break
+                    if received <= limit:
+                        if self.held + len(chunk) > BODY_MEMORY:
+                            raise busy("uploads take all its memory", "memory")
+                        self.held += len(chunk)
+                        held += len(chunk)
+                        chunks.append(chunk)
+            if received > limit:
+                raise RequestError(
+                    413, f"The request is too large; the limit is {limits[kind]:,} bytes."
+                )
+        except BaseException as error:
+            self.release(held)
+            if isinstance(error, TimeoutError):
+                sentence = f"The request took longer than {BODY_SECONDS:g} seconds to arrive."
+                raise RequestError(408, sentence) from None
+            raise
+        return Body(kind, content_type, chunks[0] if len(chunks) == 1 else b"".join(chunks))
+
+    def release(self, size: int) -> None:
+        """Stop counting bytes; after many, return free memory to the system."""
+        self.held -= size
+        self._released += size
+        if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
+            self._released = 0
+            asyncio.get_running_loop().call_later(1.0, give_back)
+
+
+def _kind_of(content_type: str) -> Kind | None:
+    kind = content_type.partition(";")[0].strip().lower()
+    if kind == "multipart/form-data":
+        return "form"
+    if kind == "application/json":
+        return "json"
+    return "image" if kind.startswith("image/") or kind == "application/octet-stream" else None
+
+
+class Form(NamedTuple):
+    """A parsed form: the files of its field `image`, in order, and its other fields as text."""
+
+    images: list[bytes]
+    fields: dict[str, str]
+
+
+class _Parser(MultiPartParser):
+    """Starlette's parser, which also records whether the form was complete."""
+
+    ended = False
+
+    def on_end(self) -> None:
+        """Record that the form is complete."""
+        self.ended = True
+
+
+def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1) -> Form:
+    """Parse a `multipart/form-data` body. Blocks, so call it in a thread if the body is large."""
+    form, parts = Form([], {}), _parts(body, max_images, len(names))
+    try:
+        for name, value in parts:
+            if isinstance(value, str) and name != "image":
+                if name not in names:
+                    fields = ", ".join(f'"{field}"' for field in ("image", *names))
+                    raise RequestError(400, f"The form has an unknown field; it takes {fields}.")
+                if name in form.fields:
+                    raise RequestError(400, f'The form repeats its field "{name}".')
+                form.fields[name] = value
+            elif isinstance(value, str) or name != "image":
+                sentence = 'The form needs a file in its field "image", and takes no other file.'
+                raise RequestError(400, sentence)
+            else:
+                content = value.file.read()
+                if len(content) > max_bytes:
+                    sentence = f"The image has {len(content):,} bytes; the limit is {max_bytes:,}"
+                    raise RequestError(413, f"{sentence} (--max-bytes).")
+                form.images.append(content)
+    finally:
+        for _, value in parts:
+            if not isinstance(value, str):
+                value.file.close()
+    if not form.images:
+        raise RequestError(400, 'The form needs a file in its field "image".')
+    return form
+
+
+def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:
+    async def stream() -> AsyncGenerator[bytes, None]:
+        yield body.content
+
+    parser = _Parser(
+        Headers({"content-type": body.content_type}),
+        stream(),
+        max_files=max_images,
+        max_fields=max_fields + 1,
+        max_part_size=_FORM_BYTES_BESIDES_IMAGES,
+    )
+    parser.spool_max_size = len(body.content) + 1  # keep all of it in memory
+    reason = "its end is missing"
+    try:
+        parser.parse().send(None)  # never waits, since the whole body is in memory
+    except StopIteration as done:
+        parts: list[tuple[str, str | UploadFile]] = done.value.multi_items()
+        if parser.ended:
+            return parts
+    except MultiPartException as error:
+        if error.message.startswith("Too many files"):
+            limit = "one" if max_images == 1 else f"{max_images:,} at most"
+            raise RequestError(
+                400, f'Too many files: give {limit}, in the field "image".'
+            ) from None
+        reason = error.message.rstrip(".")
+    except FormParserError as error:  # Starlette before 1.10 does not convert it
+        reason = str(error).rstrip(".")
+    except UnicodeError:
+        reason = "a field is not text of its charset"
+    raise RequestError(400, f"The form cannot be read: {reason}.")

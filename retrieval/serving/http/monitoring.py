@@ -7,7 +7,6 @@ import logging
 import os
 import queue
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -37,13 +36,10 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 OTHER = "other"
 
-_EVENTS_AT_ONCE, _EVENTS_PER_SECOND = 20, 1
-_ANSWERED_PER_SECOND = 200
 _WAITING_LINES = 10_000
 _MAX_TEXT = 2_000
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
-_STATS_SECONDS = 15.0
 _TRACES = (
     "OTEL_TRACES_EXPORTER",
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
@@ -54,38 +50,12 @@ _TRACES = (
 # The log
 
 
-class _RateLimit(logging.Filter):
-    """Limits the rate of log lines after a burst, and counts the lines that it drops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = {True: 2.0 * _ANSWERED_PER_SECOND, False: float(_EVENTS_AT_ONCE)}
-        self._last = dict.fromkeys(self._left, time.monotonic())
-        self._dropped = dict.fromkeys(self._left, 0)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a line passes; successful requests have a separate rate."""
-        request = getattr(record, "request", None)
-        answered = request is not None and 0 < (request["status"] or 0) < 400
-        rate, most = _EVENTS_PER_SECOND, _EVENTS_AT_ONCE
-        if answered:
-            rate, most = _ANSWERED_PER_SECOND, 2 * _ANSWERED_PER_SECOND
-        now = time.monotonic()
-        left = min(most, self._left[answered] + rate * (now - self._last[answered]))
-        self._last[answered] = now
-        self._left[answered] = left - (left >= 1)
-        self._dropped[answered] += left < 1
-        if left >= 1:
-            record.left_out, self._dropped[answered] = self._dropped[answered], 0
-        return left >= 1
-
-
 class _Lines(QueueHandler):
     """Formats log lines and queues them for a thread, so that a slow reader blocks nobody."""
 
-    def __init__(self, waiting: queue.Queue[Any], form: str, names_process: bool) -> None:
-        super().__init__(waiting)
-        self._json = form == "json"
+    def __init__(self, form: str, names_process: bool) -> None:
+        super().__init__(queue.Queue(_WAITING_LINES))
+        self._form = _as_json if form == "json" else _as_text
         self._process = {"process": os.getpid()} if names_process else {}
 
     def enqueue(self, record: logging.LogRecord) -> None:
@@ -103,10 +73,7 @@ class _Lines(QueueHandler):
                 fields["traceback"] = logging.Formatter().formatException(record.exc_info)
             if (trail := TRAIL.get()) is not None:
                 fields["request_id"] = trail.id
-        fields |= self._process
-        if left_out := getattr(record, "left_out", 0):
-            fields["left_out"] = left_out
-        record.msg = (_as_json if self._json else _as_text)(record, message, fields)
+        record.msg = self._form(record, message, fields | self._process)
         record.args = record.exc_info = record.exc_text = None
         return record
 
@@ -120,41 +87,26 @@ def _as_json(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
 
 def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) -> str:
     """Return `time INFO POST /v1/search 200 ms=3.1 …` with control characters escaped."""
-    now = datetime.now().isoformat(" ", "milliseconds").replace(".", ",")
-    trace = fields.pop("traceback", None)
-    words = [now, record.levelname]
+    trace, stages = fields.pop("traceback", None), fields.pop("stages", {})
+    words = [datetime.now().isoformat(" ", "milliseconds").replace(".", ","), record.levelname]
     words += [str(fields.pop(name)) for name in ("method", "route", "status") if name in fields]
     words += [message] if message else []
-    for name, value in {**fields, **fields.pop("stages", {})}.items():
-        if name != "stages":
-            text = str(value)
-            plain = text.isprintable() and " " not in text
-            words.append(f"{name}={text if plain else json.dumps(text)}")
-    line = printable(" ".join(words))
+    words += [f"{name}={value}" for name, value in {**fields, **stages}.items()]
+    line = printable(" ".join(" ".join(words).split()))
     return line if trace is None else f"{line}\n{trace}"
 
 
 def start_log(form: Literal["text", "json"], names_process: bool = False) -> QueueListener:
-    """Log to standard error from a background thread; `stop` writes the remaining lines.
-
-    Args:
-        form: "text" for people or "json" for programs.
-        names_process: whether lines include the process id.
-    """
-    waiting: queue.Queue[Any] = queue.Queue(_WAITING_LINES)
-    handler = _Lines(waiting, form, names_process)
-    handler.addFilter(_RateLimit())
-    for name, level in (
-        (LOG, logging.INFO),
-        ("uvicorn.error", logging.ERROR),
-        ("asyncio", logging.ERROR),
-    ):
+    """Log to standard error from a background thread; `stop` writes the remaining lines."""
+    handler = _Lines(form, names_process)
+    levels = {LOG: logging.INFO, "uvicorn.error": logging.ERROR, "asyncio": logging.ERROR}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
     for name in ("python_multipart", "python_multipart.multipart"):  # the response has its message
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    listener = QueueListener(waiting, logging.StreamHandler(sys.stderr))
+    listener = QueueListener(handler.queue, logging.StreamHandler(sys.stderr))
     listener.start()
     return listener
 
@@ -167,38 +119,37 @@ class Metrics:
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._has_siblings = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        self._registry = CollectorRegistry()
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"retrieval_{name}", text, labels, registry=self._registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(
-                f"retrieval_{name}", text, labels, buckets=buckets, registry=self._registry
-            )
-
-        self._requests = counter("requests", "Requests answered.", "method", "route", "status")
-        self._refused = counter(
-            "refused", "Refused requests by reason, or by status if there is none.", "reason"
-        )
-        self._duration = histogram(
-            "request_seconds",
-            "Time from a request's header to the end of its response.",
-            _SECONDS,
-            "route",
-        )
-        stages = histogram(
-            "stage_seconds", "Time of each stage, without nested stages.", _SECONDS, "stage"
-        )
-        self._stages = {name: stages.labels(name) for name in STAGES}
-        self._sizes = {
-            "encode": histogram("encode_batch", "Images or features encoded at once.", _BATCHES),
-            "search": histogram("search_batch", "Queries searched at once.", _BATCHES),
-        }
+        self._registry = registry = CollectorRegistry()
         self._gauges = _Gauges(indexes)
+        self._requests = Counter(
+            "retrieval_requests",
+            "Requests answered.",
+            ("method", "route", "status"),
+            registry=registry,
+        )
+        self._refused = Counter(
+            "retrieval_refused",
+            "Refused requests by reason, or by status if there is none.",
+            ("reason",),
+            registry=registry,
+        )
+
+        def histogram(name: str, text: str, *labels: str, buckets: Any = _SECONDS) -> Histogram:
+            name = f"retrieval_{name}"
+            return Histogram(name, text, labels, buckets=buckets, registry=registry)
+
+        self._duration = histogram(
+            "request_seconds", "Time from a request's header to the end of its response.", "route"
+        )
+        stages = histogram("stage_seconds", "Time of each stage, without nested stages.", "stage")
+        self._stages = {name: stages.labels(name) for name in STAGES}
+        texts = {"encode": "Images or features encoded at once.", "search": "Queries at once."}
+        self._sizes = {
+            name: histogram(f"{name}_batch", text, buckets=_BATCHES) for name, text in texts.items()
+        }
         if not self._has_siblings:
-            self._registry.register(self._gauges)
-            ProcessCollector(registry=self._registry)
+            registry.register(self._gauges)
+            ProcessCollector(registry=registry)
 
     def answered(self, trail: Trail, method: str, route: str, status: int, seconds: float) -> None:
         """Count one request; status 0 means that the client left before the response began."""
@@ -228,8 +179,6 @@ class _Gauges(Collector):
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._indexes = indexes
-        self._workers = next(iter(indexes.values())).workers
-        self._seen: dict[str, tuple[float, dict[str, float]]] = {}
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing, so that registration does not compute the gauges."""
@@ -237,42 +186,32 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
-        lengths = GaugeMetricFamily(
-            "retrieval_queue_length", "Jobs that wait for a thread.", labels=["queue"]
-        )
-        for name in ("searches", "images", "pictures", "changes"):
-            lengths.add_metric([name], getattr(self._workers, name).waiting)
+        workers = next(iter(self._indexes.values())).workers
+        text, name = "Jobs that wait for a thread.", "retrieval_queue_length"
+        lengths = GaugeMetricFamily(name, text, labels=["queue"])
+        for queue_name in ("searches", "images", "pictures", "changes"):
+            lengths.add_metric([queue_name], getattr(workers, queue_name).waiting)
         yield lengths
-        pids = self._workers.decoders.pids
-        yield GaugeMetricFamily(
-            "retrieval_decode_processes", "Decoding processes.", value=len(pids)
-        )
+        pids, text = workers.decoders.pids, "Decoding processes."
+        yield GaugeMetricFamily("retrieval_decode_processes", text, value=len(pids))
         labels = ["index"] if len(self._indexes) > 1 else []
-        for name, text in _INDEX_METRICS.items():
-            family = GaugeMetricFamily(f"retrieval_index_{name}", text, labels=labels)
-            for index, served in self._indexes.items():
-                if (value := self._values(index, served).get(name)) is not None:
-                    family.add_metric([index] if labels else [], value)
-            if family.samples:
-                yield family
-
-    def _values(self, name: str, served: Served) -> dict[str, float]:
-        """Return the metrics of an index by name, cached for 15 seconds."""
-        looked, values = self._seen.get(name, (-_STATS_SECONDS, {}))
-        if time.monotonic() - looked >= _STATS_SECONDS:
-            values = {}
+        families = {
+            name: GaugeMetricFamily(f"retrieval_index_{name}", text, labels=labels)
+            for name, text in _INDEX_METRICS.items()
+        }
+        for index_name, served in self._indexes.items():
             with suppress(StoreError):  # readiness reports it
                 with served.use() as index:
                     stats = index.stats()
-                values["items"] = stats.count
-                if stats.bytes is not None:
-                    values["bytes"] = stats.bytes
+                values = {"items": stats.count, "bytes": stats.bytes}
                 for generation in stats.generations:
                     if generation.state == "served":
                         values["generation"] = generation.number
                         values["generations"] = len(stats.generations)
-            self._seen[name] = time.monotonic(), values
-        return values
+                for name, value in values.items():
+                    if value is not None:
+                        families[name].add_metric([index_name] if labels else [], value)
+        yield from (family for family in families.values() if family.samples)
 
 
 _INDEX_METRICS = {

@@ -29,35 +29,34 @@ _KEY = {
 }
 _IMAGES = ("image/png", "image/jpeg", "image/gif", "image/bmp", "image/webp")
 _BINARY = {"type": "string", "format": "binary"}
-_TEXT = {"type": "string"}
 _SEVERAL = {"type": "array", "items": _BINARY, "minItems": 1}
 _ID = {"type": "string", "minLength": 1, "maxLength": 1000}
 _NAME = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"}
-_FIELDS = {"type": "string", "description": "names separated by commas, or a JSON list"}
-_FILTER = {
-    "type": "string",
-    "description": "a filter as text, or as JSON that begins with a brace",
-    "minLength": 1,
-}
 _VECTOR = {"vector": {"type": "boolean", "default": False}}
 _JSON = "application/json"
 _FORM = "multipart/form-data"
-_OPTIONS = {
-    "k": {"type": "integer", "minimum": 1, "maximum": models.MAX_K, "default": 10},
-    "filter": _FILTER,
-    "candidates": {"type": "integer", "minimum": 1, "maximum": models.MAX_CANDIDATES},
-    "fields": _FIELDS,
-    "explain": {"type": "boolean", "default": False},
+_AS_TEXT = {
+    "filter": "a filter as text, or as JSON that begins with a brace",
+    "fields": "names separated by commas, or a JSON list",
+    "metadata": "a JSON object",
 }
-_LIST = {
-    "cursor": {
-        "type": "string",
-        "description": "cursor of the previous page, with the same filter",
-    },
-    "limit": {"type": "integer", "minimum": 1, "maximum": models.MAX_PAGE, "default": 100},
-    "filter": _FILTER,
-    "fields": _FIELDS,
-}
+
+
+def _texts(model: type[models.JsonBody]) -> dict[str, Any]:
+    """Return the schemas of a model's members as form fields or query parameters."""
+    schemas = {}
+    for name, schema in model.model_json_schema()["properties"].items():
+        plain = next((form for form in schema.get("anyOf", ()) if form["type"] != "null"), schema)
+        kept = ("type", "enum", "minimum", "maximum", "default", "description")
+        schemas[name] = {key: value for key, value in {**schema, **plain}.items() if key in kept}
+        if name in _AS_TEXT:
+            schemas[name] = {"type": "string", "description": _AS_TEXT[name]}
+        elif schemas[name].get("default", "") is None:
+            del schemas[name]["default"]
+    return schemas
+
+
+_OPTIONS, _LIST = _texts(models.Options), _texts(models.ListParameters)
 
 
 def _ref(model: type) -> dict[str, Any]:
@@ -118,13 +117,7 @@ def _item_operations(path: str, query: Mapping[str, Any]) -> list[Operation]:
     ]
 
 
-_NEW_ITEM = _form(
-    "image",
-    image=_BINARY,
-    label=_TEXT,
-    metadata={"type": "string", "description": "a JSON object"},
-    keep={"enum": ["copy", "thumbnail", "nothing"], "default": "copy"},
-)
+_NEW_ITEM = _form("image", image=_BINARY, **_texts(models.ItemForm))
 _IMAGE_BODIES = {
     _FORM: _form("image", image=_BINARY, **_OPTIONS),
     "application/octet-stream": _BINARY,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,7 +13,7 @@ from datetime import UTC, datetime
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from pydantic_core import to_json
 from starlette.convertors import StringConvertor, register_url_convertor
@@ -20,20 +22,26 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from retrieval.errors import DataError
-from retrieval.serving.filters import Filter, as_filter
-from retrieval.serving.http import answers, models
+from retrieval.serving.files.strict_json import strict_loads
+from retrieval.serving.filters import Filter, as_filter, filter_to_json
+from retrieval.serving.http import models
 from retrieval.serving.http.access import Caller
-from retrieval.serving.http.answers import Picture, answer
 from retrieval.serving.http.audit import Change
-from retrieval.serving.http.bodies import Body, BodyMemory, Kind
-from retrieval.serving.http.models import OPTIONS, NewItem, Query
+from retrieval.serving.http.models import OPTIONS, Body, BodyMemory, Kind, NewItem, Query
 from retrieval.serving.http.openapi import OPERATIONS, document
-from retrieval.serving.http.problems import RequestError, no_item
+from retrieval.serving.http.problems import RequestError, busy, no_item
 from retrieval.serving.http.served import Served
-from retrieval.serving.http.settings import BATCH_BYTES, JSON_BYTES, Settings
+from retrieval.serving.http.settings import (
+    BATCH_BYTES,
+    BODY_MEMORY,
+    JSON_BYTES,
+    SEND_SECONDS,
+    Settings,
+)
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
-from retrieval.serving.stages import stage
+from retrieval.serving.stages import TRAIL, stage
+from retrieval.serving.store.contract import Item
 from retrieval.serving.store.items import check_id
 
 T = TypeVar("T")
@@ -42,6 +50,14 @@ _JSON: Mapping[Kind, int] = {"json": JSON_BYTES}
 _SEVERAL: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
+_MAX_CURSOR = 8192
+_NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
+_SHOWN_BY_BROWSERS = {
+    b"\xff\xd8\xff": "image/jpeg",
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+}
 
 
 class Routes:
@@ -97,19 +113,19 @@ class Routes:
         def finish(query: Query, hits_by_query: list[list[Hit]], index: Index) -> bytes:
             names = query.options.fields
             results = [
-                {"results": [answers.hit_json(hit, served, prefix, names) for hit in hits]}
+                {"results": [_hit_json(hit, served, prefix, names) for hit in hits]}
                 for hits in hits_by_query
             ]
             content: dict[str, Any] = {"answers": results} if batch else results[0]
             content["took_ms"] = round(1000 * (perf_counter() - began), 2)
             if query.options.explain:
-                content["explain"] = answers.explanation(query, index)
+                content["explain"] = _explanation(query, index)
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits, types) as body:
             if batch or body.kind == "json":
-                return answer(await served.search(await _parsed(served, body, read), finish))
-            return answer(await served.search(partial(read, body), finish))
+                return _answer(await served.search(await _parsed(served, body, read), finish))
+            return _answer(await served.search(partial(read, body), finish))
 
     # Items
 
@@ -126,10 +142,10 @@ class Routes:
                 raise no_item()
             vector = item.arrays.get("vector")
             own = {"vector": None if vector is None else vector.tolist()} if with_vector else {}
-            return answers.item_json(served, item, prefix) | own
+            return _item_json(served, item, prefix) | own
 
         async with self._deadline(request):
-            return answer(await served.read(work))
+            return _answer(await served.read(work))
 
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
@@ -155,7 +171,7 @@ class Routes:
         async with self._body(request, limits, types) as body:
             item = await _parsed(served, body, partial(read, id))
             replaced = await served.put([item], _change(request, served, what, [id]))
-            return answer({"id": id, "replaced": bool(replaced)})
+            return _answer({"id": id, "replaced": bool(replaced)})
 
     async def delete_item(self, request: Request) -> Response:
         """Delete an item."""
@@ -164,7 +180,7 @@ class Routes:
         async with self._deadline(request):
             if not await served.delete(change):
                 raise no_item()
-            return answer({"deleted": 1})
+            return _answer({"deleted": 1})
 
     async def add_items(self, request: Request) -> Response:
         """Add, replace or change several items atomically."""
@@ -175,7 +191,7 @@ class Routes:
             items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
             replaced = await served.put(items, change)
-            return answer({"added": len(items) - replaced, "replaced": replaced})
+            return _answer({"added": len(items) - replaced, "replaced": replaced})
 
     async def list_items(self, request: Request) -> Response:
         """List items, page by page."""
@@ -184,21 +200,19 @@ class Routes:
             parameters_of(request, *models.ListParameters.model_fields)
         )
         where = models.filter_of(page.filter)
-        after = answers.after_cursor(page.cursor, where)
+        after = _after_cursor(page.cursor, where)
 
         def work(index: Index) -> dict[str, Any]:
             items = index.scan(where, after=after, limit=page.limit + 1)
-            shown = [
-                answers.item_json(served, item, prefix, page.fields) for item in items[: page.limit]
-            ]
+            shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
             return {
                 "items": shown,
-                "cursor": answers.cursor_after(shown[-1]["id"], where) if more else None,
+                "cursor": _cursor_after(shown[-1]["id"], where) if more else None,
             }
 
         async with self._deadline(request):
-            return answer(await served.read(work))
+            return _answer(await served.read(work))
 
     async def delete_items(self, request: Request) -> Response:
         """Delete items by id or filter, or all items."""
@@ -212,7 +226,7 @@ class Routes:
             what = await _parsed(served, body, read)
             where = as_filter({"exists": "id"}) if what.all else models.filter_of(what.filter)
             change = _change(request, served, "delete", what.ids or (), where)
-            return answer({"deleted": await served.delete(change)})
+            return _answer({"deleted": await served.delete(change)})
 
     # Pictures
 
@@ -228,7 +242,7 @@ class Routes:
         served, id = self._served(request), _id_of(request)
         async with self._deadline(request):
             content = await served.picture(id, small)
-            kind = "image/jpeg" if small else answers.media_type(content)
+            kind = "image/jpeg" if small else _media_type(content)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
             headers = {"Cache-Control": "no-cache", "ETag": tag}
             if request.headers.get("if-none-match") == tag:
@@ -240,7 +254,7 @@ class Routes:
                     content = await served.workers.decoded("thumbnail" if small else "png", content)
                 except DataError:
                     raise RequestError(404, f"The image of item {id} cannot be shown.") from None
-            return Picture(content, self._memory, headers, kind or "image/png")
+            return _Picture(content, self._memory, headers, kind or "image/png")
 
     # The index
 
@@ -258,9 +272,7 @@ class Routes:
             },
         }
         async with self._deadline(request):
-            return answer(
-                await served.read(lambda index: answers.description(served.name, index) | own)
-            )
+            return _answer(await served.read(lambda index: _description(served.name, index) | own))
 
     async def snapshot(self, request: Request) -> Response:
         """Write a consistent copy of the index to the operator's folder."""
@@ -276,26 +288,21 @@ class Routes:
             f"{served.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{secrets.token_hex(4)}"
         )
         await served.snapshot(folder / name, _change(request, served, "snapshot"))
-        return answer({"snapshot": name}, 201)
+        return _answer({"snapshot": name}, 201)
 
     async def list_indexes(self, request: Request) -> Response:
         """List the names of the server's indexes."""
         parameters_of(request)
-        return answer({"indexes": sorted(filter(_caller_of(request).may_use, self.indexes))})
+        return _answer({"indexes": sorted(filter(_caller_of(request).may_use, self.indexes))})
 
     async def openapi(self, request: Request) -> Response:
         """Get this document."""
-        return answer(document(Routes))
+        return _answer(document(Routes))
 
     # Shared by the handlers
 
     def _served(self, request: Request) -> Served:
-        """Return the index that a request names, or the only one.
-
-        Raises:
-            RequestError: 403 if the sender may not use the index; 404 if it does not exist, or if
-                the request names none and the server has several.
-        """
+        """Return the index that a request names, or the only one."""
         caller, name = _caller_of(request), request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
             name = next(iter(self.indexes))
@@ -324,7 +331,7 @@ class Routes:
             async with self._deadline(request):
                 yield body
         finally:
-            self._memory.release(body)
+            self._memory.release(len(body.content))
 
     @asynccontextmanager
     async def _deadline(self, request: Request) -> AsyncIterator[None]:
@@ -400,12 +407,7 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
 
 
 def _id_of(request: Request, *options: str) -> str:
-    """Return the id of a request's item, from its path or from `?id=`.
-
-    Args:
-        request: the request.
-        options: names of further allowed parameters.
-    """
+    """Return the id of a request's item, from its path or from `?id=`."""
     if "id" in request.path_params:
         parameters_of(request, *options)
         return unquote(request.path_params["id"], errors="surrogateescape")
@@ -441,3 +443,153 @@ def _change(
 ) -> Change:
     id = request.scope["retrieval.request_id"]
     return Change(what, served.name, _caller_of(request), id, ids, where)
+
+
+# Responses
+
+
+class _Picture(Response):
+    """An image response; its memory counts towards the limit until it is sent."""
+
+    def __init__(
+        self, content: bytes, memory: BodyMemory, headers: Mapping[str, str], media_type: str
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._memory = memory
+        if memory.held + len(content) > BODY_MEMORY:
+            raise busy("pictures take all its memory", "memory")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Send the image within a time limit."""
+        self._memory.held += len(self.body)
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._memory.held -= len(self.body)
+
+
+def _answer(content: bytes | object, status: int = 200) -> Response:
+    """Return a JSON response; `content` is encoded JSON or a value to encode."""
+    body = content if isinstance(content, bytes) else to_json(content, inf_nan_mode="null")
+    return Response(body, status, media_type="application/json")
+
+
+def _chosen(metadata: Mapping[str, Any], names: list[str] | None) -> Mapping[str, Any]:
+    if names is None:
+        return metadata
+    return {name: value for name, value in metadata.items() if name in names}
+
+
+def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[str, str | None]:
+    url = f"{prefix}/items/{quote(id, safe='')}" if served.shows(keep, path) else None
+    return {"image_url": url and f"{url}/image", "thumbnail_url": url and f"{url}/thumbnail"}
+
+
+def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
+    """Return a hit as JSON, with the metadata fields `names` or, for None, all."""
+    return {
+        "id": hit.id,
+        "key": hit.id,
+        "label": hit.label,
+        "distance": hit.distance,
+        "metadata": _chosen(hit.metadata, names),
+        **_urls(served, prefix, str(hit.id), hit.keep, hit.path),
+    }
+
+
+def _item_json(
+    served: Served, item: Item, prefix: str, names: list[str] | None = None
+) -> dict[str, Any]:
+    """Return an item as JSON, with the metadata fields `names` or, for None, all."""
+    return {
+        "id": item.id,
+        "key": item.id,
+        "label": item.label,
+        "metadata": _chosen(item.metadata, names),
+        "bytes": item.bytes,
+        "width": item.width,
+        "height": item.height,
+        "keep": item.keep,
+        **_urls(served, prefix, item.id, item.keep, item.path),
+    }
+
+
+def _explanation(query: Query, index: Index) -> dict[str, Any]:
+    """Return the `explain` member of a search: times of its stages, and facts about the index."""
+    trail, stats = TRAIL.get(), index.stats()
+    seconds = {} if trail is None else trail.seconds
+    return {
+        "stages_ms": {name: round(1000 * duration, 3) for name, duration in seconds.items()},
+        "searched": {
+            "items": len(index),
+            "bundle": index.bundle.sha256,
+            "candidates": query.options.candidates,
+            "filtered": query.where is not None,
+            "generation": index.generation.number,
+            **{
+                name: stats.details[name]
+                for name in ("rows", "deleted", "covered")
+                if name in stats.details
+            },
+        },
+    }
+
+
+def _description(name: str, index: Index) -> dict[str, Any]:
+    """Return the description of an index."""
+    bundle, stats = index.follow(), index.stats()
+    manifest = bundle.manifest
+    return {
+        "index": name,
+        "name": manifest.name,
+        "items": len(index),
+        "bundle": bundle.sha256,
+        "input": {"kind": manifest.input.kind, "shape": list(manifest.input.shape)},
+        "vector": manifest.vector,
+        "distance": manifest.distance.name,
+        "rescores": manifest.rescorer is not None,
+        "format": 3,
+        "generation": index.generation.number,
+        "generations": [
+            {"number": entry.number, "state": entry.state, "bundle": entry.bundle}
+            for entry in stats.generations
+        ],
+        "bytes": stats.bytes,
+        "deleted": stats.details.get("deleted"),
+        **index.store.settings(),
+    }
+
+
+def _media_type(content: bytes) -> str | None:
+    """Return an image's media type by its first bytes, or None if browsers cannot show it."""
+    for start, media_type in _SHOWN_BY_BROWSERS.items():
+        if content.startswith(start):
+            return media_type
+    return "image/webp" if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
+
+
+def _cursor_after(after: str, where: Filter | None) -> str:
+    """Return the cursor of the page after an id, in the list of one filter."""
+    return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
+
+
+def _after_cursor(cursor: str | None, where: Filter | None) -> str | None:
+    """Return the id that a page comes after; raise RequestError 400 for another list's cursor."""
+    if cursor is None:
+        return None
+    try:
+        if len(cursor) > _MAX_CURSOR:
+            raise ValueError
+        after, digest = strict_loads(base64.b64decode(cursor.encode("ascii"), b"-_", validate=True))
+        if not isinstance(after, str) or digest != _digest(where):
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
+        raise RequestError(400, _NO_CURSOR) from None
+    return after
+
+
+def _digest(where: Filter | None) -> str:
+    """Return a digest that identifies the list of one filter."""
+    text = "" if where is None else json.dumps(filter_to_json(where))
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -141,16 +141,9 @@ class Served:
     # Searching
 
     async def search(self, query: Query | Callable[[], Query], finish: Finish) -> bytes:
-        """Search and return the response, which `finish` makes from the hits in the same thread.
+        """Search and return the response, which `finish` makes in the same thread.
 
-        Args:
-            query: the query, or a function that parses a query of one image.
-            finish: makes the response of the query, the hits of each of its inputs and the index.
-
-        Raises:
-            DataError: an image or vector is invalid, or the filter names a field that no item has.
-            RequestError: 404 if an item does not exist; 503 if too many searches wait or the index
-                cannot be searched now.
+        `query` may be a function that parses a query of one image; it runs in that thread, too.
         """
 
         async def ask() -> bytes:
@@ -235,11 +228,7 @@ class Served:
         return await self._again(lambda: self.workers.searches.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return the result of `ask`, repeated if the index or its bundle was replaced.
-
-        Raises:
-            RequestError: 503 with `sentence` if the index fails; the log has the cause.
-        """
+        """Return the result of `ask`, repeated if the index or its bundle was replaced."""
         for _ in range(_TRIES):
             index = self.index
             try:
@@ -266,13 +255,7 @@ class Served:
     # Changing
 
     async def put(self, new_items: Sequence[NewItem], change: Change) -> int:
-        """Add, replace or change items atomically; return how many existed already.
-
-        Raises:
-            DataError: an image or item is invalid, or an item without image and vector does not
-                exist.
-            RequestError: 503 if too many changes wait or the index cannot be written to.
-        """
+        """Add, replace or change items atomically; return how many existed already."""
         images = [new.image for new in new_items if new.image is not None]
         embeds = images or any(new.vector is not None for new in new_items)
         thumbnails = {
@@ -309,11 +292,7 @@ class Served:
         )
 
     async def snapshot(self, target: Path, change: Change) -> None:
-        """Write a snapshot.
-
-        Raises:
-            RequestError: 503 if too many snapshots wait or writing fails.
-        """
+        """Write a snapshot."""
 
         def work(index: Index) -> None:
             index.snapshot(target)
@@ -340,16 +319,7 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's image: the index's copy, or the file that the item was indexed from.
-
-        Args:
-            id: id of the item.
-            small: whether to prefer a stored thumbnail to the file.
-
-        Raises:
-            RequestError: 404 if the item does not exist, or if its file is missing, was changed or
-                may not be shown; 503 if the index fails.
-        """
+        """Return an item's image: the index's copy, or the file that the item was indexed from."""
 
         def work() -> bytes:
             with self.use() as index:
@@ -370,11 +340,7 @@ class Served:
             raise store_failed(error, _UNREADABLE) from None
 
     def _file(self, item: Item) -> bytes:
-        """Return the content of the file that an item was indexed from.
-
-        Raises:
-            RequestError: 404 if the file is missing, too large, was changed or may not be shown.
-        """
+        """Return the content of the file that an item was indexed from."""
         if item.path is None:
             raise RequestError(
                 404,
@@ -409,12 +375,7 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
 
 
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
-    """Return the hits of each query, in order; an item is not a hit of its own query.
-
-    Raises:
-        DataError: a vector has the wrong width, or the index cannot be searched by id.
-        RequestError: 404 if an item does not exist.
-    """
+    """Return the hits of each query, in order; an item is not a hit of its own query."""
     options, answers = query.options, [list[Hit]() for _ in query.inputs]
     for by_id in (False, True):
         places = [
@@ -479,18 +440,7 @@ def _embedded(
     images: Sequence[Decoded],
     thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
-    """Return the request's items that have an image or a vector, with their arrays, by id.
-
-    Args:
-        bundle: bundle that embeds the items.
-        widths: width of each array of an item, by name.
-        new_items: all items of the request.
-        images: decoded images of the items with an image, in order.
-        thumbnails: thumbnails by id, for items that keep only a thumbnail.
-
-    Raises:
-        DataError: vectors do not fit the index.
-    """
+    """Return the request's items that have an image or a vector, with their arrays, by id."""
     items: dict[str, Item] = {}
     if images:
         rows = _arrays(bundle, widths, np.stack([image.pixels for image in images]))
@@ -559,9 +509,6 @@ def _write(
 
     New items that are missing in `items`, the embedded ones, change label or metadata of existing
     items.
-
-    Raises:
-        DataError: an item without an embedding does not exist.
     """
     changes = [new for new in new_items if new.id not in items]
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}

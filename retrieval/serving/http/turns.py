@@ -71,9 +71,6 @@ class Turns:
         """Run a function in a thread and return its result.
 
         A job that has begun runs to its end, even if its caller is cancelled.
-
-        Raises:
-            RequestError: 503 if the queue is full.
         """
         self.require_room()
         queued, trail, loop = perf_counter(), TRAIL.get() or Trail(), asyncio.get_running_loop()
@@ -163,10 +160,6 @@ class Workers:
         """Decode an image: to `Decoded` for a bundle, or to the bytes of another file.
 
         Blocks, so call it in a thread.
-
-        Raises:
-            DataError: the image cannot be decoded, or the bundle expects features.
-            RequestError: 503 if no decoding process works.
         """
         preprocessing = None
         if bundle is not None:

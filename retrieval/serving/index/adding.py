@@ -33,7 +33,7 @@ from retrieval.serving.images import (
     to_png,
 )
 from retrieval.serving.index.embedded import Embedded, Vectors
-from retrieval.serving.index.locations import Origin, Original, Source, Sources, is_embedding
+from retrieval.serving.index.locations import Original, Source, Sources, is_embedding
 from retrieval.serving.index.parquet import label_text
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
@@ -534,10 +534,7 @@ def _decoded(
         raise original
     if isinstance(original, np.ndarray):
         return Embedded(), original
-    if isinstance(original, Origin):
-        content = original.location.read(limits.bytes)
-    else:
-        content = original if isinstance(original, bytes) else read_image(original, limits, name)
+    content = original if isinstance(original, bytes) else read_image(original, limits, name)
     image = decode(content, limits, name)
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None

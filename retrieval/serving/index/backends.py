@@ -27,17 +27,9 @@ HNSW_VECTORS = 2_000_000
 @hookimpl
 def retrieval_indexes() -> Factories:
     """Back ends of FAISS: exact search, graphs, inverted lists and compressed vectors."""
-    from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq, Rabitq, Sq8
+    from retrieval.serving.index.faiss_backends import Cagra, Flat, Hnsw, Ivf, IvfPq
 
-    return {
-        "flat": Flat,
-        "hnsw": Hnsw,
-        "ivf": Ivf,
-        "ivfpq": IvfPq,
-        "rabitq": Rabitq,
-        "sq8": Sq8,
-        "cagra": Cagra,
-    }
+    return {"flat": Flat, "hnsw": Hnsw, "ivf": Ivf, "ivfpq": IvfPq, "cagra": Cagra}
 
 
 @cache

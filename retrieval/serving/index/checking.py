@@ -12,11 +12,11 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.progress import Meter
 from retrieval.serving.store.address import IndexPlace
 from retrieval.serving.store.contract import Generation, Item, Store, StorePlace
+from retrieval.serving.store.copies import copy_items
 from retrieval.serving.store.folder import check_record, write_snapshot
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import Record
-from retrieval.serving.store.remote import copy_items
 
 
 def check_index(folder: Path) -> tuple[list[str], list[str]]:

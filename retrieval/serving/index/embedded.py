@@ -1,8 +1,7 @@
 """Folders of embeddings, which `retrieval embed` writes and an index reads.
 
 A folder has `embedding.json`, which records the items and the bundle, and one Parquet file per part
-of the items. A part is written atomically and named by its number, so no item appears twice even if
-several machines embedded it.
+of the items. A part is written atomically and named by its number.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import builtins
 import json
 import math
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, field
 from dataclasses import dataclass as plain_dataclass
@@ -27,7 +25,6 @@ from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import parse_json, problems_of, strict_loads
 from retrieval.serving.index.locations import (
     PLAN,
-    Location,
     Origin,
     Source,
     Sources,
@@ -160,7 +157,7 @@ def part_file(folder: Path, number: int) -> Path:
 
 
 def _part_table(folder: Path, number: int) -> Table:
-    return Table(Location(os.fspath(part_file(folder, number).absolute())), "features")
+    return Table(part_file(folder, number), "features")
 
 
 def rows(
@@ -174,42 +171,33 @@ def rows(
     columns = [*_TEXTS, *arrays, "bundle"]
     for number in range(plan.parts):
         with _part_table(folder, number) as table:
-            if lacking := [name for name in columns if name not in table.schema.names]:
+            if lacking := [name for name in columns if name not in table.columns]:
                 raise DataError(
-                    f"{table.location} is no part of an embedding: it has no column '{lacking[0]}'."
+                    f"{table.name} is no part of an embedding: it has no column '{lacking[0]}'."
                 )
             for group, first in enumerate(table.starts[:-1]):
                 for batch in table.batches(columns, ROWS, group):
                     numbers = {name: _numbers(table, batch, name, plan, first) for name in arrays}
-                    with sentences(table.location):
-                        texts = {
-                            name: batch.column(name).to_pylist() for name in (*_TEXTS, "bundle")
-                        }
-                    if set(texts.pop("bundle")) - {plan.bundle}:
+                    with sentences(table.path):
+                        texts = batch.select([*_TEXTS, "bundle"]).to_pylist()
+                    if {row["bundle"] for row in texts} - {plan.bundle}:
                         raise DataError(
-                            f"{table.location} holds vectors of another bundle than {folder / PLAN}"
+                            f"{table.name} holds vectors of another bundle than {folder / PLAN}"
                             " names."
                         )
-                    values = zip(*texts.values(), strict=True)
-                    yield (
-                        [
-                            _item(table.location, dict(zip(texts, row, strict=True)))
-                            for row in values
-                        ],
-                        numbers,
-                    )
+                    yield [_item(table.name, row) for row in texts], numbers
                     first += batch.num_rows
 
 
 def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
     """Return a column of numbers (n, width), all finite."""
-    values = vectors_of(table.location, batch.column(name), first, plan.widths[name])
+    values = vectors_of(table.path, batch.column(name), first, plan.widths[name])
     if not np.isfinite(values).all():
-        raise DataError(f"{table.location}: '{name}' holds NaN or infinity.")
+        raise DataError(f"{table.name}: '{name}' holds NaN or infinity.")
     return values
 
 
-def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
+def _item(table: str, row: dict[str, Any]) -> tuple[Source, Embedded]:
     """Return a row as an item and the facts about its original."""
     key, label, stamp, path, address = (
         row[name] for name in ("key", "label", "stamp", "path", "source")
@@ -229,23 +217,20 @@ def _item(location: Location, row: dict[str, Any]) -> tuple[Source, Embedded]:
         and all(size is None or (type(size) is int and size >= 0) for size in sizes)
     )
     if not typed or b"\0" in (path or b"") + (address or b""):
-        raise DataError(f"{location} holds a row that is not an embedded item.")
+        raise DataError(f"{table} holds a row that is not an embedded item.")
     if problem := text_problem(key, label, metadata):
-        raise DataError(f"{location}: {shown(key[:100])}: {problem}.")
+        raise DataError(f"{table}: {shown(key[:100])}: {problem}.")
     origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)
     where = None if path is None else Path(os.fsdecode(path))
     return Source(key, label, where, metadata, None, origin, stamp), Embedded(None, stamp, *sizes)
 
 
 class Vectors:
-    """Reads items and vectors for an index from folders of embeddings, instead of encoding them.
+    """Items and vectors of folders of embeddings, for an index.
 
     Raises:
         DataError: a folder is incomplete, of another bundle, or lacks an array that the index
             stores; other sources are named too; or `keep` asks for originals.
-
-    Attributes:
-        sources: the items.
     """
 
     def __init__(self, named: Sequence[object], index: Index, keep: Keep) -> None:
@@ -269,18 +254,19 @@ class Vectors:
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
     def embedded(self, items: Sequence[Source]) -> Iterator[list[tuple[Source, Embedded]]]:
-        """Yield `items`, which must be in the order of `sources`, in batches with their arrays.
+        """Yield some of the items in batches, with their arrays.
 
         Raises:
             DataError: a folder is damaged or has changed since it was opened.
         """
-        missing = deque(items)
+        missing = {item.key for item in items}
         for batch, arrays in self._rows(self._arrays):
             part = []
             for row, (item, entry) in enumerate(batch):
-                if missing and item.key == missing[0].key:
+                if item.key in missing:
+                    missing.remove(item.key)
                     entry.arrays = {name: values[row] for name, values in arrays.items()}
-                    part.append((missing.popleft(), entry))
+                    part.append((item, entry))
             yield part
         if missing:
             raise DataError(

@@ -31,8 +31,6 @@ _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 """Numbers of parts per code that FAISS's GPU kernels support (`GpuIndexIVFPQ.cu`)."""
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
-_QUERY_BITS = 4
-"""Bits per number of a query in RaBitQ; 0 would round nothing, but is many times slower."""
 _ENTRIES = 32
 """Random entry points for CPU search in a graph without upper levels (FAISS's default)."""
 _SAMPLE = 65_536
@@ -506,112 +504,6 @@ class IvfPq(ListsBackend):
 
     def _fits_gpu(self, index: Any) -> bool:
         return index.pq.nbits == 8 and index.pq.M in _GPU_PARTS and index.pq.dsub in _GPU_WIDTHS
-
-
-class Rabitq(ListsBackend):
-    """Approximate search with a few bits per number (RaBitQ; Gao and Long, SIGMOD 2024).
-
-    Vectors are rotated at random first. Codes need no training, so building costs little more than
-    the lists. The code of a vector of P numbers takes P × bits / 8 + 8 bytes, or P × bits / 8 + 20
-    if `bits` is above 1 (Gao et al., SIGMOD 2025).
-
-    Args:
-        lists: number of clusters. 0 is four times the square root of the number of vectors, but at
-            least 39 vectors per cluster; 1 is a plain table of codes.
-        probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
-        bits: bits per number. More give higher recall and need more memory.
-        expand: candidates measured again on the uncompressed vectors, as a multiple of the number
-            of hits.
-    """
-
-    on_gpu = False
-    kinds = ("IndexPreTransform",)
-    expand = 8
-
-    def __init__(
-        self,
-        lists: Lists = 0,
-        probes: Lists = 0,
-        bits: Annotated[int, Field(ge=1, le=8)] = 1,
-        expand: Expand = 8,
-    ) -> None:
-        super().__init__(lists, probes)
-        self.bits, self.expand = bits, expand
-
-    def _empty(self, count: int, width: int) -> Any:
-        return load_faiss().index_factory(
-            width, f"RR{width},IVF{self._lists_of(count)},RaBitQ{self.bits}"
-        )
-
-    def _refuse_foreign(self, index: Any) -> None:
-        faiss = load_faiss()
-        if index.chain.size() != 1:
-            raise StoreError("it is not one rotation and its lists")
-        turn, lists = (
-            faiss.downcast_VectorTransform(index.chain.at(0)),
-            faiss.downcast_index(index.index),
-        )
-        if (type(turn).__name__, type(lists).__name__) != (
-            "RandomRotationMatrix",
-            "IndexIVFRaBitQ",
-        ):
-            raise StoreError(
-                f"it is a {type(turn).__name__} and a {type(lists).__name__}, which this back end"
-                " does not write"
-            )
-        width = index.d
-        if (turn.d_in, turn.d_out, turn.A.size(), turn.have_bias) != (
-            width,
-            width,
-            width * width,
-            False,
-        ):
-            raise StoreError("its rotation is not of its vectors")
-        coder = lists.rabitq
-        if (lists.d, coder.d, lists.metric_type, coder.metric_type) != (
-            width,
-            width,
-            *[faiss.METRIC_L2] * 2,
-        ):
-            raise StoreError("its codes are not of its vectors")
-        size = coder.compute_code_size(width, coder.nb_bits) if 1 <= coder.nb_bits <= 8 else None
-        sizes = (coder.code_size, lists.code_size)
-        if sizes != (size, size) or not lists.by_residual or lists.ntotal != index.ntotal:
-            raise StoreError("its codes are not ones that this back end writes")
-        self._refuse_foreign_lists(lists, coder.code_size)
-
-    def _parameters(self, k: int) -> Any:
-        parameters = load_faiss().IVFRaBitQSearchParameters()
-        parameters.nprobe, parameters.qb = self._probed(), _QUERY_BITS
-        return parameters
-
-
-class Sq8(FaissBackend):
-    """Nearly exact search in a table of one byte per number, a quarter of the memory of `flat`.
-
-    Args:
-        expand: candidates measured again on the uncompressed vectors, as a multiple of the number
-            of hits.
-    """
-
-    on_gpu = False
-    kinds = ("IndexScalarQuantizer",)
-    expand = 2
-
-    def __init__(self, expand: Expand = 2) -> None:
-        super().__init__()
-        self.expand = expand
-
-    def _empty(self, count: int, width: int) -> Any:
-        return load_faiss().index_factory(width, "SQ8")
-
-    def _refuse_foreign(self, index: Any) -> None:
-        faiss = load_faiss()
-        quantizer = index.sq
-        if quantizer.qtype != faiss.ScalarQuantizer.QT_8bit or quantizer.d != index.d:
-            raise StoreError("its table is not one that this back end writes")
-        if quantizer.trained.size() != 2 * index.d or index.codes.size() != index.ntotal * index.d:
-            raise StoreError("its table does not hold its vectors")
 
 
 def sample_of(vectors: Floats, most: int) -> Floats:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Callable, Iterable, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL.Image import Image
 
-from retrieval.client.answers import hit_table
-from retrieval.errors import RetrievalError, printable
+from retrieval.errors import RetrievalError
+from retrieval.host.hit_table import html_table, text_table
 from retrieval.serving.images import decode, to_mode
 
-MOST_PICTURES = 50
-"""Most pictures of a table of hits."""
 PICTURE = 96
 """Pixels of a picture's longer side."""
 
@@ -60,19 +57,10 @@ class Hits(list[Hit]):
         self._original = original
 
     def __repr__(self) -> str:
-        return hit_table(self)
+        return text_table(self)
 
     def _repr_html_(self) -> str:
-        pictures = [self._picture(hit) for hit in self[:MOST_PICTURES]]
-        pictures += [""] * (len(self) - len(pictures))
-        rows = "".join(
-            f"<tr><td>{picture}</td><td>{hit.distance:.4f}</td>"
-            f"<td>{escape(printable(hit.label or ''))}</td>"
-            f"<td>{escape(printable(hit.id))}</td></tr>"
-            for picture, hit in zip(pictures, self, strict=True)
-        )
-        head = "<tr><th></th><th>distance</th><th>label</th><th>id</th></tr>"
-        return f"<table>{head}{rows}</table>"
+        return html_table(self, self._picture)
 
     def image(self, hit: Hit) -> Image | None:
         """Return a hit's original as an image, or `None` if it is not kept or cannot be read."""

@@ -185,11 +185,7 @@ def _by_originals(
 def _originals(
     index: Index, items: Sequence[Item], most: int
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their ids and originals: kept bytes, a file, an address, or a fault.
-
-    An original that is neither kept nor a file of its own is read from where it was collected,
-    unless that has changed since.
-    """
+    """Yield items with their ids and originals: kept bytes, a file, a table's row, or a fault."""
 
     def origin(item: Item) -> Origin | None:
         if item.source is None or item.keep == "copy":
@@ -203,7 +199,7 @@ def _originals(
         elif content is None and item.keep == "copy":
             original = index.store.original(item.id)
         elif content is None:
-            original = origin(item) or (item.path if item.path and item.path.is_file() else None)
+            original = item.path if item.path and item.path.is_file() else None
         if original is None:
             where = (
                 f"its file {item.path} is gone"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from retrieval.serving.store.contract import Superseded as Superseded
     from retrieval.serving.store.contract import TooSlow as TooSlow
     from retrieval.serving.store.contract import stop_at as stop_at
-    from retrieval.serving.store.engine import Row as Row
+    from retrieval.serving.store.copies import write_copy as write_copy
     from retrieval.serving.store.items import Candidates as Candidates
     from retrieval.serving.store.items import Generation as Generation
     from retrieval.serving.store.items import Item as Item
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from retrieval.serving.store.items import widths_of as widths_of
     from retrieval.serving.store.remote import RemotePlace as RemotePlace
     from retrieval.serving.store.remote import RemoteStore as RemoteStore
-    from retrieval.serving.store.remote import write_copy as write_copy
+    from retrieval.serving.store.rows import Row as Row
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -67,7 +67,7 @@ __getattr__, __dir__ = lazy(
             "TooSlow",
             "stop_at",
         ],
-        "retrieval.serving.store.engine": ["Row"],
+        "retrieval.serving.store.copies": ["write_copy"],
         "retrieval.serving.store.items": [
             "Candidates",
             "Generation",
@@ -80,6 +80,7 @@ __getattr__, __dir__ = lazy(
             "usable",
             "widths_of",
         ],
-        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore", "write_copy"],
+        "retrieval.serving.store.remote": ["RemotePlace", "RemoteStore"],
+        "retrieval.serving.store.rows": ["Row"],
     },
 )

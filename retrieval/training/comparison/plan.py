@@ -1,48 +1,29 @@
-"""The plan of a comparison: what it trains, what `[search]` may try, and what all must share."""
+"""The plan of a comparison, and the check that its recipes share data, net and budget."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from retrieval.errors import DataError, RecipeError, RetrievalError, listed
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
-from retrieval.recipe.read import Recipe, apply_overrides, check_recipe, read_recipe
-from retrieval.recipe.tables import Range, Tables
+from retrieval.recipe.read import Recipe, read_recipe
+from retrieval.recipe.tables import Tables
 from retrieval.run.folder import absolute_paths, is_run, record
 from retrieval.run.open import Run
-from retrieval.run.resume import flat
 from retrieval.serving.files.places import StrPath
+from retrieval.training.comparison import space
 
 PRIMARY = "map_at_r"
 """The metric for tuning and conclusions, MAP@R (Musgrave et al., ECCV 2020)."""
-SHARED = ("data", "split", "sampler", "augmentation", "backbone", "evaluate", "train")
-"""Tables that all recipes must share."""
-FREE = {
-    f"train.{key}"
-    for key in ("real_weight", "loss_weight", "mine", "coupling", "clip_norm", "epochs")
-}
-"""Keys of these tables that belong to the method, or are counted in another way."""
-SEARCHED = (
-    "loss",
-    "miner",
-    "generator",
-    "combiner",
-    "learner",
-    "optimizer",
-    "generator_optimizer",
-    "schedule",
-)
-"""Tables of a recipe that a search may change."""
-WEIGHTS = ("train.clip_norm", "train.real_weight", "train.loss_weight")
-"""Further keys that a search may change."""
+FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
+"""Keys of `[train]` that belong to the method and may differ between recipes."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +37,8 @@ class Plan:
         pretrained: the backbone of the row of frozen features, or `None` without that row.
         seeds: number of runs of each recipe on each split.
         splits: number of random splits; 1 means the recipes' own split.
+        repeats: number of times that the training side is divided into folds.
+        fold_by: "class" holds out whole classes, "item" items of every class.
     """
 
     recipes: dict[str, dict[str, Any]]
@@ -64,6 +47,8 @@ class Plan:
     pretrained: dict[str, Any] | None
     seeds: int
     splits: int = 1
+    repeats: int = 1
+    fold_by: Literal["class", "item"] = "class"
 
     @property
     def blocks(self) -> str:
@@ -95,17 +80,17 @@ def read_recipes(
         DataError: recipes are wrong; the message lists every problem of every file.
     """
     written = [_written(source) for source in sources]
+    paths = [source for source in written if isinstance(source, str | os.PathLike)]
+    if missing := [str(path) for path in paths if not Path(path).is_file()]:
+        raise _refused([f"There is no recipe {path}." for path in missing])
     recipes: list[list[Recipe]] = []
     problems: list[str] = []
     origin: dict[str, str] = {}
     for number, source in enumerate(written):
         path = str(source) if isinstance(source, str | os.PathLike) else f"recipes[{number}]"
-        if isinstance(source, str | os.PathLike) and not Path(source).is_file():
-            problems.append(f"There is no recipe {path}.")
-            continue
         try:
             recipe = read_recipe(source, overrides, plugins)
-            if search and (wrong := search_faults(recipe)):
+            if search and (wrong := space.faults(recipe)):
                 raise RecipeError(wrong, path)
             if recipe.name in origin:
                 problems.append(
@@ -123,7 +108,7 @@ def read_recipes(
         except RetrievalError as error:
             problems.append(str(error))
     if problems:
-        raise DataError(problems[0] if len(problems) == 1 else listed("The comparison", problems))
+        raise _refused(problems)
     return recipes
 
 
@@ -169,100 +154,56 @@ def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
     return overrides
 
 
-def table_of(recipe: Tables) -> dict[str, Any]:
-    """Return the keys that a recipe sets, without `[search]`."""
-    return {k: v for k, v in recipe.model_dump(exclude_unset=True).items() if k != "search"}
-
-
-def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a recipe's table with `values` set by key, as `--set` does."""
-    copied = copy.deepcopy(dict(table))
-    apply_overrides(copied, [f"{key}={toml_value(value)}" for key, value in values.items()])
-    return copied
-
-
-def search_faults(recipe: Tables) -> list[str]:
-    """Return the problems of a recipe's `[search]`, one sentence each.
-
-    Checks the recipe once with each choice and with each end of a range.
-    """
-    if not recipe.search:
-        return [
-            "it has no [search]: say which values may be tried, as in loss.margin = { low = 0.01,"
-            " high = 1.0 }."
-        ]
-    table, problems = table_of(recipe), []
-    for key, values in recipe.search.items():
-        if (key.partition(".")[0] not in SEARCHED and key not in WEIGHTS) or "." not in key:
-            problems.append(
-                f"[search] {key}: data, split, batches, epochs and backbone are the same for all"
-                " that is compared. A search may change keys of"
-                f" {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
-            )
-            continue
-        ends: list[Any] = [values.low, values.high]
-        for value in values.choices or ends:
-            try:
-                check_recipe(changed(table, {key: value}), plugins=recipe.loaded)
-            except RecipeError as error:
-                problems += [
-                    f"[search] {key} = {toml_value(value)}: {problem}" for problem in error.problems
-                ]
-    return problems
-
-
-def own_values(recipe: Tables) -> dict[str, Any]:
-    """Return the recipe's own values of the searched keys that lie within their ranges."""
-    own = flat(recipe)
-    return {
-        key: own[key]
-        for key, values in recipe.search.items()
-        if key in own and _in(own[key], values)
-    }
-
-
-def _in(value: Any, values: Range) -> bool:
-    if values.choices or not isinstance(value, int | float) or isinstance(value, bool):
-        return value in values.choices
-    assert values.low is not None and values.high is not None
-    return bool(values.low <= value <= values.high)
+def _refused(problems: Sequence[str]) -> DataError:
+    single = len(problems) == 1
+    return DataError(problems[0] if single else listed("The comparison", problems))
 
 
 def same(recipe: Recipe) -> dict[str, Any]:
-    """Return the values that all recipes must share, by key."""
-    values = {
-        key: value
-        for key, value in flat(recipe).items()
-        if key.partition(".")[0] in SHARED and key not in FREE
+    """Return the settings that all recipes must share, by name."""
+    train, data = recipe.train.model_dump(), record(recipe).get("data")
+    shared: dict[str, Any] = {
+        "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
+        "[split]": recipe.split.model_dump(),
+        "[sampler]": recipe.sampler.model_dump(),
+        "[augmentation]": recipe.augmentation.model_dump(),
+        "[backbone]": {**recipe.backbone.table, "frozen": recipe.backbone.frozen},
+        "[evaluate]": recipe.evaluate.model_dump(),
+        "[train]": {k: v for k, v in train.items() if k not in (*FREE, "epochs")},
     }
-    if data := record(recipe).get("data"):
-        values |= {f"data.{key}": data[key] for key in ("items", "content")}
     if recipe.learner is not None:
-        return {**values, "the epochs": "none, it is fitted"}
-    return {
-        **values,
-        "the epochs": sum(phase.epochs for phase in recipe.phases),
-        "head.embedding_size": recipe.head.embedding_size,
-        "head.hidden": recipe.head.hidden,
-    }
+        return {**shared, "the epochs": "none, it is fitted"}
+    shared["the epochs"] = sum(phase.epochs for phase in recipe.phases)
+    shared["[head] embedding_size"] = recipe.head.embedding_size
+    shared["[head] hidden"] = recipe.head.hidden
+    return shared
 
 
 def differences(recipes: Sequence[Recipe]) -> list[str]:
-    """Return one sentence per shared value in which a recipe differs from the first."""
+    """Return one sentence per required setting in which a recipe differs from the first."""
     first, *rest = recipes
     ours, sentences = same(first), []
     for recipe in rest:
         theirs = same(recipe)
-        for key in dict.fromkeys([*ours, *theirs]):
-            if key.startswith("head.") and not (key in ours and key in theirs):
-                continue  # a learner has no head
-            if ours.get(key) != theirs.get(key):
-                table, dot, inner = key.partition(".")
-                sentences.append(
-                    f"{f'[{table}] {inner}' if dot else key}: {shown(ours.get(key))} in"
-                    f" {first.name}, {shown(theirs.get(key))} in {recipe.name}."
-                )
+        for name in dict.fromkeys([*ours, *theirs]):
+            if name not in ours or name not in theirs:
+                continue  # a learner has no head, and its missing epochs are reported
+            sentences += [
+                f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
+                for place, a, b in _apart(name, ours[name], theirs[name])
+            ]
     return sentences
+
+
+def _apart(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
+    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
+        return [] if ours == theirs else [(name, ours, theirs)]
+    keys = dict.fromkeys([*ours, *theirs])
+    return [
+        (f"{name} {key}", ours.get(key), theirs.get(key))
+        for key in keys
+        if ours.get(key) != theirs.get(key)
+    ]
 
 
 def shown(value: Any) -> str:
@@ -311,20 +252,22 @@ def settle(folder: Path, plan: Plan) -> None:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
-    changes = [
+    changed = [
         f"{what} was {shown(old)} and is {shown(new)}."
         for what, old, new in (
             ("search", before.trials, plan.trials),
             ("folds", before.folds, plan.folds),
+            ("repeats", before.repeats, plan.repeats),
+            ("fold_by", before.fold_by, plan.fold_by),
             ("pretrained", before.pretrained, plan.pretrained),
         )
         if old != new
     ]
     for name, table in plan.recipes.items():
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
-            changes.append(f"the recipe '{name}' was changed.")
-    if changes:
+            changed.append(f"the recipe '{name}' was changed.")
+    if changed:
         raise DataError(
-            listed(f"{folder} holds another comparison", changes) + " Choose another output."
+            listed(f"{folder} holds another comparison", changed) + " Choose another output."
         )
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)

@@ -1,28 +1,19 @@
-"""The result of a comparison: tables, tests and conclusions, also as Markdown, CSV, LaTeX, JSON."""
+"""The result of a comparison: its table, its tests, and conclusions in words."""
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from retrieval.errors import DataError, did_you_mean
-from retrieval.evaluation.evaluation import metric_title
-from retrieval.host.files import write_json, write_text
-from retrieval.host.values import toml_value
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, Plan
 from retrieval.training.comparison.search import Trial, agreement
-from retrieval.training.comparison.statistics import Difference, Mean, mean_of, number, probability
-
-Cells = list[list[str]]
+from retrieval.training.comparison.statistics import Difference, Mean, mean_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,8 @@ class Search:
         if folds is not None and not folds[1]:
             return [
                 f"{name}: the folds do not agree (ρ = {folds[0]:.2f}): the search could not tell"
-                " trials apart."
+                " trials apart. More repeats divide anew; with few classes, fold_by=item holds out"
+                " items."
             ]
         lines = []
         if folds is not None:
@@ -189,7 +181,7 @@ class Comparison:
         )
         notes = [interval, self._tuning()]
         if any(difference.p is not None for difference in self.differences):
-            tests = statistics.method(self.primary, self.differences, plan.blocks)
+            tests = statistics.method(self.primary, self.recipes, self.differences, plan.blocks)
             notes.append(f"p values: {tests}")
         fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
         if fixed and self.plan.splits == 1:
@@ -198,8 +190,8 @@ class Comparison:
         if self.missing:
             notes.append(f"There is no row {self.missing}.")
         for row in self.contestants:
-            for place, search in enumerate(row.searches):
-                split = f" on split {place}" if plan.splits > 1 else ""
+            for number, search in enumerate(row.searches):
+                split = f" on split {number}" if plan.splits > 1 else ""
                 notes += search.notes(row.name + split)
         return [*notes, *(f"The recipes differ in {difference}" for difference in self.different)]
 
@@ -210,10 +202,12 @@ class Comparison:
                 "Nothing was tuned: each recipe was taken as it is. How much each was tuned before"
                 " is not known."
             )
+        divided = "its classes" if plan.fold_by == "class" else "the items of each class"
+        times = f", {plan.repeats} times" if plan.repeats > 1 else ""
         return (
             f"{plan.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
-            " MAP@R on the training side alone, its classes divided into"
-            f" {plan.folds} folds; no item of the test side was within reach."
+            f" MAP@R on the training side alone, {divided} divided into {plan.folds} folds{times};"
+            " no item of the test side was within reach."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -233,155 +227,3 @@ class Comparison:
             "contestants": rows,
             "differences": [asdict(difference) for difference in self.differences],
         }
-
-
-def write(folder: Path, result: Comparison, columns: Sequence[str]) -> None:
-    """Write the tables into a folder, each file atomically; LaTeX has these columns.
-
-    Raises:
-        DataError: the folder cannot be written, or a column does not exist.
-    """
-    texts = {"md": markdown(result), "csv": as_csv(result), "tex": latex(result, columns)}
-    write_json(folder / "comparison.json", result.as_dict(), DataError)
-    for ending, text in texts.items():
-        write_text(folder / f"comparison.{ending}", text, DataError)
-
-
-def metric_table(result: Comparison) -> Cells:
-    """Return the table of metrics; the first row is its header."""
-    blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
-    rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
-    for row in result.contestants:
-        rows.append([row.name, *(interval(result.mean(row, metric)) for metric in result.metrics)])
-    return rows
-
-
-def interval(mean: Mean) -> str:
-    """Return a mean as a cell of a table, without an interval if all values are equal."""
-    return f"{mean.value:.3f}" + (f" ± {number(mean.half)}" if mean.half else "")
-
-
-def differences(result: Comparison) -> Cells:
-    """Return the table of differences; the first row is its header."""
-    rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
-    for difference in result.differences:
-        p, corrected = (
-            "" if value is None else probability(value)
-            for value in (difference.p, difference.corrected)
-        )
-        sign = "+" if difference.mean.value >= 0 else "−"
-        apart = f"{sign}{number(abs(difference.mean.value))}" + (
-            f" ± {number(difference.mean.half)}" if difference.mean.half else ""
-        )
-        rows.append([difference.contestant, difference.reference, apart, p, corrected])
-    return rows if len(rows) > 1 else []
-
-
-def settings(result: Comparison) -> list[str]:
-    """Return one line per recipe and split with the settings of the best trial."""
-    lines = []
-    for row in result.contestants:
-        for split, search in enumerate(row.searches):
-            name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
-            values = {
-                k: float(f"{v:.4g}") if isinstance(v, float) else v
-                for k, v in search.values.items()
-            }
-            lines.append(
-                f"{name}: {', '.join(f'{k} = {toml_value(v)}' for k, v in values.items())}"
-            )
-    return lines
-
-
-def markdown(result: Comparison) -> str:
-    """Return the comparison as Markdown."""
-
-    def table(rows: Cells) -> list[str]:
-        safe = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in rows]
-        lines = ["| " + " | ".join(row) + " |" for row in safe]
-        return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:], ""]
-
-    lines = [f"**{result.conclusion}**", "", *table(metric_table(result))]
-    if result.differences:
-        lines += [*(f"- {sentence}" for sentence in result.sentences), ""]
-        lines += table(differences(result))
-    if best := settings(result):
-        lines += ["Settings of the best trials:", "", *(f"- {line}" for line in best), ""]
-    return "\n".join([*lines, *(f"- {note}" for note in result.notes), ""])
-
-
-def as_csv(result: Comparison) -> str:
-    """Return the metrics as CSV, one row per contestant, split, seed and metric."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
-    for row in result.contestants:
-        kind = "recipe" if row.recipe else "baseline"
-        for place, values in enumerate(row.metrics):
-            split, seed = divmod(place, result.plan.seeds)
-            rows.writerows(
-                [row.name, kind, split, seed, metric, values[metric]] for metric in result.metrics
-            )
-    return text.getvalue()
-
-
-_ESCAPED = {character: f"\\{character}" for character in "&%$#_{}"} | {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "±": r"$\pm$",
-    "−": "$-$",
-    "<": "$<$",
-    ">": "$>$",
-}
-LATEX = str.maketrans(_ESCAPED)
-
-
-def latex(result: Comparison, columns: Sequence[str] = ()) -> str:
-    """Return metrics, by default all, in LaTeX (booktabs), in per cent, with the best in bold.
-
-    Raises:
-        DataError: a column does not exist.
-    """
-    columns = columns or result.metrics
-    for name in columns:
-        if name not in result.metrics:
-            raise DataError(
-                f"latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
-                f" It has: {', '.join(result.metrics)}."
-            )
-    means = [[result.mean(row, metric) for metric in columns] for row in result.contestants]
-    best = [max(cells[place].value for cells in means) for place in range(len(columns))]
-    lines: list[str] = []
-    before = False
-    for row, cells in zip(result.contestants, means, strict=True):
-        if row.recipe and not before and lines:
-            lines.append(r"\midrule")
-        before = row.recipe
-        texts = []
-        for mean, top in zip(cells, best, strict=True):
-            text = f"{100 * mean.value:.1f}"
-            text = rf"\textbf{{{text}}}" if mean.value == top else text
-            half = 100 * mean.half
-            texts.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
-        lines.append(" & ".join([row.name.translate(LATEX), *texts]) + r" \\")
-    caption = f"Mean ± 95 % interval over {result.plan.blocks}, per cent. {result.conclusion}"
-    head = " & ".join(["", *(metric_title(metric).translate(LATEX) for metric in columns)])
-    return "\n".join(
-        [
-            *(f"% {line}" for line in (*result.sentences, *result.notes)),
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{caption.translate(LATEX)}}}",
-            r"\label{tab:comparison}",
-            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
-            r"\toprule",
-            rf"{head} \\",
-            r"\midrule",
-            *lines,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
-    )

@@ -1,14 +1,15 @@
 """The search for a recipe's settings: Optuna proposes them, folds of the training side judge them.
 
-A resumed search replays the known trials and their scores, so that it continues exactly as if it
-had not been interrupted. The trials do not depend on the number of workers.
+Each trial is kept in a file. All trials of a recipe share one sampler and its random state. A
+resumed search replays the known trials and their scores, so that it continues exactly as if it had
+not been interrupted. The trials do not depend on the number of workers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ from retrieval.errors import DataError, MissingDependency
 from retrieval.host.files import write_json
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
-from retrieval.training.comparison.jobs import Do, Job
-from retrieval.training.comparison.plan import PRIMARY, Plan, changed, own_values
+from retrieval.training.comparison import space
+from retrieval.training.comparison.jobs import Figures, Job
+from retrieval.training.comparison.plan import PRIMARY, Plan
+
+Do = Callable[[Sequence[Job]], list[Figures]]
+"""Runs jobs, in this process or in workers, and returns their metrics in order."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
     Args:
         recipe: a recipe with a `[search]`.
         own: the recipe's table, with the current split.
-        plan: the numbers of trials and folds.
+        plan: the numbers of trials, folds and repeats, and what a fold holds out.
         folder: the folder for the trials.
         do: runs a trial's jobs.
 
@@ -121,7 +126,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
         DataError: every training diverged, or a file of a trial is damaged.
     """
     done: list[Trial] = []
-    proposals = Proposals(recipe.name, recipe.search, own_values(recipe))
+    proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
         place = folder / f"trial-{number:03}"
         known = _values(place / "values.json")
@@ -129,22 +134,24 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
         if known is None:
             place.mkdir(parents=True, exist_ok=True)
             write_json(place / "values.json", values, DataError)
+        table = space.changed(own, values)
         jobs = [
             Job(
                 "fold",
-                changed(own, values),
+                table,
                 place / f"fold-{k}",
                 place / f"fold-{k}.json",
                 (k, plan.folds),
+                plan.fold_by,
                 objects=recipe.objects,
             )
-            for k in range(plan.folds)
+            for k in range(plan.folds * plan.repeats)
         ]
         scores = [row["trained"][PRIMARY] if row else None for row in do(jobs)]
         finite = [score for score in scores if score is not None]
         mean = float(np.mean(finite)) if len(finite) == len(jobs) else None
         done.append(Trial(values, mean, scores))
-        proposals.tell(mean)
+        proposals.tell(done[-1].score)
     if all(trial.score is None for trial in done):
         raise DataError(
             f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite."

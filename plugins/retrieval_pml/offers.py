@@ -1,0 +1,253 @@
+"""Factories made of pytorch-metric-learning's classes, and what every loss and miner shares."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import Field
+from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
+from pytorch_metric_learning.miners import BaseMiner
+from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, full_precision, traits
+from torch import Tensor, nn
+
+Regularizer = Annotated[nn.Module | None, Part("regularizers")]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1)]
+PerAnchor = Annotated[int, Field(ge=1)] | Literal["all"]
+Init = (
+    Literal[
+        "normal",
+        "kaiming_normal",
+        "kaiming_uniform",
+        "xavier_normal",
+        "xavier_uniform",
+        "orthogonal",
+    ]
+    | None
+)
+"""Initialiser of proxies or class weights; `None` uses the loss's default."""
+MEANINGS = {
+    "distance": "how two embeddings are compared; Euclidean on unit vectors by default.",
+    "reducer": "how the items' losses become one number; the mean by default.",
+    "weight_regularizer": "a penalty on the class weights, added to the loss.",
+    "weight_reg_weight": "the factor of that penalty.",
+    "weight_init_func": "how the class weights begin; standard normal by default.",
+    "embedding_regularizer": "a penalty on the embeddings, added to the loss.",
+    "embedding_reg_weight": "the factor of that penalty.",
+}
+"""Descriptions of parameters that many parts share, in the order in which a part lists them."""
+TYPES: dict[str, Any] = {
+    "distance": Distance,
+    "reducer": Reducer,
+    "embedding_regularizer": Regularizer,
+    "weight_regularizer": Regularizer,
+    "weight_init_func": Init,
+    "triplets_per_anchor": PerAnchor,
+    **dict.fromkeys(["classes", "embedding_size"], int),
+    **dict.fromkeys(["num_bins", "pos_per_bin", "neg_per_bin", "K", "sub_centers"], Count),
+    "centers_per_class": Count,
+    **dict.fromkeys(["alpha", "beta", "gamma", "la", "scale", "softmax_scale"], Positive),
+    **dict.fromkeys(["temperature", "p", "power"], Positive),
+}
+"""Types of parameters that mean the same in every part; otherwise a default tells the type."""
+NAMES = {"num_classes": "classes", "l": "embedding_size", "descriptors_dim": "embedding_size"}
+"""The framework's names of upstream's parameters that it sets."""
+FIXED = ("distance",)
+"""What a loss leaves out whose formula holds for one distance only."""
+
+
+class _Loss(CheckedLoss):
+    """A loss of pytorch-metric-learning with checked input, in at least float32.
+
+    Upstream casts a loss's *parameters* to the embeddings' type, so one bfloat16 batch would round
+    them permanently. Exponentials of 64 × a cosine also need more than 8 bits.
+
+    Attributes:
+        known_classes: number of classes that the loss has weights for, or `None`.
+    """
+
+    known_classes: int | None = None
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return upstream's losses by name, without the columns (N, 1) that confuse reducers.
+
+        Raises:
+            ValueError: the loss has class weights, and a label is not a class number.
+        """
+        count = self.known_classes
+        if labels is not None and count and bool(((labels < 0) | (labels >= count)).any()):
+            raise ValueError(
+                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {count}"
+                " classes, from 0"
+            )
+        parts = super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        for part in parts.values():
+            if isinstance(part["losses"], Tensor):
+                whole = part["indices"] is None
+                part["losses"] = part["losses"].sum() if whole else part["losses"].flatten()
+        return parts
+
+
+class _Miner(BaseMiner):
+    """Mines in at least float32, for half-precision embeddings and under autocast."""
+
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None
+    ) -> Any:
+        """Return index tensors; see `retrieval.plugin.Miner`."""
+        if ref_emb is not None and not self.__retrieval_traits__["ref_emb"]:
+            raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
+        reference = None if ref_emb is None else full_precision(ref_emb)
+        with torch.autocast(device_type=embeddings.device.type, enabled=False):
+            return super().forward(full_precision(embeddings), labels, reference, ref_labels)
+
+
+def offer(
+    cls: Any,
+    doc: str | None = None,
+    *,
+    ref_emb: bool = True,
+    miner: bool = True,
+    rows: str | None = None,
+    similarity: bool = False,
+    without: Sequence[str] = (),
+    **types: Any,
+) -> Callable[..., Any]:
+    """Return a factory of a class of pytorch-metric-learning, or of a subclass.
+
+    It offers upstream's parameters, with their defaults, that the docstring or `MEANINGS`
+    describes. If the number of classes is passed, a loss checks labels against it.
+
+    Args:
+        cls: the class.
+        doc: the factory's docstring; the class's own by default.
+        ref_emb: whether a loss or miner takes a reference set.
+        miner: whether a loss takes a miner's indices.
+        rows: how a loss can be divided over processes; see `retrieval.plugin.Rows`.
+        similarity: whether `distance` must be a similarity.
+        without: parameters of `MEANINGS` that are not offered.
+        types: types of parameters where neither `TYPES` nor the default tells them.
+    """
+    text = inspect.cleandoc(doc or cls.__doc__)
+    offered = {
+        name: default
+        for name, default in _upstream_parameters(cls).items()
+        if f"\n    {NAMES.get(name, name)}: " in text
+        or (name in (*NAMES, *NAMES.values(), *MEANINGS) and name not in without)
+    }
+    empty = inspect.Parameter.empty
+    order = [*(x for x in offered if x not in MEANINGS), *(x for x in MEANINGS if x in offered)]
+    order.sort(key=lambda name: offered[name] is not empty)
+    parameters = [_parameter(name, offered[name], types) for name in order]
+    upstream = dict(zip([p.name for p in parameters], order, strict=True))
+    signature = inspect.Signature(parameters)
+    takes = {"ref_emb": ref_emb} | ({} if issubclass(cls, BaseMiner) else {"miner": miner})
+    built = _checked(cls, takes, rows)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = {upstream[name]: value for name, value in bound.arguments.items()}
+        if similarity:
+            _require_similarity(values["distance"], cls.__name__)
+        if values.get("weight_init_func") is not None:
+            values["weight_init_func"] = getattr(nn.init, f"{values['weight_init_func']}_")
+        part = built(**values)
+        if isinstance(part, _Loss) and values.get("per_class", True):
+            part.known_classes = bound.arguments.get("classes")
+        return part
+
+    make.__qualname__ = cls.__name__
+    make.__signature__ = signature  # type: ignore[attr-defined]
+    make.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": cls}
+    make.__doc__ = _documented(text, [p.name for p in parameters])
+    return traits(**takes)(make) if built is not cls else make
+
+
+def _upstream_parameters(cls: type) -> dict[str, Any]:
+    """Return a class's parameters, with defaults, and those that `**kwargs` passes to bases."""
+    parameters: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for p in own:
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+                parameters.setdefault(p.name, p.default)
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            break
+    return parameters
+
+
+def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parameter:
+    known = NAMES.get(name, name)
+    annotation = types.get(known, TYPES.get(known))
+    if annotation is None:
+        annotation = float if type(default) is int else type(default)
+    if type(default) is int and annotation not in (int, Count):
+        default = float(default)
+    return inspect.Parameter(
+        known, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation
+    )
+
+
+def _checked(cls: Any, takes: dict[str, bool], rows: str | None) -> Any:
+    """Return a class whose call checks its input; distances and the like stay as they are."""
+    mixin: Any = {BaseMetricLossFunction: _Loss, BaseMiner: _Miner}
+    for base, check in mixin.items():
+        if issubclass(cls, base):
+            members = {"__init__": cls.__init__, "__retrieval_traits__": takes}
+            members |= {"rows": rows} if rows else {}
+            return type(cls.__name__, (check, cls), members | {"__doc__": cls.__doc__})
+    return cls
+
+
+def _require_similarity(distance: nn.Module | None, name: str) -> None:
+    if distance is not None and not getattr(distance, "is_inverted", False):
+        raise ValueError(
+            f"{name} needs a similarity (pml.cosine_similarity or pml.dot_product_similarity), "
+            f"and {type(distance).__name__} is a distance"
+        )
+
+
+def _documented(text: str, parameters: list[str]) -> str:
+    """Return a docstring with a line under `Args:` for each parameter of `MEANINGS` without one."""
+    lines = [
+        f"    {name}: {MEANINGS[name]}"
+        for name in parameters
+        if name in MEANINGS and not re.search(rf"\n    {name}: ", text)
+    ]
+    if lines and "\nArgs:\n" not in text:
+        text += "\n\nArgs:"
+    return "\n".join([text, *lines])
+
+
+def cosines_within(cosines: Tensor) -> Tensor:
+    """Clip cosines to slightly within ±1, where the angle's derivative is finite."""
+    edge = 1 - 4 * torch.finfo(cosines.dtype).eps
+    return cosines.clamp(-edge, edge)
+
+
+def losses_of(
+    losses: Tensor, indices: Any, kind: str = "element", name: str = "loss"
+) -> dict[str, dict[str, Any]]:
+    """Return losses of one kind and what they are of, as upstream's reducers read them."""
+    return {name: {"losses": losses, "indices": indices, "reduction_type": kind}}
+
+
+def element(losses: Tensor) -> dict[str, dict[str, Any]]:
+    """Return one loss per item (N,) as upstream's reducers read it."""
+    return losses_of(losses, torch.arange(len(losses), device=losses.device))
+
+
+def reduced(loss: Tensor) -> dict[str, dict[str, Any]]:
+    """Return a scalar loss as upstream's reducers read it."""
+    return losses_of(loss, None, "already_reduced")

@@ -1,0 +1,88 @@
+"""The table `[search]`: which values a comparison may try, and their check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from retrieval.errors import RecipeError
+from retrieval.host.values import toml_value
+from retrieval.recipe.read import apply_overrides, check_recipe
+from retrieval.recipe.tables import Range, Tables
+
+SEARCHED = (
+    "loss",
+    "miner",
+    "generator",
+    "combiner",
+    "learner",
+    "optimizer",
+    "generator_optimizer",
+    "schedule",
+)
+"""Tables of a recipe that a search may change."""
+WEIGHTS = ("train.clip_norm", "train.real_weight", "train.loss_weight")
+"""Further keys that a search may change."""
+
+
+def table_of(recipe: Tables) -> dict[str, Any]:
+    """Return the keys that a recipe sets, without `[search]`."""
+    return {k: v for k, v in recipe.model_dump(exclude_unset=True).items() if k != "search"}
+
+
+def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a recipe's table with `values` set by key, as `--set` does."""
+    copied = copy.deepcopy(dict(table))
+    apply_overrides(copied, [f"{key}={toml_value(value)}" for key, value in values.items()])
+    return copied
+
+
+def tried(values: Range) -> list[Any]:
+    """Return all choices, or both ends of a range."""
+    return list(values.choices) or [values.low, values.high]
+
+
+def faults(recipe: Tables) -> list[str]:
+    """Return the problems of a recipe's `[search]`, one sentence each.
+
+    Checks the recipe once with each choice and with each end of a range.
+    """
+    if not recipe.search:
+        return [
+            "it has no [search]: say which values may be tried, as in loss.margin = { low = 0.01,"
+            " high = 1.0 }."
+        ]
+    table, problems = table_of(recipe), []
+    for key, values in recipe.search.items():
+        if (key.partition(".")[0] not in SEARCHED and key not in WEIGHTS) or "." not in key:
+            problems.append(
+                f"[search] {key}: data, split, batches, epochs and backbone are the same for all"
+                " that is compared. A search may change keys of"
+                f" {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
+            )
+            continue
+        for value in tried(values):
+            try:
+                check_recipe(changed(table, {key: value}), plugins=recipe.loaded)
+            except RecipeError as error:
+                problems += [
+                    f"[search] {key} = {toml_value(value)}: {problem}" for problem in error.problems
+                ]
+    return problems
+
+
+def own_values(recipe: Tables) -> dict[str, Any]:
+    """Return the recipe's own values of the searched keys that lie within their ranges."""
+    table, values_by_key = table_of(recipe), {}
+    for key, values in recipe.search.items():
+        value: Any = table
+        for step in key.split("."):
+            value = value.get(step) if isinstance(value, Mapping) else None
+        inside = value in values.choices
+        if not values.choices and isinstance(value, int | float) and not isinstance(value, bool):
+            assert values.low is not None and values.high is not None
+            inside = values.low <= value <= values.high
+        if value is not None and inside:
+            values_by_key[key] = value
+    return values_by_key

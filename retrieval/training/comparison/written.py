@@ -1,0 +1,214 @@
+"""Write a comparison as Markdown, CSV, LaTeX, HTML and JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+
+from retrieval.errors import DataError, did_you_mean
+from retrieval.evaluation.evaluation import metric_title
+from retrieval.host.files import write_json, write_text
+from retrieval.host.values import toml_value
+from retrieval.training.comparison.result import Comparison
+from retrieval.training.comparison.statistics import Mean, number, probability
+
+Cells = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Latex:
+    """Options of the LaTeX table.
+
+    Attributes:
+        columns: its metrics; empty means all.
+        caption: its caption; `None` describes how the metrics were computed.
+        label: its label.
+    """
+
+    columns: Sequence[str] = ()
+    caption: str | None = None
+    label: str = "tab:comparison"
+
+
+def write(folder: Path, result: Comparison, style: Latex) -> None:
+    """Write the tables into a folder, each file atomically.
+
+    Raises:
+        DataError: the folder cannot be written, or a column does not exist.
+    """
+    write_json(folder / "comparison.json", result.as_dict(), DataError)
+    for name, text in (
+        ("comparison.md", markdown(result)),
+        ("comparison.csv", as_csv(result)),
+        ("comparison.html", page(result)),
+        ("comparison.tex", latex(result, style)),
+    ):
+        write_text(folder / name, text, DataError)
+
+
+def metric_table(result: Comparison) -> Cells:
+    """Return the table of metrics; the first row is its header."""
+    blocks = "splits and seeds" if result.plan.splits > 1 else "seeds only"
+    rows = [[f"mean ± 95 %, of {blocks}, uncorrected", *map(metric_title, result.metrics)]]
+    for row in result.contestants:
+        rows.append([row.name, *(interval(result.mean(row, metric)) for metric in result.metrics)])
+    return rows
+
+
+def interval(mean: Mean) -> str:
+    """Return a mean as a cell of a table, without an interval if all values are equal."""
+    return f"{mean.value:.3f}" + (f" ± {number(mean.half)}" if mean.half else "")
+
+
+def differences(result: Comparison) -> Cells:
+    """Return the table of differences; the first row is its header."""
+    rows = [["", "less", "MAP@R ± at Holm's level", "p", "p, corrected"]]
+    for difference in result.differences:
+        p, corrected = (
+            "" if value is None else probability(value)
+            for value in (difference.p, difference.corrected)
+        )
+        sign = "+" if difference.mean.value >= 0 else "−"
+        apart = f"{sign}{number(abs(difference.mean.value))}" + (
+            f" ± {number(difference.mean.half)}" if difference.mean.half else ""
+        )
+        rows.append([difference.contestant, difference.reference, apart, p, corrected])
+    return rows if len(rows) > 1 else []
+
+
+def settings(result: Comparison) -> list[str]:
+    """Return one line per recipe and split with the settings of the best trial."""
+    lines = []
+    for row in result.contestants:
+        for split, search in enumerate(row.searches):
+            name = row.name if len(row.searches) == 1 else f"{row.name}, split {split}"
+            values = {
+                k: float(f"{v:.4g}") if isinstance(v, float) else v
+                for k, v in search.values.items()
+            }
+            lines.append(
+                f"{name}: {', '.join(f'{k} = {toml_value(v)}' for k, v in values.items())}"
+            )
+    return lines
+
+
+def markdown(result: Comparison) -> str:
+    """Return the comparison as Markdown."""
+
+    def table(rows: Cells) -> list[str]:
+        safe = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in rows]
+        lines = ["| " + " | ".join(row) + " |" for row in safe]
+        return [lines[0], "| --- |" + " ---: |" * (len(rows[0]) - 1), *lines[1:], ""]
+
+    lines = [f"**{result.conclusion}**", "", *table(metric_table(result))]
+    if result.differences:
+        lines += [*(f"- {sentence}" for sentence in result.sentences), ""]
+        lines += table(differences(result))
+    if best := settings(result):
+        lines += ["Settings of the best trials:", "", *(f"- {line}" for line in best), ""]
+    return "\n".join([*lines, *(f"- {note}" for note in result.notes), ""])
+
+
+def as_csv(result: Comparison) -> str:
+    """Return the metrics as CSV, one row per contestant, split, seed and metric."""
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["contestant", "kind", "split", "seed", "metric", "value"])
+    for row in result.contestants:
+        kind = "recipe" if row.recipe else "baseline"
+        for place, values in enumerate(row.metrics):
+            split, seed = divmod(place, result.plan.seeds)
+            rows.writerows(
+                [row.name, kind, split, seed, metric, values[metric]] for metric in result.metrics
+            )
+    return text.getvalue()
+
+
+LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "−": "$-$",
+        "<": "$<$",
+        ">": "$>$",
+    }
+)
+
+
+def latex(result: Comparison, style: Latex) -> str:
+    """Return the table of metrics in LaTeX (booktabs), in per cent, with the best in bold.
+
+    Raises:
+        DataError: a column does not exist.
+    """
+    columns = list(style.columns) or result.metrics
+    for name in columns:
+        if name not in result.metrics:
+            raise DataError(
+                f"latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
+                f" It has: {', '.join(result.metrics)}."
+            )
+    means = [[result.mean(row, metric) for metric in columns] for row in result.contestants]
+    best = [max(cells[place].value for cells in means) for place in range(len(columns))]
+    lines: list[str] = []
+    before = False
+    for row, cells in zip(result.contestants, means, strict=True):
+        if row.recipe and not before and lines:
+            lines.append(r"\midrule")
+        before = row.recipe
+        texts = []
+        for mean, top in zip(cells, best, strict=True):
+            text = f"{100 * mean.value:.1f}"
+            text = rf"\textbf{{{text}}}" if mean.value == top else text
+            half = 100 * mean.half
+            texts.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
+        lines.append(" & ".join([row.name.translate(LATEX), *texts]) + r" \\")
+    caption = style.caption or (
+        f"Mean ± 95 % interval over {result.plan.blocks}, per cent. {result.conclusion}"
+    )
+    head = " & ".join(["", *(metric_title(metric).translate(LATEX) for metric in columns)])
+    return "\n".join(
+        [
+            *(f"% {line}" for line in (*result.sentences, *result.notes)),
+            r"\begin{table}",
+            r"\centering",
+            rf"\caption{{{caption.translate(LATEX) if style.caption is None else caption}}}",
+            rf"\label{{{style.label}}}",
+            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
+            r"\toprule",
+            rf"{head} \\",
+            r"\midrule",
+            *lines,
+            r"\bottomrule",
+            r"\end{tabular}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def page(result: Comparison) -> str:
+    """Return the comparison as one self-contained HTML page."""
+    template = files(__package__).joinpath("comparison.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
+    return environment.from_string(template).render(
+        result=result,
+        metrics=metric_table(result),
+        differences=differences(result),
+        settings=settings(result),
+    )
