@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.nn.functional import all_gather, all_reduce
 from torch.nn import Parameter, functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
@@ -85,10 +84,10 @@ def _batch_norm(
         )
     x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
     shape, rows = [1, x.shape[1], *([1] * (x.ndim - 2))], [0, *range(2, x.ndim)]
-    count = all_reduce(x.new_tensor(x.numel() / max(1, x.shape[1])))
-    mean = all_reduce(x.sum(rows)) / count
+    count = _summed(x.new_tensor(x.numel() / max(1, x.shape[1])))
+    mean = _Sum.apply(x.sum(rows)) / count
     apart = x - mean.view(shape)
-    variance = all_reduce(apart.square().sum(rows)) / count
+    variance = _Sum.apply(apart.square().sum(rows)) / count
     y = apart * torch.rsqrt(variance + eps).view(shape)
     y = y if weight is None else y * weight.to(x.dtype).view(shape)
     y = y if bias is None else y + bias.to(x.dtype).view(shape)
@@ -100,6 +99,49 @@ def _batch_norm(
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
     normalised: Tensor = y.to(input.dtype)
     return normalised
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all processes, whose gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _summed(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _summed(gradient)
+
+
+class _Gather(torch.autograd.Function):
+    """The rows of all processes; a row's gradient is summed over the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        start = distributed.get_rank() * len(x)
+        ctx.own = slice(start, start + len(x))
+        return torch.cat(_gathered(x))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _summed(gradient)[ctx.own]
+
+
+def _summed(x: Tensor) -> Tensor:
+    """Return the sum of all processes' tensors, detached."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total)
+    return total
+
+
+def _gathered(x: Tensor) -> list[Tensor]:
+    """Return each process's tensor, detached; all have the same shape."""
+    x = x.detach().contiguous()
+    rows = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(rows, x)
+    return rows
 
 
 class Devices:
@@ -134,7 +176,7 @@ class Devices:
         """
         if self.world == 1:
             return x
-        rows = list(all_gather(x.detach()))
+        rows = _gathered(x)
         if x.is_floating_point():
             rows[self.rank] = x.detach() + self.world * (x - x.detach())
         return torch.cat(rows)
@@ -144,14 +186,14 @@ class Devices:
 
         Use it if each process computes a part of the objective.
         """
-        return x if self.world == 1 else torch.cat(all_gather(x))
+        if self.world == 1:
+            return x
+        rows: Tensor = _Gather.apply(x)
+        return rows
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of all processes' `x`, detached."""
-        total = x.detach().clone()
-        if self.world > 1:
-            distributed.all_reduce(total)
-        return total
+        return x.detach().clone() if self.world == 1 else _summed(x)
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
         """Return `value` with the gradient of `part`, this process's share of it."""
