@@ -7,13 +7,17 @@ import ipaddress
 import json
 import math
 import random
+import re
 import ssl
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
+from urllib.request import getproxies_environment
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -111,11 +115,12 @@ class Sender:
         try:
             # A proxy cannot reach this machine's loopback address.
             proxied = not _is_loopback(address.host)
+            self._proxies = _proxies() if proxied else ""
             self._http = httpx.AsyncClient(headers=headers, verify=verify, trust_env=proxied)
         except (ValueError, ImportError, OSError, httpx.InvalidURL) as error:
             raise DataError(
                 "A proxy or certificate that the environment names cannot be used:"
-                f" {str(error).rstrip('.')}."
+                f" {str(error).rstrip('.')}.{self._proxies}"
             ) from None
 
     async def __aenter__(self) -> Self:
@@ -229,7 +234,7 @@ class Sender:
         elif isinstance(error, httpx.ConnectError):
             failed = "cannot be reached"
         more = f": {error}".rstrip(".") if str(error) else ""
-        return f"The server at {self._url} {failed}{more}."
+        return f"The server at {self._url} {failed}{more}.{self._proxies}"
 
 
 def _is_loopback(host: str) -> bool:
@@ -239,7 +244,19 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def _proxies() -> str:
+    """Return a sentence on the proxies that the environment sets, without their passwords."""
+    proxies = sorted(item for item in getproxies_environment().items() if item[0] != "no")
+    texts = [f"{name}_proxy={re.sub('//[^/@]*@', '//…@', url)}" for name, url in proxies]
+    return f" The environment sets a proxy: {', '.join(texts)}." if texts else ""
+
+
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds of a `Retry-After` header, or 0."""
+    """Return the seconds of a `Retry-After` header, which may hold a date, or 0."""
     text = response.headers.get("retry-after", "").strip()
-    return float(text[:9]) if text.isascii() and text.isdecimal() else 0.0
+    if text.isascii() and text.isdecimal():
+        return float(text[:9])
+    with suppress(ValueError, TypeError):
+        when = parsedate_to_datetime(text)
+        return max((when - datetime.now(when.tzinfo)).total_seconds(), 0.0)
+    return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -37,7 +38,7 @@ def _affinity() -> int:
 
 
 def _quota(root: Path) -> float:
-    """Return how many cores' time the process's cgroup (version 2) allows; infinity for no limit.
+    """Return how many cores' time the process's cgroups allow; infinity for no limit.
 
     A parent's limit holds for its children. In a container, the path may be the host's and not
     exist.
@@ -46,16 +47,24 @@ def _quota(root: Path) -> float:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:  # no Linux, or no /proc
         return math.inf
-    path = next((line[3:] for line in groups.splitlines() if line.startswith("0::")), "")
-    names = [name for name in path.split("/") if name]
-    mounted = root / "sys/fs/cgroup"
-    return min(_limit(mounted.joinpath(*names[:depth])) for depth in range(len(names) + 1))
+    limits = [math.inf]
+    for line in groups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # Version 2 has no controllers; it is in a subfolder if version 1 is mounted as well.
+        names = [name for name in path.split("/") if name]
+        for mount in (controllers, "cpu" if controllers else "unified"):
+            base = root / "sys/fs/cgroup" / mount
+            limits += [_limit(base.joinpath(*names[:depth])) for depth in range(len(names) + 1)]
+    return min(limits)
 
 
 def _limit(folder: Path) -> float:
-    """Return how many cores' time one cgroup allows."""
-    try:
-        quota, period = (folder / "cpu.max").read_text(encoding="utf-8").split()[:2]
-        return int(quota) / int(period)  # "max" means no limit
-    except (OSError, ValueError, ZeroDivisionError):
-        return math.inf
+    """Return how many cores' time one cgroup (version 2 or 1) allows."""
+    for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with suppress(OSError, ValueError, ZeroDivisionError):  # "max" means no limit
+            text = " ".join((folder / name).read_text(encoding="utf-8") for name in files)
+            quota, period = map(int, text.split()[:2])
+            return quota / period if quota > 0 else math.inf
+    return math.inf

@@ -17,6 +17,7 @@ from retrieval.host import cores as of_cores
 from retrieval.host.cores import cores, default_threads, limit_threads
 
 ROOT = Path(__file__).parents[2]
+V1 = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
@@ -51,6 +52,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         # the path of the host, in a container that sees its own group as the root
         ("0::/docker/0123\n", {"cpu.max": "400000 100000"}, 4),
         ("0::/../..\n", {"cpu.max": "400000 100000"}, 4),
+        (
+            "3:memory:/\n2:cpu,cpuacct:/\n",
+            {f"cpu,cpuacct/{V1[0]}": "250000", f"cpu,cpuacct/{V1[1]}": "100000"},
+            3,
+        ),
+        ("1:cpu:/\n0::/\n", {f"cpu/{V1[0]}": "-1", f"cpu/{V1[1]}": "100000"}, 16),
+        ("1:cpuacct,cpu:/a\n", {f"cpu/a/{V1[0]}": "200000", f"cpu/a/{V1[1]}": "100000"}, 2),
+        ("1:cpu:/\n0::/\n", {"unified/cpu.max": "200000 100000"}, 2),
         ("0::/\n", {"cpu.max": "no numbers"}, 16),
         ("0::/\n", {"cpu.max": "100000 0"}, 16),
         ("0::/\n", {"cpu.max": ""}, 16),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from pathlib import Path
@@ -131,6 +132,7 @@ def test_a_changed_file_is_taken_up_with_no_failed_request(served, index_path, k
         sound = keys.read_bytes()
         keys.write_bytes(b"")
         keys.write_bytes(sound[: len(sound) // 2])
+        server.process.send_signal(signal.SIGHUP)
         time.sleep(1.5)  # it looks twice a second
         keys.write_bytes(sound)
         last = made(keys, "last", "write")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import stat
 import threading
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
     assert [line["outcome"] for line in lines(audit)] == ["begun", "done"]
 
     audit.rename(tmp_path / "audit.1")
+    server.process.send_signal(signal.SIGHUP)  # as logrotate's postrotate does
     assert put("b") == 200 and [line["ids"] for line in lines(audit)] == [["b"], ["b"]]
     audit.unlink()
     assert put("d") == 200 and [line["ids"] for line in lines(audit)] == [["d"], ["d"]]

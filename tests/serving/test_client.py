@@ -305,10 +305,16 @@ def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):
 
 
 def test_a_proxy_or_certificate_of_the_environment_that_cannot_be_used_is_told(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://me:secret@127.0.0.1:9")
+    client = Client("http://photos.example", retries=retrieval.client.Retries(times=0))
+    with client, pytest.raises(ServerError, match=r"http_proxy=http://…@127\.0\.0\.1:9") as fault:
+        client.index()
+    assert "secret" not in str(fault.value)
     monkeypatch.setenv("all_proxy", "socks4://127.0.0.1:9")
-    with pytest.raises(DataError, match="proxy or certificate that the environment names"):
+    with pytest.raises(DataError, match=r"cannot be used: .*all_proxy=socks4://127\.0\.0\.1:9"):
         Client("http://photos.example")
-    monkeypatch.delenv("all_proxy")
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("SSL_CERT_FILE", "/nonexistent")
     with pytest.raises(DataError, match="certificate that the environment names"):
         Client("https://photos.example")

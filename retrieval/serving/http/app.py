@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -227,6 +228,9 @@ class Application:
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
         tasks = [asyncio.ensure_future(watch) for watch in watching]
+        if os.name == "posix" and threading.current_thread() is threading.main_thread():
+            # A closing terminal, and logrotate, send SIGHUP: the server keeps running.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
         # Without `freeze`, each full garbage collection would block the event loop for 0.1 s.
         gc.collect()
         gc.freeze()
