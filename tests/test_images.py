@@ -165,6 +165,14 @@ def test_what_is_no_regular_file_is_refused_without_reading(tmp_path):
         decode("a\0b.png")
 
 
+def test_cmyk():
+    image = decode(encoded(Image.new("CMYK", (4, 4), (0, 255, 255, 0)), "JPEG", quality=100))
+    red, green, blue = Preprocessing((4, 4))(image)[:, 0, 0].astype(int)
+    assert red > 200
+    assert green < 60
+    assert blue < 60
+
+
 def test_sixteen_bit_grey_is_scaled_to_eight():
     values = (np.arange(64, dtype=np.uint16) * 1040).reshape(8, 8)
     pixels = Preprocessing((8, 8), channels=1)(decode(encoded(Image.fromarray(values))))
@@ -454,6 +462,15 @@ def test_a_very_long_image_is_cut_before_it_is_resized():
 def test_preprocessing_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match=r"must be"):
         Preprocessing(**wrong)
+
+
+def test_one_number_normalises_every_channel():
+    given = Preprocessing((8, 8), channels=3, mean=(0.5,), std=(0.25,))
+    assert given == Preprocessing((8, 8), 3, (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    grey = Preprocessing((8, 8), channels=1)
+    assert (grey.mean, grey.std) == ((0.0,), (1.0,))
+    colour = Preprocessing((8, 8))  # as manifests have it
+    assert (colour.mean, colour.std) == ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
 def test_from_array():

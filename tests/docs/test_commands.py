@@ -6,6 +6,7 @@ import configparser
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import click
 import pytest
 from retrieval.cli.app import COMMANDS, app
 from retrieval.cli.index import COMMANDS as VERBS
+from retrieval.plugin import testing
 from retrieval.run.open import Run
 
 LEAVES = [
@@ -116,6 +118,36 @@ def test_every_command_is_in_the_documentation(
         assert any(line.startswith(name) for line in lines) or f"`retrieval {name} " in text, (
             f"{name} is in no page"
         )
+
+
+# What the page of stores says of them is shown by tests that there are, and with the versions that
+# it names.
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
+
+
+def test_every_line_of_the_table_names_tests_that_are_there() -> None:
+    files = [*ROOT.glob("tests/stores/test_*.py"), *ROOT.glob("tests/serving/test_*.py")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    tests = {*re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M), *dir(testing.StoreSuite)}
+    rows = re.findall(r"^\|.*\| ([^|]+) \|$", PAGE[PAGE.index("| shown by |") :], re.M)[1:]
+    assert len(rows) >= 14
+    for row in rows:
+        names = re.findall(r"`([\w./]*test_[\w./]+)`", row)
+        assert names, f"no test shows: {row}"
+        for name in names:
+            assert (ROOT / name).is_file() or name in tests, f"there is no {name}"
+
+
+@pytest.mark.parametrize(
+    ("package", "said"),
+    [("milvus", "Milvus {}"), ("pymilvus", "pymilvus {}"), ("qdrant-client", "qdrant-client {}")],
+)
+def test_the_versions_are_those_that_are_tested(package: str, said: str) -> None:
+    pytest.importorskip({"qdrant-client": "qdrant_client"}.get(package, package))
+    major, minor, *_ = version(package).split(".")
+    assert re.search(re.escape(said.format(f"{major}.{minor}")) + r"\b", PAGE), version(package)
 
 
 # README: two commands to set up, and a loss that works as it is printed.

@@ -258,3 +258,17 @@ def test_a_client_that_waits_leaves_no_thread_behind():
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() <= before
+
+
+def test_threads_share_a_client_that_waits():
+    with Server((200, {}, FOUND)) as server, Client(server.url, retries=SOON) as client:
+        milliseconds: list[float] = []
+        threads = [
+            threading.Thread(target=lambda: milliseconds.append(client.search(id="a").took_ms))
+            for _ in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert milliseconds == [1.0] * 8

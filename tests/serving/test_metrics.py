@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import wire
 from prometheus_client.parser import text_string_to_metric_families
+from retrieval.serving.index.index import create_index
 from retrieval.serving.stages import STAGES
 
 
@@ -95,6 +96,27 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
         name: set(values) for name, values in before.items()
     }
     assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
+
+
+def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
+    """A picture, a vector, several and again, and a deletion: each is written once, and what is
+    refused never.
+    """
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    server = served(tmp_path / "i", "--open", "write")
+    picture = {"image": (photos / "3" / "0003.png").read_bytes()}
+    batch = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
+    assert server.client.put("/v1/items/a", files=picture).status_code == 200
+    assert server.client.patch("/v1/items/a", json={"label": "three"}).status_code == 200
+    for _ in range(2):
+        assert server.client.post("/v1/items", json=batch).status_code == 200
+    assert server.client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
+    assert server.client.delete("/v1/items/b").json() == {"deleted": 1}
+    now = scrape(server.port)
+    stages = now["retrieval_stage_seconds_count"]
+    assert stages["write",] == 5 and now["retrieval_stage_seconds_sum"]["write",] > 0
+    assert stages["decode",] == stages["encode",] == now["retrieval_encode_batch_sum"][()] == 1
+    assert stages["read",] == 5
 
 
 def test_why_work_was_refused(served, index_path):

@@ -14,6 +14,7 @@ from retrieval.serving.http.openapi import OPERATIONS, document
 from retrieval.serving.http.routes import Routes
 from retrieval.serving.http.settings import Settings
 
+WIDTH = 16
 DOCUMENT = document(Routes)
 
 
@@ -45,6 +46,72 @@ def test_the_document_is_openapi():
         assert in_path == set(re.findall(r"{(\w+)}", path))
     for reference in re.findall(r'"#/components/schemas/(\w+)"', text):
         assert reference in DOCUMENT["components"]["schemas"]
+
+
+def valid(schema: dict, content: object) -> bool:
+    """Whether JSON is what a schema of the document says."""
+    jsonschema_rs = pytest.importorskip("jsonschema_rs")
+    whole = {**schema, "components": DOCUMENT["components"]}
+    return jsonschema_rs.is_valid(whole, content)
+
+
+def test_answers_are_what_the_document_says(served, living, photos):
+    """One answer at least of each operation, and its parameters are those that the code takes."""
+    server = served(living, "--open", "admin", "--snapshots", str(living.parent))
+    image = next(photos.rglob("*.png")).read_bytes()
+    vector, seen = [0.5] * WIDTH, set()
+
+    def ask(path, method="GET", template=None, **more):
+        answer = server.client.request(method, path, **more)
+        template = template or path.partition("?")[0]
+        operation = DOCUMENT["paths"][template][method.lower()]
+        seen.add(operation["operationId"].removesuffix("Of"))
+        responses = operation["responses"]
+        described = responses.get(str(answer.status_code)) or responses["4XX"]
+        kind = answer.headers["content-type"]
+        assert kind in described["content"], (path, kind, answer.text[:300])
+        if "json" in kind:
+            assert valid(described["content"][kind]["schema"], answer.json()), answer.text
+        return answer
+
+    for prefix, pattern in (("/v1", "/v1"), ("/v1/indexes/i", "/v1/indexes/{index}")):
+
+        def own(path, method="GET", end=None, prefix=prefix, pattern=pattern, status=200, **more):
+            answer = ask(prefix + path, method, pattern + (end or path.partition("?")[0]), **more)
+            assert answer.status_code == status, (path, answer.text)
+
+        own("/items/a%2Fb", "PUT", "/items/{id}", files={"image": image}, data={"label": "x"})
+        own("/item?id=c", "PUT", json={"vector": vector, "metadata": {"n": 1}})
+        own("/item?id=c", "PATCH", json={"metadata": {"n": 2}})
+        own("/items/a%2Fb", "PATCH", "/items/{id}", json={"label": "y"})
+        for body in ({"vector": vector, "explain": True}, {"id": "c", "fields": []}):
+            own("/search", "POST", json=body)
+        own("/search?explain=true", "POST", content=image, headers={"Content-Type": "image/png"})
+        own("/search", "POST", json={}, status=400)
+        own("/search/batch", "POST", json={"queries": [{"id": "c"}], "explain": True})
+        own("/index")
+        own("/items?limit=3")
+        own("/items", "POST", json={"items": [{"id": "d", "vector": vector}]})
+        own("/items/a%2Fb?vector=true", end="/items/{id}")
+        own("/items/a%2Fb/image", end="/items/{id}/image")
+        own("/items/a%2Fb/thumbnail", end="/items/{id}/thumbnail")
+        own("/item?id=a/b&vector=true")
+        own("/item/image?id=a/b")
+        own("/item/thumbnail?id=a/b")
+        own("/snapshots", "POST", status=201)
+        own("/item?id=c", "DELETE")
+        own("/items/a%2Fb", "DELETE", "/items/{id}")
+        own("/items/a%2Fb", "DELETE", "/items/{id}", status=404)
+        own("/delete", "POST", json={"ids": ["d"]})
+    for path in ("/v1/indexes", "/v1/openapi.json"):
+        assert ask(path).status_code == 200
+    assert seen == {operation.id for operation in OPERATIONS}
+    for operation in OPERATIONS:  # and no others: each unknown parameter is refused
+        if operation.method == "get" and operation.query:
+            path = operation.path.replace("{id}", "x")
+            answer = server.client.get(f"/v1{path}?unknown=1")
+            assert answer.status_code == 400 and "no parameter 'unknown'" in answer.json()["detail"]
+            assert all(name in answer.json()["detail"] for name in operation.query if name != "id")
 
 
 def test_the_document_names_the_role_that_each_operation_takes(served, living):

@@ -106,6 +106,21 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
             index.search(queries)
 
 
+def test_images_are_encoded_to_the_vectors_of_one_at_a_time(index, photos):
+    paths = sorted(photos.rglob("*.png"))[:70]
+    one_by_one = np.concatenate([index.bundle.encode_image(path).vector for path in paths])
+    told = []
+    vectors = index.bundle.encode_images(paths, batch=16, progress=lambda *said: told.append(said))
+    assert vectors.dtype == np.float32
+    assert vectors.shape == (70, 16)
+    np.testing.assert_allclose(vectors, one_by_one, atol=1e-6)
+    assert told == [("encoding", done, 70) for done in (16, 32, 48, 64, 70)]
+    assert index.bundle.encode_images([], progress=False).shape == (0, 16)
+    np.testing.assert_allclose(
+        index.bundle.encode_images(str(paths[0]), progress=False), one_by_one[:1], atol=1e-6
+    )
+
+
 def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
     (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     with pytest.raises(DataError, match=r"images\[5\]: .*bad\.png"):

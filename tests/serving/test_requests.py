@@ -164,6 +164,82 @@ def test_other_sites_pages_cannot_search_or_show(port):
 # --- what a client sends is never a 500
 
 
+def test_no_request_is_the_servers_fault(served, index_path, photos):
+    server = served(index_path)
+    port, sound = server.port, (photos / "3" / "0003.png").read_bytes()
+    for charset in ("undefined", "punycode", "idna", "rot13", "x" * 1000, "utf-8\\"):
+        answer = wire.ask(
+            port,
+            wire.post(wire.form(sound, "3"), f"multipart/form-data; boundary=b; charset={charset}"),
+        )
+        assert answer.status in (200, 400), (charset, answer)
+    for number in (
+        "1" * 4301,
+        "9" * 20_000,
+        "1" * 19,
+        "²",
+        "%C2%B2",
+        "1_0",
+        "+1",
+        " 1",
+        "0x1",
+        "1e3",
+    ):
+        assert wire.ask(port, wire.get(f"/v1/items/{number}/image".replace(" ", "%20"))).status in (
+            400,
+            404,
+        ), number
+    for body in (
+        b'{"vector": [1e999]}',
+        b'{"vector": [' + b"9" * 5000 + b"]}",
+        b'{"vector": [1], "k": ' + b"9" * 5000 + b"}",
+        b'{"k": 1, "k": 2, "vector": [1]}',
+        b'{"vector": ' + b"[" * 60_000,
+        b'"\\ud800"',
+        b"\xff\xfe{}",
+        b"\x00",
+        b"nul",
+    ):
+        answer = wire.ask(port, wire.post(body))
+        assert answer.status in (400, 422), (body[:50], answer)
+    for name, body in (
+        (
+            "a field too many",
+            wire.form(sound).replace(
+                b"--b--", b'--b\r\nContent-Disposition: form-data; name="kk"\r\n\r\n3\r\n--b--'
+            ),
+        ),
+        (
+            "k twice",
+            wire.form(sound, "3").replace(
+                b"--b--", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n--b--'
+            ),
+        ),
+        ("no end", wire.form(sound)[:-10]),
+        ("no name", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n"),
+        ("no disposition", b"--b\r\n\r\nx\r\n--b--\r\n"),
+        ("many parts", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n\r\n' * 20_000),
+        ("many headers", b"--b\r\n" + b"X: y\r\n" * 20_000 + b"\r\nx\r\n--b--\r\n"),
+        (
+            "a long header",
+            b"--b\r\nContent-Disposition: form-data; name="
+            + b"x" * 60_000
+            + b"\r\n\r\nx\r\n--b--\r\n",
+        ),
+        ("nothing", b""),
+    ):
+        answer = wire.ask(port, wire.post(body, wire.FORM))
+        assert answer.status == 400, (name, answer)
+    unknown = wire.ask(port, wire.post(wire.form(sound, "3").replace(b'"k"', b'"K"'), wire.FORM))
+    assert unknown.status == 400 and "unknown field" in unknown.error
+    query = wire.post(wire.form(sound, "3"), wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
+    assert "query string" in wire.ask(port, query).error
+    assert len(wire.found(wire.ask(port, wire.post(wire.form(sound, "3"), wire.FORM)))) == 3
+    server.process.terminate()
+    assert server.process.wait(15) == 0
+    assert server.process.stderr.read().count("\n") < 40
+
+
 def test_no_path_of_the_machine_is_shown(served, makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False)
     np.savez(tmp_path / "f.npz", features=np.random.default_rng(0).normal(size=(10, 64)))

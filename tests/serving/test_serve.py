@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.serving.index.index import create_index, open_index
+from starlette.requests import ClientDisconnect
 
 EVERY = ["/", "/page.css", "/page.js", "/v1/index", "/livez", "/readyz"]
 
@@ -271,6 +272,32 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
             worst = max(worst, time.perf_counter() - began)
         assert {request.result().status_code for request in waiting} == {200}
     assert worst < 1.0
+
+
+def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
+    """A quick answer waits for no long one that the same thread took after it."""
+    import asyncio
+
+    from retrieval.serving.http.turns import Turns
+    from retrieval.serving.stages import TRAIL, Trail
+
+    async def quick_and_long() -> None:
+        turns, gate, begun = Turns("images", 2, 16), threading.Event(), []
+        quick = asyncio.create_task(turns.run(lambda: 5))
+        long = [asyncio.create_task(turns.run(gate.wait)) for _ in range(2)]
+        assert await asyncio.wait_for(quick, 5) == 5
+        TRAIL.set(Trail(has_left=lambda: True))
+        gone = asyncio.create_task(turns.run(lambda: begun.append(1)))
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in (*long, gone))
+        gate.set()
+        assert await asyncio.gather(*long) == [True, True]
+        with pytest.raises(ClientDisconnect):
+            await gone
+        assert not begun
+        turns.close()
+
+    asyncio.run(quick_and_long())
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -142,6 +142,25 @@ def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
         is_of(index, path.parent / "old", photos)
 
 
+def test_an_index_of_features_keeps_them_for_the_next_head(
+    makers: ModuleType, tmp_path: Path
+) -> None:
+    first, second = (
+        makers.make_bundle(tmp_path / str(seed), kind="features", seed=seed) for seed in (0, 1)
+    )
+    features = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    np.savez(tmp_path / "f.npz", features=features)
+    create_index(tmp_path / "i", first, tmp_path / "f.npz", keep_features=True, **QUIET)
+    (tmp_path / "f.npz").unlink()
+    with opened(tmp_path / "i") as index:
+        assert index.migrate(second, **QUIET).from_features == 50
+        found = index.get([item.id for item in index.scan()], arrays=True)
+        vectors = Bundle.open(second).encode(features).vector
+        for item in found.values():
+            (row,) = np.flatnonzero((features == item.arrays["features"]).all(axis=1))
+            assert np.allclose(item.vector, vectors[row], atol=1e-6)
+
+
 def test_another_backbone_takes_originals_and_keeps_its_own_features(
     path: Path, makers: ModuleType, photos: Path, tmp_path: Path
 ) -> None:
@@ -184,9 +203,7 @@ def test_an_index_without_features_says_what_is_needed(
             "--keep-features",
         ],
     )
-    assert isinstance(ran.exception, BundleError) and "retrieval export … --split" in str(
-        ran.exception
-    )
+    assert isinstance(ran.exception, BundleError) and "--split" in str(ran.exception)
     assert not (tmp_path / "i").exists() and not (tmp_path / "i.partial").exists()
     both = split("both", variant=True)
     with pytest.raises(BundleError, match=r"runs its variant 'fp16'.*Leave the variant out"):
@@ -340,3 +357,21 @@ def test_after_a_kill_the_same_call_goes_on(
             assert [entry.state for entry in store.generations()] == ["kept", "served"]
     assert check_index(path) == ([], [])
     assert len(list((path / "arrays").iterdir())) == 4
+
+
+def test_the_backbone_runs_once_for_an_item(
+    photos: Path, split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: dict[str, int] = {"features": 0, "encode": 0}
+    for name in counts:
+        genuine = getattr(Bundle, name)
+
+        def counted(
+            self: Bundle, inputs: Any, name: str = name, genuine: Any = genuine, **more: Any
+        ) -> Any:
+            counts[name] += len(inputs)
+            return genuine(self, inputs, **more)
+
+        monkeypatch.setattr(Bundle, name, counted)
+    create_index(tmp_path / "i", split("b"), photos, keep_features=True, **QUIET)
+    assert counts == {"features": COUNT, "encode": 0}

@@ -302,6 +302,8 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
         }
         for name, request in requests.items():
             assert _asked(*request)[0] in (200, 201), name
+        while _asked(f"{server.url}readyz")[0] != 200:
+            time.sleep(0.05)
         away.touch()
         for name, request in requests.items():
             status, headers, message = _asked(*request)

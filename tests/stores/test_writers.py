@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,10 +124,13 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
-def test_two_users_one_of_whom_may_not_write_beside_the_folder(
-    bundle: Bundle, tmp_path: Path
-) -> None:
-    index = tmp_path / "index"
+def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle) -> None:
+    with tempfile.TemporaryDirectory() as parent:  # pytest closes its own folders to others
+        Path(parent).chmod(0o755)
+        _write_in_turn(Path(parent) / "index", bundle)
+
+
+def _write_in_turn(index: Path, bundle: Bundle) -> None:
     create_local(index, bundle, widths_of(bundle))
     for path in [index, *index.rglob("*")]:
         os.chown(path, 12345, 12345)
@@ -137,28 +141,20 @@ def test_two_users_one_of_whom_may_not_write_beside_the_folder(
             store.upsert([Item(id, arrays={"vector": vectors[at]})], bundle.sha256)
             store.compact()
 
-    reading = [parent for parent in tmp_path.parents if parent.stat().st_mode & 0o5 != 0o5]
-    before = {parent: parent.stat().st_mode for parent in [tmp_path, *reading]}
-    try:
-        for parent in before:
-            parent.chmod(0o755)
-        for turn in range(3):
-            child = os.fork()
-            if not child:
-                try:
-                    os.setgid(12345)
-                    os.setuid(12345)
-                    assert not os.access(tmp_path, os.W_OK)
-                    written(f"user {turn}", turn)
-                    os._exit(0)
-                except BaseException as fault:
-                    os.write(2, repr(fault).encode())
-                    os._exit(1)
-            assert os.waitpid(child, 0)[1] == 0
-            written(f"root {turn}", 8 + turn)
-    finally:
-        for parent, mode in before.items():
-            parent.chmod(mode)
+    for turn in range(3):
+        child = os.fork()
+        if not child:
+            try:
+                os.setgid(12345)
+                os.setuid(12345)
+                assert not os.access(index.parent, os.W_OK)
+                written(f"user {turn}", turn)
+                os._exit(0)
+            except BaseException as fault:
+                os.write(2, repr(fault).encode())
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        written(f"root {turn}", 8 + turn)
     holds(index, bundle, {f"{who} {turn}" for who in ("user", "root") for turn in range(3)})
 
 

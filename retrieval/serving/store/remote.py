@@ -531,7 +531,9 @@ class RemoteStore(Store):
         fields = (bundle.sha256, bundle.variant, dict(widths), spans_of(bundle))
         generation = Generation(number, *fields, "building")
         self._make(generation)
-        note = dict(zip(("bundle", "variant", "widths", "spans"), fields, strict=True))
+        note: dict[str, Any] = dict(
+            zip(("bundle", "variant", "widths", "spans"), fields, strict=True)
+        )
         note |= {"served": served, "pieces": pieces}
         self._note({f"generation {number}": note, "last": number})
         return generation
