@@ -334,7 +334,7 @@ def trained(
     began = time.process_time()
     run = retrieval.train(recipe, work, replace=True, progress=False, report=lines.append)
     seconds = time.process_time() - began
-    verdict = [line for line in lines if line.startswith(("Kept", "Training", "No epoch"))]
+    verdict = [line for line in lines if line.startswith(("Kept", "Training", "No epoch", "Only"))]
     metrics = run.evaluate(progress=False).metrics["trained"]
     return {"seconds": seconds, "metrics": metrics, "verdict": verdict}
 
