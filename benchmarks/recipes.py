@@ -632,22 +632,28 @@ def students_table(raw: Sequence[Tables]) -> str:
     return markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
 
 
-def overview() -> str:
-    """Return recipes by set, for docs/recipes.md."""
-    raw, lines = read_lines(KEPT), []
-    for title in (*CORE, *FURTHER, "distilled student"):
+def overview(titles: Sequence[str], splits: int) -> str:
+    """Return recipes by set on the first splits, for docs/recipes.md."""
+    raw, lines = [row for row in read_lines(KEPT) if row["split"] < splits], []
+    for title in titles:
         cells = [title]
         for name in TITLES:
             own = [row for row in raw if (row["set"], row["recipe"]) == (name, title)]
-            means = [
-                decimals(float(np.mean([r["metrics"][m] for r in own])), 2) for m in METRICS if own
-            ]
-            cells.append(f"{', '.join(means)}; {seconds(own):.0f} s" if own else "")
-        lines.append(cells)
-    return markdown(["Recall@1, MAP@R; CPU seconds", *TITLES], lines)
+            means = [np.mean([row["metrics"][m] for row in own]) for m in METRICS] if own else []
+            texts = (
+                [*(decimals(float(mean)) for mean in means), f"{seconds(own):.0f} s"] if own else []
+            )
+            cells.append(", ".join(texts))
+        if any(cells[1:]):
+            lines.append(cells)
+    return markdown(["Recall@1, MAP@R, CPU time", *TITLES], lines)
 
 
-BLOCKS = {"recipes": overview, "students": lambda: students_table(read_lines(KEPT))}
+BLOCKS = {
+    "recipes": lambda: overview(CORE, SPLITS),
+    "first-split": lambda: overview((*CORE[2:4], *FURTHER, "distilled student"), 1),
+    "students": lambda: students_table(read_lines(KEPT)),
+}
 """The figures of docs/recipes.md."""
 
 
