@@ -34,26 +34,13 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from bench import arguments
+from bench import arguments, error, save_figure
 from retrieval_aml import AML, GMML
 from uci import load
 
 Floats = NDArray[np.float64]
 COLOURS = np.array(["#1f77b4", "#d6604d"])
 GRID = 10.0 ** np.arange(-3, 3.5, 0.5)
-K = 5
-
-
-def error(train: Floats, labels: Any, test: Floats, truth: Any, *, left_out: bool = False) -> float:
-    """Return the 5-nearest-neighbour error; `left_out`: the test items are the training items, each
-    without itself.
-    """
-    d = (train**2).sum(1) - 2 * test @ train.T
-    if left_out:
-        np.fill_diagonal(d, np.inf)
-    near = np.argpartition(d, K, axis=1)[:, :K]
-    votes = np.eye(labels.max() + 1, dtype=np.int16)[labels[near]].sum(1)
-    return float((votes.argmax(1) != truth).mean())
 
 
 def two_classes(path: Path) -> None:
@@ -89,7 +76,7 @@ def two_classes(path: Path) -> None:
     for column, (name, learner) in enumerate((("GMML", gmml), ("AML", aml)), start=1):
         codes, others = learner.transform(train), learner.transform(test)
         plane = PCA(2).fit(codes)
-        wrong = error(codes, y, codes, y, left_out=True), error(codes, y, others, y)
+        wrong = error(codes, y, codes, y, own=True), error(codes, y, others, y)
         for row, (items, part) in enumerate(((codes, "training"), (others, "test"))):
             axes[row, column].scatter(
                 *plane.transform(items).T, c=COLOURS[y], s=9, linewidths=0, alpha=0.8
@@ -99,7 +86,7 @@ def two_classes(path: Path) -> None:
         axis.set_xticks([])
         axis.set_yticks([])
         axis.set_aspect("equal", adjustable="datalim")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def sets() -> Iterator[tuple[str, Floats, Any]]:
@@ -129,7 +116,7 @@ def sensitivity(path: Path) -> None:
                 truth: Any = truth,
             ) -> tuple[float, float]:
                 codes = learner.fit(train, labels).transform(train)
-                seen = error(codes, labels, codes, labels, left_out=True)
+                seen = error(codes, labels, codes, labels, own=True)
                 return seen, error(codes, labels, learner.transform(test), truth)
 
             plain[split] = measured(GMML())
@@ -163,14 +150,7 @@ def sensitivity(path: Path) -> None:
     axes[0, 0].legend(fontsize=7)
     axes[0, 0].set_ylabel("5-NN error", fontsize=9)
     axes[1, 0].set_ylabel("5-NN error", fontsize=9)
-    save(figure, path)
-
-
-def save(figure: Any, path: Path) -> None:
-    temporary = path.with_suffix(".tmp")
-    figure.savefig(temporary, format="png", dpi=90)
-    plt.close(figure)
-    temporary.replace(path)
+    save_figure(figure, path)
 
 
 def main() -> None:

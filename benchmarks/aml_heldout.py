@@ -19,7 +19,6 @@ differences are what can be taken as independent.
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 import warnings
@@ -35,14 +34,14 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import StratifiedKFold, train_test_split
 from sklearn.preprocessing import StandardScaler
 
-from bench import arguments, half_width, markdown, read_lines
+from bench import append, arguments, error, half_width, markdown, read_lines
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 RESULT = Path(__file__).parent / "results" / "aml_heldout.md"
 KEPT = RESULT.parent / "raw" / "aml_heldout.jsonl"
-SPLITS, K, TRAIN, TEST, FEW = 5, 5, 1000, 1500, 10
+SPLITS, TRAIN, TEST, FEW = 5, 1000, 1500, 10
 TS = (0.1, 0.2, 0.3, 0.5, 0.7)
 METHODS = {
     "euclid": "Euclid",
@@ -80,14 +79,6 @@ def candidates(method: str) -> list[Any]:
     return [{"euclid": None, "gmml": GMML(), "aml": AML()}[method]]
 
 
-def error(train: Floats, labels: Ints, test: Floats, truth: Ints) -> float:
-    """Return the 5-nearest-neighbour error by plain votes."""
-    d = (train**2).sum(1) - 2 * test @ train.T
-    near = np.argpartition(d, K, axis=1)[:, :K]
-    votes = np.eye(labels.max() + 1, dtype=np.int16)[labels[near]].sum(1)
-    return float((votes.argmax(1) != truth).mean())
-
-
 def fitted_error(learner: Any, x: Floats, y: Ints, test: Floats, truth: Ints) -> float:
     """Return the error of a learner that is fitted on x."""
     if learner is None:
@@ -116,8 +107,7 @@ def measure() -> None:
     from warm_sets import EVALUATION
 
     warnings.simplefilter("ignore", ConvergenceWarning)
-    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
-    done = {(row["set"], row["split"], row["size"]) for row in map(json.loads, lines)}
+    done = {(row["set"], row["split"], row["size"]) for row in read_lines(KEPT)}
     for split, name, size in itertools.product(range(SPLITS), EVALUATION, ("few", "all")):
         if (name, split, size) in done:
             continue
@@ -137,9 +127,7 @@ def measure() -> None:
             row[method] = fitted_error(found[best], x, y, test, truth)
             row[f"{method}_chosen"] = " ".join(str(found[best]).split())
         row["seconds"] = round(time.process_time() - started, 1)
-        with KEPT.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(row, flush=True)
+        append(KEPT, row)
 
 
 def render(rows: list[dict[str, Any]]) -> str:

@@ -30,7 +30,7 @@ from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from bench import arguments, interval, markdown, read_lines
+from bench import arguments, interval, markdown, read_lines, save_figure
 
 Floats = NDArray[np.float64]
 RESULT = Path(__file__).parent / "results" / "aml_roc.md"
@@ -176,8 +176,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         axis.tick_params(labelsize=7)
         axis.legend(fontsize=6)
     axes[0].set_ylabel("true positives", fontsize=8)
-    figure.savefig(PICTURE.with_suffix(".tmp"), format="png", dpi=90)
-    PICTURE.with_suffix(".tmp").replace(PICTURE)
+    save_figure(figure, PICTURE)
 
 
 def main() -> None:

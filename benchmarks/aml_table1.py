@@ -35,7 +35,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import KFold, train_test_split
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
-from bench import Kept, markdown, resume_arguments
+from bench import Kept, error, markdown, resume_arguments
 from published import published
 from retrieval_aml import AML, GMML
 from retrieval_metric_learn.learners import ITML
@@ -65,19 +65,6 @@ READINGS: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 GRID = [10.0**power for power in range(-3, 4)]
 TS = [round(0.1 * step, 1) for step in range(11)]
-K = 5
-
-
-def error(train: Floats, labels: Ints, test: Floats, truth: Ints) -> float:
-    """Return the 5-nearest-neighbour error by plain votes; ties go to the lower class."""
-    square = (train**2).sum(1)
-    wrong = 0
-    for i in range(0, len(test), 500):
-        d = square - 2 * test[i : i + 500] @ train.T
-        near = np.argpartition(d, K, axis=1)[:, :K]
-        votes = np.eye(labels.max() + 1, dtype=np.int16)[labels[near]].sum(1)
-        wrong += int((votes.argmax(1) != truth[i : i + 500]).sum())
-    return wrong / len(test)
 
 
 def split(name: str, number: int, standardised: bool = True) -> tuple[Floats, Floats, Ints, Ints]:

@@ -48,7 +48,7 @@ from sklearn.model_selection import KFold, train_test_split
 from sklearn.neighbors import NeighborhoodComponentsAnalysis
 from sklearn.preprocessing import StandardScaler
 
-from bench import Kept, markdown, read_lines, resume_arguments
+from bench import Kept, markdown, nearest, read_lines, resume_arguments, votes
 from published import has, published
 from retrieval_aml import GMML
 from retrieval_anml import LANML, PNCA
@@ -161,20 +161,10 @@ def correct(
     """Return whether k-NN is right, (items, k = 1 … 40); without `truth`, of the training items,
     each left out.
     """
-    out = np.zeros((len(test), KS), dtype=bool)
     count = min(KS, len(train) - 1)
-    square = (train**2).sum(1)
-    for i in range(0, len(test), 500):
-        d = square - 2 * test[i : i + 500] @ train.T
-        rows = np.arange(len(d))
-        if truth is None:
-            d[rows, i + rows] = np.inf
-        near = np.argpartition(d, count - 1, axis=1)[:, :count]
-        near = np.take_along_axis(near, np.take_along_axis(d, near, 1).argsort(1, kind="stable"), 1)
-        votes = np.eye(labels.max() + 1, dtype=np.int16)[labels[near]].cumsum(1)
-        right = votes.argmax(2) == (labels if truth is None else truth)[i : i + 500, None]
-        out[i : i + 500] = np.pad(right, ((0, 0), (0, KS - count)), mode="edge")
-    return out
+    near = nearest(test, train, count, own=truth is None)
+    right = votes(labels, near).argmax(2) == (labels if truth is None else truth)[:, None]
+    return np.pad(right, ((0, 0), (0, KS - count)), mode="edge")
 
 
 def choose(method: str, x: Floats, y: Ints, large: bool) -> tuple[Any, int | None]:

@@ -169,6 +169,42 @@ def finish(name: str, raw: Any, page: str) -> None:
     print(page)
 
 
+def nearest(
+    queries: np.ndarray, references: np.ndarray, k: int, inner: bool = False, own: bool = False
+) -> np.ndarray:
+    """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the
+    item itself.
+    """
+    norms = 0 if inner else (references**2).sum(1)
+    found = []
+    for start in range(0, len(queries), 500):
+        d = norms - 2 * queries[start : start + 500] @ references.T
+        at = np.arange(len(d))[:, None]
+        if own:
+            d[at[:, 0], start + at[:, 0]] = np.inf
+        some = np.argpartition(d, k - 1, axis=1)[:, :k]
+        found.append(some[at, np.argsort(d[at, some], axis=1, kind="stable")])
+    return np.concatenate(found)
+
+
+def votes(labels: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """Return how many of the nearest 1 … k items are of each class, (Q, k, classes)."""
+    counts: np.ndarray = np.eye(labels.max() + 1, dtype=np.int16)[labels[near]].cumsum(1)
+    return counts
+
+
+def error(train: np.ndarray, labels: Any, test: np.ndarray, truth: Any, own: bool = False) -> float:
+    """Return the 5-nearest-neighbour error by plain votes; ties go to the lower class."""
+    near = nearest(test, train, 5, own=own)
+    return float((votes(labels, near)[:, -1].argmax(1) != truth).mean())
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a picture of matplotlib as a whole."""
+    figure.savefig(path.with_suffix(".tmp"), format="png", dpi=90)
+    path.with_suffix(".tmp").replace(path)
+
+
 def in_turns(
     contestants: dict[str, Callable[[], Any]], rounds: int, warm: bool = True
 ) -> dict[str, dict[str, list[float]]]:

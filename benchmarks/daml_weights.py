@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import append, arguments, markdown, read_lines, train_and_judge
+from bench import append, arguments, markdown, read_lines, save_figure, train_and_judge
 from published import published
 
 RESULT = Path(__file__).parent / "results" / "daml_weights.md"
@@ -214,8 +214,7 @@ def draw() -> None:
         axis.tick_params(labelsize=7)
     axes[0, 0].set_ylabel("Recall@1 less the curve's mean, points", fontsize=7)
     axes[0, 0].legend(fontsize=6)
-    figure.savefig(PICTURE.with_suffix(".tmp"), format="png", dpi=90)
-    PICTURE.with_suffix(".tmp").replace(PICTURE)
+    save_figure(figure, PICTURE)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench import Kept, markdown, resume_arguments
+from bench import Kept, markdown, nearest, resume_arguments
 from published import has, published
 
 Floats = NDArray[Any]
@@ -67,28 +67,6 @@ def split(repeat: int) -> tuple[Floats, Floats]:
     ]
     rest = np.random.default_rng(200 + repeat).permutation(np.setdiff1d(np.arange(70_000), queries))
     return rest[:35_000], queries
-
-
-def nearest(
-    query: Floats, references: Floats, k: int, inner: bool = False, own: bool = False
-) -> Floats:
-    """Return rows (Q, k), nearest first; `inner` by the largest inner product, `own` leaves out the
-    item itself.
-    """
-    query, references = query.astype(np.float32), references.astype(np.float32)
-    norms = 0 if inner else (references**2).sum(1)
-    found = []
-    for start in range(0, len(query), 500):
-        d = norms - 2 * query[start : start + 500] @ references.T
-        if own:
-            d[np.arange(len(d)), start + np.arange(len(d))] = np.inf
-        some = np.argpartition(d, k, axis=1)[:, :k]
-        found.append(
-            np.take_along_axis(
-                some, np.argsort(np.take_along_axis(d, some, 1), axis=1, kind="stable"), 1
-            )
-        )
-    return np.concatenate(found)
 
 
 def vote(labels: Floats) -> Floats:

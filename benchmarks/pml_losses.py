@@ -257,14 +257,14 @@ def main() -> None:
                 continue
             raw["cases"].append(measure(kind, name, items))
             print(json.dumps(raw["cases"][-1]), flush=True)
-    raw["machine"] = {
-        "cpu": machine(),
-        "versions": versions("torch", "pytorch-metric-learning"),
-    }
+            raw["machine"] = {
+                "cpu": machine(),
+                "versions": versions("torch", "pytorch-metric-learning"),
+            }
+            if not options.fresh:
+                finish("pml_losses", raw, render(raw))
     if options.fresh:
         print(render(raw))
-    else:
-        finish("pml_losses", raw, render(raw))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     np.savez(tmp_path / "digits.npz", features=x, labels=y)
     (tmp_path / "recipe.toml").write_text(VECTORS.format(file=tmp_path / "digits.npz") + learner)
     run("train", tmp_path / "recipe.toml", "--output", tmp_path / "run")
-    run("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
-    assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
+    run("export", tmp_path / "run", "-o", tmp_path / "bundle")
+    assert [path.name for path in (tmp_path / "bundle").glob("*.onnx")] == ["encoder.onnx"]
 
     # the run's weights are what fitting on the run's training items gives
     loaded = Run.open(tmp_path / "run")

@@ -84,12 +84,6 @@ OF_BACKBONES = {"overrides", "whiten", "photos", "random_weights", "extra"}
     type=Number(0, min_open=True),
     help="Largest difference between torch and ONNX Runtime, on vectors of length 1.",
 )
-@click.option(
-    "--exporter",
-    default="auto",
-    type=Choice(["auto", "dynamo", "torchscript"]),
-    help="torch's exporter: the current one (dynamo), the older one, or the first that works.",
-)
 @click.option("--replace", is_flag=True, help="Replace an existing bundle.")
 @PLUGIN_OPTION
 @ALLOW_OPTION

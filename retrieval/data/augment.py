@@ -53,16 +53,10 @@ def crop_box(
 ) -> tuple[int, int, int, int]:
     """Return a random crop (top, left, height, width) like torchvision's `RandomResizedCrop`.
 
-    The share of the image's area is uniform and the aspect ratio log-uniform. If ten boxes do not
-    fit, the crop is the largest central box with a ratio in range (Szegedy et al., "Going Deeper
-    with Convolutions", CVPR 2015, §6).
-
-    Args:
-        draws: one row of `draw_changes`.
-        height: the image's height.
-        width: the image's width.
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest aspect ratio, width / height.
+    The share of the image's area, within `scale`, is uniform, and the aspect ratio width / height,
+    within `ratio`, log-uniform. If ten boxes do not fit, the crop is the largest central box with a
+    ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6). `draws` is one
+    row of `draw_changes`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()

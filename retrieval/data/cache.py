@@ -56,24 +56,13 @@ def frozen_features(
 ) -> NDArray[np.float32]:
     """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
 
-    The entry's name is a hash of everything that could change a bit of a feature: the fingerprint,
-    the preprocessing, the items' content, the batch size and the device type. A dataset without
-    `arrays` or `files` cannot be identified; each run computes its features into a temporary file.
+    The entry's name is a hash of everything that could change a bit of a feature: the fingerprint
+    of the backbone, the preprocessing, the items' content, the batch size and the device type. A
+    dataset without `arrays` or `files` cannot be identified; each run computes its features into a
+    temporary file.
 
-    Args:
-        backbone_features: maps raw inputs on `device`, uint8 (B, channels, H, W) or float32
-            (B, F'), to features (B, F). The backbone must be in evaluation mode.
-        dataset: the items.
-        preprocessing: the backbone's preprocessing, or `None` for vectors.
-        width: F.
-        fingerprint: identifies the backbone and its weights.
-        device: device of `backbone_features`.
-        batch: number of items at a time.
-        folder: the cache folder; the default is `cache_folder()`.
-        progress: whether to show progress on stderr.
-
-    Returns:
-        The features. Writing to them changes memory only, never the file.
+    `backbone_features` maps raw inputs on `device` to features (B, `width`); its backbone must be
+    in evaluation mode. Writing to the result changes memory only, never the file.
 
     Raises:
         DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.

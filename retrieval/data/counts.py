@@ -29,9 +29,8 @@ def differing(
 ) -> list[str]:
     """Return a sentence for each side whose numbers differ from all published ones.
 
-    Args:
-        published: the counts of each release or paper, by side ("" for data without sides).
-        labels: the labels of the present images, by side.
+    `published` has the counts of each release or paper, `labels` those of the present images, by
+    side ("" for data without sides).
     """
     problems = []
     for side in dict.fromkeys([*published, *labels]):

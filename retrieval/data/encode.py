@@ -49,15 +49,9 @@ def encode(
 ) -> Tensor:
     """Return the embeddings (N, C) of items, float32, on the CPU.
 
-    Args:
-        model: the model; its mode is restored at the end.
-        dataset: the dataset.
-        indices: the items to encode (N,).
-        batch: number of items at a time.
-        device: where the model runs; the default is the model's device.
-        progress: title of the progress display; `None` shows none.
-        from_features: whether the dataset's items are the backbone's features.
-        raw: the dataset's inputs, if the caller keeps them between calls.
+    The model runs on `device`, by default its own, and its mode is restored. `progress` titles the
+    display; `None` shows none. `from_features` says that the dataset's items are the backbone's
+    features. `raw` are the dataset's inputs, if the caller keeps them between calls.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     embeddings: list[Tensor] = []

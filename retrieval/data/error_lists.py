@@ -10,15 +10,7 @@ from retrieval.errors import DataError, listed
 
 
 def refuse(where: str, problems: Iterable[str]) -> NoReturn:
-    """Raise a `DataError` that lists the first ten problems.
-
-    Args:
-        where: subject of the problems, such as "manifest.csv".
-        problems: one sentence per problem.
-
-    Raises:
-        DataError: always.
-    """
+    """Raise a `DataError` on `where`, such as "manifest.csv", that lists the first ten problems."""
     raise DataError(listed(where, list(problems)))
 
 

@@ -1,9 +1,14 @@
-"""A frozen backbone's features, computed once and cached on disk, as a dataset of vectors."""
+"""A frozen backbone's features, computed once and cached on disk, as a dataset of vectors.
+
+On a CPU, ONNX Runtime computes them in about a third of torch's time.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -13,11 +18,28 @@ from torch import Tensor
 
 from retrieval.data.cache import frozen_features
 from retrieval.data.encode import evaluating
+from retrieval.data.loading import RawInputs
+from retrieval.errors import BundleError, MissingDependency
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Dataset
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model
 from retrieval.serving.memory import keep_large_blocks
+from retrieval.serving.runtime import ONNXRUNTIME, installed_packages
+
+log = logging.getLogger(__name__)
+
+LEAST = 1 << 24
+"""Smallest number of pixels times channels of all images for which making a graph saves time."""
+
+_AT_ONCE, _MOST = 1 << 17, 64
+"""Largest pixels times channels, and largest number of images, that go through a graph at once.
+
+Intermediate results then stay in the CPU cache.
+"""
+
+TRIED = 8
+"""Number of items whose features are compared with torch's."""
 
 
 class FeatureDataset(Dataset):
@@ -64,17 +86,110 @@ def backbone_features(
         check_width(features, what, model.backbone.features)
         return features
 
-    with calling(what), evaluating(model):
-        features = frozen_features(
-            computed,
+    def cached(compute: Callable[[Tensor], Tensor], identity: str) -> NDArray[np.float32]:
+        return frozen_features(
+            compute,
             dataset,
             model.preprocessing,
             width=model.backbone.features,
-            fingerprint=fingerprint(model.backbone),
+            fingerprint=identity,
             device=device,
             batch=batch,
         )
-    return FeatureDataset(dataset, features)
+
+    with calling(what), evaluating(model):
+        identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)
+        if runtime is not None:
+            try:
+                features = cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
+                return FeatureDataset(dataset, features)
+            except (BundleError, MissingDependency) as fault:
+                log.info("Features are computed by torch: %s", fault)
+        return FeatureDataset(dataset, cached(computed, identity))
+
+
+def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | None:
+    """Return the ONNX Runtime version that computes a dataset's features, or `None` for torch.
+
+    The choice does not depend on timing, so a recipe always gets the same features.
+    """
+    if model.preprocessing is None or device.type != "cpu":
+        return None
+    if len(dataset) * int(np.prod(model.preprocessing.shape)) < LEAST:
+        return None
+    runtimes = installed_packages(ONNXRUNTIME)
+    if len(runtimes) != 1 or not installed_packages(("onnx",)):
+        return None
+    return f"onnxruntime {version(runtimes[0])}"
+
+
+class OnnxBackbone:
+    """A backbone as an ONNX graph for a fixed number of images, made on first use.
+
+    With a fixed number, all sizes are constants for the exporter, which removes the nodes of
+    TensorFlow's padding from the graph. A few items of the dataset must agree with torch.
+    """
+
+    def __init__(self, model: Model, dataset: Dataset) -> None:
+        assert model.preprocessing is not None
+        self._model, self._dataset, self._shape = model, dataset, model.preprocessing.shape
+        self._session: Any = None
+        self._rows = max(1, min(_MOST, _AT_ONCE // int(np.prod(self._shape))))
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return float32 features (B, F) of raw uint8 pixels (B, channels, H, W).
+
+        Raises:
+            BundleError: the graph cannot be made or run, or does not agree with torch.
+        """
+        if self._session is None:
+            self._session = self._agreed()
+        return torch.from_numpy(self._run(self._session, pixels.numpy(), self._rows))
+
+    def _run(self, session: Any, pixels: NDArray[Any], size: int) -> NDArray[np.float32]:
+        """Return the features of images, `size` at a time, filled up with black ones."""
+        parts = []
+        for start in range(0, len(pixels), size):
+            part = np.zeros((self._rows, *self._shape), pixels.dtype)
+            count = len(pixels[start : start + size])
+            part[:count] = pixels[start : start + size]
+            try:
+                (features,) = session.run(["features"], {"input": part})
+            except Exception as fault:  # ONNX Runtime's errors share no public base class
+                raise BundleError(f"ONNX Runtime refuses: {fault}") from fault
+            parts.append(features[:count])
+        rows: NDArray[np.float32] = np.concatenate(parts)
+        return rows
+
+    def _agreed(self) -> Any:
+        """Return a session after checking its features against torch's, for one item and many."""
+        from retrieval.model import graph
+
+        graph.check_size(self._model)
+        chosen = np.linspace(0, len(self._dataset) - 1, min(TRIED, len(self._dataset)))
+        raw = RawInputs(self._dataset, self._model.preprocessing, budget=0)
+        samples = raw.batch(chosen.round().astype(np.int64))
+        signature = graph.Signature(
+            {"input": (self._rows, *self._shape)},
+            {"features": (self._rows, self._model.backbone.features)},
+        )
+        with graph.ready(self._model):
+            module = graph.FeatureEncoder(self._model).eval()
+            (reference,) = module(torch.from_numpy(samples))
+            example = torch.from_numpy(np.resize(samples, (self._rows, *self._shape)))
+            # The older exporter takes one second instead of sixteen, and with fixed sizes its
+            # graphs are as fast.
+            proto = graph.to_onnx(module, (example,), signature, exporter="torchscript")
+        session = graph.session(proto.SerializeToString())
+        expected = reference.numpy().astype(np.float64)
+        scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
+        for size in {1, self._rows}:
+            computed = self._run(session, samples, size)
+            if computed.shape != expected.shape or not (
+                np.abs(computed - expected).max() <= graph.TOLERANCE * scale
+            ):
+                raise BundleError("The graph of the backbone does not agree with torch.")
+        return session
 
 
 def fingerprint(backbone: Backbone) -> str:

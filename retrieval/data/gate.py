@@ -16,11 +16,7 @@ _BLOCK_BYTES = 1 << 24
 
 
 def usable(dataset: D, where: str) -> D:
-    """Return a dataset after checking that its items can be used.
-
-    Args:
-        dataset: the dataset.
-        where: subject of the error message: the file or the dataset.
+    """Return a dataset after checking that its items can be used; `where` begins error messages.
 
     Raises:
         DataError: vectors are not finite, items have no label, or keys are equal; the message lists

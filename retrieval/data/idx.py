@@ -18,14 +18,10 @@ _LIMIT = 1 << 31
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
-    """Return the array in an idx file of unsigned bytes.
+    """Return the array in an idx file of unsigned bytes; `.gz` files are decompressed.
 
     The header consists of two zero bytes, the type's code, the number of dimensions, and the length
     of each dimension as 32 bits (Y. LeCun's MNIST page).
-
-    Args:
-        path: the file; `.gz` files are decompressed.
-        dimensions: expected number of dimensions.
 
     Raises:
         DataError: the file is missing, damaged, cut short, or of another type or number of

@@ -94,10 +94,7 @@ def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]
 def by_class(
     indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
 ) -> NDArray[np.int64]:
-    """Return up to `number` of the indices, whole classes if these are small.
-
-    The classes, and the items of a large class, are evenly spaced.
-    """
+    """Return up to `number` of the indices, evenly spaced; whole classes if these are small."""
     if len(indices) <= number:
         return indices
     classes, counts = np.unique(labels[indices], return_counts=True)

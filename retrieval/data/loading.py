@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from statistics import median
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
@@ -40,9 +38,8 @@ BUDGET = 1 << 30
 """Largest number of bytes of decoded pixels kept in memory."""
 # Each thread gets several parts, because some images take longer.
 _PARTS_PER_THREAD = 4
-_TIMED_ITEMS = 4
-# Use threads from this time per item on; below it, they cost twice the CPU time and wait.
-_SECONDS_WORTH_A_THREAD = 0.4e-3
+
+T = TypeVar("T")
 
 
 class RawInputs:
@@ -76,7 +73,6 @@ class RawInputs:
         self.dataset = dataset
         self.preprocessing = preprocessing
         self.array = _as_inputs(dataset.arrays, preprocessing)
-        self._quick: dict[str, bool] = {}
         self._kept: NDArray[np.uint8] | None = None
         if self.array is None and preprocessing is not None:
             shape = (len(dataset), *preprocessing.shape)
@@ -115,23 +111,21 @@ class RawInputs:
                     self._map(
                         lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1]),
                         range(len(pixels)),
-                        "transform",
                     )
                 )
             return np.stack(
                 self._map(
                     lambda i: changes.changed(self._image(int(indices[i])), pre, draws[i]),
                     range(len(indices)),
-                    "crop",
                 )
             )
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
         if self._kept is not None:
             missing = np.unique(indices[~self._decoded[indices]])
-            self._map(self._keep, missing.tolist(), "decode")
+            self._map(self._keep, missing.tolist())
             return np.take(self._kept, indices, axis=0)
-        return np.stack(self._map(self._item, indices.tolist(), "decode"))
+        return np.stack(self._map(self._item, indices.tolist()))
 
     def _image(self, index: int) -> Image:
         item = self.dataset[index]
@@ -147,28 +141,15 @@ class RawInputs:
         self._kept[index] = self._item(index)
         self._decoded[index] = True
 
-    def _map(self, function: Any, jobs: Sequence[Any], work: str) -> list[Any]:
-        """Return a function's results for all jobs; use threads if the jobs are slow enough."""
+    def _map(self, function: Callable[[Any], T], jobs: Sequence[Any]) -> list[T]:
+        """Return a function's results for all jobs, in threads if images must be decoded."""
         if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads are slower
             return [function(job) for job in jobs]
-        done: list[Any] = []
-        if work not in self._quick:
-            spent = []
-            for job in jobs[:_TIMED_ITEMS]:
-                start = time.perf_counter()
-                done.append(function(job))
-                spent.append(time.perf_counter() - start)
-            # Ignore the first job, which loads code.
-            self._quick[work] = median(spent[1:]) < _SECONDS_WORTH_A_THREAD
-        remaining = jobs[len(done) :]
-        if self._quick[work]:
-            return done + [function(job) for job in remaining]
         # Submit images in parts: submitting one costs a twentieth of decoding a small image.
-        size = -(-len(remaining) // (_PARTS_PER_THREAD * _decoders())) or 1
-        parts = [remaining[start : start + size] for start in range(0, len(remaining), size)]
-        for part in self._threads.map(lambda part: [function(job) for job in part], parts):
-            done += part
-        return done
+        size = -(-len(jobs) // (_PARTS_PER_THREAD * _decoders()))
+        parts = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+        done = self._threads.map(lambda part: [function(job) for job in part], parts)
+        return [result for part in done for result in part]
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -314,9 +295,6 @@ class Workers:
         if iterator is not None:
             iterator._shutdown_workers()
             self._loader._iterator = None
-
-
-T = TypeVar("T")
 
 
 class TrainBatches:
@@ -471,15 +449,8 @@ def inputs(
 ) -> Iterator[Tensor]:
     """Yield items' raw inputs in order: uint8 (B, channels, H, W) or float32 (B, F).
 
-    Threads decode images one batch ahead of the caller.
-
-    Args:
-        dataset: the dataset; `dataset[i]` is called from several threads.
-        indices: the items (n,).
-        preprocessing: the backbone's preprocessing, or `None` for vectors.
-        batch: number of items at a time; the last batch may be smaller.
-        raw: the dataset's inputs, to share them with `TrainBatches`; by default nothing is kept in
-            memory.
+    Threads decode images one batch ahead of the caller. `raw` are the dataset's inputs, to share
+    them with `TrainBatches`; by default nothing is kept in memory.
 
     Raises:
         DataError: an item cannot be read, or dataset and backbone do not fit.

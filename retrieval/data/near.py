@@ -127,8 +127,7 @@ def near_pairs(
         spans: column ranges that are searched separately for candidates; `None` is all columns.
         measure: returns the distances (n,) of a row to n others, by row number. `None` is the
             Euclidean distance.
-        candidates: smallest number of candidates to measure, if `measure` does not order rows as
-            the Euclidean distance does.
+        candidates: smallest number of candidates, for a measure that orders rows otherwise.
         what: title of the progress display.
     """
     threads, size = cores(), len(vectors)

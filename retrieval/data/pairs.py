@@ -83,11 +83,7 @@ def read_pairs(file: Path, keys: Sequence[str]) -> LabelledPairs:
 
 
 def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str]]:
-    """Return pairs and problems like `read_pairs`, for callers that add problems of their own.
-
-    Raises:
-        DataError: the file cannot be read at all.
-    """
+    """Return pairs and problems like `read_pairs`, for callers that add problems of their own."""
     lines = _lines(file)
     start = next((line for line in lines if line.strip()), "")
     lfw = re.fullmatch(r"\s*\d+(\s+\d+)?\s*", start) is not None
@@ -339,14 +335,9 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
     """Read LFW's list of people: `people.txt`, or a list of its development view.
 
-    Args:
-        file: the list. With folds, it has their number, then for each fold the number of people and
-            a line `NAME images` per person. Without folds, it has one such list of people.
-        folds: whether the list has folds.
-
-    Returns:
-        A list of (line number, name, number of images) per fold (one list without folds), and the
-        problems found.
+    With folds, the list has their number, then for each fold the number of people and a line `NAME
+    images` per person. Without folds, it has one such list of people. Return (line number, name,
+    number of images) of each person by fold, and the problems.
 
     Raises:
         DataError: the file cannot be read.

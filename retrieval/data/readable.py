@@ -26,11 +26,7 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     """Return the indices of images that can be decoded, and a sentence for each other image.
 
     Each image is decoded in full, because a truncated file can have an intact header. The result is
-    cached until a file changes.
-
-    Args:
-        files: the images.
-        what: name of the data set, for messages.
+    cached until a file changes. `what` names the data set in messages.
 
     Raises:
         DataError: no image can be read.
@@ -62,11 +58,6 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
 
 def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
     """Return and log a sentence for each reason why files in a folder are left out.
-
-    Args:
-        files: the folder's files.
-        folder: the folder.
-        skip_bad: whether to leave out broken links.
 
     Raises:
         DataError: a link is broken, and `skip_bad` is false.

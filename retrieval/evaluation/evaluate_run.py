@@ -119,10 +119,10 @@ def resolve_metrics(
     plugins: Plugins,
     always: Sequence[str | Mapping[str, Any]] = (),
 ) -> dict[str, Metric]:
-    """Return metrics by the names of their values.
+    """Return metrics, and those in `always`, by the names of their values.
 
     A metric is the short name of a built-in, `PLUGIN.NAME`, or a table `{name = …, parameters}`,
-    whose value is named `NAME(parameter=value, …)`. `always` holds metrics to add.
+    whose value is named `NAME(parameter=value, …)`.
 
     Raises:
         RetrievalError: a metric does not exist, or its parameters do not fit.

@@ -235,17 +235,15 @@ def _ranking(search: Search, query_class: Ints, item_class: Ints) -> Ranking | N
     plain = search.distance is None and search.hidden is None and search.block is None
     if not (on_cpu and plain and 1 < len(item_class) <= RANKED_ITEMS):
         return None
-    names = ("queries", "gallery") if search.gallery is not None else ("gallery",)
-    sides = [
-        as_tensor(codes, name).cpu()
-        for name, codes in zip(names, (search.queries, search.gallery), strict=False)
-    ]
-    if sides[0].shape[1] != sides[-1].shape[1] or not sides[0].shape[1]:
+    itself = search.gallery is None
+    ours = as_tensor(search.queries, "gallery" if itself else "queries").cpu()
+    theirs = ours if search.gallery is None else as_tensor(search.gallery, "gallery").cpu()
+    if ours.shape[1] != theirs.shape[1] or not ours.shape[1]:
         return None
     # float32 is exact for half precision
-    kind = torch.float64 if any(side.dtype == torch.float64 for side in sides) else torch.float32
-    ours, *theirs = (side.to(kind).numpy() for side in sides)
-    return Ranking(ours, theirs[0] if theirs else None, query_class, item_class)
+    kind = torch.float64 if torch.float64 in (ours.dtype, theirs.dtype) else torch.float32
+    gallery = None if itself else theirs.to(kind).numpy()
+    return Ranking(ours.to(kind).numpy(), gallery, query_class, item_class)
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
@@ -524,8 +522,7 @@ def cluster_figures(
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,).
 
     Raises:
-        DataError: there are no codes, their number differs from that of the labels, or a label is
-            missing.
+        DataError: there are no codes, or not one label a code.
     """
     if len(codes) != len(labels) or not len(codes):
         raise DataError(

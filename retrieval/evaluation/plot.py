@@ -53,6 +53,16 @@ class Picture(Figure):
         return out.getvalue()
 
 
+def svg(figure: Figure) -> bytes:
+    """Return a figure as SVG; equal figures result in equal bytes."""
+    import matplotlib as mpl
+
+    out = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "none"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
 def neighbours(
     index: Index,
     queries: Any,
@@ -294,19 +304,19 @@ def map(
             f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one"
             " label."
         )
-    plane, title = _plane(points, method, seed)
+    positions, title = plane(points, method, seed)
     figure = Picture(6.4, 4.8)
     panel = figure.subplots()
     classes, numbers = np.unique(names, return_inverse=True)
     if len(classes) <= NAMED:
         for number, name in enumerate(classes):
-            own = plane[numbers == number]
+            own = positions[numbers == number]
             panel.scatter(own[:, 0], own[:, 1], s=8, color=f"C{number}", label=str(name))
         panel.legend(
             frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), title="class"
         )
     else:
-        panel.scatter(plane[:, 0], plane[:, 1], s=8, c=numbers, cmap="turbo")
+        panel.scatter(positions[:, 0], positions[:, 1], s=8, c=numbers, cmap="turbo")
     panel.set(
         title=f"{title}, {len(points):,} items of {len(classes):,} classes", xticks=[], yticks=[]
     )
@@ -314,22 +324,28 @@ def map(
     return figure
 
 
-def _plane(
-    points: np.ndarray[Any, Any], method: str, seed: int
+def plane(
+    points: np.ndarray[Any, Any],
+    method: str,
+    seed: int = 0,
+    distances: np.ndarray[Any, Any] | None = None,
 ) -> tuple[np.ndarray[Any, Any], str]:
-    """Return the items' positions (N, 2), and a description of the map."""
+    """Return items' positions (N, 2), t-SNE by their distances (N, N) if given, and a title."""
     if method == "pca":
         from sklearn.decomposition import PCA
 
         pca = PCA(2, svd_solver="full")
-        plane = pca.fit_transform(points)
+        positions = pca.fit_transform(points)
         total = points.var(axis=0, ddof=1).sum()
         share = pca.explained_variance_.sum() / total if total else 1
-        return plane, f"PCA: {100 * share:.0f} % of the variance"
+        return positions, f"PCA: {100 * share:.0f} % of the variance"
     if method == "tsne":
         from sklearn.manifold import TSNE
 
         perplexity = min(30.0, (len(points) - 1) / 3)
-        tsne = TSNE(2, perplexity=perplexity, init="random", random_state=seed)
-        return tsne.fit_transform(points), "t-SNE"
+        options = {"perplexity": perplexity, "init": "random", "random_state": seed, "n_jobs": 1}
+        if distances is None:
+            return TSNE(2, **options).fit_transform(points), "t-SNE"
+        tsne = TSNE(2, metric="precomputed", **options)
+        return tsne.fit_transform(distances), "t-SNE by the learned distance"
     raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")

@@ -69,7 +69,7 @@ class Protocol:
         if keys := [key for key in KEYS if getattr(table, key) not in (None, [])]:
             raise DataError(
                 f"[evaluate] {', '.join(keys)}: a bundle measures no such metrics. "
-                "Leave out --bundle, or --set the key to its default."
+                "Leave out the bundle, or set the key to its default."
             )
 
     def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Measured:

@@ -62,10 +62,9 @@ class Ranking:
             queries = items if gallery is None else np.ldexp(queries, shift)
         self._queries, self._items = queries, items
         self._query_class, self._item_class = query_class, item_class
-        self._scale = 2.0 ** -max(-1000, min(1000, exponent))
-        parts = [items[i : i + _ROWS] * self._scale for i in range(0, len(items), _ROWS)]
-        self._centre = np.sum([part.sum(0, dtype=np.float64) for part in parts], 0) / len(items)
-        del parts
+        self._scale = np.float64(2.0 ** -max(-1000, min(1000, exponent)))
+        sums = ((items[i : i + _ROWS] * self._scale).sum(0) for i in range(0, len(items), _ROWS))
+        self._centre = sum(sums, np.zeros(items.shape[1])) / len(items)
         factors, norms = self._factored(items)
         self._factors, self._longest = np.ascontiguousarray(factors.T), norms.max()
         self.block = max(16, min(512, _PAIRS // len(items)))
@@ -115,7 +114,7 @@ class Ranking:
         with np.errstate(over="ignore"):
             for start in range(0, len(codes), _ROWS):
                 part = slice(start, start + _ROWS)
-                out[part, :-2] = codes[part] * np.float64(self._scale) - self._centre
+                out[part, :-2] = codes[part] * self._scale - self._centre
                 squares = np.square(out[part, :-2], dtype=np.float64).sum(1)
                 out[part, -2], norms[part] = squares / 2, np.sqrt(squares)
         return out, norms

@@ -43,15 +43,6 @@ class Roc:
     far: Floats
     tar: Floats
 
-    def corners(self, same: int, different: int) -> Roc:
-        """Return the curve without points inside straight lines, given the numbers of pairs."""
-        steps = np.stack(
-            [np.rint(np.diff(self.tar) * same), np.rint(np.diff(self.far) * different)]
-        )
-        across = steps[0, 1:] * steps[1, :-1] != steps[0, :-1] * steps[1, 1:]
-        kept = np.concatenate([[True], across, [True]])
-        return Roc(self.threshold[kept], self.far[kept], self.tar[kept])
-
 
 @dataclass(frozen=True)
 class Verification:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -368,18 +368,26 @@ def write(
     results: Mapping[str, Any],
 ) -> None:
     """Write the curves, pairs and metrics of a verification, all files or none."""
-    counts = int(pairs.same.sum()), int((~pairs.same).sum())
-    curves = {row: verified.roc.corners(*counts) for row, verified in measured.items()}
     points = _csv(
         ("contestant", "threshold", "far", "tar"),
         (
-            (row, *map(repr, map(float, point)))
-            for row, roc in curves.items()
-            for point in zip(roc.threshold, roc.far, roc.tar, strict=True)
+            (row, *map(float, point))
+            for row, verified in measured.items()
+            for point in zip(
+                verified.roc.threshold, verified.roc.far, verified.roc.tar, strict=True
+            )
         ),
     )
-    used = _csv(("first", "second", "same", "fold", "distance"), _pair_rows(run, pairs, trained))
-    picture = draw_roc({row: (curves[row], measured[row].values["auc"]) for row in measured})
+    keys, fold = run.dataset.keys, pairs.fold
+    assert fold is not None
+    columns = zip(pairs.first, pairs.second, pairs.same, fold, trained.tolist(), strict=True)
+    used = _csv(
+        ("first", "second", "same", "fold", "distance"),
+        ((keys[a], keys[b], int(same), pairs.folds[k], d) for a, b, same, k, d in columns),
+    )
+    picture = draw_roc(
+        {row: (verified.roc, verified.values["auc"]) for row, verified in measured.items()}
+    )
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
     try:
         # no file is renamed into place before all are written
@@ -395,17 +403,6 @@ def write(
     write_json(run.path / f"verification-{side}.json", results)
 
 
-def _pair_rows(
-    run: Run, pairs: LabelledPairs, distances: NDArray[np.float64]
-) -> Iterator[list[str]]:
-    keys, fold = run.dataset.keys, pairs.fold
-    assert fold is not None
-    for a, b, same, k, d in zip(
-        pairs.first, pairs.second, pairs.same, fold, distances, strict=True
-    ):
-        yield [keys[a], keys[b], str(int(same)), pairs.folds[k], repr(float(d))]
-
-
 def _csv(header: tuple[str, ...], rows: Any) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -416,29 +413,18 @@ def _csv(header: tuple[str, ...], rows: Any) -> str:
 
 def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
     """Return ROC curves with their AUC by contestant as SVG; equal curves give equal bytes."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
+    from retrieval.evaluation.plot import Picture, svg
 
-    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(5.2, 5.0), layout="constrained")
-        FigureCanvasSVG(figure)
-        axis = figure.subplots()
-        styles = ("-", "--", ":", "-.")  # distinguishable without colours
-        for i, (name, (roc, auc)) in enumerate(curves.items()):
-            axis.plot(
-                roc.far, roc.tar, linestyle=styles[i % len(styles)], label=f"{name} (AUC {auc:.4f})"
-            )
-        # this line crosses each curve at its equal error rate
-        axis.plot([0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0)
-        axis.set(
-            xlabel="false accept rate (FAR)",
-            ylabel="true accept rate (TAR)",
-            xlim=(-0.01, 1.01),
-            ylim=(-0.01, 1.01),
-        )
-        axis.set_aspect("equal")
-        axis.legend(loc="lower right", frameon=False)
-        out = io.BytesIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
+    figure = Picture(5.2, 5.0)
+    axis = figure.subplots()
+    styles = ("-", "--", ":", "-.")  # distinguishable without colours
+    for i, (name, (roc, auc)) in enumerate(curves.items()):
+        label = f"{name} (AUC {auc:.4f})"
+        axis.plot(roc.far, roc.tar, linestyle=styles[i % len(styles)], label=label)
+    # this line crosses each curve at its equal error rate
+    axis.plot([0, 1], [1, 0], color="0.8", linewidth=0.8, zorder=0)
+    axis.set(xlabel="false accept rate (FAR)", ylabel="true accept rate (TAR)")
+    axis.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.01))
+    axis.set_aspect("equal")
+    axis.legend(loc="lower right", frameon=False)
+    return svg(figure)

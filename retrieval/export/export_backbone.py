@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from retrieval.host.cores import cores
 from retrieval.host.plugin_calls import calling
 from retrieval.host.plugins import Plugins, load_plugins
 from retrieval.model.contracts import Backbone
-from retrieval.model.graph import OPSET, TOLERANCE, Exporter
+from retrieval.model.graph import TOLERANCE
 from retrieval.model.guard import check_width
 from retrieval.model.model import Model, Normalize, linear_head
 from retrieval.model.products import check_backbone
@@ -57,7 +57,7 @@ class Photos:
         DataError: a place does not exist, or the places hold no image.
     """
 
-    def __init__(self, places: Sequence[StrPath], seed: int) -> None:
+    def __init__(self, places: Sequence[StrPath]) -> None:
         files_found: dict[Path, None] = {}
         for place in map(Path, places):
             if not place.exists():
@@ -72,7 +72,7 @@ class Photos:
         if not files_found:
             raise DataError("There are no photos: name files or folders of them.")
         files = list(files_found)
-        self.files = [files[i] for i in np.random.default_rng(seed).permutation(len(files))]
+        self.files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
         """Yield the first `most` photos as uint8 (B, channels, H, W), decoded ahead in threads.
@@ -150,9 +150,9 @@ _EXACT_WIDTH = 4096
 """Wider features use scikit-learn's randomised solver, because their covariance is too large."""
 
 
-def affordable(features: int, most: int) -> int:
-    """Return the number of photos for whitening: `most`, or as many as half a gigabyte holds."""
-    return max(1, min(most, _FEATURE_BYTES // (4 * features)))
+def affordable(features: int) -> int:
+    """Return the most photos for whitening: 20,000, or as many as half a gigabyte holds."""
+    return max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * features)))
 
 
 def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[np.float32]:
@@ -282,14 +282,10 @@ class BackboneEncoder(Encoder):
         whiten: Places = (),
         dimensions: int | None = None,
         photos: Places = (),
-        most_photos: int = MOST_PHOTOS,
-        seed: int = 0,
         variants: VariantName | Sequence[VariantName] = (),
         split: bool = False,
         allow_drift: bool = False,
         tolerance: float = TOLERANCE,
-        opset: int = OPSET,
-        exporter: Literal["auto"] | Exporter = "auto",
         replace: bool = False,
         progress: Progress = True,
     ) -> BundleEncoder:
@@ -306,15 +302,11 @@ class BackboneEncoder(Encoder):
                 features if that is smaller.
             photos: files and folders of photos that verify the bundle, by default those of
                 `whiten`. With the int8 variant, half of them calibrate it instead.
-            most_photos: most photos for whitening; of more, a random sample is used.
-            seed: seed of the random order of photos.
             variants: further precisions of the encoder: "fp16", "int8".
             split: write the encoder as two graphs, backbone and head, so that an index can keep
                 features and apply other heads to them.
             allow_drift: see `Run.export`.
             tolerance: see `Run.export`.
-            opset: see `Run.export`.
-            exporter: see `Run.export`.
             replace: whether a bundle at `output` may be replaced.
             progress: True shows a bar, False nothing; a function is called with (what, done,
                 total).
@@ -332,21 +324,19 @@ class BackboneEncoder(Encoder):
             (variants,) if isinstance(variants, str) else variants
         )
         refuse_existing(Path(output), replace)
-        fitted = _photos(whiten, seed)
-        checked = _photos(photos, seed) or fitted
+        fitted = _photos(whiten)
+        checked = _photos(photos) or fitted
         if dimensions is not None and fitted is None:
             raise BundleError(
                 "Dimensions are those of whitened vectors: name photos to whiten by, too."
             )
-        if most_photos < 1:
-            raise BundleError(f"At least 1 photo is needed, not {most_photos}.")
         if "int8" in variant_names and checked is None:
             raise BundleError(
                 "The int8 variant is calibrated on photos, and none are named (photos, or whiten)."
             )
         built = Model(self.model.backbone, nn.Identity())
         if fitted is not None:
-            built.head = _whitening(built, fitted, most_photos, dimensions)
+            built.head = _whitening(built, fitted, dimensions)
         items, calibration = _items(built, checked, "int8" in variant_names)
         with Meter("export", 0, "steps") as meter:
             export_model(
@@ -359,8 +349,6 @@ class BackboneEncoder(Encoder):
                 split=split,
                 allow_drift=allow_drift,
                 tolerance=tolerance,
-                opset=opset,
-                exporter=exporter,
                 replace=replace,
                 progress=lambda step, number, of: meter.reach(number, of, step),
             )
@@ -373,16 +361,16 @@ class BackboneEncoder(Encoder):
             yield self.export(Path(folder) / "bundle", progress=False).path
 
 
-def _photos(places: Places, seed: int) -> Photos | None:
+def _photos(places: Places) -> Photos | None:
     """Return the photos in `places`; `None` without places."""
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
-    return Photos(listed, seed) if listed else None
+    return Photos(listed) if listed else None
 
 
-def _whitening(model: Model, photos: Photos, most: int, dimensions: int | None) -> nn.Module:
+def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Module:
     assert model.preprocessing is not None
     width = model.backbone.features
-    batches = photos.batches(model.preprocessing, affordable(width, most))
+    batches = photos.batches(model.preprocessing, affordable(width))
     return whitening_head(features_of(model, batches), dimensions)
 
 

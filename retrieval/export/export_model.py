@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from retrieval.export.verify import (
 )
 from retrieval.host import files
 from retrieval.model.contracts import Combiner
-from retrieval.model.graph import OPSET, TOLERANCE, Exporter, check_size, ready, session
+from retrieval.model.graph import OPSET, TOLERANCE, check_size, ready, session
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
@@ -122,8 +122,6 @@ def export_model(
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     evaluation: Mapping[str, float] | None = None,
-    opset: int = OPSET,
-    exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Manifest:
@@ -147,7 +145,7 @@ def export_model(
             the codes of `items`.
         evaluation: metrics for the manifest.
         progress: called with each step's name, its number from 0, and the number of steps.
-        variants, split, allow_drift, tolerance, opset, exporter, replace: see `Run.export`.
+        variants, split, allow_drift, tolerance, replace: see `Run.export`.
 
     Raises:
         BundleError: `output` exists, the items do not fit the model, torch cannot export it, the
@@ -160,7 +158,7 @@ def export_model(
     single = not split or bool(variants)
     step = _counted(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
     with ready(model), whole_folder(Path(output), replace=replace) as folder:
-        export = Graphs(model, items, tolerance, opset, exporter, step)
+        export = Graphs(model, items, tolerance, step)
         export.check()
         halves = _write_split(folder, export) if split else None
         largest = export.worst.value
@@ -187,7 +185,7 @@ def export_model(
             folder,
             {
                 "name": name,
-                "opset": opset,
+                "opset": OPSET,
                 **_description(model, items, export.outputs),
                 "encoder": None if split else "encoder.onnx",
                 "split": halves,

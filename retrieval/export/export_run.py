@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model
 from retrieval.export.variants import VariantName
 from retrieval.export.verify import is_normalized
-from retrieval.model.graph import OPSET, TOLERANCE, Exporter, ready
+from retrieval.model.graph import TOLERANCE, ready
 from retrieval.model.model import Model, Normalize, Prefix
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.bundle import Bundle
@@ -40,8 +40,6 @@ def export(
     split: bool = False,
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
-    opset: int = OPSET,
-    exporter: Literal["auto"] | Exporter = "auto",
     replace: bool = False,
     progress: Progress = True,
 ) -> BundleEncoder:
@@ -61,9 +59,6 @@ def export(
         allow_drift: write a variant even if its vectors are further from the encoder's than
             `variants.DRIFT`.
         tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
-        opset: version of the ONNX operators.
-        exporter: "auto" uses torch's current exporter ("dynamo"), or the older one ("torchscript")
-            if that fails.
         replace: whether a bundle at `output` may be replaced.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
@@ -105,8 +100,6 @@ def export(
             allow_drift=allow_drift,
             tolerance=tolerance,
             evaluation=_evaluation(run.path) if whole else None,
-            opset=opset,
-            exporter=exporter,
             replace=replace,
             progress=lambda step, number, of: meter.reach(number, of, step),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +40,8 @@ QUERIES = 16
 NEAR = 0.01
 """Pairs nearer than this share of the mean distance are not compared."""
 
+EXPORTERS: Sequence[Exporter] = ("dynamo", "torchscript")
+"""torch's exporters; the first whose graph agrees with torch is used."""
 _OVERLAP = (10, 20, 50, 100, 200, 500)
 """Numbers of candidates for which the manifest records the overlap."""
 
@@ -70,19 +72,14 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
     Raises:
         BundleError: the model fails, or returns NaN or infinity.
     """
-    parts: list[tuple[torch.Tensor, ...]] = []
-    for start in range(0, len(items), batch):
-        inputs = torch.from_numpy(np.ascontiguousarray(items[start : start + batch]))
-        try:
-            parts.append(encoder(inputs))
-        except Exception as fault:  # whatever the model's code raises
-            raise BundleError(
-                f"The model fails on items of shape {items.shape[1:]}: {first_line(fault)}"
-            ) from fault
-    outputs = {
-        name: torch.cat([part[column] for part in parts]).numpy()
-        for column, name in enumerate(encoder.names)
-    }
+    try:
+        parts = [encoder(torch.from_numpy(inputs)) for inputs in _batches(items, batch)]
+    except Exception as fault:  # whatever the model's code raises
+        raise BundleError(
+            f"The model fails on items of shape {items.shape[1:]}: {first_line(fault)}"
+        ) from fault
+    columns = zip(encoder.names, zip(*parts, strict=True), strict=True)
+    outputs = {name: torch.cat(column).numpy() for name, column in columns}
     for name, values in outputs.items():
         if values.ndim != 2:
             raise BundleError(
@@ -106,8 +103,7 @@ def onnx_outputs(
         BundleError: ONNX Runtime fails, or the number of rows changes.
     """
     parts = []
-    for start in range(0, len(items), batch):
-        inputs = np.ascontiguousarray(items[start : start + batch])
+    for inputs in _batches(items, batch):
         try:
             parts.append(run(list(names), {"input": inputs}))
         except Exception as fault:  # ONNX Runtime's errors share no public base class
@@ -122,9 +118,13 @@ def onnx_outputs(
                     f"The exported graph gives {len(values)} rows of '{name}' for a batch of"
                     f" {len(inputs)}."
                 )
-    return {
-        name: np.concatenate([part[column] for part in parts]) for column, name in enumerate(names)
-    }
+    columns = zip(names, zip(*parts, strict=True), strict=True)
+    return {name: np.concatenate(column) for name, column in columns}
+
+
+def _batches(items: NDArray[Any], size: int) -> Iterator[NDArray[Any]]:
+    for start in range(0, len(items), size):
+        yield np.ascontiguousarray(items[start : start + size])
 
 
 def length_scale(values: Floats) -> float:
@@ -205,48 +205,29 @@ def check_repeatable(
     Raises:
         BundleError: the outputs differ between two runs, or between an item alone and in a batch.
     """
-    sample = items[:ODD]
-    for batch, cause in (
+    # for the second run, the same batch as in the first
+    for batch, part, cause in (
         (
             BATCH,
-            (
-                "it gives other numbers each time: dropout, or another random layer, runs in"
-                " evaluation mode too."
-            ),
+            items[:BATCH],
+            "it gives other numbers each time: dropout, or another random layer, runs in"
+            " evaluation mode too.",
         ),
         (
             1,
-            (
-                "an item's vector depends on which others are in the batch: batch normalisation, or"
-                " another statistic of the batch, is computed in evaluation mode too."
-            ),
+            items[:ODD],
+            "an item's vector depends on which others are in the batch: batch normalisation, or"
+            " another statistic of the batch, is computed in evaluation mode too.",
         ),
     ):
-        # for the second run, the same batch as in the first
-        part = items[:BATCH] if batch == BATCH else sample
         for name, values in torch_outputs(encoder, part, batch).items():
-            gap = np.abs(values - outputs[name][: len(part)]).max(axis=1) / length_scale(
-                outputs[name]
-            )
+            gap = np.abs(values - outputs[name][: len(part)]).max(axis=1)
+            gap = gap / length_scale(outputs[name])
             if gap.max() > tolerance:
                 raise BundleError(
                     f"The model disagrees with itself by {gap.max():.2g} in '{name}' of item"
                     f" {gap.argmax()}: {cause}"
                 )
-
-
-def likely_cause(encoder: Encoder) -> str:
-    """Return why the graph may disagree with a repeatable model."""
-    types = {str(p.dtype).removeprefix("torch.") for p in encoder.parameters()} - {"float32"}
-    if types:
-        return (
-            f"Parameters of type {', '.join(sorted(types))} round differently: call model.float()"
-            " first."
-        )
-    return (
-        "The exporter translates a layer wrongly: try the other one (exporter='torchscript' or"
-        " 'dynamo')."
-    )
 
 
 def merged_distances(
@@ -398,22 +379,12 @@ class Graphs:
     """
 
     def __init__(
-        self,
-        model: Model,
-        items: NDArray[Any],
-        tolerance: float,
-        opset: int,
-        exporter: Literal["auto"] | Exporter,
-        step: Callable[[str], None],
+        self, model: Model, items: NDArray[Any], tolerance: float, step: Callable[[str], None]
     ) -> None:
         self._module = Encoder(model).eval()
         self.combiner = model.combiner
         self.items = items
         self._tolerance = tolerance
-        self._opset = opset
-        self._exporters: Sequence[Exporter] = (
-            ("dynamo", "torchscript") if exporter == "auto" else (exporter,)
-        )
         self._step = step
         self.outputs = torch_outputs(self._module, items)
         self.worst = Difference(0.0, "", 0, 0)
@@ -500,12 +471,8 @@ class Graphs:
     def _codes(self) -> Floats:
         if "code" in self.outputs:
             return self.outputs["code"]
-        parts = [
-            self._module.model(
-                torch.from_numpy(np.ascontiguousarray(self.items[start : start + 64]))
-            )[1].float()
-            for start in range(0, len(self.items), 64)
-        ]
+        model = self._module.model
+        parts = [model(torch.from_numpy(x))[1].float() for x in _batches(self.items, BATCH)]
         return torch.cat(parts).numpy()
 
     def _agreed(
@@ -519,9 +486,9 @@ class Graphs:
         """Return the graph of the first exporter that agrees with torch."""
         complaints: list[BundleError] = []
         self._step(f"exporting the {what} and comparing it with torch")
-        for exporter in self._exporters:
+        for exporter in EXPORTERS:
             try:
-                proto = to_onnx(module, example, signature, opset=self._opset, exporter=exporter)
+                proto = to_onnx(module, example, signature, exporter=exporter)
                 graph: bytes = proto.SerializeToString()
                 self.worst = compare(graph)
             except BundleError as fault:
@@ -536,7 +503,14 @@ class Graphs:
         worst = self.worst
         if what != "rescorer":
             where = f"in '{worst.output}' of item {worst.item}, in a batch of {worst.batch}"
-            cause = likely_cause(self._module)
+            kinds = {str(p.dtype).removeprefix("torch.") for p in self._module.parameters()}
+            kinds -= {"float32"}
+            cause = (
+                f"Parameters of type {', '.join(sorted(kinds))} round differently: call"
+                " model.float() first."
+                if kinds
+                else "torch's exporter translates a layer wrongly."
+            )
         else:
             where = f"in the distance to item {worst.item}, with {worst.batch} queries at once"
             cause = "compute_mat may depend on how many queries or items it is given."

@@ -149,7 +149,6 @@ def to_onnx(
     example: tuple[Tensor, ...],
     signature: Signature,
     *,
-    opset: int,
     exporter: Exporter,
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
@@ -157,14 +156,8 @@ def to_onnx(
     torch's current exporter "dynamo" is the default. Its graphs are as fast as those of the
     deprecated "torchscript" or faster (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes
     against 609, 10.6 ms against 14.2), but it takes seconds instead of tenths of a second.
-    Both trace, so control flow that depends on input values is fixed by the example.
-
-    Args:
-        module: a module that returns one tensor or a tuple of tensors.
-        example: inputs with at least two rows, because a batch of one would become a constant.
-        signature: names and shapes of inputs and outputs, in order.
-        opset: version of ONNX's operators.
-        exporter: "dynamo" or "torchscript".
+    Both trace, so control flow that depends on input values is fixed by the example, which has at
+    least two rows, because a batch of one would become a constant.
 
     Raises:
         BundleError: torch cannot export it.
@@ -176,7 +169,7 @@ def to_onnx(
     options: dict[str, Any] = {
         "input_names": list(signature.inputs),
         "output_names": list(signature.outputs),
-        "opset_version": opset,
+        "opset_version": OPSET,
     }
     try:
         with quiet():
@@ -203,8 +196,6 @@ def to_onnx(
                 proto = onnx.load_from_string(file.getvalue())
     except Exception as fault:  # exporters raise any error of the traced code or of an operator
         raise BundleError(f"torch cannot export it ({exporter}): {first_line(fault)}") from fault
-    if (written := opset_of(proto)) != opset:
-        raise BundleError(f"torch wrote opset {written}, not {opset}. Take opset={OPSET}.")
     return clean(proto, signature, exporter)
 
 
@@ -245,13 +236,6 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
                     dim.dim_value = size
     onnx.helper.set_model_props(proto, {"exporter": exporter})
     return proto
-
-
-def opset_of(proto: onnx.ModelProto) -> int:
-    """Return the version of ONNX's own operators in a graph."""
-    return max(
-        int(entry.version) for entry in proto.opset_import if entry.domain in ("", "ai.onnx")
-    )
 
 
 def session(graph: bytes, threads: int | None = None) -> Any:

@@ -128,12 +128,9 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
 
 
 def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> Pairs:
-    """Return a miner's indices as anchors, positives, anchors again, negatives.
+    """Return a miner's three or four tensors as anchors, positives, anchors, negatives.
 
-    Args:
-        indices: (anchor, positive, negative) or (anchor, positive, anchor, negative).
-        shape: number of embeddings and number of references.
-        device: device of the embeddings.
+    `shape` are the numbers of embeddings and of references.
 
     Raises:
         ValueError: the indices are not three or four tensors of matching length, or an index is

@@ -128,14 +128,9 @@ def row_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return sums (K,) and counts (K,) of some rows' numbers for the loss's K sub-losses.
 
-    Args:
-        loss: a loss whose `rows_of` is "items" or "anchors".
-        kind: "items" or "anchors".
-        rows: embeddings (R, C) of the rows.
-        labels: labels (R,) of the rows.
-        whole: embeddings (B, C) and labels (B,) of the batch, for "anchors".
-        start: position of the first row in the batch.
-        indices: the miner's pairs or triplets in the batch, or `None` without a miner.
+    `rows` (R, C) have `labels` (R,) and begin at position `start` of the `whole` batch (B, C) with
+    labels (B,). `kind` is the loss's `rows_of`, "items" or "anchors". `indices` are the miner's in
+    the batch, or `None`.
     """
     arguments: tuple[Any, ...] = ()
     by_labels = getattr(loss, "rows_by_labels", False)

@@ -55,10 +55,7 @@ class Evaluate(Section):
     )
     by: str | None = Field(
         None,
-        description=(
-            "A column of metadata, such as `vendor`. Adds separate metrics for the queries of each"
-            " value."
-        ),
+        description="A column of metadata, such as `vendor`, for separate metrics of each value.",
     )
     gallery_items: Count | None = Field(
         None,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,12 +14,8 @@ from retrieval.errors import did_you_mean
 from retrieval.host.lazy import optimizing
 from retrieval.recipe.tables import Optimizer, Schedule
 
-SHAPES: dict[str, Callable[[float], float]] = {
-    "constant": lambda done: 1.0,
-    "linear": lambda done: 1.0 - done,
-    "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
-}
-"""Factor of the learning rate for each built-in schedule, by the part of it that is done (0–1)."""
+SHAPES = ("constant", "linear", "cosine")
+"""The built-in schedules."""
 
 
 def _classes(module: Any, base: type) -> dict[str, Any]:
@@ -88,12 +82,7 @@ def check_schedule(section: Schedule, where: str) -> list[str]:
             f"{where} options.{key}: '{section.name}' takes no options." for key in section.options
         ]
     known = _classes(lr_scheduler, lr_scheduler.LRScheduler)
-    for needs_more in (
-        "LambdaLR",
-        "MultiplicativeLR",
-        "ChainedScheduler",
-        "SequentialLR",
-    ):
+    for needs_more in ("LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR"):
         known.pop(needs_more, None)  # these need functions or other schedules
     if section.name not in known:
         names = [*SHAPES, *sorted(known)]

@@ -5,7 +5,7 @@ Each message names both sides of a conflict and says what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrieval.errors import PluginError, RetrievalError
@@ -14,7 +14,7 @@ from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import DICTIONARY, OBJECT
 
 if TYPE_CHECKING:
-    from retrieval.recipe.tables import Tables
+    from retrieval.recipe.tables import Phase, Tables
 
 
 def check_names(recipe: Tables) -> list[str]:
@@ -75,32 +75,204 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
     return f" It is an argument of {section.name}: write options.{place[1]}."
 
 
+Rule = tuple[Any, str]
+"""Whether something is wrong, and what."""
+
+
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
     """Return conflicts between a recipe's tables; `present` are the component tables it has."""
-    present = set(present)
-    problems = []
-    if ("loss" in present) == ("learner" in present):
-        problems.append(
-            "a recipe needs either a [loss] or a [learner]"
-            + (", not both: remove one." if "loss" in present else "; it has neither.")
+    has = set(present)
+    rules = [*_trained(recipe, has), *_generator(recipe, has), *_once(recipe, has)]
+    rules += _training(recipe, has)
+    for phase in recipe.phase:
+        rules += _phase(recipe, phase, has)
+    problems = [sentence for wrong, sentence in rules if wrong]
+    return _loss(recipe) + problems
+
+
+def _trained(recipe: Tables, has: set[str]) -> Iterator[Rule]:
+    """Yield rules of the loss, the learner and the head."""
+    needs = "a recipe needs either a [loss] or a [learner]"
+    yield {"loss", "learner"} <= has, f"{needs}, not both: remove one."
+    yield not {"loss", "learner"} & has, f"{needs}; it has neither."
+    for name in ("combiner", "miner", "generator"):
+        yield (
+            name in has and "learner" in has and "loss" not in has,
+            f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two.",
         )
-    elif "learner" in present:
-        problems += [
-            f"[{name}] needs a [loss], and a [learner] cannot use it. Remove one of the two."
-            for name in ("combiner", "miner", "generator")
-            if name in present
-        ]
-    if recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given":
-        problems.append(
-            f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that is the'
-            ' dataset. Set by = "given", or give one dataset.'
+    head = recipe.head
+    for name, changed in (
+        ("identity", head.identity),
+        ("hidden", head.hidden),
+        ("normalize", not head.normalize),
+    ):
+        yield (
+            changed and "combiner" in has,
+            f"[head] {name}: a [combiner] brings its own head. Remove one of the two.",
         )
-    return (
-        problems
-        + _loss(recipe)
-        + _generator(recipe, present)
-        + _rates(recipe, present)
-        + _training(recipe, present)
+
+
+def _generator(recipe: Tables, has: set[str]) -> Iterator[Rule]:
+    """Yield rules of the generator and its learning rates."""
+    train, own = recipe.train, recipe.generator_optimizer
+    for key, changed in (
+        ("[generator_optimizer]", own),
+        ("[train] real_weight", train.real_weight),
+        ("[train] coupling", train.coupling != "separate"),
+        ("[train] mine", train.mine != "before"),
+    ):
+        yield (
+            changed and "generator" not in has,
+            f"{key} is of no use without a [generator]. Remove it.",
+        )
+    yield (
+        train.loss_weight != 1 and not has & {"generator", "combiner"},
+        "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the"
+        " [optimizer]'s lr.",
+    )
+    for part in own.lr_factor if own else ():
+        yield (
+            part != "generator",
+            f"[generator_optimizer] lr_factor.{part}: this optimiser trains only the generator. Set"
+            " the factor in [optimizer] lr_factor.",
+        )
+    yield (
+        own and "generator" in recipe.optimizer.lr_factor,
+        "[optimizer] lr_factor.generator: the generator has its own [generator_optimizer]. Set the"
+        " learning rate there.",
+    )
+
+
+def _once(recipe: Tables, has: set[str]) -> Iterator[Rule]:
+    """Yield rules of a backbone whose features are computed only once."""
+    train, learner = recipe.train, "learner" in has
+    frozen = recipe.backbone.frozen
+    by = "[backbone] frozen = true" if frozen else "a [learner]"
+    once = f"with {by} its features are computed only once"
+    yield (
+        (frozen or learner) and recipe.augmentation.active,
+        f"[augmentation] changes images in every epoch, but {once}. "
+        + ("Remove one of the two." if frozen else "Remove the [augmentation]."),
+    )
+    yield (
+        (frozen or learner) and train.compile,
+        f"[train] compile speeds up a training backbone, but {once}. Remove compile.",
+    )
+    yield (
+        (frozen or learner) and train.chunk,
+        f"[train] chunk saves memory of a training backbone, but {once}. Remove chunk.",
+    )
+    for key, changed in (
+        ("[lora]", recipe.lora),
+        ("[train] ema", train.ema),
+        ("[train] average_last", train.average_last),
+    ):
+        yield (
+            learner and changed,
+            f"{key}: a [learner] is fitted once, without training steps. Remove {key}.",
+        )
+    yield (
+        recipe.lora and frozen,
+        "[lora] trains additions to the backbone, but [backbone] frozen = true keeps it fixed."
+        " Remove one of the two.",
+    )
+
+
+def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
+    """Yield rules of data, augmentation, averages, optimisers and validation."""
+    from retrieval.recipe.optimizers import takes
+
+    train, augmentation, sampler = recipe.train, recipe.augmentation, recipe.sampler
+    yield (
+        recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given",
+        f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that is the'
+        ' dataset. Set by = "given", or give one dataset.',
+    )
+    yield (
+        train.compile and train.sync_batch_norm,
+        "[train] compile: a compiled backbone cannot exchange batch norm's statistics between"
+        " processes (sync_batch_norm = true). Remove one of the two.",
+    )
+    yield (
+        train.ema is not None and train.average_last is not None,
+        "[train] ema and average_last exclude each other. Remove one of the two.",
+    )
+    yield (
+        augmentation.views > 1 and not augmentation.active,
+        f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views of"
+        " an item are equal. Add a crop or transforms, or remove views.",
+    )
+    items = augmentation.positives == "item"
+    yield (
+        items and augmentation.views == 1,
+        '[augmentation] positives = "item": only views of the same item are positives, but each'
+        " item has one view. Set views to 2 or more.",
+    )
+    yield (
+        items and sampler.items != 1,
+        f'[sampler] items = {sampler.items}: with [augmentation] positives = "item" each item is'
+        " its own class. Set items = 1, and classes to the number of items in a batch.",
+    )
+    for table in ("combiner", "generator", "miner"):
+        yield (
+            augmentation.mix is not None and table in has,
+            f'[augmentation] mix = "{augmentation.mix}" gives items two labels, but a [{table}]'
+            " needs one label per item. Remove one of the two.",
+        )
+    for where, section in (
+        ("[optimizer]", recipe.optimizer),
+        ("[generator_optimizer]", recipe.generator_optimizer),
+    ):
+        yield (
+            section
+            and section.weight_decay
+            and not takes("optimizer", section.name, "weight_decay"),
+            f"{where} weight_decay: {section and section.name} takes none.",
+        )
+    for key, is_set in (
+        ("[train] patience", train.patience),
+        ("[train] monitor", "monitor" in train.model_fields_set),
+        ("[schedule] ReduceLROnPlateau", recipe.schedule.name == "ReduceLROnPlateau"),
+    ):
+        yield (
+            is_set and not recipe.split.validation and recipe.split.by != "given",
+            f"{key} needs a validation part: set [split] validation above 0.",
+        )
+
+
+def _phase(recipe: Tables, phase: Phase, has: set[str]) -> Iterator[Rule]:
+    """Yield rules of one phase."""
+    where, augmentation = f"[[phase]] {phase.name}:", recipe.augmentation
+    only, generator = phase.train == ["generator"], "generator" in has
+    yield not phase.train, f"{where} train must name at least one part."
+    yield (
+        only and not generator,
+        f"{where} trains only a generator, but the recipe has no [generator].",
+    )
+    yield (
+        phase.train == ["backbone"] and recipe.backbone.frozen,
+        f"{where} trains only the backbone, but [backbone] frozen = true keeps its weights fixed.",
+    )
+    yield (
+        phase.lr and only and recipe.generator_optimizer,
+        f"{where} lr replaces [optimizer] lr, but only the generator trains in this phase, by"
+        " [generator_optimizer]. Use generator_lr.",
+    )
+    yield (
+        phase.generator_lr and not generator,
+        f"{where} generator_lr is of no use without a [generator]. Remove it.",
+    )
+    yield (
+        phase.generator_lr and generator and "generator" not in phase.train,
+        f"{where} generator_lr is of no use because the generator does not train. Remove it, or add"
+        ' "generator" to train.',
+    )
+    idle = "augment" in phase.model_fields_set and not augmentation.active
+    yield idle, f"{where} augment is of no use without an [augmentation]. Remove it."
+    yield (
+        not idle and not phase.augment and augmentation.views > 1,
+        f"{where} augment = false makes all views of an item equal, but [augmentation] views ="
+        f" {augmentation.views} needs different ones. Remove one of the two.",
     )
 
 
@@ -181,210 +353,3 @@ def _measures(plugins: Plugins, values: Any) -> bool:
         if p.part == "losses" and isinstance(values, dict) and p.name in values:
             wrapped += values[p.name] if isinstance(values[p.name], list) else [values[p.name]]
     return bool(wrapped) and all(_measures(plugins, loss) for loss in wrapped)
-
-
-def _generator(recipe: Tables, present: set[str]) -> list[str]:
-    """Return settings for a generator in a recipe without one."""
-    if "generator" in present:
-        return []
-    problems = [
-        f"[[phase]] {phase.name}: trains only a generator, but the recipe has no [generator]."
-        for phase in recipe.phase
-        if phase.train == ["generator"]
-    ]
-    if recipe.generator_optimizer is not None:
-        problems.append("[generator_optimizer] is of no use without a [generator]. Remove it.")
-    if recipe.train.real_weight:
-        problems.append("[train] real_weight is of no use without a [generator]. Remove it.")
-    if recipe.train.loss_weight != 1 and "combiner" not in present:
-        problems.append(
-            "[train] loss_weight is of no use without a [generator] or a [combiner]. Use the"
-            " [optimizer]'s lr."
-        )
-    if recipe.train.coupling != "separate":
-        problems.append("[train] coupling is of no use without a [generator]. Remove it.")
-    if recipe.train.mine != "before":
-        problems.append("[train] mine is of no use without a [generator]. Remove it.")
-    return problems
-
-
-def _rates(recipe: Tables, present: set[str]) -> list[str]:
-    """Return learning rates that would have no effect."""
-    problems = []
-    own = recipe.generator_optimizer
-    if own is not None:
-        problems += [
-            f"[generator_optimizer] lr_factor.{part}: this optimiser trains only the generator. Set"
-            " the factor in [optimizer] lr_factor."
-            for part in own.lr_factor
-            if part != "generator"
-        ]
-        if "generator" in recipe.optimizer.lr_factor:
-            problems.append(
-                "[optimizer] lr_factor.generator: the generator has its own [generator_optimizer]."
-                " Set the learning rate there."
-            )
-    for phase in recipe.phase:
-        where = f"[[phase]] {phase.name}:"
-        if phase.lr and phase.train == ["generator"] and own is not None:
-            problems.append(
-                f"{where} lr replaces [optimizer] lr, but only the generator trains in this phase,"
-                " by [generator_optimizer]. Use generator_lr."
-            )
-        if phase.generator_lr and "generator" not in present:
-            problems.append(f"{where} generator_lr is of no use without a [generator]. Remove it.")
-        elif phase.generator_lr and "generator" not in phase.train:
-            problems.append(
-                f"{where} generator_lr is of no use because the generator does not train. Remove"
-                ' it, or add "generator" to train.'
-            )
-    return problems
-
-
-def _training(recipe: Tables, present: set[str]) -> list[str]:
-    """Return conflicts of head, augmentation, compilation, phases and validation."""
-    problems = []
-    if "combiner" in present:
-        changed = {
-            "identity": recipe.head.identity,
-            "hidden": bool(recipe.head.hidden),
-            "normalize": not recipe.head.normalize,
-        }
-        problems += [
-            f"[head] {name}: a [combiner] brings its own head. Remove one of the two."
-            for name, is_set in changed.items()
-            if is_set
-        ]
-    if recipe.augmentation.active and (recipe.backbone.frozen or "learner" in present):
-        once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
-        problems.append(
-            f"[augmentation] changes images in every epoch, but with {once} their features are"
-            " computed only once. "
-            + ("Remove one of the two." if recipe.backbone.frozen else "Remove the [augmentation].")
-        )
-    problems += _compiled(recipe, present)
-    problems += _chunked(recipe, present)
-    problems += _views(recipe)
-    if (mix := recipe.augmentation.mix) is not None:
-        problems += [
-            f'[augmentation] mix = "{mix}" gives items two labels, but a [{table}] needs one label'
-            " per item. Remove one of the two."
-            for table in ("combiner", "generator", "miner")
-            if table in present
-        ]
-    for phase in recipe.phase:
-        if not phase.train:
-            problems.append(f"[[phase]] {phase.name}: train must name at least one part.")
-        if phase.train == ["backbone"] and recipe.backbone.frozen:
-            problems.append(
-                f"[[phase]] {phase.name}: trains only the backbone, but [backbone] frozen = true"
-                " keeps its weights fixed."
-            )
-    if not recipe.split.validation and recipe.split.by != "given":
-        needed = {
-            "[train] patience": recipe.train.patience is not None,
-            "[train] monitor": "monitor" in recipe.train.model_fields_set,
-            "[schedule] ReduceLROnPlateau": recipe.schedule.name == "ReduceLROnPlateau",
-        }
-        problems += [
-            f"{key} needs a validation part: set [split] validation above 0."
-            for key, is_set in needed.items()
-            if is_set
-        ]
-    return problems + _finetuning(recipe, present)
-
-
-def _finetuning(recipe: Tables, present: set[str]) -> list[str]:
-    """Return conflicts of `[lora]`, averages, weight decay and phases without augmentation."""
-    from retrieval.recipe.optimizers import takes
-
-    problems, train = [], recipe.train
-    steps = {
-        "[lora]": recipe.lora is not None,
-        "[train] ema": train.ema is not None,
-        "[train] average_last": train.average_last is not None,
-    }
-    if "learner" in present:
-        problems += [
-            f"{key}: a [learner] is fitted once, without training steps. Remove {key}."
-            for key, is_set in steps.items()
-            if is_set
-        ]
-    if recipe.lora is not None and recipe.backbone.frozen:
-        problems.append(
-            "[lora] trains additions to the backbone, but [backbone] frozen = true keeps it fixed."
-            " Remove one of the two."
-        )
-    if train.ema is not None and train.average_last is not None:
-        problems.append("[train] ema and average_last exclude each other. Remove one of the two.")
-    for where, section in (
-        ("[optimizer]", recipe.optimizer),
-        ("[generator_optimizer]", recipe.generator_optimizer),
-    ):
-        if (
-            section
-            and section.weight_decay
-            and not takes("optimizer", section.name, "weight_decay")
-        ):
-            problems.append(f"{where} weight_decay: {section.name} takes none.")
-    for phase in recipe.phase:
-        where = f"[[phase]] {phase.name}:"
-        if "augment" in phase.model_fields_set and not recipe.augmentation.active:
-            problems.append(f"{where} augment is of no use without an [augmentation]. Remove it.")
-        elif not phase.augment and recipe.augmentation.views > 1:
-            problems.append(
-                f"{where} augment = false makes all views of an item equal, but [augmentation]"
-                f" views = {recipe.augmentation.views} needs different ones. Remove one of the two."
-            )
-    return problems
-
-
-def _compiled(recipe: Tables, present: set[str]) -> list[str]:
-    """Return conflicts of `[train] compile`."""
-    if not recipe.train.compile:
-        return []
-    problems = []
-    if recipe.backbone.frozen or "learner" in present:
-        once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
-        problems.append(
-            f"[train] compile speeds up a training backbone, but with {once} its features are"
-            " computed only once. Remove compile."
-        )
-    if recipe.train.sync_batch_norm:
-        problems.append(
-            "[train] compile: a compiled backbone cannot exchange batch norm's statistics between"
-            " processes (sync_batch_norm = true). Remove one of the two."
-        )
-    return problems
-
-
-def _chunked(recipe: Tables, present: set[str]) -> list[str]:
-    """Return conflicts of `[train] chunk`."""
-    if recipe.train.chunk is None or not (recipe.backbone.frozen or "learner" in present):
-        return []
-    once = "[backbone] frozen = true" if recipe.backbone.frozen else "a [learner]"
-    return [
-        f"[train] chunk saves memory of a training backbone, but with {once} its features are"
-        " computed only once. Remove chunk."
-    ]
-
-
-def _views(recipe: Tables) -> list[str]:
-    """Return conflicts of `[augmentation] views` and `positives`."""
-    augmentation, problems = recipe.augmentation, []
-    if augmentation.views > 1 and not augmentation.active:
-        problems.append(
-            f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views"
-            " of an item are equal. Add a crop or transforms, or remove views."
-        )
-    if augmentation.positives == "item" and augmentation.views == 1:
-        problems.append(
-            '[augmentation] positives = "item": only views of the same item are positives, but each'
-            " item has one view. Set views to 2 or more."
-        )
-    if augmentation.positives == "item" and recipe.sampler.items != 1:
-        problems.append(
-            f'[sampler] items = {recipe.sampler.items}: with [augmentation] positives = "item" each'
-            " item is its own class. Set items = 1, and classes to the number of items in a batch."
-        )
-    return problems

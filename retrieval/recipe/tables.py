@@ -82,9 +82,7 @@ class Backbone(Component):
 
     frozen: bool = Field(
         False,
-        description=(
-            "Whether the weights stay fixed. Features are then computed once and cached on disk."
-        ),
+        description="Keep the weights fixed; features are then computed once and cached on disk.",
     )
 
 
@@ -107,24 +105,13 @@ class Split(Section):
     )
     validation: Fraction = Field(
         0.2,
-        description=(
-            "Fraction of the *training* side that is held out for early stopping and model"
-            " selection. 0 holds out nothing."
-        ),
+        description="Fraction of the *training* side that is held out for early stopping; or 0.",
     )
     validation_by: Literal["item", "class"] = Field(
-        "item",
-        description=(
-            "Whether the validation part has items of every class (`item`) or whole classes"
-            " (`class`)."
-        ),
+        "item", description="Hold out items of every class (`item`) or whole classes (`class`)."
     )
     seed: int = Field(
-        0,
-        description=(
-            "Seed of the split. It is separate from the run's seed, so that runs with different"
-            " seeds share a split."
-        ),
+        0, description="Seed of the split, so that runs with different seeds share a split."
     )
 
 
@@ -135,10 +122,7 @@ class Sampler(Component):
     classes: Annotated[int, Field(ge=2)] = Field(16, description="Number of classes P in a batch.")
     items: Count = Field(4, description="Number of items M of each class in a batch.")
     batches: Count | None = Field(
-        None,
-        description=(
-            "Number of batches in an epoch. The default is the number of training items / (P × M)."
-        ),
+        None, description="Number of batches in an epoch, by default training items / (P × M)."
     )
 
 
@@ -146,11 +130,7 @@ class Augmentation(Section):
     """`[augmentation]`: random changes to training images, applied in the order of the keys."""
 
     crop_scale: tuple[float, float] | None = Field(
-        None,
-        description=(
-            "Smallest and largest share of the image's area that a random resized crop keeps. The"
-            " default is no crop."
-        ),
+        None, description="Smallest and largest share of the image's area that a random crop keeps."
     )
     crop_ratio: tuple[float, float] = Field(
         (0.75, 1.3333), description="Smallest and largest aspect ratio of the crop."
@@ -222,11 +202,7 @@ class Head(Section):
         [], description="Widths of hidden layers with ReLU. The default is a linear map."
     )
     normalize: bool = Field(
-        True,
-        description=(
-            "Scale embeddings to unit length, so that Euclidean distance and cosine give the same"
-            " order."
-        ),
+        True, description="Scale embeddings to unit length; distance and cosine then order alike."
     )
     identity: bool = Field(False, description="Use the features as the embedding, without a head.")
 
@@ -246,18 +222,10 @@ class Optimizer(Section):
         ),
     )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0,
-        description=(
-            "Factor by which the learning rate falls from each stage of the backbone to the stage"
-            " before it. The last stage's rate is multiplied once."
-        ),
+        1.0, description="Factor of the learning rate from each backbone stage to the one before."
     )
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {},
-        description=(
-            "Weight decay, with the same keys as `lr_factor`: `{ backbone = 0.05, vectors = 0 }`."
-            " `options.weight_decay` applies to all other parameters."
-        ),
+        {}, description="Weight decay, by the same keys as `lr_factor`; the rest has `options`'."
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
@@ -293,11 +261,7 @@ class Schedule(Section):
         ),
     )
     warmup: float | str = Field(
-        0.0,
-        description=(
-            "How long the rate rises from 0 in each phase: a share of its steps (`0.05`), or"
-            ' `"500 steps"`, `"2 epochs"`.'
-        ),
+        0.0, description='Rise of the rate: a share of a phase, `"500 steps"` or `"2 epochs"`.'
     )
     options: dict[str, Any] = Field(
         {}, description="Arguments of a `torch.optim.lr_scheduler` class."
@@ -336,10 +300,7 @@ class Lora(Section):
     )
     modules: list[str] = Field(
         ["*"],
-        description=(
-            "Linear layers and convolutions of the backbone that get an addition, by shell patterns"
-            ' of their names, such as `["*.attn.qkv", "*.mlp.fc*"]`. The default is all of them.'
-        ),
+        description="Shell patterns of the layers that get an addition, such as `*.attn.qkv`.",
     )
 
 
@@ -375,8 +336,7 @@ class Phase(Section):
         ),
     )
     generator_lr: Annotated[float, Field(gt=0)] | None = Field(
-        None,
-        description="The generator's learning rate in this phase, instead of its optimiser's.",
+        None, description="The generator's learning rate in this phase, instead of its optimiser's."
     )
     synthetic: bool = Field(
         True, description="Whether the loss uses the generator's negatives in this phase."
@@ -393,10 +353,7 @@ class Train(Section):
 
     epochs: Count = Field(10, description="Number of epochs, if the recipe has no `[[phase]]`.")
     precision: Literal["no", "bf16", "fp16"] = Field(
-        "no",
-        description=(
-            "Mixed precision: `bf16` is faster on CPUs and recent GPUs, `fp16` on older GPUs."
-        ),
+        "no", description="Mixed precision: `bf16` for CPUs and recent GPUs, `fp16` for older GPUs."
     )
     chunk: Count | None = Field(
         None,
@@ -408,74 +365,42 @@ class Train(Section):
         ),
     )
     channels_last: bool = Field(
-        False,
-        description=(
-            "Store images and weights with channels last, which makes convolutions faster on CPUs"
-            " and recent GPUs."
-        ),
+        False, description="Store images and weights with channels last, for faster convolutions."
     )
     compile: bool = Field(
-        False,
-        description=(
-            "Compile the backbone with `torch.compile`. This takes minutes at the start and makes"
-            " steps faster. On a CPU it needs a C++ compiler."
-        ),
+        False, description="Compile the backbone with `torch.compile`; a CPU needs a C++ compiler."
     )
     deterministic: bool = Field(
         False,
-        description=(
-            "Use only deterministic algorithms on a GPU, so that a run repeats and resumes exactly."
-            " This is slower, and a part without such an algorithm raises an error. On a CPU, runs"
-            " always repeat and resume exactly."
-        ),
+        description="Only deterministic algorithms on a GPU: a run repeats exactly, but slower.",
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Norm to which larger gradients are clipped. The default is no clipping."
     )
     patience: Count | None = Field(
         None,
-        description=(
-            "End a phase after this many validations without a better value of `monitor`. The"
-            " default is to train all epochs."
-        ),
+        description="End a phase after this many validations without a better value of `monitor`.",
     )
     monitor: str | dict[str, Any] = Field(
         "map_at_r",
-        description=(
-            "The validation metric that decides the best epoch, named as in `[evaluate] metrics`."
-            " The weights before the first step count as epoch 0."
-        ),
+        description="The validation metric that decides the best epoch; epoch 0 is the start.",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description=(
-            "Decay, such as 0.999, of an exponential moving average of the weights. The average is"
-            " then validated, saved and exported. It starts anew in each phase."
-        ),
+        description="Decay, such as 0.999, of a moving average of the weights, which is then kept.",
     )
     average_last: Annotated[int, Field(ge=2)] | None = Field(
-        None,
-        description=(
-            "Number of epochs at the end of each phase over which weights are averaged. The average"
-            " is then validated, saved and exported."
-        ),
+        None, description="Number of last epochs of each phase whose weights are averaged."
     )
     validate_every: Count = Field(1, description="Number of epochs between validations.")
     checkpoint_every: Count | None = Field(
-        None,
-        description=(
-            "Number of steps between checkpoints. By default each epoch ends with a checkpoint."
-        ),
+        None, description="Number of steps between checkpoints, besides one after each epoch."
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         0, description="Number of processes that load images."
     )
     start_from: str | None = Field(
-        None,
-        description=(
-            "Folder of a run, such as `runs/a`, whose weights training starts from. The default is"
-            " the parts' own initial weights."
-        ),
+        None, description="Folder of a run, such as `runs/a`, whose weights training starts from."
     )
     start_parts: Annotated[list[Literal["backbone", "head", "combiner"]], Field(min_length=1)] = (
         Field(
@@ -490,17 +415,10 @@ class Train(Section):
     )
     sync_batch_norm: bool = Field(
         False,
-        description=(
-            "With several processes, whether batch norm uses mean and variance of the whole batch,"
-            " as a single process would, instead of those of each process's share."
-        ),
+        description="With several processes, batch norm uses the whole batch, not their shares.",
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
-        0.0,
-        description=(
-            "With a generator, the weight of the loss on real negatives, which is added to the loss"
-            " on synthetic negatives."
-        ),
+        0.0, description="With a generator, the weight of an added loss on real negatives."
     )
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
@@ -552,10 +470,7 @@ class Tables(Section):
     name: str = Field("run", description="Name of the run and of its bundle.")
     seed: int = Field(0, description="Seed of everything random except the split.")
     plugins: list[str] = Field(
-        [],
-        description=(
-            "Plugins: files (`x.py`) and folders (`x/`) relative to the recipe, or modules (`x`)."
-        ),
+        [], description="Plugins: files `x.py` and folders `x/` beside the recipe, or modules `x`."
     )
     data: Component = Field(description="The dataset.")
     split: Split = Field(default_factory=Split)
@@ -563,14 +478,10 @@ class Tables(Section):
     augmentation: Augmentation = Field(default_factory=Augmentation)
     lora: Lora | None = Field(
         None,
-        description=(
-            "Low-rank additions to the backbone's layers. The layers' own weights stay fixed."
-        ),
+        description="Low-rank additions to the backbone's layers, whose own weights stay fixed.",
     )
     backbone: Backbone = Field(
-        description=(
-            "The backbone. `frozen = true` computes its features once and caches them on disk."
-        )
+        description="The backbone; `frozen = true` computes its features once."
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
@@ -582,7 +493,7 @@ class Tables(Section):
     learner: Component | None = Field(None, description="A learner, instead of a loss.")
     optimizer: Optimizer = Field(default_factory=Optimizer)
     generator_optimizer: Optimizer | None = Field(
-        None, description="The generator's own optimiser. The default is `[optimizer]`'s settings."
+        None, description="The generator's own optimiser, by default `[optimizer]`'s settings."
     )
     schedule: Schedule = Field(default_factory=Schedule)
     phase: list[Phase] = Field(

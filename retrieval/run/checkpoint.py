@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import random
 import re
@@ -30,14 +29,11 @@ from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
 AGAIN = "Train again, with --replace (in Python replace=True)."
-WITHOUT_CHECKSUM = "retrieval checkpoint 1"
 
 _BLANK = "0" * 64
 # This matches once: quotation marks inside the header's strings are escaped, and a tensor's entry
 # is not a string.
 _SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-
-log = logging.getLogger(__name__)
 
 
 def save(path: Path, state: Any, previous: Path | None = None) -> None:
@@ -77,24 +73,17 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
     try:
         content = path.read_bytes()
         metadata = _verified(content)
-        if metadata.get("format") not in (FORMAT, WITHOUT_CHECKSUM):
+        if metadata.get("format") != FORMAT:
             raise DataError(
                 f"{path} is not a checkpoint of this program (its format is"
                 f" {metadata.get('format', 'unstated')!r})."
             )
-        state = _unflatten(json.loads(metadata["state"]), load_tensors(content))
+        return _unflatten(json.loads(metadata["state"]), load_tensors(content))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"it holds no {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
             f"{path} is damaged and cannot be read: {reason.rstrip('.')}. {advice}"
         ) from error
-    if metadata["format"] == WITHOUT_CHECKSUM:
-        log.warning(
-            "%s was written before checkpoints had checksums: whether it is as it was written"
-            " cannot be verified.",
-            path,
-        )
-    return state
 
 
 def _seal(path: Path) -> None:
@@ -129,8 +118,7 @@ def _verified(content: bytes) -> dict[str, Any]:
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(metadata, dict):
         return {}
-    # only files of the format without checksums may lack one
-    if (match is None) != (metadata.get("format") == WITHOUT_CHECKSUM) and "state" in metadata:
+    if match is None and "state" in metadata:
         raise ValueError("its checksum is missing or illegible")
     return metadata
 

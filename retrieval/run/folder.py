@@ -110,11 +110,7 @@ def refuse_taken(path: Path, replace: bool) -> None:
 
 
 def create_folder(
-    path: Path,
-    recipe: Recipe,
-    files: Mapping[str, Any] | None = None,
-    *,
-    replace: bool = False,
+    path: Path, recipe: Recipe, files: Mapping[str, Any] | None = None, *, replace: bool = False
 ) -> Recipe:
     """Create a run's folder with its recipe and plugin files, atomically.
 
@@ -251,8 +247,15 @@ def objects_of(**objects: Any) -> dict[str, Any]:
     """Return the objects that are not `None`, by the recipe's table.
 
     A dataset may be any object that `as_dataset` takes; a name or a table is left to be refused.
+
+    Raises:
+        TypeError: there is no such part.
     """
     tables = {word: table for table, word in WORDS.items()}
+    if unknown := next((word for word in objects if word not in tables), None):
+        raise TypeError(
+            f"There is no part {unknown!r} to replace by an object: name {', '.join(tables)}."
+        )
     dataset = objects.get("dataset")
     named = isinstance(dataset, Mapping) and isinstance(dataset.get("name"), str)
     if not named and not isinstance(dataset, type | str | PurePath | None):

@@ -134,34 +134,23 @@ def refuse_no_run(folder: Path) -> None:
 def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
     """Return one sentence, without a full stop, per plugin file that differs from its copy."""
     copies = {
-        plugin.name: plugin
-        for item in own
-        if is_file_plugin(item)
-        for plugin in [FilePlugin.from_name(item)]
+        plugin.name: plugin.sums
+        for plugin in map(FilePlugin.from_name, filter(is_file_plugin, own))
     }
     lines = []
-    for item in items:
-        if not is_file_plugin(item):
-            continue
+    for item in filter(is_file_plugin, items):
         try:
             plugin = FilePlugin.from_name(item)
-            sums = plugin.sums
+            sums, before = plugin.sums, copies.get(plugin.name)
         except PluginError as error:
             lines.append(str(error).rstrip("."))
             continue
-        copy = copies.get(plugin.name)
-        if copy is None:
+        if before is None:
             lines.append(f"{item} is not among the plugins that the run began with")
-            continue
-        before = copy.sums
-        what = [
-            f"{name} is another" for name in sums if name in before and sums[name] != before[name]
-        ]
-        what += [f"{name} is new" for name in sums if name not in before]
-        what += [f"{name} is gone" for name in before if name not in sums]
-        if what:
+        elif sums != before:
+            files = [name for name in {**before, **sums} if before.get(name) != sums.get(name)]
             lines.append(
-                f"The plugin '{plugin.name}' has changed since the run began ({', '.join(what)})"
+                f"The plugin '{plugin.name}' has changed since the run began ({', '.join(files)})"
             )
     return lines
 
@@ -238,9 +227,7 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
     longer = [key for key in differing if key.endswith(".epochs")]
     if longer:
         _refuse_lengths(folder, kept, recipe, progress, longer)
-    return [
-        f"{key}: {_text(before.get(key))} → {_text(now.get(key))}" for key in differing
-    ] + _schedule(recipe, longer, progress)
+    return [f"{key}: {_text(before.get(key))} → {_text(now.get(key))}" for key in differing]
 
 
 def _refuse_lengths(
@@ -273,22 +260,6 @@ def _refuse_lengths(
                 f"{folder} stopped early, after {progress.stale} validations without a better one,"
                 f" and would do so again at once. Set train.patience above {progress.stale} too."
             )
-
-
-def _schedule(recipe: Recipe, longer: Sequence[str], progress: Position | None) -> list[str]:
-    if (
-        not longer
-        or progress is None
-        or (recipe.schedule.name == "constant" and not recipe.schedule.warmup)
-    ):
-        return []
-    if recipe.schedule.name not in ("constant", "cosine", "linear"):
-        return []
-    return [
-        f"note: [schedule] {recipe.schedule.name} is drawn over a phase's whole length. From here"
-        " on the rate follows the new curve, so the run is not what it would have been with this"
-        " length from the start."
-    ]
 
 
 def _named(table: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,6 @@ from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.host.cores import cores
 from retrieval.serving.bundle_folder import (
     FILE,
-    BundleFolder,
     manifest_text,
     opened_whole,
     read_files,
@@ -93,14 +92,13 @@ class Bundle:
         text: bytes,
         variant: str | None,
         sessions: Sessions,
-        folder: BundleFolder,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self.variant = variant
         self.device, self.fallback = sessions.device, sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._text, self._sessions, self._folder = text, sessions, folder
+        self._text, self._sessions = text, sessions
 
     @classmethod
     def open(
@@ -126,10 +124,10 @@ class Bundle:
         """
         folder = Path(path)
 
-        def load(opened: BundleFolder) -> Bundle:
-            text = manifest_text(opened)
+        def load() -> Bundle:
+            text = manifest_text(folder)
             manifest = parse_manifest(folder / FILE, text)
-            graphs = read_files(opened, manifest.files)
+            graphs = read_files(folder, manifest.files)
             if variant is not None and variant not in manifest.variants:
                 known = ", ".join(sorted(manifest.variants)) or "none"
                 raise BundleError(
@@ -137,7 +135,7 @@ class Bundle:
                     + did_you_mean(variant, manifest.variants)
                 )
             sessions = Sessions.open(folder, graphs, manifest, variant, threads, device)
-            return cls(folder, manifest, text, variant, sessions, opened)
+            return cls(folder, manifest, text, variant, sessions)
 
         return opened_whole(folder, load)
 
@@ -151,13 +149,6 @@ class Bundle:
             f" {manifest.vector}, {how}"
         )
 
-    def changed(self) -> str | None:
-        """Return a sentence if the files on the disk have changed since opening, else `None`.
-
-        The opened graphs are in memory and do not change.
-        """
-        return self._folder.changed()
-
     def copy(self, target: Path) -> None:
         """Write this bundle, as it was opened, to a new folder.
 
@@ -166,13 +157,13 @@ class Bundle:
             OSError: the disk fails.
         """
 
-        def write(folder: BundleFolder) -> None:
-            if manifest_text(folder) != self._text:
+        def write() -> None:
+            if manifest_text(self.path) != self._text:
                 raise BundleError(
                     f"The bundle {self.path} was changed while it was in use. Run the command"
                     " again."
                 )
-            held = read_files(folder, self.manifest.files)
+            held = read_files(self.path, self.manifest.files)
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
             (target / FILE).write_bytes(self._text)

@@ -295,7 +295,7 @@ def read_manifest(folder: Path) -> Manifest:
         BundleError: the folder is not a bundle, or its manifest has another format version, was
             altered, or has problems; the message lists them.
     """
-    return opened_whole(folder, lambda opened: parse_manifest(folder / FILE, manifest_text(opened)))
+    return opened_whole(folder, lambda: parse_manifest(folder / FILE, manifest_text(folder)))
 
 
 def parse_manifest(path: Path, text: bytes) -> Manifest:

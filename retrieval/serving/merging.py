@@ -75,10 +75,7 @@ def measured(
 
 
 def measured_alone(bundle: Bundle) -> bool:
-    """Return whether a pair's distance depends on that pair alone.
-
-    If so, `measured` can take the pairs of many queries at once: query (n, P), vectors (n, P).
-    """
+    """Return whether a pair's distance depends on that pair alone."""
     manifest = bundle.manifest
     return (
         manifest.rescorer is None

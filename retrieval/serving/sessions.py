@@ -40,13 +40,13 @@ _FOLDED_BYTES = 1 << 26
 """Largest constant that ONNX Runtime may fold on loading, since `_MEMORY` does not limit that."""
 
 
+@dataclass(frozen=True)
 class Graph:
     """One loaded graph; thread-safe."""
 
-    def __init__(self, path: Path, session: Any, device: str = "cpu") -> None:
-        self.path = path
-        self.session = session
-        self.device = device
+    path: Path
+    session: Any
+    device: str = "cpu"
 
     def __call__(
         self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
@@ -61,16 +61,25 @@ class Graph:
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
 
-    def try_once(
+    def check(
         self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Run the graph on one item, for at most a minute, and check its outputs.
+        """Check the names of inputs and outputs, run the graph once, and check its outputs.
 
         Raises:
-            BundleError: it fails, takes longer, or returns another type or shape.
+            BundleError: it lacks an input or output, has an unknown input, fails, takes more than a
+                minute, or returns another type or shape.
         """
-        options = load_onnxruntime().RunOptions()
-        late = threading.Event()
+        inputs = [node.name for node in self.session.get_inputs()]
+        offered = [node.name for node in self.session.get_outputs()]
+        for kind, names, present in (("input", feeds, inputs), ("output", shapes, offered)):
+            if lacking := [name for name in names if name not in present]:
+                raise BundleError(
+                    f"{self.path} has no {kind} '{lacking[0]}' (it has: {', '.join(present)})."
+                )
+        if extra := [name for name in inputs if name not in feeds]:
+            raise BundleError(f"{self.path} needs an input '{extra[0]}' that bundles do not have.")
+        options, late = load_onnxruntime().RunOptions(), threading.Event()
 
         def stop() -> None:
             late.set()
@@ -90,19 +99,14 @@ class Graph:
         finally:
             timer.cancel()
         for (name, shape), values in zip(shapes.items(), outputs, strict=True):
-            if (
-                not isinstance(values, np.ndarray)
-                or values.shape != shape
-                or values.dtype != np.float32
-            ):
-                kind = (
-                    f"{values.dtype} {values.shape}"
-                    if isinstance(values, np.ndarray)
-                    else type(values).__name__
-                )
-                raise BundleError(
-                    f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}."
-                )
+            kind = type(values).__name__
+            if isinstance(values, np.ndarray):
+                if (values.shape, values.dtype) == (shape, np.float32):
+                    continue
+                kind = f"{values.dtype} {values.shape}"
+            raise BundleError(
+                f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}."
+            )
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,11 @@ class Sessions:
         devices = checked_device(runtime, device)
         options = session_options(runtime, threads)
 
-        def load(name: str) -> Graph:
+        def tried(
+            name: str,
+            feeds: Mapping[str, NDArray[Any]],
+            shapes: Mapping[str, tuple[int, int]],
+        ) -> Graph:
             try:
                 check_graph(files[name])
                 session, running_on = start_session(runtime, files[name], options, devices)
@@ -174,39 +182,31 @@ class Sessions:
                 raise BundleError(
                     f"ONNX Runtime {runtime.__version__} cannot load {folder / name}: {reason}."
                 ) from fault
-            return Graph(folder / name, session, running_on)
-
-        def tried(
-            name: str, dtype: str, shape: tuple[int, ...], widths: Mapping[str, int]
-        ) -> Graph:
-            graph = load(name)
-            _check_names(graph, ["input"], list(widths))
-            item = np.zeros((1, *shape), dtype)
-            graph.try_once(
-                {"input": item}, {output: (1, width) for output, width in widths.items()}
-            )
+            graph = Graph(folder / name, session, running_on)
+            graph.check(feeds, shapes)
             return graph
 
-        widths = {"vector": manifest.vector}
+        shapes = {"vector": (1, manifest.vector)}
         if manifest.query_vectors:
-            widths["query"] = manifest.vector
+            shapes["query"] = (1, manifest.vector)
         if manifest.rescorer is not None:
-            widths["code"] = manifest.code or 0
-        input, split = manifest.input, manifest.split
+            shapes["code"] = (1, manifest.code or 0)
+        split, input = manifest.split, manifest.input
+        feeds = {"input": np.zeros((1, *input.shape), input.dtype)}
         file = manifest.encoder if variant is None else manifest.variants[variant].file
         encoder: Graph | Split
         if file is not None:
-            first = encoder = tried(file, input.dtype, input.shape, widths)
+            first = encoder = tried(file, feeds, shapes)
         else:
             assert split is not None
-            first = tried(split.backbone, input.dtype, input.shape, {"features": split.features})
-            encoder = Split(first, tried(split.head, "float32", (split.features,), widths))
+            first = tried(split.backbone, feeds, {"features": (1, split.features)})
+            features = np.zeros((1, split.features), np.float32)
+            encoder = Split(first, tried(split.head, {"input": features}, shapes))
         rescorer = None
         if manifest.rescorer is not None:
-            rescorer = load(manifest.rescorer.file)
-            _check_names(rescorer, ["query", "items"], ["distance"])
             codes = np.zeros((2, manifest.code or 0), np.float32)
-            rescorer.try_once({"query": codes[:1], "items": codes}, {"distance": (1, 2)})
+            pair = {"query": codes[:1], "items": codes}
+            rescorer = tried(manifest.rescorer.file, pair, {"distance": (1, 2)})
         if device not in ("auto", first.device):
             raise BundleError(
                 "ONNX Runtime could not start on the CUDA device. Use the CPU, or let `retrieval"
@@ -248,19 +248,6 @@ def _limit_memory(runtime: Any) -> None:
 def _reason(fault: Exception) -> str:
     """Return the end of ONNX Runtime's message; the beginning names its source files."""
     return " ".join(str(fault).split())[-400:].rstrip(".") or type(fault).__name__
-
-
-def _check_names(graph: Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """Refuse a graph that lacks an input or output or has an unknown input."""
-    path, session = graph.path, graph.session
-    given_names = [node.name for node in session.get_inputs()]
-    offered = [node.name for node in session.get_outputs()]
-    for kind, names, present in (("input", inputs, given_names), ("output", outputs, offered)):
-        for name in names:
-            if name not in present:
-                raise BundleError(f"{path} has no {kind} '{name}' (it has: {', '.join(present)}).")
-    if extra := [name for name in given_names if name not in inputs]:
-        raise BundleError(f"{path} needs an input '{extra[0]}' that bundles do not have.")
 
 
 def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[Any]:

@@ -15,6 +15,9 @@ from retrieval.model.contracts import TripletIndices
 from retrieval.run.resume import Position
 from retrieval.training.synthetic import Metrics
 
+EVERY = 50
+"""On a GPU, the number of steps between two readings of the metrics."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -38,26 +41,20 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Watched:
-    """A number that must be finite.
+class Losses:
+    """One batch's loss of each side, and metrics for the log.
 
     Attributes:
-        value: a detached scalar.
-        sentence: the error message if it is not finite, with `{}` for the number.
+        metric: the loss of the metric side, if it trains.
+        generator: the generator's objective, if it trains.
+        metrics: metrics for the log.
+        watched: numbers that must be finite, each with its error message (`{}` is the number).
     """
-
-    value: Tensor
-    sentence: str
-
-
-@dataclass(frozen=True)
-class Losses:
-    """One batch's loss of each side, metrics for the log, and numbers that must be finite."""
 
     metric: Tensor | None
     generator: Tensor | None
     metrics: Metrics
-    watched: tuple[Watched, ...] = ()
+    watched: Sequence[tuple[Tensor, str]] = ()
 
     def all_metrics(self) -> dict[str, Tensor | int]:
         """Return the metrics with "loss" and "generator_loss", without waiting for the device."""
@@ -70,52 +67,14 @@ class Losses:
         Raises:
             DataError: a loss or a synthetic feature is not finite.
         """
-        refuse(
-            [float(number.value) for number in self.watched],
-            [number.sentence for number in self.watched],
-        )
+        for number, sentence in self.watched:
+            refuse(float(number), sentence)
 
 
-def refuse(numbers: Sequence[float], sentences: Sequence[str]) -> None:
-    """Refuse the first number that is not finite.
-
-    Raises:
-        DataError: with the sentence of that number.
-    """
-    for number, sentence in zip(numbers, sentences, strict=True):
-        if not math.isfinite(number):
-            raise DataError(sentence.replace("{}", str(number)))
-
-
-class Watch:
-    """Checks numbers for NaN and infinity: at once on a CPU, later on a GPU."""
-
-    def __init__(self) -> None:
-        self._kept: list[Watched] = []
-
-    def loss(self, name: str, value: Tensor, who: str) -> Tensor:
-        """Watch a loss and return it; `who` names its part, such as "loss pml.triplet_margin".
-
-        Raises:
-            DataError: the loss is on a CPU and not finite.
-        """
-        self._keep(Watched(value.detach(), f"{name} is {{}} ({who})"))
-        return value
-
-    def rows(self, rows: Tensor, who: str) -> None:
-        """Watch the rows (T, F) of a generator; see `loss`."""
-        wrong = (rows.detach() * 0).sum()  # 0 if all numbers are finite, else NaN
-        self._keep(Watched(wrong, f"the generator's output became NaN or infinite ({who})"))
-
-    def _keep(self, watched: Watched) -> None:
-        if reads_at_once(watched.value.device):
-            refuse([float(watched.value)], [watched.sentence])
-        self._kept.append(watched)
-
-    def take(self) -> tuple[Watched, ...]:
-        """Return the watched numbers and forget them."""
-        kept, self._kept = tuple(self._kept), []
-        return kept
+def refuse(number: float, sentence: str) -> None:
+    """Raise a `DataError` with this sentence if the number is not finite."""
+    if not math.isfinite(number):
+        raise DataError(sentence.replace("{}", str(number)))
 
 
 def reads_at_once(device: torch.device) -> bool:
@@ -137,20 +96,6 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-EVERY = 50
-"""On a GPU, the number of steps between two readings of the metrics."""
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """One step: its number, metrics by name, watched numbers and their sentences."""
-
-    step: int
-    metrics: dict[str, Tensor | int | float]
-    watched: list[Tensor]
-    sentences: list[str]
-
-
 class Tally:
     """Adds metrics to a `Position`'s sums and checks for NaN, once every `every` steps.
 
@@ -162,21 +107,21 @@ class Tally:
         self, progress: Callable[[], Position], every: int, stopped: Callable[[int, str], DataError]
     ) -> None:
         self._progress, self._every, self._stopped = progress, every, stopped
-        self._kept: list[_Kept] = []
+        self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
 
     def add(self, losses: Losses) -> None:
-        """Keep a copy of a step's metrics.
+        """Keep a copy of a step's numbers, as its tensors may change before `read`.
 
         Raises:
             DataError: see `read`.
         """
-        metrics: dict[str, Tensor | int | float] = {
-            name: _copied(value) if isinstance(value, Tensor) else value
-            for name, value in losses.all_metrics().items()
-        }
-        watched = [_copied(number.value) for number in losses.watched]
-        sentences = [number.sentence for number in losses.watched]
-        self._kept.append(_Kept(self._progress().total + 1, metrics, watched, sentences))
+        metrics = losses.all_metrics()
+        numbers = [
+            torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
+            for value in (*(number for number, _ in losses.watched), *metrics.values())
+        ]
+        sentences = [sentence for _, sentence in losses.watched]
+        self._kept.append((self._progress().total + 1, sentences, list(metrics), numbers))
         if len(self._kept) >= self._every:
             self.read()
 
@@ -188,28 +133,18 @@ class Tally:
                 such step.
         """
         kept, self._kept = self._kept, []
-        tensors = [
-            value
-            for step in kept
-            for value in (*step.watched, *step.metrics.values())
-            if isinstance(value, Tensor)
-        ]
-        numbers = iter(torch.stack(tensors).tolist() if tensors else [])
-        progress = self._progress()
-        sums, counts = progress.sums, progress.counts
-        for step in kept:
-            watched = [next(numbers) for _ in step.watched]
-            for name, value in step.metrics.items():
-                sums[name] = sums.get(name, 0.0) + (
-                    next(numbers) if isinstance(value, Tensor) else float(value)
-                )
+        if not kept:
+            return
+        device = max((n.device for *_, of in kept for n in of), key=lambda device: device.type)
+        values = iter(torch.stack([n.to(device) for *_, of in kept for n in of]).tolist())
+        sums, counts = self._progress().sums, self._progress().counts
+        for step, sentences, names, _ in kept:
+            watched = [next(values) for _ in sentences]
+            for name in names:
+                sums[name] = sums.get(name, 0.0) + next(values)
                 counts[name] = counts.get(name, 0) + 1
             try:
-                refuse(watched, step.sentences)
+                for number, sentence in zip(watched, sentences, strict=True):
+                    refuse(number, sentence)
             except DataError as error:
-                raise self._stopped(step.step, str(error)) from error
-
-
-def _copied(value: Tensor) -> Tensor:
-    """Return a copy of a scalar, because its tensor may change before `Tally.read`."""
-    return value.detach().reshape(()).to(torch.float64, copy=True)
+                raise self._stopped(step, str(error)) from error

@@ -5,7 +5,7 @@ Each process has a share of the batch's rows. A single process exchanges nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -74,92 +74,74 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, in training over all processes' rows."""
+    """`torch.nn.functional.batch_norm`, in training over all processes' rows.
+
+    The gradient of `input` is that of the sum of all processes' objectives.
+    """
     if not training:
         return functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-    output, mean, variance, count = _Normalised.apply(input, weight, bias, eps)
+    x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    shape, rows = [1, x.shape[1], *([1] * (x.ndim - 2))], [0, *range(2, x.ndim)]
+    count = _summed(x.new_tensor(x.numel() / max(1, x.shape[1])))
+    mean = _Sum.apply(x.sum(rows)) / count
+    apart = x - mean.view(shape)
+    variance = _Sum.apply(apart.square().sum(rows)) / count
+    y = apart * torch.rsqrt(variance + eps).view(shape)
+    y = y if weight is None else y * weight.to(x.dtype).view(shape)
+    y = y if bias is None else y + bias.to(x.dtype).view(shape)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             unbiased = variance * (count / (count - 1).clamp(min=1))
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-    normalised: Tensor = output
+    normalised: Tensor = y.to(input.dtype)
     return normalised
 
 
-class _Normalised(torch.autograd.Function):
-    """(x − mean) / √(variance + eps) · weight + bias, with the statistics of all processes' rows.
-
-    The gradient of x is that of the sum of all processes' objectives. The gradients of weight and
-    bias are this process's part.
-    """
+class _Sum(torch.autograd.Function):
+    """The sum over all processes, whose gradient is the sum of theirs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the normalised x (B, C, …), and each channel's mean, biased variance and count.
-
-        The statistics of the processes are merged without cancellation (Chan, Golub & LeVeque,
-        1983).
-        """
-        full = _full(x)
-        rows = [0, *range(2, x.ndim)]
-        count = full.new_tensor([x.numel() / max(1, x.shape[1])])
-        variance, mean = torch.var_mean(full, rows, correction=0)
-        own = torch.cat([count, mean, variance * count])
-        every = [torch.empty_like(own) for _ in range(distributed.get_world_size())]
-        distributed.all_gather(every, own)
-        counts, means, squares = torch.stack(every).tensor_split([1, 1 + len(mean)], dim=1)
-        total = counts.sum()
-        mean = (counts * means).sum(0) / total
-        variance = (squares + counts * (means - mean).square()).sum(0) / total
-        scale = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, mean, scale, total)
-        shape = _wide(x)
-        y = (full - mean.view(shape)) * scale.view(shape)
-        if weight is not None:
-            y = y * _full(weight).view(shape)
-        if bias is not None:
-            y = y + _full(bias).view(shape)
-        ctx.mark_non_differentiable(mean, variance, total)
-        return y.to(x.dtype), mean, variance, total
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return _summed(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias."""
-        x, weight, mean, scale, total = ctx.saved_tensors
-        shape, rows = _wide(x), [0, *range(2, x.ndim)]
-        gradient = _full(gradient)
-        normal = (_full(x) - mean.view(shape)) * scale.view(shape)
-        sums = torch.cat([gradient.sum(rows), (gradient * normal).sum(rows)])
-        own_bias, own_weight = sums.chunk(2)
-        of_x: Tensor | None = None
-        if ctx.needs_input_grad[0]:
-            every = sums.clone()
-            distributed.all_reduce(every)
-            shift, stretch = (half.view(shape) / total for half in every.chunk(2))
-            slope = scale if weight is None else scale * _full(weight)
-            of_x = ((gradient - shift - normal * stretch) * slope.view(shape)).to(x.dtype)
-        of_weight = own_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_bias = own_bias if ctx.needs_input_grad[2] else None
-        return of_x, of_weight, of_bias, None
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _summed(gradient)
 
 
-def _full(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+class _Gather(torch.autograd.Function):
+    """The rows of all processes; a row's gradient is summed over the processes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        start = distributed.get_rank() * len(x)
+        ctx.own = slice(start, start + len(x))
+        return torch.cat(_gathered(x))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _summed(gradient)[ctx.own]
 
 
-def _wide(x: Tensor) -> list[int]:
-    return [1, x.shape[1], *([1] * (x.ndim - 2))]
+def _summed(x: Tensor) -> Tensor:
+    """Return the sum of all processes' tensors, detached."""
+    total = x.detach().clone(memory_format=torch.contiguous_format)
+    distributed.all_reduce(total)
+    return total
 
 
-BUCKET = 2**22
-"""Number of gradient values per all-reduce; its 16 MB are the extra memory of a step."""
+def _gathered(x: Tensor) -> list[Tensor]:
+    """Return each process's tensor, detached; all have the same shape."""
+    x = x.detach().contiguous()
+    rows = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(rows, x)
+    return rows
 
 
 class Devices:
@@ -194,7 +176,7 @@ class Devices:
         """
         if self.world == 1:
             return x
-        rows = _gathered(x.detach(), self.world)
+        rows = _gathered(x)
         if x.is_floating_point():
             rows[self.rank] = x.detach() + self.world * (x - x.detach())
         return torch.cat(rows)
@@ -206,15 +188,12 @@ class Devices:
         """
         if self.world == 1:
             return x
-        gathered: Tensor = _Gather.apply(x, self.world, self.rank)
-        return gathered
+        rows: Tensor = _Gather.apply(x)
+        return rows
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of all processes' `x`, detached."""
-        total = x.detach().clone()
-        if self.world > 1:
-            distributed.all_reduce(total)
-        return total
+        return x.detach().clone() if self.world == 1 else _summed(x)
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
         """Return `value` with the gradient of `part`, this process's share of it."""
@@ -240,14 +219,11 @@ class Devices:
         for parameter in reduced:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        for bucket in _buckets([p.grad for p in reduced if p.grad is not None]):
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            distributed.all_reduce(flat)
-            flat /= self.world
-            start = 0
-            for gradient in bucket:
-                gradient.copy_(flat[start : start + gradient.numel()].view_as(gradient))
-                start += gradient.numel()
+        gradients = [p.grad for p in reduced if p.grad is not None]
+        for work in [distributed.all_reduce(g, async_op=True) for g in gradients]:
+            work.wait()
+        for gradient in gradients:
+            gradient /= self.world
 
     def clip(self, parameters: Sequence[Parameter], divided: Collection[int], limit: float) -> None:
         """Scale gradients so that their norm over all processes' rows is at most `limit`."""
@@ -259,44 +235,6 @@ class Devices:
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad *= scale.clamp(max=1)
-
-
-class _Gather(torch.autograd.Function):
-    """Concatenates all processes' rows; a row's gradient is summed over the processes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: int, rank: int) -> Tensor:
-        """Return (world × R, …) from each process's (R, …)."""
-        ctx.own = slice(rank * len(x), (rank + 1) * len(x))
-        return torch.cat(_gathered(x, world))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of this process's rows."""
-        gradient = gradient.contiguous()
-        distributed.all_reduce(gradient)
-        return gradient[ctx.own], None, None
-
-
-def _gathered(x: Tensor, world: int) -> list[Tensor]:
-    """Return each process's tensor; all have the same shape."""
-    rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(world)]
-    distributed.all_gather(rows, x.contiguous())
-    return rows
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors in order, grouped by type into at most `BUCKET` numbers."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        full = sum(gradient.numel() for gradient in bucket) + tensor.numel() > BUCKET
-        if bucket and (full or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
 
 
 PLAIN = 2**20

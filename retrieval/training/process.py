@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -35,8 +35,7 @@ from retrieval.run.open import Run
 from retrieval.run.resume import Standing, changes, standing
 from retrieval.serving.memory import keep_large_blocks
 
-if TYPE_CHECKING:
-    from retrieval.run.open import Run
+Result = TypeVar("Result")
 
 
 def place(run: Run, objective: Objective, device: torch.device) -> None:
@@ -57,60 +56,19 @@ def place(run: Run, objective: Objective, device: torch.device) -> None:
         run.model.backbone.compile()
 
 
-def plain(run: Run) -> None:
-    """Remove the compiled code of the backbone and keep its weights."""
-    run.model.backbone._compiled_call_impl = None
-
-
-def refuse_uncompiled(train: Train, on_cpu: bool) -> None:
-    """Refuse `[train] compile` on a CPU without a C++ compiler.
-
-    Raises:
-        RecipeError: neither `CXX` nor the platform's default compiler is installed.
-    """
-    if not train.compile or not on_cpu:
-        return
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
-        sys.platform, "g++"
-    )
-    if shutil.which(compiler) is None:
-        raise RecipeError(
-            [
-                f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
-                " not here. Install it, or remove compile."
-            ]
-        )
-
-
-def make_repeatable(train: Train) -> None:
-    """Make cuBLAS deterministic if `[train] deterministic` is set; call before its first use."""
-    if train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 @contextlib.contextmanager
 def repeating(train: Train) -> Iterator[None]:
     """Context manager that applies `[train] deterministic` to the algorithms of torch."""
-    if not train.deterministic:
-        yield
-        return
-    memory: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    # nobody reads uninitialized memory, so filling it would only take time
-    torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
+    if train.deterministic:
+        torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = benchmark, fill
-
-
-Found = TypeVar("Found")
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:
@@ -129,15 +87,25 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
         raise RecipeError(
             ['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.']
         )
+    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
+        sys.platform, "g++"
+    )
+    if train.compile and on_cpu and shutil.which(compiler) is None:
+        raise RecipeError(
+            [
+                f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
+                " not here. Install it, or remove compile."
+            ]
+        )
+    if train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
     if AcceleratorState._shared_state:
         # an earlier run in this process may have used another precision
         AcceleratorState._reset_state()
-    refuse_uncompiled(train, on_cpu)
-    make_repeatable(train)
     return Accelerator(cpu=on_cpu, mixed_precision=train.precision)
 
 
-def together(accelerator: Accelerator, do: Callable[[], Found]) -> Found:
+def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
     """Call `do` on every process and wait for all; if one raises, all raise.
 
     Raises:
@@ -178,17 +146,11 @@ def going_on(
 
 
 @contextlib.contextmanager
-def stopping(stop: threading.Event) -> Iterator[None]:
-    """Context manager in which SIGINT and SIGTERM set `stop`; a second signal interrupts."""
+def signals(handle: Callable[..., None]) -> Iterator[None]:
+    """Context manager in which SIGINT and SIGTERM call `handle`, if this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def handle(number: int, frame: Any) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -197,21 +159,9 @@ def stopping(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def ending_as_interrupted() -> Iterator[None]:
-    """Context manager in which SIGTERM raises KeyboardInterrupt, so that workers can be ended."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def interrupt(number: int, frame: Any) -> None:
+    """Raise KeyboardInterrupt; a handler for `signals`."""
+    raise KeyboardInterrupt
 
 
 def forget_after(log: Path, step: int) -> None:
@@ -240,24 +190,23 @@ def validate(
 
     Each item is a query against all others. `model` takes the place of the run's own.
     """
-    model = model or run.model
+    model, recipe = model or run.model, run.recipe
     indices = run.splits.validation
     codes = encode(
         model,
         dataset,
         indices,
-        batch=run.recipe.evaluate.batch,
+        batch=recipe.evaluate.batch,
         device=run.device,
         from_features=from_features,
         raw=raw,
     )
-    recipe = run.recipe
     always = (recipe.train.monitor, "map_at_r")
-    metrics = resolve_metrics(recipe.evaluate.metrics, run.plugins, always)
-    distance = None if model.combiner is None else model.combiner.compute_mat
-    protocol = Protocol(run, indices, None).arguments(indices, None)
-    return dict(
-        evaluate(
-            codes, run.splits.labels[indices], metrics=metrics, distance=distance, **protocol
-        ).values
-    )
+    values = evaluate(
+        codes,
+        run.splits.labels[indices],
+        metrics=resolve_metrics(recipe.evaluate.metrics, run.plugins, always),
+        distance=None if model.combiner is None else model.combiner.compute_mat,
+        **Protocol(run, indices, None).arguments(indices, None),
+    ).values
+    return dict(values)

@@ -17,7 +17,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
-from retrieval.training.averaging import Average
+from retrieval.training.optim import Average
 from retrieval.training.step import Step
 
 PATTERN = "shard-*.safetensors"

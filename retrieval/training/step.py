@@ -34,7 +34,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
 from retrieval.recipe.tables import Phase
 from retrieval.run.build import Objective, loss_sizes
-from retrieval.training.batch import Batch, Losses, Watch
+from retrieval.training.batch import Batch, Losses
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
 from retrieval.training.groups import Groups
@@ -46,14 +46,7 @@ from retrieval.training.optim import (
     schedules_of,
     set_modes,
 )
-from retrieval.training.synthetic import (
-    Made,
-    Metrics,
-    choose_triplets,
-    classmates_of,
-    extend,
-    mine,
-)
+from retrieval.training.synthetic import Made, Metrics, choose_triplets, classmates_of, extend, mine
 
 
 class Step:
@@ -186,11 +179,9 @@ class Step:
             labels: one int64 label per image, or two and a weight if images are mixed.
 
         Raises:
-            DataError: on a CPU, a loss or a synthetic feature is NaN or infinite. On a GPU,
-                `Losses.refuse` raises it.
-            PluginError: a part breaks its contract.
+            PluginError: a part breaks its contract. NaN is left to `Losses.refuse`.
         """
-        self._watch = Watch()
+        self._watched: list[tuple[Tensor, str]] = []
         features, codes = self._codes(inputs)
         # losses subtract numbers that are nearly equal, so they always run in float32
         if isinstance(labels, MixedLabels):
@@ -201,9 +192,8 @@ class Step:
         synthetic = self._synthesize(batch)
         metric = self._metric_loss(batch, synthetic)
         generator = self._generator_loss(synthetic)
-        return Losses(
-            metric, generator, self._metrics(batch, synthetic, metric), self._watch.take()
-        )
+        metrics = self._metrics(batch, synthetic, metric)
+        return Losses(metric, generator, metrics, self._watched)
 
     @optimizing()
     def zero_grad(self) -> None:
@@ -284,9 +274,7 @@ class Step:
         if own is not None and "combiner" in self.phase.train:
             value = value + own
             metrics["combiner_loss"] = own.detach()
-        return Losses(
-            self._watch.loss("loss", value, self.who["loss"]), None, metrics, self._watch.take()
-        )
+        return Losses(self._watch("loss", value), None, metrics, self._watched)
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
         """Return the losses of mixed images, the weighted means over both labels."""
@@ -300,9 +288,7 @@ class Step:
         if own is None or other is None:
             return Losses(None, None, {})
         value = labels.weight * own + (1 - labels.weight) * other
-        return Losses(
-            self._watch.loss("loss", value, self.who["loss"]), None, {}, self._watch.take()
-        )
+        return Losses(self._watch("loss", value), None, {}, self._watched)
 
     def _synthesize(self, batch: Batch) -> Made | None:
         """Return the generator's samples for a batch; `None` if the phase does not use them."""
@@ -322,7 +308,9 @@ class Step:
         like = len(a), rows.shape[1]
         what = f"a synthetic {'feature' if in_features else 'embedding'} a triplet"
         checked_rows(synthetic, who, like, rows.device, what)
-        self._watch.rows(synthetic, self.who["generator"])
+        wrong = (synthetic.detach() * 0).sum()  # 0 if all numbers are finite, else NaN
+        sentence = f"the generator's output became NaN or infinite ({self.who['generator']})"
+        self._watched.append((wrong, sentence))
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
@@ -357,7 +345,7 @@ class Step:
         value = self.train_table.loss_weight * value
         if batch.own is not None and "combiner" in self.phase.train:
             value = value + batch.own
-        return self._watch.loss("loss", value, self.who["loss"])
+        return self._watch("loss", value)
 
     def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
         """Return the generator's objective; `None` if it does not train or made no samples."""
@@ -375,7 +363,7 @@ class Step:
                 else self.model.code_distance,
             )
         value = checked_scalar(objective, f"{who}'s objective", synthetic.rows, generator)
-        return self._watch.loss("generator loss", value, self.who["generator"])
+        return self._watch("generator loss", value, "generator")
 
     def _metrics(self, batch: Batch, synthetic: Made | None, metric: Tensor | None) -> Metrics:
         """Return the batch's metrics for the log."""
@@ -394,6 +382,11 @@ class Step:
     @property
     def _mines_after(self) -> bool:
         return self.train_table.mine == "after"
+
+    def _watch(self, name: str, value: Tensor, part: str = "loss") -> Tensor:
+        """Return a loss, which must be finite."""
+        self._watched.append((value.detach(), f"{name} is {{}} ({self.who[part]})"))
+        return value
 
     def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
         """Return the metric's and the generator's parameters that require gradients."""

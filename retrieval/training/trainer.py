@@ -45,21 +45,20 @@ from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
-from retrieval.training.averaging import Average
 from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
 from retrieval.training.check import look_ahead
 from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
 from retrieval.training.learn import nothing_to_train, write_untrained
 from retrieval.training.monitor import Monitor
+from retrieval.training.optim import Average
 from retrieval.training.process import (
     forget_after,
     going_on,
     make_accelerator,
     place,
-    plain,
     repeating,
-    stopping,
+    signals,
     together,
     validate,
 )
@@ -205,12 +204,7 @@ class Trainer:
             self.report(f"note: {note}")
         for warning in self.warnings if self.main else ():
             self.report(f"warning: {warning}")
-        with (
-            closing(self),
-            stopping(self._stop),
-            repeating(self.recipe.train),
-            meter,
-        ):
+        with closing(self), signals(self._signalled), repeating(self.recipe.train), meter:
             if self.progress.total == 0:
                 if self.validates and self.progress.start is None:
                     self._validate_start()
@@ -224,6 +218,12 @@ class Trainer:
                     self._enter_phase()
                     self._begin_phase()
         return self._finish()
+
+    def _signalled(self, number: int, frame: Any) -> None:
+        """Stop after the current step; a second signal interrupts it."""
+        if self._stop.is_set():
+            raise KeyboardInterrupt
+        self._stop.set()
 
     def _validate(self) -> dict[str, float]:
         return validate(self.run, self.dataset, self.from_features, self.raw, self.average.model)
@@ -429,7 +429,7 @@ class Trainer:
             write_json(self.run.path / "summary.json", summary)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
-        plain(self.run)
+        self.run.model.backbone._compiled_call_impl = None  # its weights are kept
         self.run.model.eval()
         self.run.plugins.notify(
             "retrieval_run_end", run=self.run, metrics=self.progress.best_metrics

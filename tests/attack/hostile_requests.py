@@ -326,13 +326,7 @@ class Generator:
                     f"/v1/indexes/{text}/index",
                 ]
             )
-            return Request(
-                "v1",
-                get(
-                    f"{path}?{name}={text}",
-                    *chance.choice([(), ("Idempotency-Key: " + "k" * 5000,)]),
-                ),
-            )
+            return Request("v1", get(f"{path}?{name}={text}"))
         body = chance.choice(
             [
                 json.dumps({"queries": [{"vector": [0.5] * self._width}] * many}).encode(),

@@ -67,7 +67,6 @@ class WritingGenerator(Generator):
             (3, self._several),
             (3, self._batch),
             (2, self._delete),
-            (1, self._repeated),
             (2, self._list),
             (0.05, self._snapshot),
             (1, self._other_index),
@@ -261,18 +260,6 @@ class WritingGenerator(Generator):
         if chance.random() < 0.2:
             return Request("delete", _named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
         return Request("delete", _named("POST", "/v1/delete", post(json.dumps(reply).encode())))
-
-    def _repeated(self, chance: random.Random) -> Request:
-        """The same key again and again, with the same body and with others."""
-        name = chance.choice(
-            [f"key {chance.randrange(20)}", "k" * 255, "k" * 256, "\x7f", "", "\xe9", "a\tb"]
-        )
-        reply = {"items": [{"id": f"item/{chance.randrange(3)}", "vector": [0.5] * self._width}]}
-        headers = [f"Idempotency-Key: {name}"] * chance.choice([1, 1, 1, 2])
-        content = post(json.dumps(reply).encode(), "application/json").replace(
-            b"\r\n", ("\r\n" + "\r\n".join(headers) + "\r\n").encode("latin-1"), 1
-        )
-        return Request("repeated", _named("POST", "/v1/items", content))
 
     def _list(self, chance: random.Random) -> Request:
         text = chance.choice(_FILTERS).replace("%", "%25").replace(" ", "+").replace("\x00", "%00")

@@ -106,7 +106,7 @@ def test_the_run_and_the_index_keep_it(
     assert any(
         note.startswith("left out: ") and "photos/0/cut is damaged" in note for note in notes
     )
-    assert cli("export", "run", "--exporter", "torchscript").code == 0
+    assert cli("export", "run").code == 0
     done = cli("index", "create", "i", "photos", "--bundle", "run/bundle", "--skip-bad")
     assert done.code == 0 and "Indexed 120 items" in done.out and "1 skipped" in done.out, done.err
     assert "photos: 1 file is left out, being no image: 0/notes.txt." in done.err

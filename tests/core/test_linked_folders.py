@@ -146,14 +146,6 @@ def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path: Path) -> None:
         find_images(tmp_path / "photos")
 
 
-def test_a_folder_at_an_address_of_this_machine_follows_links(linked: Path) -> None:
-    (linked / "3" / "up").symlink_to(linked)
-    items = collect([f"file://{linked}"], "image").items
-    assert [item.key for item in items] == [
-        f"{label}/{number}.png" for label in "0123" for number in range(3)
-    ]
-
-
 def test_published_layouts_follow_links_and_name_lost_ones(linked: Path) -> None:
     root = linked.parent / "101_ObjectCategories"
     root.symlink_to(linked)

@@ -22,7 +22,7 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.run.check_data import font_of, preview
+from retrieval.run.check_data import preview
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -172,22 +172,6 @@ def test_batches_are_the_same_wherever_a_run_goes_on(digits: ArrayDataset, crop:
     assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
 
 
-def test_batches_are_the_same_with_processes_that_decode(tmp_path: Path) -> None:
-    from retrieval.data.datasets import FileDataset
-
-    generator, files = np.random.default_rng(0), []
-    for i in range(24):
-        files.append(tmp_path / f"{i}.png")
-        Image.fromarray(generator.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(files[-1])
-    dataset: Any = FileDataset(files, [f"c{i // 6}" for i in range(24)])
-    changes = Augmentation(crop_scale=(0.5, 1.0), transforms=["TrivialAugmentWide"], views=2)
-    sampler = Sampler(classes=4, items=2, batches=2)
-    with batches(dataset, sampler, changes, workers=1) as elsewhere:
-        here = batches(dataset, sampler, changes)
-        for (a, one), (b, two) in zip(here.epoch(0), elsewhere.epoch(0), strict=True):
-            assert torch.equal(a, b) and torch.equal(one, two)
-
-
 class TestViews:
     CHANGES = Augmentation(
         transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3
@@ -330,16 +314,6 @@ class TestPreview:
             for o in others
         }
         assert kinds == {"same", "inverted"}
-
-    def test_names_are_drawn_in_a_font_that_has_their_letters(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from matplotlib import font_manager
-
-        font, names = font_of(["щука ∂ é", "ψάρι"])
-        assert names == ["щука ∂ é", "ψάρι"] and font.getmask("щ") != font.getmask("\uffff")
-        monkeypatch.setattr(font_manager.fontManager, "ttflist", [])  # no system's fonts
-        assert font_of(["雪 a"])[1] == ["\\u96ea a"]
 
     def test_the_command_writes_it_and_says_when_nothing_changes(
         self, tmp_path: Path, cli: Any

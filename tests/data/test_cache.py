@@ -85,17 +85,6 @@ def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
     assert net.items == 37
 
 
-def test_progress(
-    data: ArrayDataset,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("retrieval.serving.progress.EVERY", 0.0)
-    compute(Net(), data, tmp_path, progress=True)
-    assert "features: 37 of 37 items (100 %)" in capsys.readouterr().err
-
-
 def test_interrupted_it_goes_on(data: ArrayDataset, tmp_path: Path) -> None:
     whole = compute(Net(), data, tmp_path / "other")
     with pytest.raises(KeyboardInterrupt):

@@ -23,7 +23,7 @@ from PIL import Image
 from retrieval.data import near
 from retrieval.data.datasets import ArrayDataset
 from retrieval.data.findings import Alike, Findings, Subject, spelt_alike
-from retrieval.data.near import fingerprint, near_pairs
+from retrieval.data.near import near_pairs
 from retrieval.errors import DataError
 from retrieval.run.check_data import PICTURES, check_data
 from retrieval.serving.bundle import Bundle
@@ -239,26 +239,6 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[
     assert apart.counts() == folder.counts() and apart.subjects[0].side == "photos/train"
     changed = cli("data", "check", "r.toml", "--set", "split.by=item", "--set", "split.test=0.5")
     assert changed.code == 2 and "[split]" in changed.err  # no class has items enough
-
-
-def test_clean_digits_raise_no_alarm(tmp_path: Path) -> None:
-    """False alarms by picture on 1,797 real and different digits, and what of their copies is
-    found: figures, not adjectives.
-    """
-    digits = (load_digits().images * 15.9).astype(np.uint8)
-    np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
-    pictures = np.stack([fingerprint(Image.fromarray(each)).picture for each in digits])
-    assert len(near_pairs(pictures, PICTURES).first) == 0
-    copies = 0
-    for digit, own in zip(digits[:200], pictures, strict=False):
-        Image.fromarray(digit).save(tmp_path / "copy.jpg", quality=70)
-        with Image.open(tmp_path / "copy.jpg") as copy:
-            again = fingerprint(copy).picture
-        assert again is not None
-        copies += float(np.linalg.norm(again - own)) <= PICTURES
-    assert copies >= 180  # of 200 that are eight pixels wide, which JPEG changes most
-    same = check_data(tmp_path / "x.npz", progress=False)
-    assert same.clean and len(same.subjects) == 1797
 
 
 def test_what_a_model_takes_for_the_same(

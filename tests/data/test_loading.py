@@ -3,7 +3,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,7 +312,6 @@ def test_inputs_of_vectors() -> None:
 
 
 def test_an_abandoned_iteration_ends(photos: FileDataset) -> None:
-    import threading
 
     before = threading.active_count()
     stream = inputs(photos, range(48), Preprocessing((12, 10)), 4)
@@ -366,34 +364,3 @@ def test_bad_images_end_in_a_sentence(tmp_path: Path) -> None:
 def test_arrays_that_do_not_fit(array: NDArray[np.generic], kind: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         ArrayDataset(array, ["a", "b"], kind=kind)  # type: ignore[arg-type]
-
-
-class Slow(FileDataset):
-    """Takes so many seconds for an item; notes which thread asked."""
-
-    def __init__(self, photos: FileDataset, seconds: float) -> None:
-        super().__init__(photos.files, photos.labels)
-        self.seconds, self.asked = seconds, []
-
-    def __getitem__(self, index: int) -> Image.Image:
-        self.asked.append(threading.get_ident())
-        time.sleep(self.seconds)
-        return super().__getitem__(index)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 0.03])
-def test_threads_decode_where_an_item_takes_long(
-    photos: FileDataset, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small pictures are decoded one after the other: threads would wait for one another, at twice
-    the CPU time.
-    """
-    monkeypatch.setattr("retrieval.data.loading._SECONDS_WORTH_A_THREAD", 0.025)
-    slow = Slow(photos, seconds)
-    raw = RawInputs(slow, GREY8, budget=0)
-    for start in (0, 24):
-        chosen = np.arange(start, start + 24)
-        np.testing.assert_array_equal(raw.batch(chosen), RawInputs(photos, GREY8).batch(chosen))
-    assert len(slow.asked) == 48
-    here = slow.asked.count(threading.get_ident())
-    assert here == (48 if seconds == 0 else 4)

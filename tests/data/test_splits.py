@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.error_lists import natural
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Split
@@ -27,18 +26,6 @@ def test_natural_order_of_classes() -> None:
     assert found.classes == ["c1", "c2", "c9", "c10"]
     assert found.train_classes == ["c1", "c2"]
     assert {found.classes[i] for i in found.labels[found.query]} == {"c9", "c10"}
-
-
-def test_natural_mixes_numbers_and_text() -> None:
-    assert sorted(["b", "2", "10", "a2", "a10", "a", "²"], key=natural) == [
-        "2",
-        "10",
-        "a",
-        "a2",
-        "a10",
-        "b",
-        "²",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,6 @@ def test_duplicates_come_by_row(unit):
     assert (distances == 0).all()
 
 
-@pytest.mark.parametrize("size", [300, 5000])
-def test_constant_codes_come_by_row(size):
-    gallery = np.full((size, 16), 0.1, np.float32)
-    rows, distances = exact_neighbors(gallery[:40], gallery, 6, exclude=np.arange(40))
-    expected = [[j for j in range(7) if j != i][:6] for i in range(40)]
-    assert np.array_equal(rows, expected)
-    assert (distances == 0).all()
-
-
 def test_near_duplicates_far_from_the_origin_are_told_apart():
     # |q|² + |g|² − 2 q·g leaves nothing of these distances in float32, and few digits in float64.
     generator = np.random.default_rng(0)
@@ -175,13 +166,6 @@ def test_types_are_taken_as_they_are(digits, kind):
         codes = digits[:300].astype(kind)
     rows, _ = exact_neighbors(codes[:40], codes, 9)
     assert np.array_equal(rows, brute(digits[:40], digits[:300], 9)[0])
-
-
-def test_read_only_and_strided_codes(digits):
-    codes = np.asfortranarray(digits[:300])
-    codes.setflags(write=False)
-    rows, _ = exact_neighbors(codes[::3], codes, 3)
-    assert np.array_equal(rows, brute(digits[:300:3], digits[:300], 3)[0])
 
 
 def test_more_neighbours_than_there_are(digits):

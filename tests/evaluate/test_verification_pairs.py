@@ -125,10 +125,6 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
             ["line 1 states 2 × 3 same and as many different pairs, 12 lines; 8 follow."],
         ),
         (
-            LFW.replace("2\t2\n", "3\t2\n", 1),
-            ["line 1 states 3 × 2 same and as many different pairs, 12 lines; 8 follow."],
-        ),
-        (
             LFW.replace("2\t2\n", "0\t2\n", 1),
             ["line 1: '0 2' states 0 folds of 2 pairs: neither may be 0."],
         ),
@@ -145,20 +141,12 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
             ],
         ),
         (
-            LFW.replace("Bo\t1\t2", "Bo\t1\t1"),
-            ["line 2: the image Bo/Bo_0001 is paired with itself."],
-        ),
-        (
             LFW.replace("Bo\t1\tCy\t1", "Bo\t1\tBo\t2"),
             ["line 4: it is among the different pairs, and names Bo twice."],
         ),
         (
             LFW.replace("Bo\t1\t2", "Bo\t1"),
             ["line 2: 'NAME n1 n2' or 'NAME1 n1 NAME2 n2' is expected, not 2 words ('Bo 1')."],
-        ),
-        (
-            LFW.replace("Bo\t1\t2", "Bo\tone\t0"),
-            ["line 2: images are numbered from 1; 'one 0' are not such numbers."],
         ),
         (
             LFW.replace("Bo\t1\t2", "Bo\t1\t1")
@@ -174,7 +162,6 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
                 "line 3: the image",
             ],
         ),
-        ("3\nBo\t1\t2\n", ["line 1 states 1 × 3 same", "the only pair is the same"]),
     ],
 )
 def test_an_lfw_list_that_cannot_be_used(tmp_path: Path, text: str, says: list[str]) -> None:
@@ -294,14 +281,6 @@ def test_same_pairs_are_shared_out_evenly_among_classes() -> None:
         assert {tuple(sorted(pair)) for pair in every.tolist()} == set(
             itertools.combinations(range(size), 2)
         )
-
-
-def test_different_pairs_by_class_then_by_item() -> None:
-    labels = labels_of(1000, 30, 30, 30)
-    rows = _different(labels, 1200, np.random.default_rng(0))
-    counts = np.bincount(labels[rows].ravel(), minlength=4)
-    assert (np.abs(counts - 600) < 80).all()  # though the first class has eleven items of twelve
-    assert (labels[rows[:, 0]] != labels[rows[:, 1]]).all()
 
 
 def test_different_pairs_that_are_mostly_of_two_classes_come_to_an_end() -> None:

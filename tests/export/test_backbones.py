@@ -15,11 +15,10 @@ from PIL import Image
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting
-from retrieval.export.export_backbone import Photos, affordable, whitening_head
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
-SMALL = {"parameters": {"size": 4}, "exporter": "torchscript", "progress": False}
+SMALL = {"parameters": {"size": 4}, "progress": False}
 """`core.pixels` of 16 features."""
 
 
@@ -59,7 +58,7 @@ def whitened_by_hand(features, fitted, width):
 def lite(tmp_path_factory, folder):
     """EfficientNet-Lite0 with its real weights, as it is and whitened."""
     made = tmp_path_factory.mktemp("lite")
-    common = {"parameters": {"size": 64}, "exporter": "torchscript", "progress": False}
+    common = {"parameters": {"size": 64}, "progress": False}
     plain = export_backbone("core.efficientnet_lite0", made / "plain", **common)
     white = export_backbone(
         "core.efficientnet_lite0", made / "white", whiten=folder, dimensions=24, **common
@@ -108,33 +107,8 @@ def test_whitened_vectors_are_those_of_a_decomposition_by_hand(lite, folder):
     assert white.manifest.verified.items == 160
 
 
-def test_whitened_features_have_equal_variance_and_no_correlation(digits):
-    features = digits[0].reshape(300, -1).astype(np.float32)
-    head = whitening_head(features, 12)
-    flat = head[:-1].requires_grad_(False)(torch.from_numpy(features)).numpy().astype(np.float64)
-    covariance = np.cov(flat.T)
-    assert np.abs(np.diag(covariance) - 1).max() < 1e-3
-    assert np.abs(covariance - np.diag(np.diag(covariance))).max() < 1e-3
-    assert np.allclose(
-        np.linalg.norm(head(torch.from_numpy(features)).numpy(), axis=1), 1, atol=1e-5
-    )
-
-
-def test_wide_features_are_whitened_too(photographs):
-    features = (
-        photographs(64, 60).reshape(60, -1).astype(np.float32)
-    )  # 12,288 wide: the randomised solver
-    found = whitening_head(features, 6).requires_grad_(False)(torch.from_numpy(features)).numpy()
-    wanted = whitened_by_hand(features, features, 6)
-    signs = np.sign((found * wanted).sum(axis=0))
-    assert np.abs(found * signs - wanted).max() < 0.02
-
-
 def test_a_backbone_with_random_weights_is_refused_unless_asked_for(tmp_path):
-    small = {
-        "parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8},
-        "exporter": "torchscript",
-    }
+    small = {"parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8}}
     with pytest.raises(
         BundleError, match=r"weights of core.convnet are random.*--random-weights"
     ) as refused:
@@ -196,14 +170,7 @@ def retrieval_backbones():
 
 def test_a_plugin_brings_backbones_too(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    plugin = [
-        "--plugin",
-        tmp_path / "own.py",
-        "--output",
-        tmp_path / "b",
-        "--exporter",
-        "torchscript",
-    ]
+    plugin = ["--plugin", tmp_path / "own.py", "--output", tmp_path / "b"]
     done = command("--model", "own.edges", *plugin)
     assert done.exit_code == 0, done.output
     assert "on 64 crops of two example photographs (tolerance 0.0001)" in done.output
@@ -232,8 +199,6 @@ def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
         "--allow-drift",
         "--output",
         tmp_path / "b",
-        "--exporter",
-        "torchscript",
     )
     assert done.exit_code == 0, done.output
     assert "on 80 photos (tolerance 0.0001)" in done.output and "int8: " in done.output
@@ -281,7 +246,6 @@ def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
         (BundleError, "takes vectors, not images", ("core.features",), {}),
         (BundleError, "name photos to whiten by", ("core.pixels",), {"dimensions": 4}),
         (BundleError, "calibrated on photos, and none", ("core.pixels",), {"variants": "int8"}),
-        (BundleError, "At least 1 photo", ("core.pixels",), {"most_photos": 0}),
         (DataError, "does not exist", ("core.pixels",), {"whiten": tmp_path / "nowhere"}),
         (
             DataError,
@@ -294,12 +258,6 @@ def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
             "160 photos are too few to whiten 160",
             ("core.pixels",),
             {"whiten": folder, "dimensions": 160},
-        ),
-        (
-            DataError,
-            "50 photos are too few to whiten 128",
-            ("core.pixels",),
-            {"whiten": folder, "most_photos": 50},
         ),
     ]
     for kind, said, words, options in cases:
@@ -335,34 +293,6 @@ def test_photos_that_cannot_be_read_are_left_out_and_named(tmp_path, folder, cap
         file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(DataError, match="None of the 31 photos can be read"):
         export_backbone("core.pixels", tmp_path / "c", whiten=some, dimensions=3, **SMALL)
-
-
-def test_photos_are_drawn_by_a_seed_and_each_once(tmp_path, folder, monkeypatch):
-    files = sorted(folder.iterdir())
-    (tmp_path / "again").symlink_to(folder)
-    found = Photos([folder, files[3], tmp_path / "again"], seed=5)
-    assert sorted(found.files) == [file.resolve() for file in files] != found.files
-    assert found.files == Photos([folder], seed=5).files != Photos([folder], seed=6).files
-
-    seen = []
-    real = exporting.whitening_head
-    monkeypatch.setattr(exporting, "whitening_head", lambda x, d: seen.append(x) or real(x, d))
-    for number in (0, 1):
-        export_backbone(
-            "core.pixels",
-            tmp_path / f"b{number}",
-            whiten=folder,
-            dimensions=2,
-            most_photos=40,
-            **SMALL,
-        )
-    assert seen[0].shape == (40, 16) and np.array_equal(*seen)
-
-
-def test_the_features_that_whitening_keeps_are_bounded():
-    assert affordable(1280, 20_000) == 20_000
-    assert affordable(150_528, 20_000) * 150_528 * 4 <= 1 << 29
-    assert affordable(1 << 40, 20_000) == 1
 
 
 def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 
@@ -11,6 +10,7 @@ import onnx
 import pytest
 import torch
 from retrieval.errors import BundleError
+from retrieval.export import verify
 from retrieval.export.export_model import export_model
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
@@ -49,15 +49,13 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
 
 def test_a_bundle_says_where_its_probe_is_and_shows_no_item(net, digits, tmp_path):
     pixels = digits[0][:9]
-    manifest = export_model(
-        net, pixels, tmp_path / "b", name="net", variants=["fp16"], exporter="torchscript"
-    )
+    manifest = export_model(net, pixels, tmp_path / "b", name="net", variants=["fp16"])
     assert set(manifest.probe.variants) == {"fp16"}
     pattern = pattern_of(manifest.probe, manifest.input.shape)
     assert not any((input_of(pattern, manifest.input.shape)[0] == one).all() for one in pixels)
     for variant in (None, "fp16"):
         assert probe_fault(Bundle.open(tmp_path / "b", variant=variant)) is None
-    other = export_model(net, pixels[:5], tmp_path / "c", name="net", exporter="torchscript")
+    other = export_model(net, pixels[:5], tmp_path / "c", name="net")
     assert other.probe.pattern == manifest.probe.pattern
 
 
@@ -66,34 +64,11 @@ def test_normalisation_is_inside_the_graph(parts, digits, tmp_path):
     backbone = parts.Vectors(256)
     backbone.preprocessing = parts.Net().preprocessing
     backbone.forward = lambda x: x.flatten(1)
-    export_model(
-        Model(backbone, nn.Identity()), pixels, tmp_path / "b", name="raw", exporter="torchscript"
-    )
+    export_model(Model(backbone, nn.Identity()), pixels, tmp_path / "b", name="raw")
     vectors = Bundle.open(tmp_path / "b", threads=1).encode(pixels).vector
     for item in (0, 7, 19):
         plain = [(float(value) / 255 - 0.3) / 0.2 for value in pixels[item].ravel()]
         assert np.allclose(vectors[item], plain, atol=1e-5)
-
-
-def test_both_exporters_agree_and_leave_the_callers_model_as_it_was(net, digits, tmp_path):
-    net.train()
-    net.backbone.layers[1].eval()  # a frozen batch norm inside a training model
-    net.channels_last = True
-    modes = [module.training for module in net.modules()]
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    encoded = []
-    for exporter in ("dynamo", "torchscript"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            export_model(net, digits[0][:40], tmp_path / exporter, name="net", exporter=exporter)
-        assert [module.training for module in net.modules()] == modes and net.channels_last
-        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-        assert all(parameter.requires_grad for parameter in net.parameters())
-        encoded.append(Bundle.open(tmp_path / exporter, threads=1).encode(digits[0]).vector)
-        content = (tmp_path / exporter / "encoder.onnx").read_bytes()
-        for machine in (b".py", str(tmp_path).encode(), b"site-packages"):
-            assert machine not in content
-    assert np.abs(encoded[0] - encoded[1]).max() < 1e-5
 
 
 @pytest.mark.gpu
@@ -101,30 +76,6 @@ def test_both_exporters_agree_and_leave_the_callers_model_as_it_was(net, digits,
 def test_a_model_on_a_cuda_device_goes_back_there(net, digits, tmp_path):
     export_model(net.cuda(), digits[0][:9], tmp_path / "b", name="net")
     assert {p.device.type for p in net.parameters()} == {"cuda"}
-
-
-def test_a_learners_linear_map_on_vectors(vectors, parts, tmp_path):
-    features, _ = vectors
-    head = nn.Linear(64, 5)
-    with torch.no_grad():
-        head.weight.mul_(40)  # vectors of another length than 1
-    model = Model(parts.Vectors(), head)
-    manifest = export_model(
-        model, features.astype(np.float64), tmp_path / "b", name="map", exporter="torchscript"
-    )
-    assert (
-        manifest.input.kind == "features"
-        and manifest.input.shape == (64,)
-        and not manifest.normalized
-    )
-    out = Bundle.open(tmp_path / "b", threads=1).encode(features).vector
-    weight, bias = head.weight.detach().double().tolist(), head.bias.detach().double().tolist()
-    for item in (0, 100, 299):
-        plain = [
-            sum(w * float(x) for w, x in zip(row, features[item], strict=True)) + b
-            for row, b in zip(weight, bias, strict=True)
-        ]
-        assert np.allclose(out[item], plain, rtol=1e-4, atol=1e-3)
 
 
 def test_a_distance_that_no_vectors_order_gets_a_rescorer(vectors, parts, tmp_path):
@@ -185,7 +136,7 @@ def test_an_exact_combiner_with_query_vectors_of_its_own(vectors, parts, tmp_pat
     torch.manual_seed(3)
     combiner = parts.Inner()
     model = Model(parts.Vectors(), combiner.build_head(64), combiner)
-    manifest = export_model(model, features, tmp_path / "b", name="inner", exporter="torchscript")
+    manifest = export_model(model, features, tmp_path / "b", name="inner")
     assert (
         manifest.query_vectors
         and manifest.vector == 9
@@ -208,7 +159,34 @@ def test_a_combiner_that_is_not_as_exact_as_it_says_is_refused(vectors, parts, t
     assert not list(tmp_path.iterdir())
 
 
-def test_auto_takes_the_older_exporter_where_the_present_one_fails(parts, vectors, tmp_path):
+def test_the_callers_model_stays_and_the_graph_names_no_place_of_this_machine(
+    net, digits, tmp_path, monkeypatch
+):
+    """By either exporter of torch, whose graphs agree."""
+    net.train()
+    net.backbone.layers[1].eval()  # a frozen batch norm inside a training model
+    net.channels_last = True
+    modes = [module.training for module in net.modules()]
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    encoded = []
+    for exporter in ("dynamo", "torchscript"):
+        monkeypatch.setattr(verify, "EXPORTERS", (exporter,))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            export_model(net, digits[0][:40], tmp_path / exporter, name="net")
+        assert [module.training for module in net.modules()] == modes and net.channels_last
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+        assert all(parameter.requires_grad for parameter in net.parameters())
+        encoded.append(Bundle.open(tmp_path / exporter, threads=1).encode(digits[0]).vector)
+        content = (tmp_path / exporter / "encoder.onnx").read_bytes()
+        for machine in (b".py", str(tmp_path).encode(), b"site-packages"):
+            assert machine not in content
+    assert np.abs(encoded[0] - encoded[1]).max() < 1e-5
+
+
+def test_the_older_exporter_is_taken_where_the_present_one_fails(
+    parts, vectors, tmp_path, monkeypatch
+):
     class Breaks(nn.Module):
         def forward(self, x):
             if torch.compiler.is_exporting():
@@ -216,41 +194,11 @@ def test_auto_takes_the_older_exporter_where_the_present_one_fails(parts, vector
             return x * 2
 
     model = Model(parts.Vectors(), Breaks())
+    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo", "torchscript"))
     export_model(model, vectors[0][:9], tmp_path / "b", name="b")
     properties = onnx.load(tmp_path / "b" / "encoder.onnx").metadata_props
     assert {entry.key: entry.value for entry in properties} == {"exporter": "torchscript"}
+    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo",))
     with pytest.raises(BundleError, match="cannot be exported"):
-        export_model(model, vectors[0][:9], tmp_path / "c", name="c", exporter="dynamo")
+        export_model(model, vectors[0][:9], tmp_path / "c", name="c")
     assert not (tmp_path / "c").exists()
-
-
-def test_one_item_is_enough(linear, vectors, tmp_path):
-    manifest = export_model(
-        linear, vectors[0][:1], tmp_path / "b", name="one", exporter="torchscript"
-    )
-    assert manifest.verified.items == 1
-    assert Bundle.open(tmp_path / "b", threads=1).encode(vectors[0]).vector.shape == (300, 8)
-
-
-def test_each_step_is_told(linear, vectors, tmp_path):
-    told = []
-    export_model(
-        linear,
-        vectors[0][:20],
-        tmp_path / "b",
-        name="b",
-        variants=["fp16"],
-        exporter="torchscript",
-        progress=lambda *step: told.append(step),
-    )
-    assert [number for _, number, _ in told] == [0, 1, 2] and {total for *_, total in told} == {3}
-
-
-def test_the_manifest_is_json_for_anyone(net, digits, tmp_path):
-    export_model(net, digits[0][:9], tmp_path / "b", name="net", exporter="torchscript")
-    content = json.loads((tmp_path / "b" / "manifest.json").read_text())
-    assert content["format"] == 1 and content["input"]["preprocessing"]["size"] == [16, 16]
-    assert (
-        set(content["files"]) == {"encoder.onnx"}
-        and len(content["files"]["encoder.onnx"]["sha256"]) == 64
-    )

@@ -67,16 +67,7 @@ def run(*words):
 
 @pytest.mark.parametrize("name", ["network", "learner"])
 def test_a_run_becomes_a_bundle(trained, tmp_path, name):
-    result = run(
-        "export",
-        trained / name,
-        "-o",
-        tmp_path / "b",
-        "--variant",
-        "int8",
-        "--exporter",
-        "torchscript",
-    )
+    result = run("export", trained / name, "-o", tmp_path / "b", "--variant", "int8")
     assert result.exit_code == 0, result.output
     assert "held-out items (tolerance 0.0001)" in result.output and "int8: " in result.output
     bundle = Bundle.open(tmp_path / "b", threads=1)
@@ -94,15 +85,7 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
         assert run("evaluate", trained / name).exit_code == 0
         bundles = []
         for more in ((), ("--dimensions", 3)):
-            result = run(
-                "export",
-                trained / name,
-                "-o",
-                tmp_path / f"{name}{len(more)}",
-                "--exporter",
-                "torchscript",
-                *more,
-            )
+            result = run("export", trained / name, "-o", tmp_path / f"{name}{len(more)}", *more)
             assert result.exit_code == 0, result.output
             bundles.append(Bundle.open(tmp_path / f"{name}{len(more)}", threads=1))
         whole, cut = bundles
@@ -123,7 +106,7 @@ def test_a_bundle_of_the_first_numbers_of_an_embedding(trained, tmp_path):
 
 def test_the_default_place_and_the_figures_of_evaluate(trained):
     assert run("evaluate", trained / "learner").exit_code == 0
-    result = run("export", trained / "learner", "--exporter", "torchscript")
+    result = run("export", trained / "learner")
     assert result.exit_code == 0, result.output
     manifest = read_manifest(trained / "learner" / "bundle")
     assert 0 < manifest.evaluation["recall_at_1"] <= 1
@@ -144,7 +127,7 @@ def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(
 
     monkeypatch.setattr(runs, "export_model", noting)
     loaded = Run.open(trained / "network")
-    runs.export(loaded, tmp_path / "b", variants=["int8"], exporter="torchscript")
+    runs.export(loaded, tmp_path / "b", variants=["int8"])
     splits = loaded.splits
     sides = {}
     for name, indices in (("train", splits.train), ("query", splits.query)):
@@ -153,13 +136,3 @@ def test_int8_is_calibrated_on_training_items_and_measured_on_held_out_ones(
     assert {image.tobytes() for image in given["items"]} <= sides["query"]
     assert len(given["calibration"]) == 512 and 400 < len(given["items"]) <= 512
     assert set(np.unique(given["labels"])) == set(np.unique(splits.labels[splits.query]))
-
-
-def test_items_are_taken_by_whole_classes():
-    labels = np.repeat(np.arange(3000), 4)
-    chosen = runs.by_class(np.arange(len(labels)), labels)
-    assert len(chosen) == 512 and set(np.unique(labels[chosen], return_counts=True)[1]) == {4}
-    few = runs.by_class(np.arange(len(labels)), labels // 1500)
-    assert 400 <= len(few) <= 512 and len(np.unique(labels[few] // 1500)) == 2
-    assert list(runs.by_class(np.array([5, 7, 9]), labels)) == [5, 7, 9]
-    assert list(runs.spread(np.arange(1000), 3)) == [0, 500, 999]

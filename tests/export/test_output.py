@@ -5,12 +5,11 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 from retrieval.errors import BundleError
-from retrieval.export.export_model import export_model, whole_folder
+from retrieval.export.export_model import export_model
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from torch import nn
@@ -35,7 +34,7 @@ def pause(step, number, of):
 
 items = np.random.default_rng(0).normal(size=(20, 64))
 export_model(Model(Vectors(), nn.Linear(64, 300)), items, sys.argv[1] + "/b", name="b",
-             variants=["fp16"], exporter="torchscript", progress=pause)
+             variants=["fp16"], progress=pause)
 """
 
 
@@ -66,9 +65,7 @@ def test_a_stopped_export_leaves_nothing(linear, vectors, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        export_model(
-            linear, vectors[0], tmp_path / "b", name="b", exporter="torchscript", progress=stop
-        )
+        export_model(linear, vectors[0], tmp_path / "b", name="b", progress=stop)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -82,9 +79,7 @@ def test_a_full_disk_is_one_sentence(parts, vectors, tmp_path):
 
     try:
         with pytest.raises(BundleError) as caught:
-            export_model(
-                model, vectors[0], tmp_path / "b", name="b", exporter="torchscript", progress=fill
-            )
+            export_model(model, vectors[0], tmp_path / "b", name="b", progress=fill)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot be written: File too large. Nothing was left behind." in str(caught.value)
@@ -93,20 +88,18 @@ def test_a_full_disk_is_one_sentence(parts, vectors, tmp_path):
 
 def test_an_existing_bundle_stays_unless_replaced(linear, vectors, tmp_path):
     target = tmp_path / "b"
-    first = export_model(linear, vectors[0], target, name="first", exporter="torchscript")
+    first = export_model(linear, vectors[0], target, name="first")
     with pytest.raises(BundleError, match=r"exists\. Say replace"):
-        export_model(linear, vectors[0], target, name="second", exporter="torchscript")
+        export_model(linear, vectors[0], target, name="second")
     assert Bundle.open(target, threads=1).manifest == first
-    second = export_model(
-        linear, vectors[0], target, name="second", exporter="torchscript", replace=True
-    )
+    second = export_model(linear, vectors[0], target, name="second", replace=True)
     assert Bundle.open(target, threads=1).manifest == second
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
 def test_a_failed_replacement_keeps_the_old_bundle(linear, vectors, parts, tmp_path):
     target = tmp_path / "b"
-    first = export_model(linear, vectors[0], target, name="first", exporter="torchscript")
+    first = export_model(linear, vectors[0], target, name="first")
     head = nn.Linear(64, 4)
     with torch.no_grad():
         head.bias.fill_(torch.inf)
@@ -123,29 +116,12 @@ def test_of_two_exports_to_one_path_one_is_refused(linear, vectors, tmp_path):
     def second(step, number, of):
         if not refused:
             with pytest.raises(BundleError) as caught:
-                export_model(linear, vectors[0], target, name="second", exporter="torchscript")
+                export_model(linear, vectors[0], target, name="second")
             refused.append(str(caught.value))
 
-    first = export_model(
-        linear, vectors[0], target, name="first", exporter="torchscript", progress=second
-    )
+    first = export_model(linear, vectors[0], target, name="first", progress=second)
     assert "Another process is exporting this bundle" in refused[0]
     assert Bundle.open(target, threads=1).manifest == first
-    assert [path.name for path in tmp_path.iterdir()] == ["b"]
-
-
-def test_what_appears_meanwhile_is_not_replaced(tmp_path):
-    target = tmp_path / "b"
-
-    def write():
-        with whole_folder(target, replace=False) as folder:
-            (folder / "manifest.json").write_text("ours")
-            target.mkdir()  # by a program that does not know of the lock
-            (target / "manifest.json").write_text("theirs")
-
-    with pytest.raises(BundleError, match=r"exists\. Say replace"):
-        write()
-    assert (target / "manifest.json").read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir()] == ["b"]
 
 
@@ -158,60 +134,3 @@ def test_what_is_no_bundle_is_never_replaced(linear, vectors, tmp_path):
         with pytest.raises(BundleError, match=words):
             export_model(linear, vectors[0], target, name="b", replace=True)
     assert (folder / "chapter.tex").read_text() == "years of work"
-
-
-def test_an_empty_folder_and_missing_parents_are_fine(linear, vectors, tmp_path):
-    (tmp_path / "empty").mkdir()
-    for target in (tmp_path / "empty", tmp_path / "new" / "deep" / "b"):
-        export_model(linear, vectors[0], target, name="b", exporter="torchscript")
-        Bundle.open(target, threads=1)
-
-
-def test_a_link_to_a_bundle_is_followed(linear, vectors, tmp_path):
-    export_model(linear, vectors[0], tmp_path / "v1", name="first", exporter="torchscript")
-    (tmp_path / "current").symlink_to("v1")
-    export_model(
-        linear,
-        vectors[0],
-        tmp_path / "current",
-        name="second",
-        exporter="torchscript",
-        replace=True,
-    )
-    assert (tmp_path / "current").is_symlink() and Bundle.open(
-        tmp_path / "v1"
-    ).manifest.name == "second"
-
-
-def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):
-    """Another process looks without pause while the folder is replaced a hundred times."""
-    target = tmp_path / "b"
-    missing, stop = [], threading.Event()
-
-    def fill(text):
-        with whole_folder(target, replace=True) as folder:
-            (folder / "manifest.json").write_text(text)
-
-    def look():
-        while not stop.is_set():
-            try:
-                (target / "manifest.json").read_text()
-            except FileNotFoundError:
-                missing.append(1)
-
-    fill("0")
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    for number in range(100):
-        fill(str(number))
-    stop.set()
-    watcher.join()
-    if sys.platform.startswith("linux"):
-        assert not missing
-    assert (target / "manifest.json").read_text() == "99"
-
-
-def test_the_folder_has_ordinary_rights(linear, vectors, tmp_path):
-    export_model(linear, vectors[0], tmp_path / "b", name="b", exporter="torchscript")
-    (tmp_path / "plain").mkdir()
-    assert (tmp_path / "b").stat().st_mode == (tmp_path / "plain").stat().st_mode

@@ -14,13 +14,12 @@ from exporting import export_backbone
 from retrieval import train
 from retrieval.cli.app import app
 from retrieval.errors import BundleError
+from retrieval.export import verify
 from retrieval.export.export_model import export_model
 from retrieval.export.export_run import export
 from retrieval.model.model import Model, Normalize, build_head
 from retrieval.serving.bundle import Bundle
 from torch import nn
-
-QUICK = {"exporter": "torchscript"}
 
 
 def opened(path, **options):
@@ -38,8 +37,8 @@ def test_a_split_bundle_gives_what_the_whole_one_gives(combiner, net, digits, pa
         made = parts.Sum() if combiner == "Sum" else parts.Inner(radius=2.0)
         model = Model(net.backbone, nn.Sequential(made.build_head(96), Normalize()), made)
     items = digits[0][:40]
-    export_model(model, items, tmp_path / "whole", name="m", **QUICK)
-    manifest = export_model(model, items, tmp_path / "split", name="m", split=True, **QUICK)
+    export_model(model, items, tmp_path / "whole", name="m")
+    manifest = export_model(model, items, tmp_path / "split", name="m", split=True)
     assert manifest.encoder is None and manifest.split.features == 96
     assert manifest.verified.largest_difference < 1e-4 and manifest.verified.items == 40
     whole, split = opened(tmp_path / "whole"), opened(tmp_path / "split")
@@ -58,8 +57,11 @@ def test_a_split_bundle_gives_what_the_whole_one_gives(combiner, net, digits, pa
             assert np.array_equal(getattr(found, name), getattr(after, name))
 
 
-def test_a_backbone_is_known_again_whatever_the_head_and_the_items(net, digits, tmp_path):
+def test_a_backbone_is_known_again_whatever_the_head_and_the_items(
+    net, digits, tmp_path, monkeypatch
+):
     """By torch's present exporter, which is the default: its graph is the same to the byte."""
+    monkeypatch.setattr(verify, "EXPORTERS", ("dynamo",))
     found = []
     for number, head in enumerate((build_head(96, 5, (12,)), nn.Identity())):
         place = tmp_path / str(number)
@@ -73,7 +75,7 @@ def test_a_backbone_is_known_again_whatever_the_head_and_the_items(net, digits, 
         assert np.array_equal(each.encode_features(kept).vector, each.encode(digits[0][:20]).vector)
     moved = []
     for place in ("moved", "again"):
-        export_model(net, digits[0][:9], tmp_path / place, name="m", split=True, **QUICK)
+        export_model(net, digits[0][:9], tmp_path / place, name="m", split=True)
         moved.append(opened(tmp_path / place).backbone_sha256)
         with torch.no_grad():
             net.backbone.layers[0].weight[0, 0, 0, 0] += 1e-3
@@ -90,7 +92,6 @@ def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path):
         variants=["fp16", "int8"],
         calibration=digits[0][40:80],
         allow_drift=True,
-        **QUICK,
     )
     assert sorted(manifest.files) == [
         "backbone.onnx",
@@ -119,12 +120,7 @@ class Fixed(nn.Module):
 def test_a_head_that_cannot_be_exported_leaves_nothing(net, digits, tmp_path):
     with pytest.raises(BundleError, match=r"The head cannot be exported.*batch"):
         export_model(
-            Model(net.backbone, Fixed()),
-            digits[0][:9],
-            tmp_path / "b",
-            name="m",
-            split=True,
-            **QUICK,
+            Model(net.backbone, Fixed()), digits[0][:9], tmp_path / "b", name="m", split=True
         )
     assert not list(tmp_path.iterdir())
 
@@ -185,14 +181,9 @@ def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_f
     """
     run, plugin = frozen
     first = export_backbone(
-        "own.filters",
-        tmp_path / "first",
-        plugins=[str(plugin)],
-        split=True,
-        progress=False,
-        **QUICK,
+        "own.filters", tmp_path / "first", plugins=[str(plugin)], split=True, progress=False
     )
-    later = export(run, tmp_path / "later", split=True, progress=False, **QUICK).bundle
+    later = export(run, tmp_path / "later", split=True, progress=False).bundle
     assert first.backbone_sha256 == later.backbone_sha256 is not None
     images = np.stack([first.preprocess(image[0]) for image in digits[0][:50]])
     kept = first.features(images)
@@ -206,16 +197,7 @@ def test_the_command_splits(frozen, tmp_path):
     for words in ([run.path], ["--model", "own.filters", "--plugin", plugin]):
         output = tmp_path / str(len(words))
         done = CliRunner().invoke(
-            app,
-            [
-                "export",
-                *map(str, words),
-                "--split",
-                "--exporter",
-                "torchscript",
-                "--output",
-                str(output),
-            ],
+            app, ["export", *map(str, words), "--split", "--output", str(output)]
         )
         assert done.exit_code == 0, done.output
         content = json.loads((output / "manifest.json").read_text())

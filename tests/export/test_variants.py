@@ -54,7 +54,10 @@ def trained(parts, digits):
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_drift_and_recall_are_measured_on_the_items(trained, digits, tmp_path, exporter):
+def test_drift_and_recall_are_measured_on_the_items(
+    trained, digits, tmp_path, exporter, monkeypatch
+):
+    monkeypatch.setattr("retrieval.export.verify.EXPORTERS", (exporter,))
     held_out, labels = digits[0][150:], digits[1][150:]
     manifest = export_model(
         trained,
@@ -64,7 +67,6 @@ def test_drift_and_recall_are_measured_on_the_items(trained, digits, tmp_path, e
         labels=labels,
         calibration=digits[0][:150],
         variants=["fp16", "int8"],
-        exporter=exporter,
     )
     plain = Bundle.open(tmp_path / "b", threads=1).encode(held_out).vector
     for name, floor in (("fp16", 0.9999), ("int8", 0.99)):
@@ -102,7 +104,6 @@ def test_weights_are_really_narrower(trained, digits, tmp_path):
         name="net",
         calibration=digits[0][:40],
         variants=["fp16", "int8"],
-        exporter="torchscript",
     )
 
     def kinds(name):
@@ -138,7 +139,6 @@ def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, tm
             name="net",
             calibration=black,
             variants=["int8"],
-            exporter="torchscript",
         )
     assert not list(tmp_path.iterdir())
 
@@ -155,7 +155,6 @@ def test_calibration_is_what_the_caller_gave(trained, digits, tmp_path):
             calibration=calibration,
             variants=["int8"],
             allow_drift=number == 1,
-            exporter="torchscript",
         )
         found.append(manifest.variants["int8"].cosine.mean)
         assert manifest.variants["int8"].recall_at_1 is None
@@ -176,7 +175,6 @@ def test_lengths_beyond_float16_survive_scaling_to_unit_length(parts, vectors, t
         tmp_path / "b",
         name="b",
         variants=["fp16"],
-        exporter="torchscript",
     )
     assert manifest.variants["fp16"].cosine.min > 0.9999
 
@@ -194,7 +192,6 @@ def test_a_model_beyond_float16_says_so(parts, vectors, tmp_path):
             tmp_path / "b",
             name="b",
             variants=["fp16"],
-            exporter="torchscript",
         )
     assert not list(tmp_path.iterdir())
 
@@ -208,7 +205,6 @@ def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, tmp_path):
             name="b",
             variants=["int8"],
             calibration=vectors[0],
-            exporter="torchscript",
         )
     assert not list(tmp_path.iterdir())
 
@@ -229,7 +225,6 @@ def test_variants_of_every_output(combiner, parts, vectors, tmp_path):
         labels=labels,
         calibration=vectors[0][120:],
         variants=["fp16", "int8"],
-        exporter="torchscript",
     )
     for name, entry in manifest.variants.items():
         bundle = Bundle.open(tmp_path / "b", variant=name, threads=1)

@@ -137,7 +137,7 @@ def learned(search: str, **options: Any) -> OAHU:
 def exported(learner: Any, folder: Path) -> Bundle:
     head, combiner = learner.to_model_parts()
     features = load_plugins().build("backbones", {"name": "core.features"}, {"features": 64})
-    export_model(Model(features, head, combiner), X, folder, name="b", exporter="torchscript")
+    export_model(Model(features, head, combiner), X, folder, name="b")
     return Bundle.open(folder, threads=1)
 
 
@@ -322,7 +322,7 @@ def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Pa
     assert model.combiner is not None
     alpha = model.combiner.get_buffer("alpha")
     assert alpha.sum().item() == pytest.approx(1) and alpha.std() > 1e-5  # the hedge has moved
-    run("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript")
+    run("export", tmp_path / "run", "-o", tmp_path / "bundle")
     assert not (tmp_path / "bundle" / "rescorer.onnx").exists()
     manifest = json.loads((tmp_path / "bundle" / "manifest.json").read_text())
     if manifest["subspaces"]:

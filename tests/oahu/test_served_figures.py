@@ -64,7 +64,7 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
     (tmp_path / "recipe.toml").write_text(RECIPE.format(file=tmp_path / "d.npz"))
     for words in (
         ("train", tmp_path / "recipe.toml", "--output", tmp_path / "run"),
-        ("export", tmp_path / "run", "-o", tmp_path / "bundle", "--exporter", "torchscript"),
+        ("export", tmp_path / "run", "-o", tmp_path / "bundle"),
     ):
         assert cli(*words).code == 0
     run = Run.open(tmp_path / "run")

@@ -274,10 +274,8 @@ def test_an_open_bundle_runs_as_before(makers, tmp_path):
     bundle = Bundle.open(path, threads=1)
     pixels = makers.digits()[0][:5, None]
     before = bundle.encode(pixels).vector
-    assert bundle.changed() is None
     rewritten(path / "encoder.onnx")
     assert np.array_equal(bundle.encode(pixels).vector, before)
-    assert "encoder.onnx" in bundle.changed()
 
 
 def test_the_copy_in_an_index_is_the_bundle_that_made_it(makers, photos, tmp_path):

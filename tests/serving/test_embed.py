@@ -88,19 +88,12 @@ def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers
         open_index(tmp_path / "j", threads=1) as theirs,
     ):
         assert len(ours) == len(theirs) >= 100
-        for mine, other in zip(ours.scan(), theirs.scan(), strict=True):
-            assert (mine.id, mine.label, mine.metadata, mine.path) == (
-                other.id,
-                other.label,
-                other.metadata,
-                other.path,
-            )
-            assert (mine.bytes, mine.width, mine.height, mine.source) == (
-                other.bytes,
-                other.width,
-                other.height,
-                other.source,
-            )
+        names = ("id", "label", "metadata", "path", "bytes", "width", "height", "source")
+        facts = [
+            [[getattr(item, name) for name in names] for item in index.scan()]
+            for index in (ours, theirs)
+        ]
+        assert facts[0] == facts[1]
         keys = [item.id for item in ours.scan()]
         mine, other = ours.get(keys, arrays=True), theirs.get(keys, arrays=True)
         for key in keys:

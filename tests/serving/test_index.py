@@ -218,15 +218,8 @@ def retrieval_indexes():
 def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(PLUGIN.replace("BREAK", "pass"))
-    summary = create_index(
-        tmp_path / "i",
-        bundle_path,
-        [photos],
-        backend="mine.brute",
-        options={"block": 3},
-        plugins=[str(plugin)],
-        progress=False,
-    )
+    options = {"backend": "mine.brute", "options": {"block": 3}, "plugins": [str(plugin)]}
+    summary = create_index(tmp_path / "i", bundle_path, [photos], progress=False, **options)
     assert summary.backend == "mine.brute"
     assert summary.recall_at_10 == 1.0  # it doesn't claim to be exact, so it is measured
     with (
@@ -238,15 +231,9 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
         )
     broken = tmp_path / "broken.py"
     broken.write_text(PLUGIN.replace("BREAK", "return np.zeros((1, 1)), np.full((1, 1), 999)"))
+    options = {"backend": "broken.brute", "plugins": [str(broken)], "progress": False}
     with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
-        create_index(
-            tmp_path / "j",
-            bundle_path,
-            [photos],
-            backend="broken.brute",
-            plugins=[str(broken)],
-            progress=False,
-        )
+        create_index(tmp_path / "j", bundle_path, [photos], **options)
     assert not (tmp_path / "j").exists()
     assert not list(tmp_path.glob("*.partial"))
 
@@ -269,14 +256,8 @@ def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path, 
     plugin.write_text(text)
 
     def build():
-        return create_index(
-            tmp_path / "i",
-            bundle_path,
-            [photos],
-            backend="mine.brute",
-            plugins=[str(plugin)],
-            progress=False,
-        )
+        options = {"backend": "mine.brute", "plugins": [str(plugin)], "progress": False}
+        return create_index(tmp_path / "i", bundle_path, [photos], **options)
 
     named = (
         rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key'"

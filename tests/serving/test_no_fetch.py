@@ -136,7 +136,6 @@ def attacks(url: str, folder: Path, image: bytes):
                 f"Referer: {text}",
                 f"Forwarded: for={MARK}",
                 f"Authorization: Bearer {text}",
-                f"Idempotency-Key: {text}",
             )
         yield request("POST", "/v1/search", wire.form(text.encode(), filename=None), wire.FORM)
         yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)

@@ -267,7 +267,7 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
     assert now() == (None, {}, "nothing")
     wire.refused(server.client.patch("/v1/items/b", json={"label": "x"}), 422, "no item 'b'")
     wire.refused(
-        server.client.patch("/v1/items/a", json={"vector": [0.5] * WIDTH}), 400, "stays as it is"
+        server.client.patch("/v1/items/a", json={"vector": [0.5] * WIDTH}), 400, "JSON must be"
     )
     wire.refused(
         server.client.patch("/v1/items/a", files={"image": image}), 415, "application/json"

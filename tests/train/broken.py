@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pytorch_metric_learning.losses import BaseMetricLossFunction
 from retrieval.plugin import Backbone, Combiner, Dataset, Generator, hookimpl
 from torch import nn
 
@@ -20,8 +19,6 @@ class Items(Dataset):
         self.keys = [str(i) for i in range(48)]
         if how == "short":
             self.labels, self.files = self.labels[:-3], [None] * 7
-        if how == "none":
-            self.keys = None
         if how == "flat":
             self.arrays = self.arrays[:, 0]
         if how == "kind":
@@ -35,13 +32,11 @@ class Same(Backbone):
     def __init__(self, features, how="right"):
         super().__init__()
         self.how, self.features = how, 7 if how == "width" else features
-        if how == "none":
-            del self.features
         if how == "preprocessing":
             self.preprocessing = (8, 8)
 
     def forward(self, x):
-        return [x] if self.how == "list" else x / len(x[0][0]) if self.how == "raises" else x
+        return x / len(x[0][0]) if self.how == "raises" else x
 
 
 class Loss(nn.Module):
@@ -55,13 +50,10 @@ class Loss(nn.Module):
             "right": lambda: costs.mean(),
             "vector": lambda: costs,
             "float": lambda: costs.mean().item(),
-            "zero": lambda: 0,
             "dictionary": lambda: {"loss": {"losses": costs}},
             "none": lambda: None,
             "nan": lambda: costs.mean() * float("nan"),
             "detached": lambda: costs.mean().detach(),
-            "numpy": lambda: costs.detach().numpy().mean(),
-            "whole": lambda: costs.mean().long(),
             "raises": lambda: {}["no such key"],
             "memory": lambda: torch.empty(10**15),
             "in_place": lambda: (
@@ -71,10 +63,6 @@ class Loss(nn.Module):
 
 
 class NoForward(nn.Module):
-    pass
-
-
-class NoComputeLoss(BaseMetricLossFunction):
     pass
 
 
@@ -96,14 +84,9 @@ class Miner(nn.Module):
             "two": lambda: (a, p),
             "none": lambda: None,
             "high": lambda: (a, p, n + len(labels)),
-            "low": lambda: (a - 1, p, a, n),
             "floats": lambda: (a.float(), p.float(), n.float()),
-            "masks": lambda: (a > 1, p > 1, n > 1),
             "lengths": lambda: (a, p[:3], n),
-            "pairs": lambda: (a, p, a, n[:2]),
             "device": lambda: tuple(x.to("meta") for x in (a, p, n)),
-            "matrix": lambda: (a[:, None], p[:, None], n[:, None]),
-            "raises": lambda: embeddings[99],
         }[self.how]()
 
 
@@ -120,7 +103,7 @@ class Synthetic(Generator):
 
     def forward(self, anchor, positive, negative):
         made = negative * self.scale
-        return {"narrow": made[:, :2], "few": made[1:], "list": [made]}.get(self.how, made)
+        return made[:, :2] if self.how == "narrow" else made
 
     def objective(self, anchor, positive, negative, synthetic, distance):
         costs = distance(anchor, synthetic)
@@ -150,9 +133,6 @@ class Parts(Combiner):
         if self.how == "objective":
             return codes.mean()
         return None, {"width": codes if self.how == "metrics" else codes.mean()}
-
-    def warnings(self, metrics):
-        return "too long" if self.how == "warnings" else ()
 
 
 class NoBuildHead(Combiner):
@@ -184,10 +164,8 @@ class Learner:
         return X
 
     def to_model_parts(self):
-        head = nn.Linear(2 if self.how == "width" else self.width_, 3)
-        return {"alone": head, "no_head": (None, None), "combiner": (head, 3)}.get(
-            self.how, (head, None)
-        )
+        head = nn.Linear(self.width_, 3)
+        return {"alone": head, "combiner": (head, 3)}.get(self.how, (head, None))
 
 
 class NoParts:
@@ -204,7 +182,6 @@ class Metric:
     def __call__(self, matches, relevant):
         return {
             "number": 1.0,
-            "text": ["x"] * len(matches),
             "nan": np.full(len(matches), np.nan),
         }.get(self.how, matches[:, 0])
 
@@ -213,8 +190,6 @@ def metric(how):
     class One(Metric):
         def __init__(self):
             super().__init__(how)
-            if how == "depth":
-                self.depth = "deep"
 
     return One
 
@@ -234,7 +209,6 @@ def retrieval_losses():
     found = {
         "loss": Loss,
         "no_forward": NoForward,
-        "no_compute_loss": NoComputeLoss,
         "wrong_call": WrongCall,
     }
     return {**found, "measured": Measured, "object": lambda: 3}
@@ -252,7 +226,7 @@ def retrieval_generators():
 
 @hookimpl
 def retrieval_combiners():
-    return {"combiner": Parts, "no_build_head": NoBuildHead, "no_combiner": lambda: None}
+    return {"combiner": Parts, "no_build_head": NoBuildHead}
 
 
 @hookimpl
@@ -262,4 +236,4 @@ def retrieval_learners():
 
 @hookimpl
 def retrieval_metrics():
-    return {how: metric(how) for how in ("right", "number", "text", "nan", "depth")}
+    return {how: metric(how) for how in ("right", "number", "nan")}

@@ -1,11 +1,7 @@
-"""A flipped bit in a checkpoint is refused, wherever it is; what was written before there were
-checksums still opens.
-"""
+"""A flipped bit in a checkpoint is refused, wherever it is."""
 
 from __future__ import annotations
 
-import json
-import logging
 import random
 import shutil
 from pathlib import Path
@@ -19,11 +15,6 @@ from retrieval.errors import DataError
 from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.training.trainer import train
-
-OLD = Path(__file__).with_name("run_without_checksums")
-"""A run of the version that had none, stopped after two epochs of three; whole, it ended with a
-MAP@R of .27683196206619215.
-"""
 
 
 def retrieval(*words: object) -> Any:
@@ -124,29 +115,3 @@ def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(
     again = checkpoint.load(folder / "checkpoints" / "last.safetensors")
     assert all(torch.equal(value, again["model"][name]) for name, value in whole["model"].items())
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_run_of_the_version_without_checksums_opens_resumes_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "old"
-    shutil.copytree(OLD, folder)
-    said = "cannot be verified"
-    for command in (["evaluate", folder], ["export", folder, "--exporter", "torchscript"]):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            assert retrieval(*command).exit_code == 0
-        assert said in caplog.text
-    caplog.clear()
-    assert retrieval("train", folder / "recipe.toml", "--resume", "--output", folder).exit_code == 0
-    assert said in caplog.text
-    found = json.loads((folder / "summary.json").read_text())
-    assert found["validation"]["map_at_r"] == pytest.approx(0.27683196206619215, abs=0.02)
-    assert found["steps"] == 12
-    caplog.clear()
-    assert retrieval("evaluate", folder).exit_code == 0  # by now all of it has checksums
-    assert said not in caplog.text
-    last = folder / "checkpoints" / "last.safetensors"
-    last.write_bytes(last.read_bytes().replace(b"checkpoint 2", b"checkpoint 1"))
-    with pytest.raises(DataError, match="damaged"):
-        checkpoint.load(last)

@@ -8,16 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
-from retrieval.export.export_run import export
-from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
-from retrieval.run.open import Run, build_run
-from retrieval.serving.bundle import Bundle
+from retrieval.run.open import build_run
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor
@@ -32,10 +28,7 @@ STILL = {
 }
 MOVER = {"loss": {"name": "pml.triplet_margin"}, "generator": {"name": "toolbox.mover"}}
 CASES: dict[str, dict[str, Any]] = {
-    "miner": {
-        "loss": {"name": "pml.multi_similarity"},
-        "miner": {"name": "pml.multi_similarity"},
-    },
+    "miner": {"loss": {"name": "pml.multi_similarity"}, "miner": {"name": "pml.multi_similarity"}},
     "generator": {**MOVER, "train": {"real_weight": 0.5}},
     "both sides at once": {**MOVER, "train": {"coupling": "joint"}},
     "combiner": {"loss": {"name": "pml.contrastive"}, "combiner": {"name": "toolbox.local"}},
@@ -46,10 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
     "memory": {
         "loss": {"name": "pml.cross_batch_memory", "loss": "pml.contrastive", "memory_size": 40}
     },
-    "classes": {
-        "loss": {"name": "pml.arc_face"},
-        "augmentation": {"mix": "mixup"},
-    },
+    "classes": {"loss": {"name": "pml.arc_face"}, "augmentation": {"mix": "mixup"}},
 }
 
 
@@ -159,29 +149,6 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
 def last(folder: Path) -> dict[str, Any]:
     state: dict[str, Any] = checkpoint.load(folder / "checkpoints" / "last.safetensors")
     return state
-
-
-def test_two_processes_train_and_export_the_same(
-    make: Make, processes: Make, tmp_path: Path
-) -> None:
-    """By chunks of each process's share, with a divided loss; the model exports as any other."""
-    tables = {**STILL, **CASES["miner"]}
-    chunked = make(**{**tables, "train": {"epochs": 1, "chunk": 3}})
-    (tmp_path / "two.toml").write_text(to_toml(chunked))
-    processes(2, "train_process.py", str(tmp_path), "two")
-    train(tmp_path / "whole", make(**tables))
-    train(tmp_path / "one", chunked)
-    whole = last(tmp_path / "whole")["model"]
-    for name in ("one", "two"):
-        state = last(tmp_path / name)["model"]
-        assert max(float((state[key] - whole[key]).abs().max()) for key in whole) < 2e-5, name
-    pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
-    vectors = []
-    for name in ("whole", "one"):
-        export(Run.open(tmp_path / name), progress=False, exporter="torchscript")
-        bundle = Bundle.open(tmp_path / name / "bundle", threads=1, device="cpu")
-        vectors.append(bundle.encode(pixels).vector)
-    assert np.allclose(*vectors, atol=1e-4)
 
 
 @pytest.mark.parametrize(

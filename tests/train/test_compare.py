@@ -19,6 +19,7 @@ import pytest
 from comparing import LOSSES, RECIPE, go
 from retrieval.errors import DataError, Interrupted
 from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.host.allow import ALLOW
 from retrieval.recipe.read import check_recipe, read_recipe
 from retrieval.recipe.tables import Range, Split
 from retrieval.run import checkpoint
@@ -76,10 +77,11 @@ def retrieval_losses():
 
 
 def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
-    write: Callable[..., Path], tmp_path: Path
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paths = [write("triplet"), write("proxy")]
-    whole = go(paths, tmp_path / "whole")
+    monkeypatch.delenv(ALLOW, raising=False)
+    paths, allowed = [write("triplet"), write("proxy")], [str(tmp_path / "mine.py")]
+    whole = go(paths, tmp_path / "whole", plugins=allowed)
     left = [0]
 
     def stop(what: str, done: int, total: int) -> None:
@@ -90,9 +92,13 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     for after in (5, 10):
         left[0] = after
         with pytest.raises(Interrupted, match="The same command goes on"):
-            go(paths, tmp_path / "again", progress=stop)
-    again = go(paths, tmp_path / "again")
+            go(paths, tmp_path / "again", plugins=allowed, progress=stop)
+    again = go(paths, tmp_path / "again", plugins=allowed)
     assert again.as_dict() == whole.as_dict()
+    for file in tmp_path.glob("again/results/*/*.json"):  # killed before it was measured
+        file.unlink()
+    again = go(paths, tmp_path / "again", plugins=allowed)
+    assert again.as_dict() == whole.as_dict(), "a run's own copy of an allowed plugin is allowed"
     for name in ("md", "csv", "tex", "html", "json"):
         one, other = (
             (tmp_path / folder / f"comparison.{name}").read_text() for folder in ("whole", "again")
@@ -103,6 +109,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     )
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
+    monkeypatch.setenv(ALLOW, "1")
     measured = evaluate(Run.open(tmp_path / "whole/runs/proxy/seed-1"), progress=False)
     assert measured.metrics["trained"]["map_at_r"] == figures[3]["metrics"][1]["map_at_r"]
     (searched,) = figures[2]["searches"]

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch
 from retrieval.errors import DataError, PluginError
-from retrieval.model.guard import checked_indices, checked_scalar
 from retrieval.recipe.read import check_recipe
-from retrieval.training.check import run_one_batch
 from retrieval.training.trainer import train
 
 BROKEN = str(Path(__file__).with_name("broken.py"))
@@ -46,13 +43,10 @@ LOSSES = [
         ["gave a tensor of shape (12,) and type float32", "must give a scalar", "Take its mean."],
     ),
     (of("loss", "float"), ["must give a scalar", "Do not call item()"]),
-    (of("loss", "zero"), ["gave 0;", "embeddings.sum() * 0"]),
     (of("loss", "dictionary"), ["gave a dict;", "define compute_loss"]),
     (of("loss", "none"), ["gave None;"]),
     (of("loss", "nan"), ["One batch in phase", "loss is nan", "loss broken.loss"]),
     (of("loss", "detached"), ["without a gradient", "Was it detached"]),
-    (of("loss", "numpy"), ["gave a float32;", "must give a scalar"]),
-    (of("loss", "whole"), ["of shape () and type int64"]),
     (
         of("loss", "raises"),
         ["failed: KeyError: 'no such key'", "broken.py, line ", "retrieval --debug"],
@@ -66,10 +60,6 @@ LOSSES = [
         {"name": "broken.no_forward"},
         ["loss broken.no_forward failed: NotImplementedError: it defines no forward"],
     ),
-    (
-        {"name": "broken.no_compute_loss"},
-        ["loss broken.no_compute_loss failed: NotImplementedError"],
-    ),
     ({"name": "broken.wrong_call"}, ["broken.wrong_call failed: TypeError", "positional argument"]),
     (
         {"name": "broken.object"},
@@ -79,50 +69,28 @@ LOSSES = [
 MINERS = [
     ("lists", ["gave a tuple of 3 (a list of 4", "int64 tensors"]),
     ("two", ["gave a tuple of 2", "it must give (anchor, positive, negative) or"]),
-    ("none", ["gave None;"]),
     ("high", ["indices from 12 to 15, and there are 12 items"]),
-    ("low", ["indices from -1 to 2, and there are 12 items"]),
     ("floats", ["type float32"]),
-    ("masks", ["type bool"]),
     ("lengths", ["lengths 4, 3, 4", "of equal length"]),
-    ("pairs", ["lengths 4, 4, 4, 2"]),
     ("device", ["on meta (the codes are on cpu)"]),
-    ("matrix", ["of shape (4, 1)"]),
-    ("raises", ["failed: IndexError"]),
 ]
 OTHERS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"data": of("items", "short")},
         ["dataset broken.items", "45 labels, 48 keys, 48 arrays, 7 files"],
     ),
-    ({"data": of("items", "none")}, ["it has no keys, one for each item"]),
     ({"data": of("items", "flat")}, ["arrays has the shape (48,), and must be (N, F)"]),
     ({"data": of("items", "kind")}, ["kind is 'pictures'", '"image" or "features"']),
     (
         {"backbone": of("same", "width")},
         ["backbone broken.same gave a tensor of shape (12, 5)", "shape (12, 7)"],
     ),
-    (
-        {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")},
-        ["Same gave", "(48, 7)"],
-    ),
-    (
-        {"backbone": {**of("same", "width"), "frozen": True}},
-        ["backbone broken.same gave", "(12, 5)", "(12, 7)"],
-    ),
-    ({"backbone": of("same", "none")}, ["backbone broken.same has features = None"]),
     ({"backbone": of("same", "preprocessing")}, ["preprocessing = a tuple of 2 (8, 8)"]),
-    ({"backbone": of("same", "list")}, ["backbone broken.same"]),
     ({"backbone": of("same", "raises")}, ["backbone broken.same", "TypeError"]),
     (
         {"generator": of("generator", "narrow")},
         ["generator broken.generator gave", "a synthetic feature a triplet"],
     ),
-    (
-        {"generator": of("generator", "few")},
-        ["generator broken.generator gave", "a synthetic feature a triplet"],
-    ),
-    ({"generator": of("generator", "list")}, ["generator broken.generator gave a list of 1"]),
     (
         {"generator": of("generator", "objective")},
         ["generator broken.generator's objective gave", "Take its mean."],
@@ -143,14 +111,9 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         ["combiner broken.combiner gave a tensor of shape ()", "a scalar (or None), and metrics"],
     ),
     (combined("metrics"), ["combiner broken.combiner gave", "the figure 'width'"]),
-    (combined("warnings"), ["combiner broken.combiner gave a str from warnings"]),
     (
         {**combined("right"), "combiner": {"name": "broken.no_build_head"}},
         ["must define build_head(features)"],
-    ),
-    (
-        {**combined("right"), "combiner": {"name": "broken.no_combiner"}},
-        ["broken.no_combiner gave None"],
     ),
     (
         {"loss": None, "learner": of("learner", "fit")},
@@ -164,23 +127,13 @@ OTHERS: list[tuple[dict[str, Any], list[str]]] = [
         {"loss": None, "learner": of("learner", "alone")},
         ["learner broken.learner gave a Linear from to_model_parts"],
     ),
-    (
-        {"loss": None, "learner": of("learner", "no_head")},
-        ["learner broken.learner gave None as the head"],
-    ),
-    (
-        {"loss": None, "learner": of("learner", "width")},
-        ["learner broken.learner's head failed: RuntimeError"],
-    ),
     ({"loss": None, "learner": of("learner", "combiner")}, ["gave 3 as its combiner"]),
     ({"loss": None, "learner": {"name": "broken.no_parts"}}, ["without transform, to_model_parts"]),
     (
         {"evaluate": {"metrics": ["broken.number"]}},
         ["metric broken.number gave 1.0; it must give one number per query"],
     ),
-    ({"evaluate": {"metrics": ["broken.text"]}}, ["metric broken.text gave a list"]),
     ({"evaluate": {"metrics": ["broken.nan"]}}, ["metric broken.nan gave NaN or infinite values"]),
-    ({"evaluate": {"metrics": ["broken.depth"]}}, ["metric broken.depth", "depth = 'deep'"]),
 ]
 CASES = [
     *(({"loss": loss}, words) for loss, words in LOSSES),
@@ -200,37 +153,6 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
     recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
         train(tmp_path / "run", recipe)
-    sentence = str(caught.value)
-    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
-    assert not sentence.endswith(".."), sentence
-    for word in words:
-        assert word in sentence, sentence
-
-
-NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
-BEFORE_TRAINING = [
-    (
-        {"loss": None, "learner": of("learner", "refuses")},
-        ["broken.learner refuses", "do not serve."],
-    ),
-    (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
-    (
-        {**NARROW, "backbone": of("same", "raises")},
-        ["backbone broken.same failed: TypeError", "broken.py, line "],
-    ),
-    ({"loss": of("loss", "nan")}, ["loss is nan (loss broken.loss)"]),
-]
-
-
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    BEFORE_TRAINING,
-    ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else "",
-)
-def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
-    recipe = check_recipe(table(**tables))
-    with pytest.raises((PluginError, DataError)) as caught:
-        run_one_batch(recipe)
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
     assert not sentence.endswith(".."), sentence
@@ -297,21 +219,3 @@ def test_on_the_command_line(
         assert f"{value.partition('=')[0].rpartition('.')[2]}: " in outcome.err
     huge = cli("check", "recipe.toml", "--set", "head.embedding_size=9000000000000000")
     assert huge.code == 2 and "[head] embedding_size = 9000000000000000" in huge.err
-
-
-def test_what_is_right_passes_as_it_is() -> None:
-    x = torch.ones(3, 2, requires_grad=True)
-    one = x.mean().view(1)
-    assert checked_scalar(one, "The loss", x).shape == ()
-    zero = torch.zeros([], requires_grad=True)
-    assert (
-        checked_scalar(zero, "The loss", x) is not None
-        and checked_scalar(torch.tensor(0.0), "The loss", x) == 0
-    )
-    empty = torch.empty(0, dtype=torch.int64)
-    assert checked_indices((empty, empty, empty), "The miner", (3, 3), x.device)[0].numel() == 0
-    a, n = torch.tensor([0, 2]), torch.tensor([4, 3], dtype=torch.int32)
-    found = checked_indices([a, a, a, n], "The miner", (3, 5), x.device)
-    assert found[3].dtype == torch.int64 and found[3].tolist() == [4, 3]
-    with pytest.raises(PluginError, match="indices from 3 to 4, and there are 3 items"):
-        checked_indices((a, a, n), "The miner", (3, 3), x.device)

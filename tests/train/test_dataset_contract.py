@@ -53,10 +53,7 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
                 r" pixels .* Give the image alone"
             ),
         ),
-        (lambda x: {"image": x}, "gave a dict; it must give a Pillow image.* Give the image alone"),
-        (lambda x: None, "gave None; it must give a Pillow image"),
         (lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image"),
-        (lambda x: "d/3.png", "gave a str; it must give a Pillow image"),
         (
             lambda x: torch.zeros(1, 8, 8),
             r"gave a tensor of shape \(1, 8, 8\) and type float32; it must .*to_pil_image",
@@ -65,21 +62,13 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
             lambda x: x / 255,
             r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)",
         ),
-        (
-            lambda x: x[None, None],
-            r"gave a numpy array of shape \(1, 1, 8, 8\) and type uint8; it must give",
-        ),
         (lambda x: Image.new("L", (0, 8)), "gave an image of 0 × 8 pixels"),
         (cut_short, "cannot read it: "),
         (
             lambda x: 1 / 0,
             r"failed: ZeroDivisionError: division by zero \(.*test_dataset_contract.py, line \d+\)",
         ),
-        (lambda x: {}["x"], "failed: KeyError: 'x'"),
-        (
-            lambda x: Path("nowhere/3.png").read_bytes(),
-            "cannot read it: No such file or directory",
-        ),
+        (lambda x: Path("nowhere/3.png").read_bytes(), "cannot read it: No such file or directory"),
         (
             lambda x: Image.fromarray(x.astype(np.float32)),
             r"gave an image that is floating-point grey \(mode F\)",
@@ -102,7 +91,6 @@ def test_what_is_no_image_is_one_sentence_that_names_the_item(make: Any, says: s
             r"gave a tensor .*; it must give a vector: a numpy array of numbers",
         ),
         (lambda x: x, r"gave a numpy array of shape \(8, 8\) .*; it must give a vector"),
-        (lambda x: x.ravel()[: 60 + x[0, 2] % 3], r"of shape \(6\d,\)"),
         (lambda x: x.ravel().astype(str), "type <U.*; it must give a vector"),
         (lambda x: np.full(64, np.nan), "gave NaN or infinity"),
     ],
@@ -148,12 +136,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
                 r" whole number"
             ),
         ),
-        ({"labels": [*NAMES[1:], float("nan")]}, "labels has nan for item 39, and a label is text"),
-        ({"labels": [name.encode() for name in NAMES]}, "labels has text as bytes"),
-        ({"labels": torch.zeros(40, 4)}, "labels has a list of 4"),
         ({"labels": "0123" * 10}, "labels is a str, and must hold one entry per item"),
-        ({"labels": set(NAMES)}, "labels is a set, and must hold one entry per item, in order"),
-        ({"labels": iter(NAMES)}, "labels is a list_iterator, and must hold one entry per item"),
         ({"labels": NAMES[1:]}, "its parts differ in length: 39 labels, 40 keys"),
         (
             {"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})},
@@ -163,8 +146,6 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
             {"keys": [f"d/{i // 2}" for i in range(40)]},
             r"2 items have the key 'd/0', and 19 more keys are not unique",
         ),
-        ({"keys": [None, *NAMES[1:]]}, "1 item has no key"),
-        ({"keys": [0.5] * 40}, "keys has 0.5 for item 0 .*, and a key is text or a whole number"),
         (
             {"metadata": ["price"] * 40},
             "metadata has a str for item 0, and must have a mapping from columns to values",
@@ -175,18 +156,9 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
             "arrays has the type float64, and pixels must be uint8, from 0 to 255",
         ),
         (
-            {"arrays": np.zeros((40, 3, 8, 8), np.uint8)},
-            r"arrays has the shape \(40, 3, 8, 8\), and must be",
-        ),
-        (
             {"arrays": np.full((40, 2), np.nan), "kind": "features"},
             "arrays holds NaN or infinity in 40 rows, first in row 0",
         ),
-        (
-            {"arrays": np.full((40, 2), "x"), "kind": "features"},
-            "arrays has the type <U1, and must be float32",
-        ),
-        ({"notes": "read"}, "notes is a str, and must be a list of sentences"),
     ],
 )
 def test_columns_that_break_the_contract_are_one_sentence(
@@ -213,14 +185,6 @@ def test_a_column_that_fails_is_a_sentence() -> None:
 
     with pytest.raises(PluginError, match=r"The dataset acme\.items failed: KeyError: 'split'"):
         check_dataset(Broken(), "acme.items")
-
-
-def test_a_pandas_column_is_read_in_order_and_not_by_its_index() -> None:
-    pandas = pytest.importorskip("pandas")
-    table = pandas.DataFrame({"label": NAMES, "price": range(40)}).iloc[::-1]
-    rows = table[["price"]].to_dict("records")
-    checked = check_dataset(Items(labels=table["label"], metadata=rows), "acme.items")
-    assert checked.labels == NAMES[::-1] and checked.metadata == rows
 
 
 def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes() -> None:
@@ -254,12 +218,3 @@ def test_training_ends_with_the_sentence(
 
 def pair(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels), "0"
-
-
-def test_pixels_are_not_listed() -> None:
-    class Pixels(np.ndarray):
-        def tolist(self) -> Any:
-            raise AssertionError("a list of all pixels takes seconds and hundreds of megabytes")
-
-    pixels = PIXELS.view(Pixels)
-    assert check_dataset(Items(arrays=pixels), "digits").arrays is pixels

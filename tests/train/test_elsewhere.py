@@ -92,7 +92,7 @@ def test_from_another_folder_and_without_the_data(
     run = home / "runs" / "elsewhere"
     monkeypatch.chdir(away)
     assert "recall_at_1" in retrieval("evaluate", run).output
-    whole = retrieval("export", run, "-o", "whole.bundle", "--exporter", "torchscript")
+    whole = retrieval("export", run, "-o", "whole.bundle")
     assert "note:" not in whole.output
     shutil.rmtree(home / "data")
     (home / "mine.py").unlink()
@@ -100,7 +100,7 @@ def test_from_another_folder_and_without_the_data(
     run = tmp_path / "moved"
     with pytest.raises(DataError, match=f"{home / 'data'}"):
         retrieval("evaluate", run)
-    without = retrieval("export", run, "-o", "without.bundle", "--exporter", "torchscript")
+    without = retrieval("export", run, "-o", "without.bundle")
     assert "note: The run's data cannot be opened: " in without.output
     assert "verified on the held-out inputs that the run keeps" in without.output
     one, other = (Bundle.open(away / f"{name}.bundle", threads=1) for name in ("whole", "without"))

@@ -91,13 +91,6 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_pat
     assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
 
 
-def test_a_frozen_run_is_evaluated_from_its_cached_features(make: Make, tmp_path: Path) -> None:
-    run = trained(make, tmp_path / "run", backbone={"name": "toolbox.net", "frozen": True})
-    assert evaluate(run).metrics["trained"]["recall_at_1"] == pytest.approx(
-        brute_force_recall_at_1(run), abs=1e-9
-    )
-
-
 def test_a_side_without_items_is_refused(make: Make, tmp_path: Path) -> None:
     run = trained(make, tmp_path / "run", split={"by": "class", "validation": 0.0})
     with pytest.raises(DataError, match="has no validation items"):

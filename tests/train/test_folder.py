@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,6 @@ from retrieval.cli.app import app
 from retrieval.errors import DataError, RecipeError
 from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.run import checkpoint
-from retrieval.run.folder import claimed, create_folder
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -197,36 +195,6 @@ def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> Non
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_two_resumes_at_once_train_each_epoch_once(recipe: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    create_folder(folder, check_recipe(TABLE), {"run.json": {}})
-    command = [
-        sys.executable,
-        "-m",
-        "retrieval.cli",
-        "train",
-        str(recipe),
-        "--output",
-        str(folder),
-        "--resume",
-    ]
-    both = [
-        subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    answers = [process.communicate(timeout=300) for process in both]
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == [0, 1]
-    for process, (out, err) in zip(both, answers, strict=True):
-        if (
-            process.returncode
-        ):  # the other held the run; one that came after it finds the run complete
-            assert process.returncode == 2 and "Another process is training this run" in err
-        else:
-            assert "epoch 2" in out or "is complete already" in out
-    assert 0 in [process.returncode for process in both]
-
-
 def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -278,15 +246,6 @@ def test_a_name_that_is_no_folders_name_is_refused(tmp_path: Path, name: str) ->
         check_recipe(TABLE | {"name": name})
     assert "\x1b" not in str(refused.value)
     assert check_recipe(TABLE | {"name": "Ünï Köd – 2.1_b"}).name == "Ünï Köd – 2.1_b"
-
-
-def test_a_claim_ends_with_its_block(tmp_path: Path) -> None:
-    run = tmp_path / "deep" / "run"
-    with claimed(run), pytest.raises(DataError, match="Another process"), claimed(run):
-        pass
-    with claimed(run):
-        pass
-    assert list(run.parent.iterdir()) == []
 
 
 def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,14 +183,6 @@ def test_principal_components_pass_where_training_would(make: Make, tmp_path: Pa
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 
 
-def test_principal_components_of_few_features() -> None:
-    from retrieval_core import PCA
-
-    x = np.random.default_rng(0).normal(size=(50, 10))
-    assert PCA().fit_transform(x).shape == (50, 10)
-    assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)
-
-
 def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
     """The check and the run say so, for nothing else would."""
     columns = [{"colours": "red;blue"}] * 80

@@ -18,7 +18,6 @@ import torch
 from retrieval.errors import PluginError, RecipeError
 from retrieval.run import checkpoint
 from retrieval.training import trainer
-from retrieval.training.process import make_accelerator, repeating
 from retrieval.training.trainer import train
 
 Make = Callable[..., Any]
@@ -60,48 +59,6 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
         for name in one
         if one[name].is_floating_point()
     )
-
-
-def test_on_a_cpu_large_blocks_are_kept_for_the_next_batch() -> None:
-    """What a batch gives back the next one takes again: its pages are not cleared by the system
-    each time.
-    """
-    code = """
-import resource, sys, torch
-from retrieval.run.build import Objective
-from retrieval.training.process import place
-from types import SimpleNamespace
-train = SimpleNamespace(channels_last=False, compile=False)
-run = SimpleNamespace(recipe=SimpleNamespace(train=train), model=torch.nn.Linear(2, 2))
-if sys.argv[1] == "placed":
-    place(run, torch.nn.Identity(), torch.device("cpu"))
-def batch():
-    torch.ones(16_000_000)  # 64 MB
-for _ in range(5):
-    batch()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    batch()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
-    faults = {
-        way: int(
-            subprocess.run(
-                [sys.executable, "-c", code, way],
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-        )
-        for way in ("placed", "as it comes")
-    }
-    if faults["as it comes"] < 100_000:
-        pytest.skip(
-            "the system here gives large blocks in few pages, or the C library keeps them by itself"
-        )
-    assert faults["placed"] < faults["as it comes"] / 4, faults
 
 
 def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path: Path) -> None:
@@ -196,37 +153,6 @@ def test_deterministic_algorithms_are_on_in_training_and_off_after(
         assert far(kept(tmp_path / "one"), kept(tmp_path / "two")) == 0
 
 
-def test_cublas_is_told_nothing_by_other_runs(make: Make, monkeypatch: Any) -> None:
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    make_accelerator(make(train={"deterministic": True}))
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"  # the user's own
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    make_accelerator(make())
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-
-
-def test_a_deterministic_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
-    made = make(**PLAIN, train={"epochs": 2, "deterministic": True, "checkpoint_every": 3})
-    train(tmp_path / "whole", made)
-    real, calls = trainer.Trainer._train_batch, [0]
-
-    def stop(self: Any, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 6:
-            raise KeyboardInterrupt
-        return real(self, *given)
-
-    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made)
-    assert not torch.are_deterministic_algorithms_enabled()
-    train(tmp_path / "stopped", made, resume=True)
-    one, other = kept(tmp_path / "whole"), kept(tmp_path / "stopped")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_path: Path) -> None:
     (tmp_path / "unrepeatable.py").write_text(UNREPEATABLE)
     tables = {
@@ -241,16 +167,3 @@ def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_pat
             tmp_path / "same",
             make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}),
         )
-
-
-def test_what_was_set_before_comes_back_after_a_fault(make: Make) -> None:
-    section = make(train={"deterministic": True}).train
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with repeating(section):
-            assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        with pytest.raises(KeyError), repeating(section):
-            raise KeyError
-        assert torch.is_deterministic_algorithms_warn_only_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)

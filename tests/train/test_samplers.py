@@ -9,10 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import retrieval
 import torch
 from numpy.typing import NDArray
-from pytorch_metric_learning.samplers import MPerClassSampler
 from retrieval.data.loading import TrainBatches
 from retrieval.data.samplers import drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
@@ -171,41 +169,12 @@ def test_torch_batch_samplers_resume_exactly(
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> None:
-    table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
-    sampler = of_torch("own generator")
-    retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
-    assert retrieval.load(tmp_path / "run", sampler=sampler).recipe.sampler.name.startswith(
-        "object"
-    )
-    with pytest.raises(RecipeError, match=r"sampler=…"):
-        retrieval.load(tmp_path / "run")
-
-
 def same(one: Path, other: Path) -> bool:
     ours, theirs = (
         checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
         for folder in (one, other)
     )
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_samplers_by_name_in_torchs_way(make: Make) -> None:
-    """pytorch-metric-learning's sampler, as a batch sampler, gives whole batches of M per class."""
-    labels = np.repeat(np.arange(6), 20)
-
-    class OfPml(torch_data.BatchSampler):
-        """M items of each class."""
-
-        def __init__(self) -> None:
-            super().__init__(MPerClassSampler(labels, 4, 12, 120), 12, drop_last=True)
-
-    from retrieval.data.samplers import as_batch_sampler
-
-    of = TrainingItems(labels, None, 3, 4, 99)
-    batches = drawn_batches(as_batch_sampler(OfPml(), "object.OfPml", 0), of, 0, 2)
-    assert len(batches) == 10
-    assert all(sorted(Counter(labels[batch]).values()) == [4] * 3 for batch in batches)
 
 
 def test_hard_classes_resume_within_an_epoch(make: Make, tmp_path: Path, stopped: Any) -> None:

@@ -95,16 +95,6 @@ def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) ->
         assert any(p.grad is not None and bool(p.grad.any()) for p in of.step.parts[part])
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, stopped: Any
-) -> None:
-    recipe = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
-    train(tmp_path / "whole", recipe)
-    stopped(tmp_path / "stopped", recipe, 4)
-    whole, resumed = (weights(tmp_path / name) for name in ("whole", "stopped"))
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-
-
 def weights(folder: Path) -> dict[str, Tensor]:
     model: dict[str, Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
     return model

@@ -5,8 +5,6 @@ to nobody else.
 from __future__ import annotations
 
 import json
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
-from retrieval.training.comparison.written import differences, metric_table
+from retrieval.training.comparison.result import differences, metric_table
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
 
@@ -211,19 +209,6 @@ def test_no_tracker_stops_a_training(
     assert len(failures([tmp_path / "run"])) == 4
 
 
-def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> None:
-    made = make(
-        plugins=[*make().plugins, acme],
-        loss=None,
-        head=None,
-        sampler=None,
-        train=None,
-        learner={"name": "core.pca", "n_components": 4},
-    )
-    fit(made, tmp_path / "run", "acme.notes")
-    assert [line["hook"] for line in told(tmp_path)] == ["begin", "metrics", "end"]
-
-
 def test_what_is_no_tracker_is_refused_before_anything_is_written(
     make: Make, acme: str, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,58 +317,11 @@ def test_mlflow_has_the_figures_and_goes_on_with_its_run(
     longer = make(train={"epochs": 4})
     fit(longer, folder, "mlflow", tell=lines.append, resume=True)
     assert json.loads((folder / FILE).read_text())["mlflow.run"]["key"] == key
-    assert {m.step for m in client.get_metric_history(key, "loss")} == {
-        1,
-        2,
-        4,
-    }, "the third epoch was not tracked"
+    assert {m.step for m in client.get_metric_history(key, "loss")} == {1, 2, 4}, (
+        "the third epoch was not tracked"
+    )
     assert len(client.search_runs([run.info.experiment_id])) == 1
     assert not any("warning" in line for line in lines), lines
-
-
-@several(*real_one)
-def test_wandb_has_the_figures_offline_under_one_id(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real("wandb", monkeypatch)
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "HOME": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
-    lines: list[str] = []
-    folder = tmp_path / "run"
-    fit(make(), folder, "wandb", tell=lines.append)
-    longer = make(train={"epochs": 3})
-    fit(longer, folder, "wandb", tell=lines.append, resume=True)
-    key = json.loads((folder / FILE).read_text())["wandb.run"]["key"]
-    assert not any("warning" in line for line in lines), lines
-    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{key}/run-{key}.wandb"))
-    assert len(files) == 2 and len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    parts = [file.read_bytes() for file in files]
-    for number, record in enumerate(records):
-        value = json.dumps(record["loss"]).encode()
-        assert [value in part for part in parts] == [number < 2, number == 2]
-    assert b"toolbox.deadly" in parts[0]
-
-
-@several(*real_one)
-def test_mlflow_that_nobody_answers_does_not_hold_a_training(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real("mlflow", monkeypatch)
-    monkeypatch.setattr(module, "PATIENCE", 0.2)
-    monkeypatch.setattr(module, "FIRST_PATIENCE", 0.2)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
-    lines: list[str] = []
-    fit(make(), tmp_path / "run", "mlflow", tell=lines.append)
-    assert (tmp_path / "run" / "summary.json").is_file()
-    assert any("The tracker mlflow.run has not finished" in line for line in lines), lines
-    assert "mlflow" in sys.modules and any(
-        t.name == "tracker mlflow.run" and t.daemon for t in threading.enumerate()
-    )
 
 
 def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from retrieval.data.augment import MixedLabels
 from retrieval.errors import DataError
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
-from retrieval.training import batch, trainer
+from retrieval.training import trainer
 from retrieval.training.batch import all_finite
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
@@ -47,7 +47,7 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def elsewhere(monkeypatch: Any) -> None:
     """The trainer as it is on a device, whose numbers are not there yet."""
-    for module in (batch, trainer):
+    for module in (trainer,):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
 
 
@@ -93,7 +93,7 @@ def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
 ) -> None:
     made = make(**PLAIN, loss={"name": "pml.contrastive"}, generator={"name": "toolbox.mover"})
     train(tmp_path / "at once", made)
-    for module in (batch, trainer):
+    for module in (trainer,):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
     train(tmp_path / "late", made)
     stopped = trainer.Trainer._train_batch
@@ -164,11 +164,3 @@ def test_nan_is_said_where_a_part_fails_because_of_it(
     with pytest.raises(DataError, match=r"at step 4 .*loss is nan"):
         train(tmp_path / "run", make())
     assert calls[0] > 4
-
-
-def test_weights_are_looked_at_in_one_reading() -> None:
-    tensors = [torch.zeros(3), torch.zeros(2, 2), torch.tensor(1.0)]
-    with Waits() as waits:
-        assert all_finite(tensors)
-        assert not all_finite([*tensors, torch.tensor([0.0, float("inf")])])
-    assert len(waits.seen) == 2 and all_finite([])

@@ -115,12 +115,8 @@ def measure(
 ) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
-    Args:
-        run: the run.
-        queries: largest number of queries in each gallery.
-        sample: largest number of items whose pairs are measured.
-        seed: seed of the samples.
-        label_column: column of metadata with names of classes; `None` shows the labels.
+    At most `queries` of each gallery are searched, and the pairs of at most `sample` items are
+    measured. `label_column` is a column of metadata with names of classes.
 
     Raises:
         DataError: the run has no test items, no query has a relevant item, or the data lack the

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +19,7 @@ from jinja2 import Environment, StrictUndefined
 from retrieval.data.error_lists import natural
 from retrieval.errors import DataError, PluginError, RetrievalError, listed
 from retrieval.evaluation.evaluation import metric_title
-from retrieval.evaluation.plot import Picture, curves
+from retrieval.evaluation.plot import Picture, curves, plane, svg
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
@@ -179,15 +179,7 @@ LEGEND = 24
 
 @dataclass(frozen=True)
 class Section:
-    """The section of the page about one run.
-
-    Attributes:
-        name: the run's title.
-        measured: the run's results.
-        thumbnails: thumbnails of the run's items.
-        map: method of the map, "tsne" or "pca"; `None` for no map.
-        panels: further drawings by title.
-    """
+    """The section of the page about one run; `map` is its method, "tsne" or "pca", or `None`."""
 
     name: str
     measured: Measured
@@ -242,7 +234,7 @@ class Section:
     def points(self) -> dict[str, Any]:
         """Return the map's description, dots and legend, and the data for the page's script."""
         assert self.map is not None
-        plane, what = places(self.measured, self.map)
+        positions, what = places(self.measured, self.map)
         pairs = self.measured.pairs
         items = pairs.items.tolist()
         names = [self.measured.name(item) for item in items]
@@ -250,7 +242,7 @@ class Section:
         hues = {label: f"{number * 137.5 % 360:.0f}" for number, (label, _) in enumerate(classes)}
         dots = [
             (f"{100 * x:.2f}", f"{100 * y:.2f}", hues[label])
-            for (x, y), label in zip(plane, names, strict=True)
+            for (x, y), label in zip(positions, names, strict=True)
         ]
         matrix = pairs.matrix + np.diag(np.full(len(items), np.inf))
         near = np.argsort(matrix, axis=1, kind="stable")[:, : min(NEAR, len(items) - 1)]
@@ -400,86 +392,69 @@ class Thumbnails:
         return self._thumbnails[item]
 
 
-def svg(figure: Any) -> bytes:
-    """Return a matplotlib figure as SVG; equal figures result in equal bytes."""
-    import matplotlib as mpl
-
-    out = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "retrieval", "svg.fonttype": "path"}):
-        figure.savefig(out, format="svg", metadata={"Date": None})
-    return out.getvalue()
-
-
 def data_uri(picture: bytes) -> str:
     """Return an SVG or PNG as a data URI."""
     kind = "png" if picture.startswith(b"\x89PNG") else "svg+xml"
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
+def _drawn(draw: Callable[[Any], None], corner: str, **labels: Any) -> bytes:
+    """Return what `draw` adds to matplotlib axes, with a legend, as SVG."""
+    figure = Picture(5.6, 3.0)
+    axis = figure.subplots()
+    draw(axis)
+    axis.set(**labels)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False, fontsize=8, loc=corner)
+    return svg(figure)
+
+
 def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
     """Draw Recall@K of runs with intervals, from each run's metrics by name."""
-    figure = Picture(5.6, 3.2)
-    axis = figure.subplots()
-    for place, (name, intervals) in enumerate(runs.items()):
-        means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
-        around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
-        x = np.arange(len(RECALLS)) + 0.04 * place
-        axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
-    axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
-    axis.set(xlabel="K", ylabel="Recall@K")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
-    return svg(figure)
+
+    def draw(axis: Any) -> None:
+        for place, (name, intervals) in enumerate(runs.items()):
+            means = np.array([intervals[f"recall_at_{k}"] for k in RECALLS])
+            around = np.maximum(np.abs(means[:, 1:] - means[:, :1]).T, 0)
+            x = np.arange(len(RECALLS)) + 0.04 * place
+            axis.errorbar(x, means[:, 0], around, marker="osD^v"[place % 5], capsize=3, label=name)
+        axis.set_xticks(range(len(RECALLS)), [str(k) for k in RECALLS])
+
+    return _drawn(draw, "lower right", xlabel="K", ylabel="Recall@K")
 
 
 def distances(measured: Measured) -> bytes:
     """Draw histograms of the distances of matching and of other pairs, each with area 1."""
-    figure = Picture(5.6, 3.0)
-    axis = figure.subplots()
-    pairs = measured.pairs
-    bins = np.linspace(0.0, float(pairs.distance.max(initial=0.0)) or 1.0, 50).tolist()
-    for which, name, hatch in ((pairs.same, "one class", ""), (~pairs.same, "two classes", "//")):
-        if which.any():
-            axis.hist(
-                pairs.distance[which], bins, density=True, alpha=0.55, label=name, hatch=hatch
-            )
-    axis.set(xlabel="distance", ylabel="density of pairs")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper right")
-    return svg(figure)
+    far, same = measured.pairs.distance, measured.pairs.same
+    bins = np.linspace(0.0, float(far.max(initial=0.0)) or 1.0, 50).tolist()
+
+    def draw(axis: Any) -> None:
+        for which, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
+            if which.any():
+                axis.hist(far[which], bins, density=True, alpha=0.55, label=name, hatch=hatch)
+
+    return _drawn(draw, "upper right", xlabel="distance", ylabel="density of pairs")
 
 
 def rates(measured: Measured) -> bytes:
     """Draw false accept and false reject rates by threshold."""
     roc = roc_curve(measured.pairs.distance, measured.pairs.same)
     some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
-    figure = Picture(5.6, 3.0)
-    axis = figure.subplots()
-    axis.plot(roc.threshold[some], roc.far[some], label="false accepts (FAR)")
-    axis.plot(roc.threshold[some], 1 - roc.tar[some], "--", label="false rejects (FRR)")
-    axis.set(xlabel="threshold of the distance", ylabel="rate", ylim=(-0.02, 1.02))
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=8, loc="upper right")
-    return svg(figure)
+
+    def draw(axis: Any) -> None:
+        axis.plot(roc.threshold[some], roc.far[some], label="false accepts (FAR)")
+        axis.plot(roc.threshold[some], 1 - roc.tar[some], "--", label="false rejects (FRR)")
+
+    labels = {"xlabel": "threshold of the distance", "ylabel": "rate", "ylim": (-0.02, 1.02)}
+    return _drawn(draw, "upper right", **labels)
 
 
 def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
     """Return positions (S, 2) of the sample on a map, from 0 to 1, and the map's description."""
     pairs = measured.pairs
-    if method == "tsne" and len(pairs.items) >= 5:
-        from sklearn.manifold import TSNE
-
-        perplexity = min(30.0, (len(pairs.items) - 1) / 3)
-        tsne = TSNE(
-            metric="precomputed", init="random", perplexity=perplexity, random_state=0, n_jobs=1
-        )
-        plane, name = tsne.fit_transform(pairs.matrix), "t-SNE by the learned distance"
-    else:
-        centred = pairs.codes.double().numpy() - pairs.codes.double().numpy().mean(0)
-        u, s, _ = np.linalg.svd(centred, full_matrices=False)
-        plane = np.zeros((len(centred), 2))
-        plane[:, : min(2, len(s))] = (u * s)[:, :2]
-        share = (s[:2] ** 2).sum() / ((s**2).sum() or 1.0)
-        name = f"PCA of the codes, {100 * share:.0f} % of their variance"
-    low, high = plane.min(0), plane.max(0)
-    return (plane - low) / np.where(high > low, high - low, 1.0), name
+    codes = pairs.codes.double().numpy()
+    codes = np.pad(codes, ((0, 0), (0, max(0, 2 - codes.shape[1]))))
+    method = method if len(codes) >= 5 else "pca"
+    positions, name = plane(codes, method, distances=pairs.matrix)
+    low, high = positions.min(0), positions.max(0)
+    return (positions - low) / np.where(high > low, high - low, 1.0), name

@@ -155,19 +155,9 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
         for column in sorted({n for n in names if n and names.count(n) > 1})
     ]
     if written and not all(written):
-        where = "first" if not written[0] else "last" if not written[-1] else "middle"
         problems.append(
-            {
-                "first": (
-                    "the header has a column without a name, the first: pandas writes row numbers"
-                    " like this. Write the file with to_csv(…, index=False)."
-                ),
-                "last": (
-                    "the header has a column without a name, the last: the line ends with a comma."
-                    " Remove it (if pandas wrote row numbers: to_csv(…, index=False))."
-                ),
-                "middle": "the header has a column without a name. Name or remove it.",
-            }[where]
+            "the header has a column without a name. Name or remove it. pandas writes row numbers"
+            " like this, unless by to_csv(…, index=False), and so does a comma at the line's end."
         )
     if problems and len(written) == 1 and any(mark in written[0] for mark in ";\t|"):
         problems = ["its columns must be separated by commas."]

@@ -5,12 +5,11 @@ Both agree on metadata written by `metadata_text`.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from retrieval.errors import DataError
 from retrieval.serving.filters.tree import (
@@ -92,52 +91,24 @@ _JSON_TYPES = {None: "null", True: "true", False: "false"}
 _OF_TYPE = {"text": "type = 'text'", "number": "type in ('integer', 'real')"}
 
 
-class _Part(NamedTuple):
-    need: int
-    """Stack entries of SQLite's parser that the part needs beyond those of one comparison."""
-    order: int
-    sql: str
-    values: tuple[Parameter, ...]
-
-
 def to_sql(filter: Filter) -> Sql:
     """Return a filter as an SQL expression and its parameters in order.
 
     The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as
     binary; label may be null) and `items.metadata` (a JSON object as `metadata_text` writes it).
-    Conditions on id and label can use an index.
+    Conditions on id and label can use an index. A filter's bounds keep its depth below the 1,000
+    that SQLite accepts, and its brackets below the 100 entries of an older SQLite's parser stack.
     """
-    part = _part(filter, 0)
-    return part.sql, part.values
-
-
-def _part(filter: Filter, order: int) -> _Part:
     if isinstance(filter, Not):
-        part = _part(filter.part, order)
-        return _Part(part.need + 1, order, f"(not {part.sql})", part.values)
+        sql, values = to_sql(filter.part)
+        return f"(not {sql})", values
     if isinstance(filter, And | Or):
-        joint = type(filter).__name__.lower()
-        return _joined([_part(part, n) for n, part in enumerate(filter.parts)], joint)._replace(
-            order=order
-        )
+        parts = [to_sql(part) for part in filter.parts]
+        joint = f" {type(filter).__name__.lower()} "
+        values = tuple(value for _, values in parts for value in values)
+        return f"({joint.join(sql for sql, _ in parts)})", values
     sql, values = _column(filter) if isinstance(filter.field, str) else _entry(filter)
-    return _Part(0, order, f"({sql})", values)
-
-
-def _joined(parts: list[_Part], joint: str) -> _Part:
-    """Join parts as a balanced tree, so that depth and stack grow logarithmically.
-
-    SQLite refuses expressions deeper than 1,000, and before 3.45 its parser has only 100 stack
-    entries. So the two parts with the least need are joined first, the needier one in front.
-    """
-    heapq.heapify(parts)
-    while len(parts) > 1:
-        small, large = heapq.heappop(parts), heapq.heappop(parts)
-        # One parenthesis is open before the first part; two more entries before the second.
-        need = max(large.need + 1, small.need + 3)
-        sql = f"({large.sql} {joint} {small.sql})"
-        heapq.heappush(parts, _Part(need, large.order, sql, large.values + small.values))
-    return parts[0]
+    return f"({sql})", values
 
 
 def _column(filter: Compare | In | Exists) -> Sql:

@@ -69,15 +69,6 @@ _EXPECTED = {
     "TEXT": "a value ('text', a number, true, false, null)",
 }
 """Names of expected tokens in error messages."""
-_HINTS = {
-    "==": "Write = for equal.",
-    "<>": "Write != for not equal.",
-    "&": "Write and.",
-    "|": "Write or.",
-    "!": "Write != or not.",
-    "between": "A range is two comparisons: price >= 5 and price < 20.",
-    "is": "Write = null, or exists(field).",
-}
 _SHOWN = 60
 Node = TypeVar("Node")
 
@@ -142,10 +133,8 @@ class _TreeBuilder(Transformer[Token, Any]):
     def one_of(self, field: Field, keyword: Token, *values: tuple[Token, Any]) -> Filter:
         return _refused_at(keyword, lambda: In(field, tuple(value for _, value in values)))
 
-    def none_of(
-        self, field: Field, negation: Token, keyword: Token, *values: tuple[Token, Any]
-    ) -> Filter:
-        return _refused_at(negation, lambda: Not(In(field, tuple(value for _, value in values))))
+    def none_of(self, field: Field, negation: Token, *values: Any) -> Filter:
+        return self.negated(negation, self.one_of(field, *values))
 
     def negated(self, keyword: Token, part: Filter) -> Filter:
         return _refused_at(keyword, lambda: Not(part))
@@ -169,8 +158,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
     """Return the position of a mistake and a sentence about it, perhaps with a hint."""
     position = fault.pos_in_stream or 0
     if isinstance(fault, UnexpectedCharacters):
-        signs = (sign for sign in ("==", "<>", "&", "|") if text.startswith(sign, position))
-        actual = next(signs, text[position])
+        actual = text[position]
         if actual in ("'", '"'):
             what = "text" if actual == "'" else "name"
             return position, f"the {what} that begins here has no end; it lacks {actual}."
@@ -190,18 +178,14 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
         words = [word for token, word in _EXPECTED.items() if token in tokens]
         expected = " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     is_ = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
-    return position, f"expected {expected}, but {is_}.{_hint(actual, tokens, text[:position])}"
-
-
-def _hint(actual: str, tokens: set[str], before: str) -> str:
-    if "TEXT" in tokens and re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED:
-        return f" Text stands in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
-    for sign in (before[-1:] + actual if before[-1:] in ("=", "<") else "", actual.lower()):
-        if sign in _HINTS:
-            return f" {_HINTS[sign]}"
-    return did_you_mean(
-        actual[:40], [name.lower() for name in ("AND", "OR", "IN") if name in tokens]
-    )
+    word = re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED
+    if "TEXT" in tokens and word:
+        hint = f" Text stands in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
+    else:
+        hint = did_you_mean(
+            actual[:40], [name for name in ("and", "or", "in") if name.upper() in tokens]
+        )
+    return position, f"expected {expected}, but {is_}.{hint}"
 
 
 def _readable(text: str) -> str:

@@ -6,18 +6,19 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from retrieval.errors import DataError, did_you_mean
 
 MOST_NESTED = 14
-MOST_CONDITIONS = 1_000
+MOST_CONDITIONS = 500
 MOST_VALUES = 10_000
 MOST_CHARACTERS = 10_000
 _MOST_NAMES = 16
 _LONGEST_NAME = 500
+_JSON_DEPTH = 32
 
 Field = Literal["id", "label"] | tuple[str, ...]
 """`"id"`, `"label"`, or a path of names in the metadata, such as `("maker", "country")`."""
@@ -31,9 +32,6 @@ _UNFIT = re.compile(r'["\\\x00-\x1f]')
 
 RESERVED = ("and", "or", "not", "in", "exists", "true", "false", "null")
 PLAIN_NAME = rf"(?!(?:{'|'.join(RESERVED)})\b)[^\W\d]\w*"
-_PLAIN = re.compile(PLAIN_NAME, re.IGNORECASE)
-
-_JSON_DEPTH = 32
 _NAME = re.compile(r'"[^"]+"|[^."]+')
 _FIELD = re.compile(rf"(?:{_NAME.pattern})(?:\.(?:{_NAME.pattern}))*")
 _LOGIC = ("and", "or", "not", "exists")
@@ -57,8 +55,8 @@ class _Node:
             raise DataError(
                 f"The filter nests and, or and not more than {MOST_NESTED} deep. Write it flatter."
             )
-        check_count("conditions", size.conditions, MOST_CONDITIONS)
-        check_count("values", size.values, MOST_VALUES)
+        _check_count("conditions", size.conditions, MOST_CONDITIONS)
+        _check_count("values", size.values, MOST_VALUES)
         for name, value in {"size": size, **values}.items():
             object.__setattr__(self, name, value)
 
@@ -69,11 +67,19 @@ class _Condition(_Node):
     # Compared, because True == 1 in Python, but filters on them differ.
     _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
 
-    def _take(self, operands: Sequence[Value], **attributes: Any) -> None:
+    def _take(self, *operands: Value, **attributes: Any) -> None:
+        field = self.field
+        if isinstance(field, list):
+            field = tuple(field)
+        if field not in ("id", "label"):
+            if not (isinstance(field, tuple) and field and all(isinstance(n, str) for n in field)):
+                raise DataError(
+                    "A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not"
+                    f" {_shown(field)}."
+                )
+            field = _checked_path(field)
         types = tuple(map(type_of, operands))
-        self._set(
-            Size(0, 1, len(operands)), field=_checked_field(self.field), _types=types, **attributes
-        )
+        self._set(Size(0, 1, len(operands)), field=field, _types=types, **attributes)
 
 
 @dataclass(frozen=True)
@@ -95,13 +101,14 @@ class Compare(_Condition):
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
-            raise DataError(f"{shown(self.op)} is not a comparison; there are {', '.join(OPS)}.")
+            raise DataError(f"{_shown(self.op)} is not a comparison; there are {', '.join(OPS)}.")
         value = _checked_value(self.value)
         if self.op not in ("=", "!=") and type_of(value) not in ("number", "text"):
             raise DataError(
-                f"Only numbers and text have an order: {self.op} does not go with {word(value)}."
+                f"Only numbers and text have an order: {self.op} does not go with"
+                f" {_literal(value)}."
             )
-        self._take((value,), value=value)
+        self._take(value, value=value)
 
 
 @dataclass(frozen=True)
@@ -120,12 +127,12 @@ class In(_Condition):
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, list | tuple):
-            raise DataError(f"`in` takes a list of values, not {shown(self.values)}.")
+            raise DataError(f"`in` takes a list of values, not {_shown(self.values)}.")
         if not self.values:
             raise DataError("`in` needs at least one value.")
-        check_count("values", len(self.values), MOST_VALUES)
+        _check_count("values", len(self.values), MOST_VALUES)
         values = tuple(map(_checked_value, self.values))
-        self._take(values, values=values)
+        self._take(*values, values=values)
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class Exists(_Condition):
     """A field that exists, even if it is null."""
 
     def __post_init__(self) -> None:
-        self._take(())
+        self._take()
 
 
 @dataclass(frozen=True)
@@ -144,12 +151,12 @@ class _Junction(_Node):
         joint = type(self).__name__.lower()
         if not isinstance(self.parts, list | tuple) or len(self.parts) < 2:
             raise DataError(
-                f"`{joint}` takes a list of two or more filters, not {shown(self.parts)}."
+                f"`{joint}` takes a list of two or more filters, not {_shown(self.parts)}."
             )
-        check_count("conditions", len(self.parts), MOST_CONDITIONS)
+        _check_count("conditions", len(self.parts), MOST_CONDITIONS)
         for part in self.parts:
             if not isinstance(part, Filter):
-                raise DataError(f"`{joint}` takes filters, not {shown(part)}.")
+                raise DataError(f"`{joint}` takes filters, not {_shown(part)}.")
         nested, conditions, values = zip(*(part.size for part in self.parts), strict=True)
         self._set(Size(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts))
 
@@ -170,7 +177,7 @@ class Not(_Node):
 
     def __post_init__(self) -> None:
         if not isinstance(self.part, Filter):
-            raise DataError(f"`not` takes a filter, not {shown(self.part)}.")
+            raise DataError(f"`not` takes a filter, not {_shown(self.part)}.")
         self._set(self.part.size._replace(nested=1 + self.part.size.nested))
 
 
@@ -193,11 +200,6 @@ def type_of(value: Value) -> str:
     if isinstance(value, bool):
         return "boolean"
     return "text" if isinstance(value, str) else "number"
-
-
-def word(value: Value) -> str:
-    """Return null, true or false as written in text and JSON."""
-    return "null" if value is None else str(value).lower()
 
 
 def number(value: int | float) -> int | float:
@@ -227,63 +229,18 @@ def field_of(names: tuple[str, ...]) -> Field:
                 "(metadata.metadata for an entry called so)."
             )
         return _checked_path(tuple(rest))
-    if first in ("id", "label"):
-        if rest:
-            raise DataError(
-                f"`{first}` has no parts; an entry of the metadata is metadata.{first}."
-            )
-        return "id" if first == "id" else "label"
-    return _checked_path(names)
+    if first not in ("id", "label"):
+        return _checked_path(names)
+    if rest:
+        raise DataError(f"`{first}` has no parts; an entry of the metadata is metadata.{first}.")
+    return "id" if first == "id" else "label"
 
 
-def names_of(field: Field) -> tuple[str, ...]:
+def _names_of(field: Field) -> tuple[str, ...]:
     """Return a field's names, preceded by `metadata` if the first one is ambiguous."""
     if isinstance(field, str):
         return (field,)
     return ("metadata", *field) if field[0] in ("id", "label", "metadata") else field
-
-
-def filter_to_text(filter: Filter) -> str:
-    """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
-    if isinstance(filter, Not):
-        return f"not {_bracketed(filter.part, And | Or)}"
-    if isinstance(filter, And):
-        return " and ".join(_bracketed(part, And | Or) for part in filter.parts)
-    if isinstance(filter, Or):
-        return " or ".join(_bracketed(part, Or) for part in filter.parts)
-    names = names_of(filter.field)
-    field = ".".join(name if _PLAIN.fullmatch(name) else f'"{name}"' for name in names)
-    if isinstance(filter, Exists):
-        return f"exists({field})"
-    if isinstance(filter, In):
-        return f"{field} in ({', '.join(map(_literal, filter.values))})"
-    return f"{field} {filter.op} {_literal(filter.value)}"
-
-
-def _bracketed(part: Filter, kinds: Any) -> str:
-    text = filter_to_text(part)
-    return f"({text})" if isinstance(part, kinds) else text
-
-
-def _literal(value: Value) -> str:
-    if value is None or isinstance(value, bool):
-        return word(value)
-    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
-
-
-def _checked_field(field: Any) -> Field:
-    if isinstance(field, str) and field in ("id", "label"):
-        return "id" if field == "id" else "label"
-    if (
-        not isinstance(field, list | tuple)
-        or not field
-        or not all(isinstance(name, str) for name in field)
-    ):
-        raise DataError(
-            "A field is 'id', 'label' or a tuple of names such as ('maker', 'country'), not"
-            f" {shown(field)}."
-        )
-    return _checked_path(tuple(str.__str__(name) for name in field))
 
 
 def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -298,11 +255,11 @@ def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
             )
         if _UNFIT.search(name) or has_surrogate(name):
             raise DataError(
-                f"The field {shown(name)} cannot be filtered by: double quotes, backslashes,"
+                f"The field {_shown(name)} cannot be filtered by: double quotes, backslashes,"
                 " control characters and lone surrogates are not possible in its name. Give the"
                 " metadata entry another name."
             )
-    return names
+    return tuple(map(str.__str__, names))
 
 
 def _checked_value(value: Any) -> Value:
@@ -318,23 +275,18 @@ def _checked_value(value: Any) -> Value:
             )
         if "\0" in value or has_surrogate(value):
             raise DataError(
-                f"The text {shown(value)} has a NUL character or a lone surrogate; no item's can."
+                f"The text {_shown(value)} has a NUL character or a lone surrogate; no item's can."
             )
         return str.__str__(value)
     if not isinstance(value, numbers.Integral | float):
-        raise DataError(f"A value is text, a number, true, false or null, not {shown(value)}.")
+        raise DataError(f"A value is text, a number, true, false or null, not {_shown(value)}.")
     plain = float(value) if isinstance(value, float) else number(int(value))
     if not math.isfinite(plain):
         raise DataError("A number in a filter is finite and within the range of float64.")
     return plain
 
 
-def check_count(what: str, count: int, most: int) -> None:
-    """Check the number of conditions or values of a filter.
-
-    Raises:
-        DataError: there are more than `most`.
-    """
+def _check_count(what: str, count: int, most: int) -> None:
     if count > most:
         raise DataError(f"The filter has {count:,} {what}; {most:,} are the most.")
 
@@ -348,27 +300,41 @@ def has_surrogate(text: str) -> bool:
     return False
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """Return a short text for any user input in an error message."""
     if isinstance(value, str):
         return ascii(value[:40]) + ("…" if len(value) > 40 else "")
     return f"a {type(value).__name__}" if value is not None else "null"
 
 
-def filter_from_json(value: object) -> Filter:
-    """Return the filter for parsed JSON.
+def filter_to_text(filter: Filter) -> str:
+    """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
+    if isinstance(filter, Not):
+        return f"not {_bracketed(filter.part, And | Or)}"
+    if isinstance(filter, And):
+        return " and ".join(_bracketed(part, And | Or) for part in filter.parts)
+    if isinstance(filter, Or):
+        return " or ".join(_bracketed(part, Or) for part in filter.parts)
+    field = ".".join(
+        name if re.fullmatch(PLAIN_NAME, name, re.IGNORECASE) else f'"{name}"'
+        for name in _names_of(filter.field)
+    )
+    if isinstance(filter, Exists):
+        return f"exists({field})"
+    if isinstance(filter, In):
+        return f"{field} in ({', '.join(map(_literal, filter.values))})"
+    return f"{field} {filter.op} {_literal(filter.value)}"
 
-        {"label": "shoe"}                                       equal
-        {"price": {">=": 5, "<": 20}, "label": {"in": [...]}}   all of these
-        {"and": [...]}, {"or": [...]}, {"not": {...}}, {"exists": "maker.country"}
 
-    A key is a field: names joined by dots. Put a name in double quotes if it contains a dot or is
-    `and`, `or`, `not` or `exists`.
+def _bracketed(part: Filter, kinds: Any) -> str:
+    text = filter_to_text(part)
+    return f"({text})" if isinstance(part, kinds) else text
 
-    Raises:
-        DataError: the value is not a filter or is too large; the message says where.
-    """
-    return _from_json(value, "The filter", 1)
+
+def _literal(value: Value) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return "'" + value.replace("'", "''") + "'" if isinstance(value, str) else repr(value)
 
 
 def filter_to_json(filter: Filter) -> dict[str, Any]:
@@ -377,7 +343,7 @@ def filter_to_json(filter: Filter) -> dict[str, Any]:
         return {type(filter).__name__.lower(): [filter_to_json(part) for part in filter.parts]}
     if isinstance(filter, Not):
         return {"not": filter_to_json(filter.part)}
-    names = names_of(filter.field)
+    names = _names_of(filter.field)
     quoted = len(names) == 1 and names[0] in _LOGIC
     field = ".".join(f'"{name}"' if quoted or "." in name else name for name in names)
     if isinstance(filter, Exists):
@@ -387,10 +353,27 @@ def filter_to_json(filter: Filter) -> dict[str, Any]:
     return {field: filter.value if filter.op == "=" else {filter.op: filter.value}}
 
 
-def _from_json(value: object, where: str, depth: int) -> Filter:
+def filter_from_json(value: object, where: str = "The filter", depth: int = 1) -> Filter:
+    """Return the filter for parsed JSON.
+
+        {"label": "shoe"}                                       equal
+        {"price": {">=": 5, "<": 20}, "label": {"in": [...]}}   all of these
+        {"and": [...]}, {"or": [...]}, {"not": {...}}, {"exists": "maker.country"}
+
+    A key is a field: names joined by dots. Put a name in double quotes if it contains a dot or is
+    `and`, `or`, `not` or `exists`.
+
+    Args:
+        value: the JSON value.
+        where: what it is, for error messages.
+        depth: level of the value in the filter.
+
+    Raises:
+        DataError: the value is not a filter or is too large; the message says where.
+    """
     if not isinstance(value, Mapping):
         raise DataError(
-            f'{where} must be an object such as {{"label": "shoe"}}, not {shown(value)}.'
+            f'{where} must be an object such as {{"label": "shoe"}}, not {_shown(value)}.'
         )
     if depth > _JSON_DEPTH:
         raise DataError(
@@ -398,42 +381,48 @@ def _from_json(value: object, where: str, depth: int) -> Filter:
         )
     if not value:
         raise DataError(f"{where} is an empty object. Leave the filter out to get all items.")
-    check_count("conditions", len(value), MOST_CONDITIONS)
+    _check_count("conditions", len(value), MOST_CONDITIONS)
     return _joined(And, [_from_entry(key, entry, where, depth) for key, entry in value.items()])
 
 
 def _from_entry(key: object, value: object, where: str, depth: int) -> Filter:
     if not isinstance(key, str):
-        raise DataError(f"{where} has a key that is not text, but {shown(key)}.")
+        raise DataError(f"{where} has a key that is not text, but {_shown(key)}.")
     if key in ("and", "or"):
         if not isinstance(value, list | tuple) or not value:
-            raise DataError(f'{where}: "{key}" takes a list of filters, not {shown(value)}.')
-        check_count("conditions", len(value), MOST_CONDITIONS)
+            raise DataError(f'{where}: "{key}" takes a list of filters, not {_shown(value)}.')
+        _check_count("conditions", len(value), MOST_CONDITIONS)
         parts = [
-            _from_json(part, f'Part {n} of "{key}"', depth + 2) for n, part in enumerate(value, 1)
+            filter_from_json(part, f'Part {n} of "{key}"', depth + 2)
+            for n, part in enumerate(value, 1)
         ]
         return _joined(And if key == "and" else Or, parts)
     if key == "not":
-        return Not(_from_json(value, 'What "not" takes', depth + 1))
+        return Not(filter_from_json(value, 'What "not" takes', depth + 1))
+    if key == "exists" and not isinstance(value, str):
+        raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
+    text = str(value) if key == "exists" else key
+    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
+        raise DataError(
+            f"{_shown(text)} is not a field: names joined by dots, in double quotes where a name"
+            " holds a dot."
+        )
+    field = field_of(tuple(name.strip('"') for name in _NAME.findall(text)))
     if key == "exists":
-        if not isinstance(value, str):
-            raise DataError(f'{where}: "exists" takes the name of a field, not {shown(value)}.')
-        return Exists(_json_field(value))
-    field = _json_field(key)
+        return Exists(field)
     if isinstance(value, list | tuple):
-        hint = f' Or is it "{key.lower()}"?' if key.lower() in ("and", "or") else ""
-        raise DataError(f'{where}: {shown(key)} has a list. Write {{"in": [...]}}.{hint}')
+        raise DataError(f'{where}: {_shown(key)} has a list. Write {{"in": [...]}}.')
     if not isinstance(value, Mapping):
         value = {"=": value}
     if not value:
         raise DataError(
-            f'{where}: {shown(key)} has an empty object. Write a value or, for one, {{"<": 20}}.'
+            f'{where}: {_shown(key)} has an empty object. Write a value or, for one, {{"<": 20}}.'
         )
-    check_count("conditions", len(value), MOST_CONDITIONS)
+    _check_count("conditions", len(value), MOST_CONDITIONS)
     try:
         return _joined(And, [_condition(field, op, operand) for op, operand in value.items()])
     except DataError as fault:
-        raise DataError(f"The filter, at {shown(key)}: {fault}") from None
+        raise DataError(f"The filter, at {_shown(key)}: {fault}") from None
 
 
 def _condition(field: Field, op: object, value: Any) -> Filter:
@@ -441,18 +430,9 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
         return In(field, value)
     if op not in OPS:
         hint = did_you_mean(op[:40], (*OPS, "in")) if isinstance(op, str) else ""
-        raise DataError(f"{shown(op)} is not one of {', '.join(OPS)}, in.{hint}")
+        raise DataError(f"{_shown(op)} is not one of {', '.join(OPS)}, in.{hint}")
     return Compare(field, op, value)
 
 
 def _joined(kind: type[And | Or], parts: list[Filter]) -> Filter:
     return kind(tuple(parts)) if len(parts) > 1 else parts[0]
-
-
-def _json_field(text: str) -> Field:
-    if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
-        raise DataError(
-            f"{shown(text)} is not a field: names joined by dots, in double quotes where a name"
-            " holds a dot."
-        )
-    return field_of(tuple(name.strip('"') for name in _NAME.findall(text)))

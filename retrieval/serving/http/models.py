@@ -207,8 +207,8 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     names = ", ".join(
         f'"{name}"{" (needed)" * field.is_required()}' for name, field in model.model_fields.items()
     )
-    one = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
-    return f"{where}JSON must be an object of {names}{one}; see /v1/openapi.json."
+    choice = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
+    return f"{where}JSON must be an object of {names}{choice}; see /v1/openapi.json."
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:

@@ -23,6 +23,7 @@ from retrieval.serving.http.models import NewItem, Query, QueryInput
 from retrieval.serving.http.problems import RequestError, no_item, store_failed
 from retrieval.serving.http.settings import BATCH_BYTES, Settings
 from retrieval.serving.http.turns import Turns, Workers
+from retrieval.serving.index.adding import arrays_of, row_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
 from retrieval.serving.queries import encode_vectors
@@ -49,6 +50,7 @@ _NOT_WRITTEN = (
 )
 _CHANGING = "The index changes its bundle again and again. Try again in a moment."
 _TRIES = 5
+_BATCH = 32
 _TOGETHER = 16
 """Largest number of requests' vectors that are searched at once."""
 _COPIED_BYTES = 64_000_000
@@ -469,14 +471,8 @@ def _arrays(
 ) -> list[dict[str, Floats]]:
     """Return the arrays that the index stores for each image or row of features."""
     with stage("encode", len(inputs)):
-        features = bundle.features(inputs) if FEATURES in widths else None
-        encoded = bundle.encode(inputs) if features is None else bundle.encode_features(features)
-    arrays = {VECTOR: encoded.vector}
-    if encoded.code is not None:
-        arrays[CODE] = encoded.code
-    if features is not None:
-        arrays[FEATURES] = np.asarray(features, np.float32)
-    return [{name: array[row] for name, array in arrays.items()} for row in range(len(inputs))]
+        arrays = arrays_of(bundle, inputs, _BATCH, FEATURES in widths)
+    return [row_of(arrays, row) for row in range(len(inputs))]
 
 
 def _of_vectors(

@@ -506,7 +506,7 @@ def embed(
         usable = [(result, inputs) for _, result, inputs in entries if inputs is not None]
         if usable and not failed:
             stacked = np.stack([inputs for _, inputs in usable])
-            arrays = _arrays_of(bundle, stacked, batch, keep_features)
+            arrays = arrays_of(bundle, stacked, batch, keep_features)
             for row, (result, _) in enumerate(usable):
                 result.arrays = row_of(arrays, row)
         return [(item, result) for item, result, _ in entries]
@@ -547,7 +547,7 @@ def _decoded(
     return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
 
 
-def _arrays_of(
+def arrays_of(
     bundle: Bundle, inputs: NDArray[Any], batch: int, keep_features: bool
 ) -> dict[str, Floats]:
     """Encode inputs (n, …); return the arrays (n, width) that a store keeps, by name."""

@@ -70,9 +70,7 @@ def create(
 
     Args:
         path: folder to write, whose parent must exist, or the address of a plugin's store.
-        sources: one or more files, folders, CSV manifests, Parquet tables or
-            `.npz` features; see `retrieval.serving.index.sources.collect`. Without sources the
-            index is empty.
+        sources: see `Index.add`; without sources the index is empty.
         model: embeds the items: a bundle's folder, or an encoder from `retrieval.load`. A run
             or a backbone is exported first; the index keeps its own copy of the bundle.
         backend: structure of large indexes: "auto" (by size), "flat", "hnsw", "ivf", or a
@@ -80,17 +78,15 @@ def create(
         options: parameters of the back end.
         plugins: files or modules to load as plugins besides the installed ones.
         variant: variant of the encoder that encodes items and queries.
-        keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
-            "nothing".
+        keep: what the index keeps of each original; see `Index.add`.
         keep_features: also keep the backbone's features, so that `migrate` to another head
             takes seconds. The bundle must be split or take features.
-        skip_bad: leave out images that cannot be used and report each on standard error,
-            instead of failing.
+        skip_bad: leave out images that cannot be used, instead of failing.
         replace: replace an existing index; at an address it is deleted first.
         batch: number of items per batch.
-        workers: number of decoding threads. `None` uses one per core.
+        workers: number of decoding threads; `None` uses one per core.
         limits: largest images to decode.
-        progress: show a progress bar; a function is called with (what, done, total) instead.
+        progress: see `Index.add`.
         device: where the encoder runs: "auto", "cpu" or "cuda".
 
     Returns:

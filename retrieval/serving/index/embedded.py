@@ -69,7 +69,7 @@ class Embedded:
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Plan:
-    """What a folder of embeddings holds. Folders with equal plans hold equal parts.
+    """What a folder of embeddings holds.
 
     Attributes:
         bundle: SHA-256 of the bundle's manifest.
@@ -307,7 +307,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
 
     Args:
         folder: folder that `retrieval embed` wrote.
-        column: "vector", "code" or "features". `None` reads "features" if present, else "vector".
+        column: a column's name. `None` is "features" if present, else "vector".
 
     Raises:
         DataError: the folder is incomplete or damaged, or has no such column.

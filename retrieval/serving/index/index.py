@@ -52,13 +52,8 @@ _QUERIES_AT_ONCE = 256  # bounds the memory for measuring candidates
 class Index:
     """An index of images or vectors that can be changed while it is searched.
 
-    Its methods may be called from several threads at once.
-
-    Args:
-        path: folder or address of the index.
-        store: store that keeps its items.
-        threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
-        device: where the encoder runs.
+    Its methods may be called from several threads at once. `Index.open` and `Index.create` make
+    one.
 
     Attributes:
         path: folder or address of the index.
@@ -210,8 +205,6 @@ class Index:
     ) -> list[Any]:
         """Return the nearest items of a query, nearest first; ties are ordered by id.
 
-        Several queries give one list each.
-
         With a rescorer, distances are the rescorer's. Otherwise they are measured on the stored
         vectors: Euclidean unless the bundle defines another distance, and merged over sub-spaces
         as in `retrieval.serving.merging`.
@@ -280,24 +273,19 @@ class Index:
         except Superseded:
             self.follow()
             raise
-        if measured_alone(bundle) and all(
-            candidates.distances is not None for candidates in proposed
-        ):
-            return [
-                _hits(candidates.items, candidates.distances[:k].tolist())
-                for candidates in proposed
-                if candidates.distances is not None
-            ]
-        proposed = [
-            candidates if candidates.distances is None else _sorted_by_id(candidates)
-            for candidates in proposed
-        ]
-        return [
-            _nearest_hits(candidates.items, distances, k)
-            for candidates, distances in zip(
-                proposed, _distances(bundle, query, code, proposed, k), strict=True
-            )
-        ]
+        hits, alone = [], measured_alone(bundle)
+        for row, near in enumerate(proposed):
+            if alone and near.distances is not None:
+                hits.append(_hits(near.items, near.distances[:k].tolist()))
+                continue
+            if near.distances is not None:
+                near = _sorted_by_id(near)
+            own_code = None if code is None else code[row]
+            distances = _distances(bundle, query[row], own_code, near, k)
+            order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
+            nearest = [near.items[place] for place in order.tolist()]
+            hits.append(_hits(nearest, distances[order].tolist()))
+        return hits
 
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
@@ -584,30 +572,14 @@ def _sorted_by_id(proposed: Candidates) -> Candidates:
 
 
 def _distances(
-    bundle: Bundle, query: Floats, code: Floats | None, proposed: Sequence[Candidates], k: int
-) -> list[Distances]:
-    """Return the distances of each query to its candidates, as the bundle defines them."""
-    if len(proposed) > 1 and measured_alone(bundle):
-        # All pairs at once; each distance is the same as if its pair were measured alone.
-        counts = [len(candidates.items) for candidates in proposed]
-        queries = np.repeat(query, counts, axis=0)
-        vectors = np.concatenate(
-            [candidates.arrays[VECTOR] for candidates in proposed if candidates.items] or [queries]
-        )
-        return np.split(measured(bundle, queries, None, vectors, None, k), np.cumsum(counts)[:-1])
-    return [
-        measured(
-            bundle,
-            query[row],
-            None if code is None else code[row],
-            candidates.arrays[VECTOR],
-            None if code is None else candidates.arrays[CODE],
-            min(k, len(candidates.items)),
-        )
-        if candidates.items
-        else np.empty(0)
-        for row, candidates in enumerate(proposed)
-    ]
+    bundle: Bundle, query: Floats, code: Floats | None, proposed: Candidates, k: int
+) -> Distances:
+    """Return the distances of a query to its candidates, as the bundle defines them."""
+    if not proposed.items:
+        return np.empty(0)
+    codes = None if code is None else proposed.arrays[CODE]
+    k = min(k, len(proposed.items))
+    return measured(bundle, query, code, proposed.arrays[VECTOR], codes, k)
 
 
 def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
@@ -623,9 +595,3 @@ def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
         )
         for item, distance in zip(items, distances, strict=False)
     ]
-
-
-def _nearest_hits(items: Sequence[Item], distances: Distances, k: int) -> list[Hit]:
-    """Return the hits of the nearest k candidates; ties keep the candidates' order."""
-    order = np.argsort(distances, kind="stable")[:k]
-    return _hits([items[row] for row in order.tolist()], distances[order].tolist())

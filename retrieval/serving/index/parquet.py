@@ -68,6 +68,8 @@ def sentences(path: Path) -> Iterator[None]:
         yield
     except RetrievalError:
         raise
+    except FileNotFoundError as fault:
+        raise DataError(f"{shown(path)} cannot be read: {fault.strerror or fault}.") from None
     except Exception as fault:
         reason = " ".join(str(fault).split())[:300].rstrip(".")
         raise DataError(
@@ -171,30 +173,28 @@ class Table:
     def _choose(self, kind: str, kinds: dict[str, Any], types: Any) -> None:
         """Set the role of each column."""
         self.content = self._vector = self._path = None
-        image = kinds.get("image")
+        image: Any = kinds.get("image")
         if kind == "features":
-            needed, role = "'features' (a list of numbers); this bundle takes features", "features"
             self._vector = role = next((name for name in _VECTORS if name in kinds), None)
-            element = getattr(kinds.get(role), "value_type", None)
+            element = getattr(kinds.get(role or ""), "value_type", None)
             if role and not (element and (types.is_floating(element) or types.is_integer(element))):
                 raise DataError(
                     f"{self.name}: '{role}' must be a list of numbers, not {kinds[role]}."
                 )
+        elif "image" in kinds and _is_binary(image):
+            self.content = role = "image"
+        elif "image" in kinds and types.is_struct(image) and image.get_field_index("bytes") >= 0:
+            self.content, role = "image.bytes", "image"
         else:
-            needed, role = "'path', or 'image' (bytes, or a struct with bytes)", "path"
-            if image is not None and _is_binary(image):
-                self.content = role = "image"
-            elif (
-                image is not None and types.is_struct(image) and image.get_field_index("bytes") >= 0
-            ):
-                self.content, role = "image.bytes", "image"
-            else:
-                self._path = role = "path" if "path" in kinds else None
+            self._path = role = "path" if "path" in kinds else None
         if role is None:
-            wanted = "features" if kind == "features" else "path"
+            columns, column = {
+                "features": ("'features' (a list of numbers); this bundle takes features", kind),
+                "image": ("'path', or 'image' (bytes, or a struct with bytes)", "path"),
+            }[kind]
             raise DataError(
-                f"{self.name} needs a column {needed} (it has:"
-                f" {', '.join(self.columns[:20]) or 'none'})." + did_you_mean(wanted, self.columns)
+                f"{self.name} needs a column {columns} (it has:"
+                f" {', '.join(self.columns[:20]) or 'none'})." + did_you_mean(column, self.columns)
             )
         self._key = next((name for name in ("key", "id") if name in kinds), None)
         self._label = "label" if "label" in kinds else None
@@ -214,11 +214,8 @@ class Table:
         """
         row_group = self._file.metadata.row_group(group)
         for chunk in map(row_group.column, range(row_group.num_columns)):
-            column, size, values = (
-                chunk.path_in_schema,
-                chunk.total_uncompressed_size,
-                chunk.num_values,
-            )
+            column, values = chunk.path_in_schema, chunk.num_values
+            size = chunk.total_uncompressed_size
             used = any(f"{column}.".startswith(f"{name}.") for name in columns)
             if used and (size > _GROUP_BYTES or values > _GROUP_VALUES):
                 raise DataError(

@@ -8,6 +8,7 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -228,7 +229,7 @@ def _features(places: list[Path]) -> Sources:
                 items += _npz(place, spool)
                 continue
             with Table(place, "features") as table:
-                for row in table.rows(lambda part, place=place: spool.add(place, part)):
+                for row in table.rows(partial(spool.add, place)):
                     origin = Origin(place, str(row.number), stamp)
                     items.append(
                         Source(row.key, row.label, None, row.metadata, start + row.number, origin)
@@ -357,13 +358,14 @@ def originals(
     """
     if features is not None:
         for item in items:
-            row: Original = features[item.row]
-            if not np.isfinite(row).all():
-                row = DataError(
-                    f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond"
-                    " float32."
-                )
-            yield item, item.key, row
+            row = features[item.row]
+            if np.isfinite(row).all():
+                yield item, item.key, row
+                continue
+            fault = (
+                f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
+            )
+            yield item, item.key, DataError(fault)
         return
     for item, content in contents(((item, item.origin) for item in items), most):
         original = item.path if content is None else content

@@ -14,7 +14,6 @@ from retrieval.host.files import cache_folder, whole_folder
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.bundle_folder import (
     FILE,
-    BundleFolder,
     is_plain,
     manifest_text,
     opened_whole,
@@ -123,11 +122,11 @@ def _is_intact(folder: Path, sha256: str) -> bool:
     if not folder.is_dir():
         return False
 
-    def whole(opened: BundleFolder) -> bool:
-        text = manifest_text(opened)
+    def whole() -> bool:
+        text = manifest_text(folder)
         if hashlib.sha256(text).hexdigest() != sha256:
             return False
-        read_files(opened, parse_manifest(folder / FILE, text).files)
+        read_files(folder, parse_manifest(folder / FILE, text).files)
         return True
 
     try:

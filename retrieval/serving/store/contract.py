@@ -42,8 +42,8 @@ _LACKING: dict[Capability, str] = {
     "atomic": "shows a call in parts while it is written",
     "ordered": "lists items in an order of its own",
     "filters": (
-        "decides =, in, and, or, not, and < and the like on numbers; an index in a folder decides"
-        " every filter"
+        "decides only =, in, and, or, not, and < and the like on numbers; an index in a folder"
+        " decides every filter"
     ),
     "originals": "keeps no bytes of originals: add the items with keep='reference' or 'nothing'",
     "left_out": "keeps no item without its vector",

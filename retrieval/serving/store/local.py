@@ -79,7 +79,6 @@ from retrieval.serving.store.view import (
     gone,
     keep_rows,
     restore_rows,
-    sync_rows,
 )
 
 _FIELDS = 1000  # field names that `settings` returns at most
@@ -283,9 +282,10 @@ class LocalStore(Store):
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
-            if margin and len(queries) == 1 and count < view.count:
+            alone = len(queries) == 1 and len(view.generation.spans) == 1
+            if alone and margin and count < view.count:
                 squared, rows = view.search(queries, count + 1, only)
-                if squared is not None and squared[0, count - 1] < squared[0, count]:
+                if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
                     return squared, rows  # most often no other is as near
             return view.search(queries, min(count + margin, view.count), only)
 
@@ -553,9 +553,6 @@ class LocalStore(Store):
         self.upkeep.close()
         if self._tidied:
             with suppress(StoreError):  # the next process that opens the index does it
-                with self.record.locked() as connection:
-                    sync_rows(connection, self.folder)
-                    connection.execute("commit")
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None

@@ -49,45 +49,29 @@ _ACKNOWLEDGED = struct.Struct("<8sQI")
 _MAGIC = b"retriev1"
 _WAL_HEADER, _FRAME_HEADER = 32, 24
 
-TABLES = {
-    "state": "create table state (key text primary key, value any) strict, without rowid",
-    "generations": (
-        "create table generations (g integer primary key autoincrement, bundle text not null,"
-        " variant text, widths text not null, spans text not null, state text not null,"
-        " upto integer not null, created text not null, stem text not null, rows integer not null,"
-        " structure text) strict"
-    ),
-    "items": (
-        "create table items (n integer primary key autoincrement, id text not null unique,"
-        " label text, metadata text not null, path blob, stamp text, keep text not null,"
-        " bytes integer, width integer, height integer, source blob) strict"
-    ),
-    "items_label": "create index items_label on items (label)",
-    "originals": "create table originals (n integer primary key, content blob not null) strict",
-    "fields": "create table fields (name text primary key) strict, without rowid",
-    "runs": (
-        "create table runs (g integer not null, row integer not null, n integer not null,"
-        " count integer not null, primary key (g, row)) strict, without rowid"
-    ),
-    "sums": (
-        "create table sums (g integer not null, name text not null, block integer not null,"
-        " sum integer not null, primary key (g, name, block)) strict, without rowid"
-    ),
-    "removed": "create table removed (n integer primary key, seq integer not null) strict",
-    "removed_seq": "create index removed_seq on removed (seq)",
-    "left_out": (
-        "create table left_out (g integer not null, n integer not null,"
-        " primary key (g, n)) strict, without rowid"
-    ),
-    "unsynced": (
-        "create table unsynced (n integer primary key, file text not null,"
-        " start integer not null, content blob not null) strict"
-    ),
-    "claims": (
-        "create table claims (work text primary key, owner text not null, until real not null,"
-        " stem text not null) strict, without rowid"
-    ),
-}
+_SCHEMA = """
+create table state (key text primary key, value any) strict, without rowid;
+create table generations (g integer primary key autoincrement, bundle text not null, variant text,
+ widths text not null, spans text not null, state text not null, upto integer not null,
+ created text not null, stem text not null, rows integer not null, structure text) strict;
+create table items (n integer primary key autoincrement, id text not null unique, label text,
+ metadata text not null, path blob, stamp text, keep text not null, bytes integer, width integer,
+ height integer, source blob) strict;
+create index items_label on items (label);
+create table originals (n integer primary key, content blob not null) strict;
+create table fields (name text primary key) strict, without rowid;
+create table runs (g integer not null, row integer not null, n integer not null,
+ count integer not null, primary key (g, row)) strict, without rowid;
+create table sums (g integer not null, name text not null, block integer not null,
+ sum integer not null, primary key (g, name, block)) strict, without rowid;
+create table removed (n integer primary key, seq integer not null) strict;
+create index removed_seq on removed (seq);
+create table left_out (g integer not null, n integer not null, primary key (g, n))
+ strict, without rowid;
+create table unsynced (n integer primary key, file text not null, start integer not null,
+ content blob not null) strict;
+"""
+TABLES = {sql.split()[2]: sql.strip() for sql in _SCHEMA.split(";") if sql.strip()}
 """SQL of the record's tables.
 
 An item that changes gets a new number `n`, and its old one goes into `removed`. `runs` maps the

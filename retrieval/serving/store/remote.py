@@ -27,7 +27,7 @@ import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import And, Compare, Filter, In, Not, Or
+from retrieval.serving.filters import And, Compare, Exists, Filter, In, Not, Or
 from retrieval.serving.filters.tree import Field
 from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
 from retrieval.serving.store.contract import (
@@ -244,6 +244,8 @@ class RemoteStore(Store):
             joint: Literal["and", "or"] = "and" if isinstance(where, And) else "or"
             return self._combined(joint, [self._express(part) for part in where.parts])
         condition = None
+        if isinstance(where, Exists) and where.field == "id":  # matches every item
+            return self._combined("not", [self._condition("id", "=", ())])
         if isinstance(where, In):
             condition = self._condition(where.field, "=", where.values)
         elif isinstance(where, Compare) and where.op != "!=":
@@ -440,9 +442,7 @@ class RemoteStore(Store):
     ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
-            raise DataError(
-                "A scan continues after an id, but `after` cannot be the id of an item."
-            )
+            raise DataError(f"{after[:80]!r} is no id that an item can have.")
         page: list[Item] = []
         with self._running():
             served, conditions = self._current(), self._where(where)

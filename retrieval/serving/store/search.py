@@ -397,7 +397,7 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     group = least.argpartition(most - 1)[:most]
     if least[group].max() == np.inf:  # of a row that is not searched
         return math.inf
-    near = table[:, group].argmin(axis=0) * groups + group
+    near = table.take(group, axis=1).argmin(axis=0) * groups + group
     number = near + rows.start if isinstance(rows, slice) else rows[near]
     reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
     reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY

@@ -1,16 +1,16 @@
 """Maintenance of a local index: compact generations and build search structures.
 
-A process claims the work on a generation, so that no other does it too. The work writes new files,
-and one transaction at its end makes the record name them.
+One process at a time claims the work on an index. The work writes new files, and one transaction at
+its end makes the record name them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import shutil
-import socket
 import threading
 import time
 import uuid
@@ -61,11 +61,7 @@ _ROWS = 16_384  # rows that are copied at a time
 _REST = 1.0  # seconds between two checks for work
 _PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until failed work is tried again
 _WAIT = 600.0  # seconds that a command waits for another process's work
-_CLAIM_SECONDS = 600.0  # lifetime of a claim that is not renewed
-_RENEW = 30.0  # seconds between renewals of a claim
 _READING_SECONDS = 7 * 86_400.0  # one read transaction lasts while files of any size are copied
-_ACTIVE: set[str] = set()
-"""Stems of the work that this process does."""
 
 
 def new_stem() -> str:
@@ -73,10 +69,11 @@ def new_stem() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def tidy(record: Record) -> None:
+def tidy(record: Record, claim: Claim | None = None) -> None:
     """Remove files that the record does not name, which a killed or failed process has left.
 
-    The record's lock keeps other processes from adding any meanwhile; files of claimed work stay.
+    The record's lock keeps other processes from adding any meanwhile. While others compact or
+    build, their files stay.
     """
     with record.locked() as connection:
         files: set[str] = set()
@@ -86,12 +83,15 @@ def tidy(record: Record) -> None:
             files |= {f"{stem}.{name}" for name in json.loads(widths)} | set(
                 Structure.names(structure)
             )
-        claims = ask(connection, "select owner, until, stem from claims")
-        stems = {claim[2] for claim in claims if not _is_over(*claim)}
         bundles = {generation.bundle[:16] for generation in all_of(connection)}
-        for path in (record.folder / ARRAYS).iterdir():
-            if path.name not in files and path.name.partition(".")[0] not in stems:
-                path.unlink(missing_ok=True)
+        handle = None if claim is not None else _locked(record.folder / ARRAYS, 0)
+        try:
+            for path in (record.folder / ARRAYS).iterdir() if handle is not None or claim else ():
+                if path.name not in files:
+                    path.unlink(missing_ok=True)
+        finally:
+            if handle is not None:
+                os.close(handle)
         for path in (record.folder / BUNDLES).iterdir():
             if not path.is_dir():  # lock file of a copy that was killed
                 path.unlink(missing_ok=True)
@@ -99,81 +99,60 @@ def tidy(record: Record) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-class Claim:
-    """Context manager that claims the work on a generation; call it to report progress.
+def _locked(folder: Path, wait: float) -> int | None:
+    """Return a handle that locks a folder, or None if others hold the lock for `wait` seconds."""
+    handle, end = os.open(folder, os.O_RDONLY), time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(handle)
+                return None
+        time.sleep(0.2)
 
-    The claim's row holds its owner and expiry. Another process takes over a claim that has expired
-    or whose process on this machine has ended, so check that it still `stands` before committing.
+
+class Claim:
+    """Context manager that claims the work on an index's files; call it to report progress.
+
+    The claim is the system's lock on their folder, which ends with its process. Afterwards, files
+    that the record does not name are removed.
+
+    Args:
+        record: record of the index.
+        wait: seconds to wait for whoever has the claim.
+        report: called with the number of items done and the total.
+
+    Raises:
+        StoreUnavailable: another one had the claim for all that time.
     """
 
-    def __init__(self, record: Record, g: int, wait: float, report: Report | None = None) -> None:
+    def __init__(self, record: Record, wait: float, report: Report | None = None) -> None:
         self.record, self.stem, self.total = record, new_stem(), 0
-        self._work, self._wait, self._report = f"generation {g}", wait, report
-        self._done, self._renewed = 0, time.monotonic()
+        self._wait, self._report, self._done = wait, report, 0
 
     def __enter__(self) -> Claim:
-        """Take the claim, waiting for its current owner."""
-        owner = f"process {os.getpid()} on {socket.gethostname()}"
-        end = time.monotonic() + self._wait
-        while True:
-            with self.record.writing() as (connection, _):
-                sql = "select owner, until, stem from claims where work = ?"
-                held = ask(connection, sql, (self._work,))
-                if not held or _is_over(*held[0]):
-                    row = (self._work, owner, time.time() + _CLAIM_SECONDS, self.stem)
-                    connection.execute("insert or replace into claims values (?,?,?,?)", row)
-                    break
-            if time.monotonic() > end:
-                raise StoreUnavailable(
-                    f"{held[0][0].capitalize()} is compacting the index {self.record.folder}, or "
-                    "building its search structure. Wait for it."
-                )
-            time.sleep(0.2)
-        _ACTIVE.add(self.stem)
+        handle = _locked(self.record.folder / ARRAYS, self._wait)
+        if handle is None:
+            raise StoreUnavailable(
+                f"Another process is compacting the index {self.record.folder}, or building its "
+                "search structure. Wait for it."
+            )
+        self._handle = handle
         return self
 
-    def __exit__(self, kind: object, *error: object) -> None:
-        """Release the claim; after an error, remove its files."""
-        _ACTIVE.discard(self.stem)
-        if kind is None:
-            with self.record.writing() as (connection, _):
-                connection.execute("delete from claims where stem = ?", (self.stem,))
-        else:
-            with suppress(RetrievalError, OSError):
-                tidy(self.record)
-
-    def stands(self, connection: apsw.Connection) -> bool:
-        """Return whether no other process has taken the claim over."""
-        sql = "select count(*) from claims where stem = ?"
-        return bool(value(connection, sql, (self.stem,)))
+    def __exit__(self, *error: object) -> None:
+        with suppress(RetrievalError, OSError):
+            tidy(self.record, self)
+        fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        os.close(self._handle)
 
     def __call__(self, count: int) -> None:
-        """Report that `count` more items are done, and renew the claim from time to time."""
+        """Report that `count` more items are done."""
         self._done += count
         if self._report is not None:
             self._report(min(self._done, self.total), self.total)
-        if time.monotonic() - self._renewed > _RENEW:
-            self._renewed = time.monotonic()
-            with self.record.writing() as (connection, _):
-                until = time.time() + _CLAIM_SECONDS
-                sql = "update claims set until = ? where stem = ?"
-                connection.execute(sql, (until, self.stem))
-
-
-def _is_over(owner: str, until: float, stem: str) -> bool:
-    """Return whether a claim has expired or its process on this machine has ended."""
-    _, pid, _, host = owner.split(" ", 3)
-    if until < time.time():
-        return True
-    if host != socket.gethostname():
-        return False
-    if int(pid) == os.getpid():
-        return stem not in _ACTIVE
-    try:
-        os.kill(int(pid), 0)
-    except OSError as fault:
-        return isinstance(fault, ProcessLookupError)
-    return False
 
 
 @contextmanager
@@ -242,7 +221,7 @@ class Upkeep:
                 dead = rows is not None and rows.dead > max(_MIN_DEAD_ROWS, rows.rows // _DEAD)
                 if rows is None or not (dead or self._lacks_structure(rows)):
                     continue
-                with Claim(self.record, generation.number, 0) as claim:
+                with Claim(self.record, 0) as claim:
                     self._renew(generation, claim, compact=dead)
                 return True
         return False
@@ -299,7 +278,7 @@ class Upkeep:
             tidy(self.record)
             began: dict[int, int] = {}
             for generation in self._generations():
-                with Claim(self.record, generation.number, _WAIT, report) as claim:
+                with Claim(self.record, _WAIT, report) as claim:
                     began[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 sync_rows(connection, self.record.folder)
@@ -317,7 +296,7 @@ class Upkeep:
         with self._turn:
             rows = self._current(generation)
             if rows is not None and self._lacks_structure(rows):
-                with Claim(self.record, generation.number, _WAIT) as claim:
+                with Claim(self.record, _WAIT) as claim:
                     self._renew(generation, claim, compact=False)
 
     def _renew(self, generation: Generation, claim: Claim, *, compact: bool) -> int:
@@ -352,12 +331,11 @@ class Upkeep:
             return old.seq
         with self.record.writing() as (connection, _), self.record.faults("written"):
             current = value(connection, "select stem from generations where g = ?", (g,))
-            if current != old.stem or not claim.stands(connection):
-                return 0  # the generation was dropped, or another process took the work over
+            if current != old.stem:
+                return 0  # the generation was dropped
             connection.execute("update generations set structure = ? where g = ?", (text, g))
             if new:
                 self._swap(connection, stem, old, kept, new)
-        tidy(self.record)
         return old.seq
 
     def _swap(

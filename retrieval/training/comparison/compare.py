@@ -21,7 +21,7 @@ from retrieval.training.comparison.result import Comparison, Contestant, Search
 from retrieval.training.comparison.search import Do, best, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
 from retrieval.training.comparison.written import Latex, differences, metric_table, write
-from retrieval.training.process import ending_as_interrupted
+from retrieval.training.process import interrupt, signals
 from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
@@ -143,7 +143,7 @@ def compare(
         jobs = Jobs(base, titles, folder, planned, tuple(track))
         worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
         try:
-            with ending_as_interrupted():
+            with signals(interrupt):
                 rows, *contestants = worker.all(
                     [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
                 )

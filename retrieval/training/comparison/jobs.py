@@ -19,16 +19,18 @@ from retrieval.data.datasets import Subset
 from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.evaluation.evaluate_run import evaluate
+from retrieval.host.allow import answering
 from retrieval.host.files import write_json
 from retrieval.host.python_parts import WORDS, is_object
 from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
-from retrieval.recipe.read import Recipe, check_recipe
+from retrieval.recipe.read import Recipe, check_recipe, read_table
 from retrieval.recipe.tables import Sampler, Split
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
 from retrieval.run.open import Run
+from retrieval.run.resume import changed_plugins
 from retrieval.serving.progress import showing
 from retrieval.training.comparison.plan import PRIMARY
 from retrieval.training.tracking import tracking
@@ -227,9 +229,12 @@ def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
 
 
 def _trained(recipe: Recipe, folder: Path) -> Run:
-    if is_complete(folder):
+    if not is_complete(folder):
+        return train(folder, recipe, resume=is_run(folder))
+    # the run's copies of plugin files are allowed if they are the recipe's own
+    own = read_table(folder / "recipe.toml")[0].get("plugins", [])
+    with answering(None, allowed=not changed_plugins(recipe.plugins, own)):
         return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
-    return train(folder, recipe, resume=is_run(folder))
 
 
 def _fold(job: Job) -> Figures:

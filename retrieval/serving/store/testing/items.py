@@ -274,6 +274,7 @@ class ItemCases(Bench):
                 lambda entry: entry.label == "kind 1" or entry.id == "id 19",
             ),
             ([], "price = 1000", lambda entry: False),
+            ([], "exists(id)", lambda entry: True),
         ):
             gone = [id for id, entry in state.items() if matches(entry)]
             equal(store.delete(ids, where=parse_filter(where)), len(gone), f"deleted where {where}")

@@ -1,0 +1,206 @@
+"""Frozen features by ONNX Runtime: torch's, kept under a name of their own, and torch's again where
+it cannot serve.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from retrieval.data import features
+from retrieval.data.datasets import FileDataset
+from retrieval.data.features import OnnxBackbone, backbone_features, runtime_for
+from retrieval.data.loading import RawInputs
+from retrieval.errors import DataError, PluginError
+from retrieval.model.contracts import Backbone, Dataset
+from retrieval.model.graph import TOLERANCE
+from retrieval.model.model import Model
+from retrieval.serving.images import Preprocessing
+from torch import Tensor, nn
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnx")
+
+CPU = torch.device("cpu")
+PRE = Preprocessing((24, 20), 3, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+
+
+class Net(Backbone):
+    """With batch statistics that count, padding that is worked out from the size, and a branch."""
+
+    features = 12
+    preprocessing = PRE
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, stride=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 12, 3, padding=1)
+        with torch.no_grad():
+            for value in (self.norm.running_mean, self.norm.running_var):
+                value.uniform_(0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.pad(x, (0, x.shape[-1] % 2 + 1, 0, x.shape[-2] % 2 + 1))
+        x = self.second(self.norm(self.first(x)).clamp(0, 6))
+        return (x + x.sigmoid()).mean((2, 3))
+
+
+class OfTheBatch(Net):
+    """An item's features depend on the others: no graph of a fixed number of images has them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = super().forward(x)
+        return features - features.mean(0, keepdim=True) * 0.5
+
+
+class Refused(Net):
+    """What torch's exporter has no operator for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = super().forward(x)
+        return features + torch.linalg.eigvals(x[:, 0, :2, :2]).abs().sum(1, keepdim=True)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """However few the items, and four at once."""
+    monkeypatch.setattr(features, "LEAST", 1)
+    monkeypatch.setattr(features, "_MOST", 4)
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(threads)
+
+
+def model(backbone: type[Backbone] = Net) -> Model:
+    torch.manual_seed(3)
+    return Model(backbone(), nn.Identity())
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> FileDataset:
+    rng = np.random.default_rng(0)
+    files = [tmp_path / f"{i}.jpg" for i in range(27)]
+    for i, file in enumerate(files):
+        pixels = rng.integers(0, 256, (5, 4, 3), dtype=np.uint8)
+        Image.fromarray(pixels).resize((30 + i, 41), Image.Resampling.BICUBIC).save(file)
+    return FileDataset(files, ["a"] * len(files))
+
+
+def of_torch(net: Model, data: Dataset) -> NDArray[np.float32]:
+    net.eval()
+    pixels = RawInputs(data, net.preprocessing).batch(np.arange(len(data)))
+    with torch.no_grad():
+        return net.features(torch.from_numpy(pixels)).numpy()
+
+
+def entries(tmp_path: Path) -> set[str]:
+    return {sums.parent.name for sums in tmp_path.glob("cache/features/*/sums") if done(sums)}
+
+
+def done(sums: Path) -> int:
+    """Return the number of finished blocks."""
+    content = sums.read_bytes()
+    return sum(any(content[i : i + 16]) for i in range(0, len(content), 16))
+
+
+def test_the_features_are_torchs(photos: FileDataset, tmp_path: Path) -> None:
+    net = model().train()
+    # 27 items in blocks of 10, four at once: the last of a block, and of all, are filled up
+    found = backbone_features(net, photos, CPU, 10).arrays
+    assert net.backbone.norm.training  # as it was
+    wanted = of_torch(net, photos)
+    scale = float(np.linalg.norm(wanted, axis=1).mean())
+    assert found is not None and found.shape == (27, 12)
+    assert np.abs(found - wanted).max() <= TOLERANCE * scale
+    assert np.ptp(wanted, axis=0).min() > 10 * TOLERANCE * scale  # items differ by more than that
+
+
+def test_the_entry_says_which_way(photos: FileDataset, tmp_path: Path, monkeypatch: Any) -> None:
+    first = np.array(backbone_features(model(), photos, CPU, 10).arrays)
+    quick = entries(tmp_path)
+    assert len(quick) == 1
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("made again")
+
+    with monkeypatch.context() as patch:  # nothing is exported, nothing computed
+        patch.setattr(OnnxBackbone, "_agreed", refuse)
+        np.testing.assert_array_equal(first, backbone_features(model(), photos, CPU, 10).arrays)
+        patch.setattr(features, "version", lambda _: "0.0")
+        with pytest.raises(PluginError, match="made again"):
+            backbone_features(model(), photos, CPU, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(features, "LEAST", 1 << 60)
+        plain = backbone_features(model(), photos, CPU, 10).arrays
+    assert len(entries(tmp_path) - quick) == 1
+    assert not np.array_equal(plain, first)
+
+
+def test_interrupted_it_goes_on(photos: FileDataset, tmp_path: Path, monkeypatch: Any) -> None:
+    whole = np.array(backbone_features(model(), photos, CPU, 5).arrays)
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "other"))
+    run, asked = OnnxBackbone.__call__, []
+
+    def interrupted(net: OnnxBackbone, pixels: Tensor) -> Tensor:
+        asked.append(len(pixels))
+        if len(asked) == 4:
+            raise KeyboardInterrupt
+        return run(net, pixels)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OnnxBackbone, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backbone_features(model(), photos, CPU, 5)
+    (sums,) = (tmp_path / "other").rglob("sums")
+    blocks = done(sums)
+    assert 0 < blocks < 6
+    asked.clear()
+    monkeypatch.setattr(
+        OnnxBackbone, "__call__", lambda net, pixels: asked.append(len(pixels)) or run(net, pixels)
+    )
+    np.testing.assert_array_equal(whole, backbone_features(model(), photos, CPU, 5).arrays)
+    assert sum(asked) == 27 - 5 * blocks
+
+
+@pytest.mark.parametrize("backbone", [OfTheBatch, Refused])
+def test_where_no_graph_serves_torch_does(
+    photos: FileDataset, tmp_path: Path, backbone: type[Backbone], caplog: pytest.LogCaptureFixture
+) -> None:
+    net = model(backbone)
+    with caplog.at_level(logging.INFO):
+        found = backbone_features(net, photos, CPU, len(photos)).arrays
+    np.testing.assert_allclose(found, of_torch(net, photos), rtol=1e-5, atol=1e-6)
+    assert "Features are computed by torch: " in caplog.text
+    assert len(entries(tmp_path)) == 1
+
+
+def test_an_item_that_cannot_be_read(photos: FileDataset) -> None:
+    assert photos.files is not None
+    photos.files[13].write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"13\.jpg is not an image"):
+        backbone_features(model(), photos, CPU, 10)
+
+
+def test_which_way(photos: FileDataset, monkeypatch: Any) -> None:
+    net = model()
+    assert (runtime_for(net, photos, CPU) or "").startswith("onnxruntime ")
+    assert runtime_for(net, photos, torch.device("cuda")) is None
+    monkeypatch.setattr(features, "LEAST", 27 * 3 * 24 * 20)
+    assert runtime_for(net, photos, CPU) is not None
+    monkeypatch.setattr(features, "LEAST", 27 * 3 * 24 * 20 + 1)
+    assert runtime_for(net, photos, CPU) is None
+    monkeypatch.setattr(features, "LEAST", 1)
+    monkeypatch.setattr(
+        features, "installed_packages", lambda names: [n for n in names if n != "onnx"]
+    )
+    assert runtime_for(net, photos, CPU) is None
