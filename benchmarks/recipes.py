@@ -681,7 +681,8 @@ def render(raw: Sequence[Tables]) -> str:
         f" pixels. {raw[0]['machine']}; {raw[0]['versions']}.",
         "",
         "The examples of pytorch-metric-learning (`MetricLossOnly`) and open-metric-learning 4.0.0"
-        " train the same net with the same augmentation, for the seconds of *fine-tuned*.",
+        " train the same net with the same augmentation, for the seconds of *fine-tuned*."
+        " A student's seconds are those of the whole command.",
         "",
     ]
     for name, title in TITLES.items():
