@@ -9,9 +9,10 @@ seconds.
 
 Half of a set's classes train (six of ten), the others are searched, for three splits of the
 classes. A sixth of the classes that train (two of six) are validation: they choose the epoch.
-Rates, levels and sizes were chosen on icons, on classes of the first split that train, some of which
-other splits search. Validation, input size and epochs of digits and Fashion-MNIST were changed once
-after test figures of their first split had been seen, and so were the student's epochs and teacher.
+Rates, levels and sizes were chosen on icons, on classes of the first split that train, some of
+which other splits search. Validation, input size and epochs of digits and Fashion-MNIST were
+changed once after test figures of their first split had been seen, and so were the student's
+epochs and teacher.
 
 - digits: scikit-learn's 1,797; every item of a class searches all others.
 - fashion: 200 images of each of Fashion-MNIST's classes, in the same way.
