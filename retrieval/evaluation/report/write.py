@@ -398,7 +398,7 @@ def data_uri(picture: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def _drawn(draw: Callable[[Any], None], corner: str, **labels: Any) -> bytes:
+def _drawn(draw: Callable[[Any], None], corner: Any, **labels: Any) -> bytes:
     """Return what `draw` adds to matplotlib axes, with a legend, as SVG."""
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
