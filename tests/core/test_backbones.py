@@ -377,16 +377,3 @@ def test_torchvision_preprocessing_comes_from_the_weights() -> None:
     assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
     small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
     assert small is not None and (small.size, small.resize) == ((64, 64), 73)
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-@pytest.mark.parametrize(("resize", "crop"), [(256, 224), (73, 64), (75, 64), (64, 64), (48, 61)])
-def test_pixels_are_those_of_torchvision_to_the_last_bit(interpolation, resize, crop) -> None:
-    from torchvision.transforms import CenterCrop, InterpolationMode
-    from torchvision.transforms.functional import resize as resized
-
-    ours = Preprocessing((crop, crop), interpolation=interpolation, resize=resize)
-    for size in hundred_sizes():
-        image = PHOTO.resize(size, reducing_gap=2.0)
-        theirs = CenterCrop(crop)(resized(image, [resize], InterpolationMode(interpolation)))
-        assert np.array_equal(ours(image), np.asarray(theirs).transpose(2, 0, 1)), size

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import Backbone
@@ -145,7 +146,8 @@ def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
     backbone = net(levels={"image": 14})
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)
-    quicker = OnnxBackbone(Model(backbone, torch.nn.Identity()), pixels.numpy)
+    photos = ArrayDataset(pixels.numpy().transpose(0, 2, 3, 1), list("abcd"))
+    quicker = OnnxBackbone(Model(backbone, torch.nn.Identity()), photos)
     with torch.no_grad():
         expected = backbone((pixels.float() - 127) / 128)
     torch.testing.assert_close(quicker(pixels), expected, rtol=1e-4, atol=1e-5)

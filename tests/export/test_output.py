@@ -5,11 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from retrieval.errors import BundleError
-from retrieval.export.export_model import export_model
+from retrieval.export.export_model import export_model, whole_folder
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from torch import nn
