@@ -225,13 +225,15 @@ class MetrixProxyAnchor(CheckedLoss):
     def _sums(self, cosine: Tensor, rows: Tensor, share: float | Tensor, sign: int) -> Tensor:
         """Return log(1 + share Σ exp(γ (δ + sign s))) of each proxy."""
         powers = share * (self.scale * (self.margin + sign * cosine)).exp()
-        sums: Tensor = powers.new_zeros(len(self.proxies)).index_add(0, rows, powers)
-        return sums.log1p()
+        zeros = powers.new_zeros(len(self.proxies))
+        sums: Tensor = zeros.index_add(0, rows, powers).log1p()
+        return sums
 
 
 def _part(embeddings: Tensor, alpha: float) -> Tensor:
     """Draw λ from Beta(α, α)."""
-    return Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
+    part: Tensor = Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
+    return part
 
 
 def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:

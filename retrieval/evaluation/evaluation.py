@@ -30,7 +30,6 @@ from retrieval.evaluation.neighbors import (
     as_tensor,
     group_numbers,
 )
-from retrieval.evaluation.ranking import MOST_ITEMS as RANKED_ITEMS
 from retrieval.evaluation.ranking import Ranking
 from retrieval.model.labels import read_labels, read_values
 from retrieval.model.metrics import metric
@@ -214,36 +213,30 @@ def matching(
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
     each needs. k is at least the depth of each query in the block.
     """
-    ranking, left = _ranking(search, query_class, item_class), np.arange(len(answerable))
-    if ranking is not None:
-        failures = []
-        for start in range(0, len(answerable), ranking.block):
-            part = slice(start, start + ranking.block)
-            rows = answerable[part]
-            matches, failed = ranking(rows, int(depths[part].max()))
+    ranked = Ranking.serves(len(item_class), depths) if _only_distance(search) else 0
+    left = [np.arange(ranked, len(answerable))]
+    if ranked:
+        codes = as_tensor(search.queries, "gallery").cpu()
+        if codes.dtype != torch.float64:
+            codes = codes.float()  # exact for half precision
+        place = np.empty(len(query_class), np.int64)
+        place[answerable] = np.arange(len(answerable))
+        for rows, matches, failed in Ranking(
+            codes.numpy(), item_class, answerable[:ranked], depths[:ranked]
+        ):
             yield rows[~failed], matches[~failed]
-            failures.append(start + np.flatnonzero(failed))
-        left = np.concatenate(failures)
-    if len(left):
-        for rows, items, _ in search.blocks(answerable[left], depths[left]):
+            left.append(place[rows[failed]])
+    rest = np.sort(np.concatenate(left))
+    if len(rest):
+        for rows, items, _ in search.blocks(answerable[rest], depths[rest]):
             yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
 
 
-def _ranking(search: Search, query_class: Ints, item_class: Ints) -> Ranking | None:
-    """Return a ranking if items are searched on a CPU by plain Euclidean distance."""
+def _only_distance(search: Search) -> bool:
+    """Return whether items are searched among themselves on a CPU by plain Euclidean distance."""
     on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
-    plain = search.distance is None and search.hidden is None and search.block is None
-    if not (on_cpu and plain and 1 < len(item_class) <= RANKED_ITEMS):
-        return None
-    itself = search.gallery is None
-    ours = as_tensor(search.queries, "gallery" if itself else "queries").cpu()
-    theirs = ours if search.gallery is None else as_tensor(search.gallery, "gallery").cpu()
-    if ours.shape[1] != theirs.shape[1] or not ours.shape[1]:
-        return None
-    # float32 is exact for half precision
-    kind = torch.float64 if torch.float64 in (ours.dtype, theirs.dtype) else torch.float32
-    gallery = None if itself else theirs.to(kind).numpy()
-    return Ranking(ours.to(kind).numpy(), gallery, query_class, item_class)
+    plain = search.gallery is None and search.distance is None and search.hidden is None
+    return on_cpu and plain and search.block is None
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:

@@ -1,20 +1,27 @@
-"""Which ranks of a search match: all that metrics need of it, mostly in single precision.
+"""Rank all items of a set among each other, as far as metrics need it: does each rank match?
 
-Half squared distances h = |q − g|² / 2 are computed as a product ĥ in float32. The standard bound
-on a sum of n products (N. Higham, Accuracy and Stability of Numerical Algorithms, 2002, §3.1) holds
-for any order of summation:
+Metrics only need to know whether the item at each rank matches. Half squared distances
+h = |q − g|² / 2 are therefore computed as a product ĥ in float32, and only pairs in doubt are
+measured again. The standard bound on a sum of n products (N. Higham, Accuracy and Stability of
+Numerical Algorithms, 2002, §3.1) holds for any order of summation:
 
     |h − ĥ| ≤ n u (|q||g| + |q|²/2 + |g|²/2) + the rounding of codes and result =: E.
 
 Items whose ĥ differ by more than 2 E are therefore in their true order. Items that are closer form
 a run. The order within a run matters only if it holds both matches and others among the needed
-ranks. Its items are then measured in float64 and ordered as by `exact_neighbors`. A query with too
-many pairs in doubt is left to full search.
+ranks. Its items are then measured in float64 and ordered as by `exact_neighbors`.
+
+A block of products serves its rows and its columns, so that only half of the pairs are computed.
+
+A sample of the set determines how far each query must look, its reach. The items within reach are
+its candidates. A query with too few candidates, or too many in doubt, is left to full search.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,131 +34,252 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-MOST_ITEMS = 2**17
-"""Largest gallery, of which a block of queries still makes an efficient product."""
-_PAIRS = 2**23
-_ROWS = 1024
-_GROUP = 64
-"""Most items whose nearest one stands for them when the reach of a query is chosen."""
+_SMALLEST = 2048
+"""Smallest set to rank, of which the sample is a small part."""
+_SIGMAS = 2.5
+_PANEL = 1024
+"""Most queries of a panel, and most items of the sample."""
+_PAIRS = 2**20
+_GROUP = 8
+"""Number of items of the sample that their nearest one represents."""
+_RANKS = 2**17
+"""Ranks to settle per step, so that the temporary arrays stay in a core's cache."""
+_KEPT_BYTES = 96 * 2**20
+"""Most bytes for the candidates of all panels."""
+_MOST = 2**22
+"""Most candidates of a panel."""
 _DOUBT = 16
 """Full search is cheaper for a query with more than one pair in doubt per this many items."""
 _UNIT = 2.0**-24
 
 
-class Ranking:
-    """Ranks the items of a gallery.
+@dataclass
+class _Panel:
+    """A group of queries with their reach and candidates.
 
-    Args:
-        queries: (Q, C), finite, float32 or float64.
-        gallery: (N, C), of the same type; `None` ranks each query among the others.
-        query_class: (Q,), class numbers.
-        item_class: (N,), class numbers.
+    Attributes:
+        start: position of the first query in the order of all items.
+        factors: (B, C + 2), see `_factored`.
+        depth: number of ranks needed.
+        error: (B,), 2 E, see the module.
+        reach: (B,), the largest ĥ of a candidate.
+        queries: arrays (M,), the query of each candidate.
+        keys: arrays (M,), the key of each candidate, see `_keys`.
     """
 
-    def __init__(
-        self,
-        queries: NDArray[Any],
-        gallery: NDArray[Any] | None,
-        query_class: Ints,
-        item_class: Ints,
-    ) -> None:
-        items, self._itself = queries if gallery is None else gallery, gallery is None
-        exponent = math.frexp(float(np.abs(items).max(initial=0)))[1]
-        if items.dtype == np.float64:  # scale by a power of two, so that no square overflows
-            items, exponent, shift = np.ldexp(items, -exponent), 0, -exponent
-            queries = items if gallery is None else np.ldexp(queries, shift)
-        self._queries, self._items = queries, items
-        self._query_class, self._item_class = query_class, item_class
-        self._scale = np.float64(2.0 ** -max(-1000, min(1000, exponent)))
-        sums = ((items[i : i + _ROWS] * self._scale).sum(0) for i in range(0, len(items), _ROWS))
-        self._centre = sum(sums, np.zeros(items.shape[1])) / len(items)
-        factors, norms = self._factored(items)
-        self._factors, self._longest = np.ascontiguousarray(factors.T), norms.max()
-        self.block = max(16, min(512, _PAIRS // len(items)))
-        """Number of queries per call."""
+    start: int
+    factors: Floats
+    depth: int
+    error: Floats
+    reach: Floats
+    queries: list[NDArray[np.uint16]] = field(default_factory=list)
+    keys: list[Ints] = field(default_factory=list)
 
-    def __call__(self, rows: Ints, depth: int) -> tuple[Bools, Bools]:
-        """Return matches (B, depth) of queries (B,), and whether to search a query in full (B,)."""
-        size, (halves, error) = len(self._items), self._products(rows)
-        near, item, failed = _nearest(halves, depth, size - self._itself)
-        with np.errstate(invalid="ignore"):
-            joined = np.diff(near) <= error[:, None]
-        match = self._item_class.take(item, mode="clip") == self._query_class[rows, None]
-        failed |= joined[:, depth - 1 :].all(axis=1)
+
+class Ranking:
+    """Ranks the items of a set among each other.
+
+    Args:
+        codes: (N, C), finite, float32 or float64.
+        classes: (N,), class numbers.
+        query_rows: (A,), the items that are queries, in order of depth.
+        depths: (A,), the number of ranks that each query needs, ascending.
+    """
+
+    def __init__(self, codes: NDArray[Any], classes: Ints, query_rows: Ints, depths: Ints) -> None:
+        if codes.dtype == np.float64:  # scale by a power of two, so that no square overflows
+            codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
+        size, self._codes = len(codes), codes
+        self._sampled = _sample_size(size)
+        self._mask = np.empty(self._sampled**2, np.bool_)
+        self._product = np.empty(self._sampled**2, np.float32)
+        # The sample is the first panel. Items that are not queries come next, so that they share no
+        # panel with queries of large depth.
+        sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
+        depth_of_item = np.zeros(size, np.int64)
+        depth_of_item[query_rows] = depths
+        first = np.full(size, True)
+        first[sample] = False
+        rest = np.flatnonzero(first)
+        self._order = np.concatenate([sample, rest[np.argsort(depth_of_item[rest], kind="stable")]])
+        self._depths = depth_of_item[self._order]
+        kind = np.min_scalar_type(int(classes.max(initial=0)))  # small types are faster to look up
+        self._classes = classes[self._order].astype(kind)
+        factors, norms = _factored(codes, self._order)
+        # in units of (|q| + |g|)²: half a rounding per term, and those of codes, half norms and
+        # result
+        roundings = (factors.shape[1] + 1) / 2 + 2
+        error = 2.02 * _UNIT * roundings * (norms + norms.max()) ** 2 + 1e-30
+        self._panels = []
+        for start in range(0, size, self._sampled):
+            part = slice(start, start + self._sampled)
+            reach = np.full(len(factors[part]), -np.inf, np.float32)
+            depth = int(self._depths[part].max())
+            panel = _Panel(start, factors[part], depth, error[part].astype(np.float32), reach)
+            self._panels.append(panel)
+
+    @staticmethod
+    def serves(size: int, depths: Ints) -> int:
+        """Return how many queries, of ascending `depths` (A,), are worth ranking."""
+        if size < _SMALLEST:
+            return 0
+        count = int(np.searchsorted(depths, size // 4, side="right"))
+        if 2 * count <= size:
+            return 0
+        step, spread = max(1, count // 64), size / _sample_size(size)
+        ranks = sum(_sample_rank(size, int(depth)) for depth in depths[:count:step])
+        deepest = _sample_rank(size, int(depths[count - 1])) * _sample_size(size) * spread
+        return count if step * ranks * spread * 2 <= _KEPT_BYTES and deepest <= 2 * _PAIRS else 0
+
+    def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
+        """Yield queries (B,), their matches (B, k), and whether to search them in full (B,).
+
+        k is the panel's largest depth.
+        """
+        for number, panel in enumerate(self._panels):
+            self._share(number)
+            if panel.depth:
+                part = slice(panel.start, panel.start + len(panel.factors))
+                query_rows = self._depths[part] > 0
+                matches, failed = self._ranked(panel)
+                yield self._order[part][query_rows], matches[query_rows], failed[query_rows]
+            panel.queries.clear()
+            panel.keys.clear()
+
+    def _share(self, number: int) -> None:
+        """Find candidates between a panel and each later one, for both.
+
+        The first panel is the sample, whose blocks determine the reach of the others.
+        """
+        panel = self._panels[number]
+        turned = np.ascontiguousarray(_turned(panel.factors).T)  # 5 % faster than a view
+        for other in self._panels[number:]:
+            if not (other.depth or panel.depth):
+                continue
+            shape = len(other.factors), len(panel.factors)
+            halves = self._product[: math.prod(shape)].reshape(shape)
+            np.matmul(other.factors, turned, out=halves)
+            if other is panel:
+                np.fill_diagonal(halves, np.inf)
+            if number == 0 and other.depth:
+                self._look(other, halves)
+            if other.depth:
+                self._keep(other, halves, panel.start)
+            if other is not panel and panel.depth:
+                self._keep(panel, halves, other.start, across=True)
+
+    def _look(self, panel: _Panel, halves: Floats) -> None:
+        """Set the reach of a panel's queries from their ĥ to the sample (B, S)."""
+        last = _sample_rank(len(self._order), panel.depth) - 1
+        near, width = halves, halves.shape[1] // _GROUP
+        # for small ranks, the nearest of each group are nearly as good and faster to select from
+        if last < width // 4:
+            near = halves[:, : width * _GROUP].reshape(-1, _GROUP, width).min(axis=1)
+        reach = np.partition(near, last, axis=1)[:, last] + panel.error
+        crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
+        panel.reach[~crowded] = reach[~crowded]
+
+    def _keep(self, panel: _Panel, halves: Floats, start: int, *, across: bool = False) -> None:
+        """Keep the candidates within reach of a panel, the block's rows or (`across`) columns."""
+        mask = self._mask[: halves.size].reshape(halves.shape)
+        np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask)
+        place = np.flatnonzero(mask)
+        row = place // halves.shape[1]
+        column = place - row * halves.shape[1]
+        query, item = (column, row) if across else (row, column)
+        panel.queries.append(query.astype(np.uint16))
+        panel.keys.append(_keys(halves.ravel()[place], item + start))
+
+    def _ranked(self, panel: _Panel) -> tuple[Bools, Bools]:
+        """Return a panel's matches (B, k), and whether to search each query in full (B,)."""
+        size = len(panel.factors)
+        matches, failed = np.zeros((size, panel.depth), np.bool_), np.ones(size, np.bool_)
+        queries = np.concatenate(panel.queries)
+        if len(queries) > _MOST:
+            return matches, failed
+        keys = np.concatenate(panel.keys)[np.argsort(queries, kind="stable")]  # 16 bits: radix sort
+        counts = np.bincount(queries, minlength=size)
+        ends = np.cumsum(counts)
+        # a few more ranks nearly always include the end of the run at the last needed rank
+        width = panel.depth + panel.depth // 16 + 9
+        columns = np.arange(max(width, int(counts.max())))
+        step = max(1, _RANKS // len(columns))
+        for start in range(0, size, step):
+            some = np.arange(start, min(start + step, size))
+            ranked = _keys(panel.reach[some, None], len(self._order) + columns)
+            first = ends[start] - counts[start]
+            ranked[columns < counts[some, None]] = keys[first : ends[some[-1]]]
+            ranked.sort(axis=1)
+            near = (ranked[:, :width] >> 32).astype(np.int32).view(np.float32)
+            item = ranked[:, :width] & 0xFFFFFFFF
+            matches[some], failed[some] = self._settled(panel, some, near, item)
+        return matches, failed
+
+    def _settled(
+        self, panel: _Panel, chosen: Ints, near: Floats, item: Ints
+    ) -> tuple[Bools, Bools]:
+        """Return matches (B, k) in the true order, and whether to search a query in full (B,).
+
+        Args:
+            panel: the panel of the queries.
+            chosen: (B,), the queries within the panel.
+            near: (B, W + 1), ĥ in ascending order; the last column bounds the ranked items.
+            item: (B, W + 1), the items' positions.
+        """
+        own, item = panel.start + chosen, item[:, :-1]
+        joined = near[:, 1:] - near[:, :-1] <= panel.error[chosen, None]
+        failed = joined[:, panel.depth - 1 :].all(axis=1)
+        match = self._classes.take(item, mode="clip") == self._classes[own, None]
         joined[failed], joined[:, -1] = False, False
-        row, rank, run = _in_doubt(joined, match, depth)
-        costly = np.bincount(row, minlength=len(rows)) * _DOUBT > size
+        row, rank, run = _in_doubt(joined, match, panel.depth)
+        costly = np.bincount(row, minlength=len(own)) * _DOUBT > len(self._order)
         failed |= costly
         kept = ~costly[row]
         row, rank, run = row[kept], rank[kept], run[kept]
-        column, exact = item[row, rank], self._queries[rows].astype(np.float64)
-        squared = measured(exact, self._items, row, column)
+        column, codes = self._order[item[row, rank]], self._codes[self._order[own]]
+        squared = measured(codes.astype(np.float64), self._codes, row, column)
         order = np.lexsort((rounded_keys(squared, column), run))
         match[row, rank] = match[row[order], rank[order]]
-        return match[:, :depth], failed
-
-    def _products(self, rows: Ints) -> tuple[Floats, Floats]:
-        """Return ĥ of queries and all items (B, N), and 2 E (B,)."""
-        own, norms = self._factored(self._queries[rows])
-        # in units of (|q| + |g|)²: half a rounding per term, and those of codes, half norms and
-        # result
-        roundings = (own.shape[1] + 1) / 2 + 2
-        error = 2.02 * _UNIT * roundings * (norms + self._longest) ** 2 + 1e-30
-        turned = -own
-        turned[:, -2], turned[:, -1] = 1, own[:, -2]
-        with np.errstate(over="ignore", invalid="ignore"):
-            halves = turned @ self._factors
-            if self._itself:
-                halves[np.arange(len(rows)), rows] = np.inf
-            return halves, error.astype(np.float32)
-
-    def _factored(self, codes: NDArray[Any]) -> tuple[Floats, NDArray[np.float64]]:
-        """Return centred codes x with |x|²/2 and 1 appended (B, C + 2), and the lengths |x| (B,).
-
-        The product with −x, 1 and |x|²/2 is half the squared distance.
-        """
-        out, norms = np.ones((len(codes), codes.shape[1] + 2), np.float32), np.empty(len(codes))
-        with np.errstate(over="ignore"):
-            for start in range(0, len(codes), _ROWS):
-                part = slice(start, start + _ROWS)
-                out[part, :-2] = codes[part] * self._scale - self._centre
-                squares = np.square(out[part, :-2], dtype=np.float64).sum(1)
-                out[part, -2], norms[part] = squares / 2, np.sqrt(squares)
-        return out, norms
+        return np.asarray(match[:, : panel.depth]), failed
 
 
-def _nearest(halves: Floats, depth: int, visible: int) -> tuple[Floats, Ints, Bools]:
-    """Return the nearest items of each query by ĥ (B, N), a little more than `depth`.
-
-    Returns:
-        Their ĥ in order (B, W + 1), of which the last bounds all other items, the items (B, W), and
-        whether a query is left to full search, as in a crowd of items at one distance (B,).
-    """
-    (count, size), width = halves.shape, min(depth + depth // 16 + 9, visible)
-    # the nearest of each group are nearly as good to choose a reach from, and faster
-    members = max(1, min(_GROUP, size // (4 * width)))
-    groups = size // members
-    least = halves[:, : members * groups].reshape(count, members, groups).min(axis=1)
-    least.partition(width - 1, axis=1)
-    reach = least[:, width - 1]
-    within = halves <= reach[:, None]
-    counts = np.count_nonzero(within, axis=1)
-    failed = (counts < width) | (counts > 4 * width + _GROUP)  # too few if a product overflowed
-    within[failed], counts[failed] = False, 0
-    place = np.flatnonzero(within)
-    bound = np.full(count, np.inf, np.float32) if width == visible else reach
-    columns = np.arange(max(width, int(counts.max())) + 1)
-    ranked = np.repeat(_keys(bound, np.int64(size))[:, None], len(columns), axis=1)
-    ranked[columns < counts[:, None]] = _keys(halves.ravel()[place], place % size)
-    ranked.sort(axis=1)
-    near = (ranked[:, : width + 1] >> 32).astype(np.int32).view(np.float32)
-    return near, ranked[:, :width] & 0xFFFFFFFF, failed
+def _sample_size(size: int) -> int:
+    return min(_PANEL, max(size // 8, _PANEL // 2))
 
 
-def _keys(halves: Floats, item: Any) -> Ints:
+def _sample_rank(size: int, depth: int) -> int:
+    """Return a rank in the sample that is beyond `depth` for all but 6 queries in a thousand."""
+    expected = depth * _sample_size(size) / size
+    return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
+
+
+def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float64]]:
+    """Return centred codes x with |x|²/2 and 1 appended (N, C + 2), and the lengths |x| (N,)."""
+    width, largest = codes.shape[1], float(np.abs(codes).max(initial=0))
+    scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
+    parts = range(0, len(codes), _PANEL)
+    sums = [(codes[start : start + _PANEL] * np.float64(scale)).sum(0) for start in parts]
+    centre = np.sum(sums, axis=0) / len(codes)
+    out, norms = np.ones((len(codes), width + 2), np.float32), np.empty(len(codes))
+    for start in parts:
+        part = slice(start, start + _PANEL)
+        out[part, :width] = codes[rows[part]] * np.float64(scale) - centre
+        squares = np.square(out[part, :width], dtype=np.float64).sum(1)
+        out[part, width], norms[part] = squares / 2, np.sqrt(squares)
+    return out, norms
+
+
+def _turned(factors: Floats) -> Floats:
+    """Return −x, 1 and |x|²/2 (B, C + 2); its product with factors is half the squared distance."""
+    out = -factors
+    out[:, -2], out[:, -1] = 1, factors[:, -2]
+    return out
+
+
+def _keys(halves: Floats, item: Ints) -> Ints:
     """Return ĥ (at least 0) and the item in 32 bits each, which compare by ĥ, then by item."""
     near = np.maximum(halves, 0) + np.float32(0)  # −0 becomes 0, because its bits are negative
-    return np.asarray(near.view(np.int32).astype(np.int64) << 32 | item)
+    return near.view(np.int32).astype(np.int64) << 32 | item
 
 
 def _in_doubt(joined: Bools, match: Bools, depth: int) -> tuple[Ints, Ints, Ints]:

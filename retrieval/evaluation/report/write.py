@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -405,9 +405,7 @@ def data_uri(picture: bytes) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
-def _drawn(
-    draw: Callable[[Any], None], corner: Literal["lower right", "upper right"], **labels: Any
-) -> bytes:
+def _drawn(draw: Callable[[Any], None], corner: Any, **labels: Any) -> bytes:
     """Return what `draw` adds to matplotlib axes, with a legend, as SVG."""
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
