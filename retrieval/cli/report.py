@@ -19,6 +19,9 @@ from retrieval.cli.common import PATH, Choice
     default=Path("report.html"),
     help="The file to write; an existing one is replaced.",
 )
+@click.option("--queries", default=2000, help="Most test items to use as queries.")
+@click.option("--sample", default=600, help="Most test items on the map and in pairs.")
+@click.option("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
     "--map",
     "method",

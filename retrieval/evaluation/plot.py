@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -23,7 +24,7 @@ from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 from PIL import Image
 
-from retrieval.errors import DataError
+from retrieval.errors import DataError, MissingDependency
 from retrieval.model.labels import read_labels
 from retrieval.serving.images import as_list, decode, from_pixels, to_mode
 
@@ -273,7 +274,7 @@ def map(
     codes: ArrayLike,
     labels: Sequence[Any] | ArrayLike,
     *,
-    method: Literal["pca", "tsne"] = "pca",
+    method: Literal["pca", "tsne", "umap"] = "pca",
     seed: int = 0,
 ) -> Figure:
     """Draw codes as points of a plane, coloured by class.
@@ -284,11 +285,14 @@ def map(
         method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`). "tsne"
             preserves neighbourhoods, but neither distances nor sizes of clusters (van der Maaten &
             Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow for more than ten thousand items).
-        seed: seed of t-SNE. The same seed, codes and versions give the same figure.
+            "umap" does too, faster (McInnes, Healy & Melville, arXiv 1802.03426, 2018), and needs
+            the extra `umap`.
+        seed: seed of t-SNE and UMAP. The same seed, codes and versions give the same figure.
 
     Raises:
         DataError: codes have another shape or are not finite, the number of labels differs from
             that of items, labels are missing or of two kinds, or the method is unknown.
+        MissingDependency: umap-learn is not installed.
     """
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
@@ -348,4 +352,16 @@ def plane(
             return TSNE(2, **options).fit_transform(points), "t-SNE"
         tsne = TSNE(2, metric="precomputed", **options)
         return tsne.fit_transform(distances), "t-SNE by the learned distance"
-    raise DataError(f"A map's method is 'pca' or 'tsne', not {method!r}.")
+    if method == "umap":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # UMAP says that a seed takes one thread
+            try:
+                from umap import UMAP
+            except ImportError as error:
+                raise MissingDependency(
+                    "A map by UMAP needs umap-learn: pip install 'embedding-retrieval[umap]'"
+                ) from error
+            near = min(15, len(points) - 1)
+            umap = UMAP(n_neighbors=near, init="random", random_state=seed, n_jobs=1)
+            return np.asarray(umap.fit_transform(points)), "UMAP"
+    raise DataError(f"A map's method is 'pca', 'tsne' or 'umap', not {method!r}.")

@@ -6,6 +6,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -452,14 +453,33 @@ def _picture(pixels: np.ndarray) -> Image.Image:
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 
 
-def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
-    from matplotlib import font_manager
+def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
+    """Return the first font with all letters of the names, or the one with most, and the names.
 
+    Fonts are DejaVu Sans, then those of the system. A letter that the font lacks becomes its escape
+    in Python.
+    """
+    from matplotlib import font_manager
+    from matplotlib.ft2font import FT2Font
+
+    letters = set(map(ord, "".join(names)))
+    file, lacking = str(font_manager.findfont("DejaVu Sans")), letters
+    for candidate in [file, *(str(font.fname) for font in font_manager.fontManager.ttflist)]:
+        with suppress(RuntimeError, OSError):  # a damaged font
+            if len(rest := letters - FT2Font(candidate).get_charmap().keys()) < len(lacking):
+                file, lacking = candidate, rest
+        if not lacking:
+            break
+    escapes = {letter: chr(letter).encode("unicode_escape").decode() for letter in lacking}
+    return ImageFont.truetype(file, 11), [name.translate(escapes) for name in names]
+
+
+def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
     width, height = rows[0][0].size
     across, down = width + _GAP, height + _GAP + _TEXT
     sheet = Image.new("RGB", (across * len(rows[0]) + 3 * _GAP, down * len(rows) + _GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    font = ImageFont.truetype(str(font_manager.findfont("DejaVu Sans")), 11)
+    font, names = font_of(names)
     for number, (row, name) in enumerate(zip(rows, names, strict=True)):
         top = _GAP + number * down
         while font.getlength(name) > sheet.width - 2 * _GAP:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrieval.data.encode import encode, evaluating
 from retrieval.data.features import backbone_features
@@ -23,7 +23,7 @@ from retrieval.data.splits import Splits, make_splits
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.host.plugins import Plugins
-from retrieval.model.contracts import Dataset
+from retrieval.model.contracts import Combiner, Dataset, Generator, Learner
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, naming, read_recipe
 from retrieval.run import checkpoint
@@ -67,15 +67,34 @@ class Run:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
-    def open(cls, path: StrPath, *, or_kept: bool = False, **objects: Any) -> Self:
+    def open(
+        cls,
+        path: StrPath,
+        *,
+        or_kept: bool = False,
+        dataset: Any = None,
+        sampler: Any = None,
+        backbone: nn.Module | None = None,
+        combiner: Combiner | None = None,
+        loss: Callable[..., Any] | None = None,
+        miner: Callable[..., Any] | None = None,
+        generator: Generator | None = None,
+        learner: Learner | None = None,
+    ) -> Self:
         """Open a finished or interrupted run with its best weights, ready to evaluate or export.
 
         Args:
             path: the run's folder.
             or_kept: whether to use the held-out inputs in the run's folder if the data cannot be
                 opened. The dataset is then a `KeptInputs`, and a note of the splits says why.
-            objects: the objects that `train` got in place of named parts, by the same names, such
-                as `dataset` or `loss`.
+            dataset: the object that was passed to `train`; `None` if the recipe names the dataset.
+            sampler: see `dataset`.
+            backbone: see `dataset`.
+            combiner: see `dataset`.
+            loss: see `dataset`.
+            miner: see `dataset`.
+            generator: see `dataset`.
+            learner: see `dataset`.
 
         Returns:
             The run, with its model in evaluation mode on the CPU.
@@ -88,7 +107,16 @@ class Run:
         if not is_run(path):
             lacks = "it holds no recipe.toml" if path.is_dir() else "there is no such folder"
             raise DataError(f"{path} is not a run: {lacks}.{instead(path, 'run')}")
-        objects = objects_of(**objects)
+        objects = objects_of(
+            dataset=dataset,
+            sampler=sampler,
+            backbone=backbone,
+            combiner=combiner,
+            loss=loss,
+            miner=miner,
+            generator=generator,
+            learner=learner,
+        )
         refuse_needless(path, objects)
         recipe = read_recipe(path / "recipe.toml", objects=objects)
         refuse_others(path, recipe)

@@ -68,7 +68,7 @@ class Monitor:
         if classes < _FEW_CLASSES:
             lines.append(
                 f"Only {classes} classes validated: on others the choice may be wrong. With so few"
-                " classes, compare runs on several splits (retrieval compare --splits)."
+                " classes, compare runs on several splits."
             )
         return lines
 

@@ -368,3 +368,12 @@ def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
             image = PHOTO.resize(size, reducing_gap=2.0)
             theirs = (transforms(image) * std + mean) * 255
             assert np.array_equal(ours(image), theirs.round().numpy()), (name, size)
+
+
+def test_torchvision_preprocessing_comes_from_the_weights() -> None:
+    expected = Preprocessing(
+        (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
+    )
+    assert pretrained.torchvision_model("mnasnet0_5").preprocessing == expected
+    small = pretrained.torchvision_model("mnasnet0_5", size=64).preprocessing
+    assert small is not None and (small.size, small.resize) == ((64, 64), 73)

@@ -534,3 +534,21 @@ def test_check_says_how_deep_it_read(tmp_path: Path) -> None:
     assert any(
         line.startswith("note: ") and "2 levels of folders (brand/model)" in line for line in lines
     )
+
+
+def test_csv_skip_bad(plugins: Plugins, damaged: Path) -> None:
+    names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
+    manifest = damaged / "list.csv"
+    manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
+    assert build(plugins, "csv", manifest=manifest, skip_bad=True).keys == [
+        "a/1.png",
+        "a/2.png",
+        "b/1.png",
+    ]
+
+
+def test_csv_that_is_not_there(plugins: Plugins, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"does not exist\. Relative paths start at"):
+        build(plugins, "csv", manifest=tmp_path / "list.csv")
+    with pytest.raises(DataError, match="cannot be read"):
+        build(plugins, "csv", manifest=tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import Backbone
@@ -135,3 +136,18 @@ def test_the_card_has_the_pages_table(name: str) -> None:
     rows = [line for line in card.splitlines() if line.startswith("|")]
     part = next(value for value in page.split("## ") if f"models/{name}" in value)
     assert len(rows) == 7 and all(line in part.splitlines() for line in rows)
+
+
+def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
+    """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
+    from retrieval.data.features import OnnxBackbone
+    from retrieval.model.model import Model
+
+    backbone = net(levels={"image": 14})
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8, generator=random)
+    photos = ArrayDataset(pixels.numpy().transpose(0, 2, 3, 1), list("abcd"))
+    quicker = OnnxBackbone(Model(backbone, torch.nn.Identity()), photos)
+    with torch.no_grad():
+        expected = backbone((pixels.float() - 127) / 128)
+    torch.testing.assert_close(quicker(pixels), expected, rtol=1e-4, atol=1e-5)

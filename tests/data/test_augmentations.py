@@ -22,7 +22,7 @@ from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.run.check_data import preview
+from retrieval.run.check_data import font_of, preview
 from retrieval.serving.images import Preprocessing
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -314,6 +314,16 @@ class TestPreview:
             for o in others
         }
         assert kinds == {"same", "inverted"}
+
+    def test_names_are_drawn_in_a_font_that_has_their_letters(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from matplotlib import font_manager
+
+        font, names = font_of(["щука ∂ é", "ψάρι"])
+        assert names == ["щука ∂ é", "ψάρι"] and font.getmask("щ") != font.getmask("\uffff")
+        monkeypatch.setattr(font_manager.fontManager, "ttflist", [])  # no system's fonts
+        assert font_of(["雪 a"])[1] == ["\\u96ea a"]
 
     def test_the_command_writes_it_and_says_when_nothing_changes(
         self, tmp_path: Path, cli: Any

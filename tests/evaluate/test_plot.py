@@ -15,7 +15,7 @@ import pytest
 import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
-from retrieval.errors import DataError
+from retrieval.errors import DataError, MissingDependency
 from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_iris
 
@@ -232,12 +232,34 @@ def test_a_map_of_many_classes_colours_without_a_legend() -> None:
         (np.zeros((3, 1)), [0, 1, 2], "pca", "not of shape"),
         (np.full((3, 2), np.nan), [0, 1, 2], "pca", "NaN or infinity"),
         (np.ones((3, 2)), [0, 1], "pca", "one label"),
-        (np.ones((3, 2)), [0, 1, 2], "umap", "'pca' or 'tsne', not 'umap'"),
+        (np.ones((3, 2)), [0, 1, 2], "unap", "'pca', 'tsne' or 'umap', not 'unap'"),
     ],
 )
 def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
         retrieval.plot.map(codes, labels, method=method)
+
+
+def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again() -> None:
+    pytest.importorskip("umap", reason="umap-learn is not installed")
+    codes, labels = load_iris(return_X_y=True)
+    first, second = (
+        [
+            np.asarray(g.get_offsets())
+            for g in retrieval.plot.map(codes, labels, method="umap").axes[0].collections
+        ]
+        for _ in range(2)
+    )
+    centres = np.array([points.mean(axis=0) for points in first])
+    own = np.linalg.norm(first[0] - centres[0], axis=1).mean()
+    assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "umap", None)
+    with pytest.raises(MissingDependency, match=r"embedding-retrieval\[umap\]"):
+        retrieval.plot.map(np.eye(3), [0, 1, 2], method="umap")
 
 
 def test_no_picture_touches_pyplot(process: Any) -> None:

@@ -175,7 +175,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
 
 
 def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
-    file: Path, run_folder: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, run_folder: Path
 ) -> None:
     text = file.read_text(encoding="utf-8")
     for each in (
@@ -191,9 +191,9 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
         assert each in text
     assert "<b>" not in text and text.count("</script>") == 2, "one of data, one of the script"
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
-    monkeypatch.setattr(write, "THUMBNAILS", 5)
-    few = write.report([run_folder], file.with_name("few.html"), map="pca", progress=False)
-    monkeypatch.undo()
+    few = write.report(
+        [run_folder], file.with_name("few.html"), map="pca", thumbnails=5, progress=False
+    )
     pictures = set(re.findall(r"data:image/png;base64,[^\"]+", few.read_text(encoding="utf-8")))
     assert len(pictures) == 5 and few.stat().st_size < file.stat().st_size
     assert (
@@ -203,13 +203,12 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
 
 
 def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
-    run_folder: Path, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_folder: Path, file: Path, tmp_path: Path
 ) -> None:
     recipe = Run.open(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
     train(tmp_path / "second", recipe)
     runs = [run_folder, tmp_path / "second"]
-    monkeypatch.setattr(write, "THUMBNAILS", 50)
-    two = write.report(runs, tmp_path / "two.html", map="none", progress=False)
+    two = write.report(runs, tmp_path / "two.html", map="none", thumbnails=50, progress=False)
     text = two.read_text(encoding="utf-8")
     side = text[text.index("<h2>Side by side") : text.index('<section id="run0"')]
     lines = re.findall(r"(run|second): MAP@R (\d\.\d+)</p><ul class=\"sheet\">(.*?)</ul>", side)
@@ -222,7 +221,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     assert rows["seed"] == "<td>0</td><td>3</td>" and "embedding-retrieval" in rows["versions"]
     count = sum(p.numel() for p in Run.open(run_folder).model.parameters())
     assert rows["parameters"] == f"<td>{count:,}</td>" * 2 and "loss.name" not in rows
-    assert "[backbone]" in text and "because the number of thumbnails is used up" in text
+    assert "[backbone]" in text and "because their largest number (thumbnails) is used up" in text
     assert "used up" not in file.read_text(encoding="utf-8")
     assert text.index('<th scope="col">MAP@R') < text.index('<th scope="col">Recall@1')
     alone = file.read_text(encoding="utf-8")
@@ -261,6 +260,9 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"output": tmp_path}, "is a folder"),
         ({"map": "lle"}, "tsne, pca, none"),
+        ({"thumbnails": -1}, "from 0 to 5,000"),
+        ({"sample": 9}, "from 10"),
+        ({"queries": 0}, "from 1"),
     ]
     for options, sentence in wrong:
         with pytest.raises(DataError, match=sentence):

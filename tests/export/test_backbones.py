@@ -15,6 +15,7 @@ from PIL import Image
 from retrieval.cli.app import app
 from retrieval.errors import BundleError, DataError, PluginError, RecipeError
 from retrieval.export import export_backbone as exporting
+from retrieval.export.export_backbone import whitening_head
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
@@ -320,3 +321,13 @@ def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeyp
     (one / "a.png").write_bytes((folder / "001.png").read_bytes())
     with pytest.raises(BundleError, match="at least 2 photos"):
         export_backbone("core.pixels", tmp_path / "c", photos=one, variants="int8", **SMALL)
+
+
+def test_wide_features_are_whitened_too(photographs):
+    features = (
+        photographs(64, 60).reshape(60, -1).astype(np.float32)
+    )  # 12,288 wide: the randomised solver
+    found = whitening_head(features, 6).requires_grad_(False)(torch.from_numpy(features)).numpy()
+    wanted = whitened_by_hand(features, features, 6)
+    signs = np.sign((found * wanted).sum(axis=0))
+    assert np.abs(found * signs - wanted).max() < 0.02

@@ -38,6 +38,13 @@ class FixedBatch(nn.Module):
         )
 
 
+class Branch(nn.Module):
+    """Another formula when the batch holds one item."""
+
+    def forward(self, x):
+        return x * (2.0 if len(x) == 1 else 1.0)
+
+
 class Lies(nn.Module):
     """Another number while it is being exported."""
 
@@ -152,3 +159,10 @@ def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path,
     print("heard again", flush=True)
     assert capfd.readouterr().out == "heard again\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_another_formula_for_one_item_alone(parts, vectors, tmp_path):
+    with pytest.raises(
+        BundleError, match=r"disagrees with itself .* which others are in the batch"
+    ):
+        export_model(Model(parts.Vectors(), Branch()), vectors[0][:40], tmp_path / "b", name="b")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from retrieval.errors import BundleError
-from retrieval.export.export_model import export_model
+from retrieval.export.export_model import export_model, whole_folder
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from torch import nn
@@ -134,3 +135,61 @@ def test_what_is_no_bundle_is_never_replaced(linear, vectors, tmp_path):
         with pytest.raises(BundleError, match=words):
             export_model(linear, vectors[0], target, name="b", replace=True)
     assert (folder / "chapter.tex").read_text() == "years of work"
+
+
+def test_what_appears_meanwhile_is_not_replaced(tmp_path):
+    target = tmp_path / "b"
+
+    def write():
+        with whole_folder(target, replace=False) as folder:
+            (folder / "manifest.json").write_text("ours")
+            target.mkdir()  # by a program that does not know of the lock
+            (target / "manifest.json").write_text("theirs")
+
+    with pytest.raises(BundleError, match=r"exists\. Say replace"):
+        write()
+    assert (target / "manifest.json").read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+
+
+def test_a_link_to_a_bundle_is_followed(linear, vectors, tmp_path):
+    export_model(linear, vectors[0], tmp_path / "v1", name="first")
+    (tmp_path / "current").symlink_to("v1")
+    export_model(
+        linear,
+        vectors[0],
+        tmp_path / "current",
+        name="second",
+        replace=True,
+    )
+    assert (tmp_path / "current").is_symlink() and Bundle.open(
+        tmp_path / "v1"
+    ).manifest.name == "second"
+
+
+def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):
+    """Another process looks without pause while the folder is replaced a hundred times."""
+    target = tmp_path / "b"
+    missing, stop = [], threading.Event()
+
+    def fill(text):
+        with whole_folder(target, replace=True) as folder:
+            (folder / "manifest.json").write_text(text)
+
+    def look():
+        while not stop.is_set():
+            try:
+                (target / "manifest.json").read_text()
+            except FileNotFoundError:
+                missing.append(1)
+
+    fill("0")
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    for number in range(100):
+        fill(str(number))
+    stop.set()
+    watcher.join()
+    if sys.platform.startswith("linux"):
+        assert not missing
+    assert (target / "manifest.json").read_text() == "99"

@@ -157,3 +157,9 @@ def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
     assert len(errors) == 1 and 'Module has no attribute "trian"' in errors[0], done.stdout
     revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type" in line]
     assert len(revealed) == 4 and all("def (" in text for text in revealed[:3])
+
+
+def test_opening_a_run_names_every_part_that_an_object_can_replace() -> None:
+    from retrieval.run.folder import WORDS
+
+    assert set(WORDS.values()) <= inspect.signature(retrieval.Run.open).parameters.keys()

@@ -74,3 +74,10 @@ def test_an_object_stands_in_the_place_of_a_part(cache: Path, tmp_path: Path) ->
         progress=False,
     )
     assert len(longer.metrics_file.read_text(encoding="utf-8").splitlines()) == 2
+
+
+def test_text_in_the_place_of_a_table_is_answered_in_both_languages() -> None:
+    with pytest.raises(
+        retrieval.errors.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'
+    ):
+        retrieval.Recipe(**{**SMALL, "data": "core.digits"})

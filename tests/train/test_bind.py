@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from retrieval.errors import PluginError
+from retrieval.errors import DataError, PluginError
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
-from retrieval.training.trainer import Trainer
+from retrieval.training.trainer import Trainer, train
 
 Make = Callable[..., Any]
 ONTO = {"name": "toolbox.onto"}
@@ -70,3 +70,20 @@ def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(
         PluginError, match=r"Onto stores the head .* Keep it in a tuple: self\._head = \(head,\)\.$"
     ):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
+
+
+def test_it_trains_and_resumes_to_the_same_bits(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A run of two epochs, and one that stopped in its second and was resumed."""
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    train(whole, make(generator=ONTO))
+    monkeypatch.setenv("NAN_AT", "7")
+    with pytest.raises(DataError, match="loss is nan"):
+        train(halves, make(generator=ONTO))
+    monkeypatch.delenv("NAN_AT")
+    train(halves, make(generator=ONTO), resume=True)
+    one, two = (
+        checkpoint.load(f / "checkpoints" / "last.safetensors")["model"] for f in (whole, halves)
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)

@@ -8,12 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
+from retrieval.export.export_run import export
+from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
-from retrieval.run.open import build_run
+from retrieval.run.open import Run, build_run
+from retrieval.serving.bundle import Bundle
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor
@@ -168,3 +172,27 @@ def test_what_cannot_go_together_is_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=sentence):
         make(**tables)
+
+
+def test_two_processes_train_and_export_the_same(
+    make: Make, processes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By chunks of each process's share, with a divided loss; the model exports as any other."""
+    tables = {**STILL, **CASES["miner"]}
+    chunked = make(**{**tables, "train": {"epochs": 1, "chunk": 3}})
+    (tmp_path / "two.toml").write_text(to_toml(chunked))
+    processes(2, "train_process.py", str(tmp_path), "two")
+    train(tmp_path / "whole", make(**tables))
+    train(tmp_path / "one", chunked)
+    whole = last(tmp_path / "whole")["model"]
+    for name in ("one", "two"):
+        state = last(tmp_path / name)["model"]
+        assert max(float((state[key] - whole[key]).abs().max()) for key in whole) < 2e-5, name
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
+    monkeypatch.setattr("retrieval.export.verify.EXPORTERS", ("torchscript",))
+    vectors = []
+    for name in ("whole", "one"):
+        export(Run.open(tmp_path / name), progress=False)
+        bundle = Bundle.open(tmp_path / name / "bundle", threads=1, device="cpu")
+        vectors.append(bundle.encode(pixels).vector)
+    assert np.allclose(*vectors, atol=1e-4)

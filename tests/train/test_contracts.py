@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 from retrieval.errors import DataError, PluginError
 from retrieval.recipe.read import check_recipe
+from retrieval.training.check import run_one_batch
 from retrieval.training.trainer import train
 
 BROKEN = str(Path(__file__).with_name("broken.py"))
@@ -219,3 +220,34 @@ def test_on_the_command_line(
         assert f"{value.partition('=')[0].rpartition('.')[2]}: " in outcome.err
     huge = cli("check", "recipe.toml", "--set", "head.embedding_size=9000000000000000")
     assert huge.code == 2 and "[head] embedding_size = 9000000000000000" in huge.err
+
+
+NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
+BEFORE_TRAINING = [
+    (
+        {"loss": None, "learner": of("learner", "refuses")},
+        ["broken.learner refuses", "do not serve."],
+    ),
+    (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
+    (
+        {**NARROW, "backbone": of("same", "raises")},
+        ["backbone broken.same failed: TypeError", "broken.py, line "],
+    ),
+    ({"loss": of("loss", "nan")}, ["loss is nan (loss broken.loss)"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    BEFORE_TRAINING,
+    ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else "",
+)
+def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
+    recipe = check_recipe(table(**tables))
+    with pytest.raises((PluginError, DataError)) as caught:
+        run_one_batch(recipe)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
+    assert not sentence.endswith(".."), sentence
+    for word in words:
+        assert word in sentence, sentence

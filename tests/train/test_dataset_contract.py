@@ -218,3 +218,12 @@ def test_training_ends_with_the_sentence(
 
 def pair(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels), "0"
+
+
+def test_pixels_are_not_listed() -> None:
+    class Pixels(np.ndarray):
+        def tolist(self) -> Any:
+            raise AssertionError("a list of all pixels takes seconds and hundreds of megabytes")
+
+    pixels = PIXELS.view(Pixels)
+    assert check_dataset(Items(arrays=pixels), "digits").arrays is pixels

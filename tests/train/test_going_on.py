@@ -306,3 +306,35 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine: Path) -> No
     deeper = ["--set", "backbone.depth=3", "--set", f"train.start_from={mine / 'a'}"]
     with pytest.raises(RetrievalError, match=r"that run has no backbone\.\S+ \("):
         train(mine, "c", *deeper)
+
+
+def test_a_frozen_backbone_of_another_run_keeps_its_weights_also_when_resumed(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RETRIEVAL_CACHE", str(mine / "cache"))
+    train(mine, "a")
+    frozen = ["--set", "backbone.frozen=true", "--set", f"train.start_from={mine / 'a'}"]
+    train(mine, "whole", *frozen, "--set", "train.epochs=3")
+    train(mine, "run", *frozen)
+    train(mine, "run", *frozen, "--resume", "--set", "train.epochs=3")
+    assert same(load(mine / "run")["model"], load(mine / "whole")["model"])
+    theirs = load(mine / "a", "best")["model"]
+    ours = load(mine / "run")["model"]
+    assert all(
+        torch.equal(ours[name], value)
+        for name, value in theirs.items()
+        if name.startswith("backbone.")
+    )
+    learner = (
+        (mine / "recipe.toml")
+        .read_text()
+        .replace('[loss]\nname = "mine.scaled"\n', '[learner]\nname = "core.lda"\n')
+    )
+    (mine / "recipe.toml").write_text(learner)
+    train(mine, "learned", "--set", f"train.start_from={mine / 'a'}")
+    learned = load(mine / "learned", "best")["model"]
+    assert all(
+        torch.equal(learned[name], value)
+        for name, value in theirs.items()
+        if name.startswith("backbone.")
+    )

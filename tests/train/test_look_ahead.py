@@ -191,3 +191,11 @@ def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
     run = build_run(tmp_path, check_recipe(table, objects={"data": data}))
     assert any('tags = "colours" affects evaluation only' in note for note in run.splits.notes)
     assert not any("tags" in note for note in build_run(tmp_path, make()).splits.notes)
+
+
+def test_principal_components_of_few_features() -> None:
+    from retrieval_core import PCA
+
+    x = np.random.default_rng(0).normal(size=(50, 10))
+    assert PCA().fit_transform(x).shape == (50, 10)
+    assert PCA().fit_transform(np.random.default_rng(0).normal(size=(90, 100))).shape == (90, 64)

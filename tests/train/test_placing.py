@@ -167,3 +167,25 @@ def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_pat
             tmp_path / "same",
             make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}),
         )
+
+
+def test_a_deterministic_run_that_was_stopped_ends_with_the_same_weights(
+    make: Make, tmp_path: Path, monkeypatch: Any
+) -> None:
+    made = make(**PLAIN, train={"epochs": 2, "deterministic": True, "checkpoint_every": 3})
+    train(tmp_path / "whole", made)
+    real, calls = trainer.Trainer._train_batch, [0]
+
+    def stop(self: Any, *given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 6:
+            raise KeyboardInterrupt
+        return real(self, *given)
+
+    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "stopped", made)
+    assert not torch.are_deterministic_algorithms_enabled()
+    train(tmp_path / "stopped", made, resume=True)
+    one, other = kept(tmp_path / "whole"), kept(tmp_path / "stopped")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import retrieval
 import torch
 from numpy.typing import NDArray
+from pytorch_metric_learning.samplers import MPerClassSampler
 from retrieval.data.loading import TrainBatches
-from retrieval.data.samplers import drawn_batches
+from retrieval.data.samplers import as_batch_sampler, drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import BatchSampler, TrainingItems
@@ -257,8 +259,6 @@ def test_a_wrong_table_is_refused(make: Make, sampler: dict[str, Any], sentence:
     [([1, 100000], "not a list of positions"), ([[1, 2]], "not a list"), ([0.5], "not a list")],
 )
 def test_what_is_no_batch_is_refused(wrong: Any, sentence: str) -> None:
-    from retrieval.data.samplers import as_batch_sampler
-
     with pytest.raises(PluginError, match=f"Counting.*{sentence}"):
         drawn(as_batch_sampler(Counting(wrong), "object.Counting", 0))
     with pytest.raises(PluginError, match=r"must be a retrieval.plugin.BatchSampler"):
@@ -275,3 +275,30 @@ class Short(BatchSampler):
 def test_another_number_of_batches_is_refused() -> None:
     with pytest.raises(PluginError, match="Short drew 1 batches for epoch 0, but its length is 8"):
         drawn(Short())
+
+
+def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> None:
+    table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
+    sampler = of_torch("own generator")
+    retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
+    assert retrieval.load(tmp_path / "run", sampler=sampler).recipe.sampler.name.startswith(
+        "object"
+    )
+    with pytest.raises(RecipeError, match=r"sampler=…"):
+        retrieval.load(tmp_path / "run")
+
+
+def test_samplers_by_name_in_torchs_way(make: Make) -> None:
+    """pytorch-metric-learning's sampler, as a batch sampler, gives whole batches of M per class."""
+    labels = np.repeat(np.arange(6), 20)
+
+    class OfPml(torch_data.BatchSampler):
+        """M items of each class."""
+
+        def __init__(self) -> None:
+            super().__init__(MPerClassSampler(labels, 4, 12, 120), 12, drop_last=True)
+
+    of = TrainingItems(labels, None, 3, 4, 99)
+    batches = drawn_batches(as_batch_sampler(OfPml(), "object.OfPml", 0), of, 0, 2)
+    assert len(batches) == 10
+    assert all(sorted(Counter(labels[batch]).values()) == [4] * 3 for batch in batches)

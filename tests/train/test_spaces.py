@@ -128,3 +128,13 @@ def test_another_space_is_refused() -> None:
     generator.space = "pixels"  # type: ignore[misc,assignment]
     with pytest.raises(PluginError, match=r"mine.shifted has space = 'pixels'; it must be \"feat"):
         check_generator(generator, "mine.shifted")
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_weights(
+    make: Make, tmp_path: Path, stopped: Any
+) -> None:
+    recipe = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
+    train(tmp_path / "whole", recipe)
+    stopped(tmp_path / "stopped", recipe, 4)
+    whole, resumed = (weights(tmp_path / name) for name in ("whole", "stopped"))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)

@@ -17,7 +17,7 @@ from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
-from retrieval.training.comparison.result import differences, metric_table
+from retrieval.training.comparison.written import differences, metric_table
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
 
@@ -367,3 +367,44 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_p
         sum("The tracker acme.refused failed" in line for line in lines) == 2
         and "4 of 4 runs" in lines[-1]
     )
+
+
+@several(*real_one)
+def test_wandb_has_the_figures_offline_under_one_id(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real("wandb", monkeypatch)
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "HOME": str(tmp_path),
+    }.items():
+        monkeypatch.setenv(name, value)
+    lines: list[str] = []
+    folder = tmp_path / "run"
+    fit(make(), folder, "wandb", tell=lines.append)
+    longer = make(train={"epochs": 3})
+    fit(longer, folder, "wandb", tell=lines.append, resume=True)
+    key = json.loads((folder / FILE).read_text())["wandb.run"]["key"]
+    assert not any("warning" in line for line in lines), lines
+    files = sorted(tmp_path.glob(f"wandb/offline-run-*-{key}/run-{key}.wandb"))
+    assert len(files) == 2 and len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    parts = [file.read_bytes() for file in files]
+    for number, record in enumerate(records):
+        value = json.dumps(record["loss"]).encode()
+        assert [value in part for part in parts] == [number < 2, number == 2]
+    assert b"toolbox.deadly" in parts[0]
+
+
+def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> None:
+    made = make(
+        plugins=[*make().plugins, acme],
+        loss=None,
+        head=None,
+        sampler=None,
+        train=None,
+        learner={"name": "core.pca", "n_components": 4},
+    )
+    fit(made, tmp_path / "run", "acme.notes")
+    assert [line["hook"] for line in told(tmp_path)] == ["begin", "metrics", "end"]

@@ -43,12 +43,6 @@ from retrieval.serving.progress import Meter, Progress, shown
 MOST_RUNS = 10
 LARGEST_PANEL = 4 << 20
 METHODS = ("tsne", "pca", "none")
-QUERIES = 2000
-"""Most queries of a run; the gallery is always complete."""
-SAMPLE = 600
-"""Most test items on the map and in the distances of pairs."""
-THUMBNAILS = 800
-"""Most thumbnails of all runs."""
 
 
 @shown
@@ -56,6 +50,9 @@ def report(
     runs: StrPath | Run | Sequence[StrPath | Run],
     output: StrPath = "report.html",
     *,
+    queries: int = 2000,
+    sample: int = 600,
+    thumbnails: int = 800,
     map: str = "tsne",
     label_column: str | None = None,
     progress: Progress = True,
@@ -68,6 +65,9 @@ def report(
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
         output: the file to write; an existing file is replaced.
+        queries: most test items that are queries, 1 to 100,000. The gallery is always complete.
+        sample: most test items on the map and in the distances of pairs, 10 to 3,000.
+        thumbnails: most thumbnails over all runs, 0 to 5,000.
         map: method of the map: "tsne", "pca" or "none".
         label_column: column of metadata with names of classes to show instead of labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -84,6 +84,13 @@ def report(
     runs = [runs] if isinstance(runs, str | os.PathLike | Run) else list(runs)
     if not 1 <= len(runs) <= MOST_RUNS:
         raise DataError(f"A report takes 1 to {MOST_RUNS} runs, not {len(runs)}.")
+    for name, value, least, most in (
+        ("queries", queries, 1, 100_000),
+        ("sample", sample, 10, 3000),
+        ("thumbnails", thumbnails, 0, 5000),
+    ):
+        if not least <= value <= most:
+            raise DataError(f"{name} must be from {least:,} to {most:,}, not {value:,}.")
     if map not in METHODS:
         raise DataError(f"map must be one of {', '.join(METHODS)}, not {map!r}.")
     target = Path(output)
@@ -97,8 +104,8 @@ def report(
     sections: list[Section] = []
     with Meter("reporting", len(opened), "runs") as meter:
         for run, name in zip(opened, _names([run.path for run in opened]), strict=True):
-            thumbnails_of_run = Thumbnails(run.dataset, THUMBNAILS // len(opened))
-            measured = measure(run, QUERIES, SAMPLE, label_column=label_column)
+            thumbnails_of_run = Thumbnails(run.dataset, thumbnails // len(opened))
+            measured = measure(run, queries, sample, label_column=label_column)
             sections.append(Section(name, measured, thumbnails_of_run, method, panels(run)))
             meter.update()
     target.parent.mkdir(parents=True, exist_ok=True)
