@@ -49,6 +49,8 @@ OPTIONS = (
         default="",
         help="Columns of comparison.tex, such as map_at_r,recall_at_1. By default all.",
     ),
+    click.option("--caption", help="Caption of comparison.tex, in LaTeX."),
+    click.option("--label", default="tab:comparison", help="Label of comparison.tex."),
     SET_OPTION,
     TRACK_OPTION,
     PLUGIN_OPTION,
@@ -146,7 +148,14 @@ def _values(text: str, listed: str) -> list[Any]:
 
 
 def _run(
-    recipes: tuple[Path, ...], *, output: Path, latex: str, extra: tuple[str, ...], **options: Any
+    recipes: tuple[Path, ...],
+    *,
+    output: Path,
+    latex: str,
+    caption: str | None,
+    label: str,
+    extra: tuple[str, ...],
+    **options: Any,
 ) -> None:
     """Compare, and print the tables."""
     if options["ray"] is None:
@@ -158,6 +167,7 @@ def _run(
 
     keep_compiler_out()
     names = [name.strip() for name in latex.split(",") if name.strip()]
-    result = run(recipes, output, plugins=extra, latex=Latex(names), report=say, **options)
+    style = Latex(names, caption, label)
+    result = run(recipes, output, plugins=extra, latex=style, report=say, **options)
     say(markdown(result))
     say(f"Tables: {output}/comparison.md, .csv, .tex, .html, .json; runs: {output}/runs.")

@@ -1,4 +1,4 @@
-"""`retrieval plugins new` creates a plugin's package with one part, its test and a recipe."""
+"""`retrieval plugins new` creates a plugin's repository: one part, its test, a recipe and CI."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def package_files(name: str, kind: str = "loss") -> dict[str, str]:
         f"{package}/__init__.py": "init.py",
         f"{package}/{kind}.py": f"{kind}.py",
         f"tests/test_{name}.py": f"{kind}_test.py",
+        ".github/workflows/tests.yaml": "ci.yaml",
     }
     if kind == "store":
         templates[f"{package}/lines.py"] = "store_lines.py"

@@ -165,6 +165,11 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
         and "t-SNE by the learned distance" in text
         and 'alt="" src=' not in text
     )
+    names, columns, counts, total = measured.confusion_matrix(seen)
+    assert names == columns == ["4", "5", "6", "7"] and total == 4
+    assert counts == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 1], [0, 0, 0, 11]]
+    names, columns, counts, total = measured.confusion_matrix(seen, most=1)
+    assert (names, columns, counts, total) == (["6"], ["6", "other classes"], [[12, 1]], 4)
     sampled = measured.measure(Run.open(tmp_path / "run"), 10, 20)
     assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
 

@@ -315,6 +315,28 @@ def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, 
     ]
 
 
+def confusion_matrix(
+    measured: Measured, most: int = 12
+) -> tuple[list[str], list[str], list[list[int]], int]:
+    """Return names of rows and columns, counts of nearest items, and the number of test classes.
+
+    Rows are the `most` classes with the most mistakes. If needed, a last column counts all others.
+    """
+    true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
+    size = len(measured.names)
+    mistakes = np.bincount(true[true != nearest], minlength=size)
+    classes = np.unique(true)
+    kept = np.sort(classes[np.argsort(-mistakes[classes], kind="stable")][:most])
+    place = np.full(size, len(kept))
+    place[kept] = np.arange(len(kept))
+    counts = np.zeros((len(kept) + 1, len(kept) + 1), np.int64)
+    np.add.at(counts, (place[true], place[nearest]), 1)
+    names = [measured.names[label] for label in kept]
+    if not counts[:-1, -1].any():
+        return names, names, counts[:-1, :-1].tolist(), len(classes)
+    return names, [*names, "other classes"], counts[:-1].tolist(), len(classes)
+
+
 def suspects(measured: Measured, most: int = 12) -> Items:
     """Return positions of queries whose nearest items all share one other label, closest first.
 

@@ -23,6 +23,7 @@ from retrieval.evaluation.plot import Picture, curves, plane, svg
 from retrieval.evaluation.report.measured import (
     RECALLS,
     Measured,
+    confusion_matrix,
     confusions,
     hardest,
     measure,
@@ -270,6 +271,7 @@ def page(sections: Sequence[Section]) -> str:
         confusions=confusions,
         hardest=hardest,
         distances=distances,
+        confusion_matrix=confusion_matrix,
         rates=rates,
         suspects=suspects,
         thresholds=thresholds,
