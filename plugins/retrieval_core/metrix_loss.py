@@ -231,7 +231,8 @@ class MetrixProxyAnchor(CheckedLoss):
 
 def _part(embeddings: Tensor, alpha: float) -> Tensor:
     """Draw λ from Beta(α, α)."""
-    return Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
+    part: Tensor = Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
+    return part
 
 
 def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:

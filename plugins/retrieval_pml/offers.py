@@ -11,7 +11,15 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, full_precision, traits
+from retrieval.plugin import (
+    CheckedLoss,
+    Distance,
+    Part,
+    Reducer,
+    first_row,
+    full_precision,
+    traits,
+)
 from torch import Tensor, nn
 
 Regularizer = Annotated[nn.Module | None, Part("regularizers")]
@@ -234,6 +242,16 @@ def cosines_within(cosines: Tensor) -> Tensor:
     """Clip cosines to slightly within ±1, where the angle's derivative is finite."""
     edge = 1 - 4 * torch.finfo(cosines.dtype).eps
     return cosines.clamp(-edge, edge)
+
+
+def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks (N, M) of positive and of negative pairs; no item is its own positive."""
+    positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
+    negative = ~positive
+    own = 0 if ref_labels is labels else first_row()
+    if own is not None:
+        positive.diagonal(own).fill_(False)
+    return positive, negative
 
 
 def losses_of(

@@ -19,6 +19,7 @@ from retrieval_pml.offers import (
     Positive,
     cosines_within,
     element,
+    label_masks,
     losses_of,
     offer,
 )
@@ -54,11 +55,7 @@ class _MaskedPairs(GenericPairLoss):
         if indices_tuple is not None:
             pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
             return self.mat_based_loss(mat, pairs)
-        positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
-        negative = ~positive
-        own = 0 if ref_labels is labels else first_row()
-        if own is not None:
-            positive.diagonal(own).fill_(False)
+        positive, negative = label_masks(labels, ref_labels)
         return self._compute_loss(mat, positive.to(mat.dtype), negative.to(mat.dtype))
 
 
