@@ -90,12 +90,17 @@ class _Loss(CheckedLoss):
         Raises:
             ValueError: the loss has class weights, and a label is not a class number.
         """
+        if not len(embeddings):
+            return self.zero_losses()
         count = self.known_classes
-        if labels is not None and count and bool(((labels < 0) | (labels >= count)).any()):
-            raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {count}"
-                " classes, from 0"
-            )
+        if labels is not None and count:
+            if bool(((labels < 0) | (labels >= count)).any()):
+                raise ValueError(
+                    f"labels go from {int(labels.min())} to {int(labels.max())}, and there are"
+                    f" {count} classes, from 0"
+                )
+            if labels.dtype == torch.int32:  # torch's cross-entropy takes int64 only
+                labels = ref_labels = labels.long()
         parts = super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         for part in parts.values():
             if isinstance(part["losses"], Tensor):

@@ -240,7 +240,8 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
 
     Zhang & Rusinkiewicz, Learning Local Descriptors with a CDF-Based Dynamic Soft Margin, ICCV
     2019. The histogram of d(a, p) − d(a, n) is state: it is saved with the run. Upstream keeps it
-    out of the checkpoint, and differentiates through it, which fails on the second batch.
+    out of the checkpoint, and differentiates through it, which fails on the second batch. Without a
+    miner it lists all triplets (1 GB for 1,024 items, 8 a class).
 
     Args:
         min_val: the smallest difference that counts; on unit vectors −2.

@@ -153,7 +153,15 @@ def test_a_gradient_of_a_gradient_is_finite(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["lifted_structure", "nt_xent", "triplet_margin", "margin", "tuplet_margin", "histogram"],
+    [
+        "lifted_structure",
+        "nt_xent",
+        "triplet_margin",
+        "margin",
+        "tuplet_margin",
+        "threshold_consistent_margin",
+        "histogram",
+    ],
 )
 def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 items of 48 classes have a million triplets."""
