@@ -37,6 +37,8 @@ CASES = [
         ("losses", name)
         for name in (
             "triplet_margin",
+            "margin",
+            "threshold_consistent_margin",
             "multi_similarity",
             "circle",
             "sup_con",

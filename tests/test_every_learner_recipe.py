@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from retrieval.errors import RecipeError
+from retrieval.host.plugins import load_plugins
 from retrieval.run.open import Run
 from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
@@ -68,3 +70,20 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     answers = json.loads(run("search", index, queries, "-k", "3", "--json"))
     first = [answer["results"][0]["label"] for answer in answers]
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9
+
+
+def test_parameters_that_learners_refuse_are_refused_in_a_recipe() -> None:
+    plugins = load_plugins(block=["pml"])
+    prior = [[2.0, 0.0], [0.0, 1.0]]
+    assert plugins.build("learners", {"name": "aml.gmml", "prior": prior, "t": 0}).prior == prior
+    assert plugins.build("learners", {"name": "anml.lanml", "neighbors": "all"}).neighbors == "all"
+    for name, wrong in (
+        ("aml.gmml", {"t": 1.5, "regularization": -1.0, "prior": "euclid", "n_pairs": "some"}),
+        ("aml.aml", {"alpha": 0.0, "beta": -1.0, "balance": 1, "n_pairs": 0}),
+        ("anml.lanml", {"gamma2": 0.0, "gamma1": "big", "neighbors": "some"}),
+        ("anml.pnca", {"regularization": -1.0}),
+        ("metric_learn.lmnn", {"regularization": 2.0}),
+    ):
+        for key, value in wrong.items():
+            with pytest.raises(RecipeError, match=key):
+                plugins.build("learners", {"name": name, key: value})

@@ -159,7 +159,7 @@ class TripletLoss(PaperLoss):
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", equation 9: the mean over triplets of [ D(p, a)² − D(n, a)² + α ]₊. Without a
-    miner, all triplets of the batch are used.
+    miner, all triplets of the batch are listed (1 GB for 1,024 items, 8 a class).
 
     Args:
         margin: α, a difference of squared distances.

@@ -93,6 +93,24 @@ class SubCenterArcFaceLoss(_FiniteAngles, losses.SubCenterArcFaceLoss):
     """
 
 
+class P2SGradLoss(losses.P2SGradLoss):
+    """P2SGrad: mean squared error between cosines to class weights and the one-hot label.
+
+    Zhang et al., P2SGrad: Refined Gradients for Optimizing Deep Face Models, CVPR 2019, equation
+    11. Needs no scale and no margin. The class weights are put back to length 1 at each call.
+    Finite for an embedding of length 0, where upstream's is NaN.
+    """
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
+    ) -> Any:
+        """Return the loss by name, in the format of upstream's reducers."""
+        self.weight.data = self.weight.data.renorm(2, 1, 1e-5).mul(1e5)
+        cosines = F.normalize(embeddings) @ self.weight.to(embeddings)
+        target = F.one_hot(labels, self.num_classes).to(cosines.dtype)
+        return reduced(F.mse_loss(cosines.clamp(-1, 1), target))
+
+
 class ManifoldLoss(losses.ManifoldLoss):
     """Manifold similarity to proxies of meta-classes, by a random walk over batch and proxies.
 
@@ -218,18 +236,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         """,
         ref_emb=False,
     ),
-    "p2s_grad": offer(
-        losses.P2SGradLoss,
-        """P2SGrad: mean squared error between cosines to class weights and the one-hot label.
-
-        Zhang et al., P2SGrad: Refined Gradients for Optimizing Deep Face Models, CVPR 2019,
-        equation 11. Needs no scale and no margin. The class weights are put back to length 1 at
-        each call.
-        """,
-        ref_emb=False,
-        miner=False,
-        without=("distance", "reducer"),
-    ),
+    "p2s_grad": offer(P2SGradLoss, ref_emb=False, miner=False, without=("distance", "reducer")),
     "manifold": offer(
         ManifoldLoss,
         ref_emb=False,

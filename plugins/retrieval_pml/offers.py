@@ -11,7 +11,15 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, full_precision, traits
+from retrieval.plugin import (
+    CheckedLoss,
+    Distance,
+    Part,
+    Reducer,
+    first_row,
+    full_precision,
+    traits,
+)
 from torch import Tensor, nn
 
 Regularizer = Annotated[nn.Module | None, Part("regularizers")]
@@ -82,12 +90,17 @@ class _Loss(CheckedLoss):
         Raises:
             ValueError: the loss has class weights, and a label is not a class number.
         """
+        if not len(embeddings):
+            return self.zero_losses()
         count = self.known_classes
-        if labels is not None and count and bool(((labels < 0) | (labels >= count)).any()):
-            raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are {count}"
-                " classes, from 0"
-            )
+        if labels is not None and count:
+            if bool(((labels < 0) | (labels >= count)).any()):
+                raise ValueError(
+                    f"labels go from {int(labels.min())} to {int(labels.max())}, and there are"
+                    f" {count} classes, from 0"
+                )
+            if labels.dtype == torch.int32:  # torch's cross-entropy takes int64 only
+                labels = ref_labels = labels.long()
         parts = super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         for part in parts.values():
             if isinstance(part["losses"], Tensor):
@@ -234,6 +247,16 @@ def cosines_within(cosines: Tensor) -> Tensor:
     """Clip cosines to slightly within ±1, where the angle's derivative is finite."""
     edge = 1 - 4 * torch.finfo(cosines.dtype).eps
     return cosines.clamp(-edge, edge)
+
+
+def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return masks (N, M) of positive and of negative pairs; no item is its own positive."""
+    positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
+    negative = ~positive
+    own = 0 if ref_labels is labels else first_row()
+    if own is not None:
+        positive.diagonal(own).fill_(False)
+    return positive, negative
 
 
 def losses_of(

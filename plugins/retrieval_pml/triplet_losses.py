@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning import losses, reducers
 from pytorch_metric_learning.utils import loss_and_miner_utils
-from retrieval.plugin import Rows, Sums, first_row, summed
+from retrieval.plugin import Rows, Sums, summed
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,6 +17,7 @@ from retrieval_pml.offers import (
     FIXED,
     NonNegative,
     Share,
+    label_masks,
     losses_of,
     offer,
     reduced,
@@ -78,11 +79,7 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         return "anchors" if self.triplets_per_anchor == "all" else None
 
     def _all_triplets(self, mat: Tensor, labels: Tensor, ref_labels: Tensor, reducer: Any) -> Any:
-        positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
-        negative = ~positive
-        own = 0 if ref_labels is labels else first_row()
-        if own is not None:
-            positive.diagonal(own).fill_(False)
+        positive, negative = label_masks(labels, ref_labels)
         if not bool((positive.any(1) & negative.any(1)).any()):
             return self.zero_losses()
         near = -mat if self.distance.is_inverted else mat  # smaller is closer
@@ -160,7 +157,8 @@ class MarginLoss(losses.MarginLoss):
     """Margin loss: positives below, negatives above a boundary distance that may be learned.
 
     Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017; made
-    for the miner `pml.distance_weighted`, without which it lists all triplets.
+    for the miner `pml.distance_weighted`. All triplets are computed in memory of the pairs if
+    `pml.divisor`, the default, reduces them.
 
     Args:
         margin: how far from the boundary pairs should be, in the distance's unit.
@@ -182,6 +180,39 @@ class MarginLoss(losses.MarginLoss):
                 "per_class needs the number of training classes, which is not known here"
             )
         super().__init__(num_classes=num_classes if per_class else None, **parameters)
+
+    def compute_loss(
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+    ) -> Any:
+        """Return the losses by name; all triplets of a batch as one number, without a list."""
+        by_name = dict(self.reducer.reducers)
+        divided = all(
+            isinstance(by_name.get(name, self.reducer.default_reducer), reducers.DivisorReducer)
+            for name in self._sub_loss_names()
+        )
+        if indices_tuple is not None or self.triplets_per_anchor != "all" or not divided:
+            return super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
+        positive, negative = label_masks(labels, ref_labels)
+        positives, negatives = positive.sum(1, keepdim=True), negative.sum(1, keepdim=True)
+        triplets = positives * negatives
+        if not bool(triplets.any()):
+            return self.zero_losses()
+        mat = self.distance(embeddings, ref_emb)
+        beta = self.beta.to(mat)
+        edge = beta[labels if len(beta) > 1 else labels * 0].unsqueeze(1)
+        pull = F.relu(self.distance.margin(mat, edge) + self.margin) * positive
+        push = F.relu(self.distance.margin(edge, mat) + self.margin) * negative
+        # a pair counts once for each of its triplets
+        divisor = ((pull > 0) * negatives + (push > 0) * positives).sum()
+        share = (divisor > 0) / divisor.clamp(min=1)
+        penalty = self.compute_reg_loss(beta, None, divisor)
+        if self.learn_beta and len(beta) > 1:
+            penalty = reduced((edge * triplets).sum() * self.nu * share)["loss"]
+        total = (pull * negatives + push * positives).sum() * share
+        return {
+            **losses_of(total, None, "already_reduced", "margin_loss"),
+            "beta_reg_loss": penalty,
+        }
 
 
 class AngularLoss(losses.AngularLoss):
@@ -209,7 +240,8 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
 
     Zhang & Rusinkiewicz, Learning Local Descriptors with a CDF-Based Dynamic Soft Margin, ICCV
     2019. The histogram of d(a, p) − d(a, n) is state: it is saved with the run. Upstream keeps it
-    out of the checkpoint, and differentiates through it, which fails on the second batch.
+    out of the checkpoint, and differentiates through it, which fails on the second batch. Without a
+    miner it lists all triplets (1 GB for 1,024 items, 8 a class).
 
     Args:
         min_val: the smallest difference that counts; on unit vectors −2.

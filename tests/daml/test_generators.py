@@ -154,6 +154,11 @@ def test_without_the_adversarial_term_the_optimum_lies_between_anchor_and_negati
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
 
 
+def test_layers_are_those_of_the_paper() -> None:
+    widths = [tuple(p.shape) for p in HardNegativeGenerator(1024).parameters() if p.ndim == 2]
+    assert widths == [(1024, 3072), (1024, 1024)]
+
+
 def test_presets() -> None:
     assert PRESETS["paper"] == (1.0, 50.0)
     assert PRESETS["default"] == (50.0, 50.0)
@@ -167,6 +172,15 @@ def test_wrong_parameters_are_refused_in_a_recipe(name: str, value: dict[str, An
     problems = load_plugins().check("generators", {"name": name, **value}, "[generator]")
     assert len(problems) == 1
     assert next(iter(value)) in problems[0]
+
+
+@pytest.mark.parametrize("cls", [HardNegativeGenerator, HardPositiveGenerator])
+@pytest.mark.parametrize(
+    "value", [{"lambda_reg": -1.0}, {"lambda_adv": math.nan}, {"margin": math.inf}]
+)
+def test_wrong_parameters_are_refused_in_code(cls: type[Any], value: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(value))} is"):
+        cls(F, **value)
 
 
 def test_hard_positives_without_bound_are_refused() -> None:

@@ -4,6 +4,7 @@ torch's and plain loops.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +207,13 @@ def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
         distances = np.sort(built.distances[row])[:10]
         # FAISS reports √Σ d², which is √K times the mean
         assert [hit.distance / 2 for hit in actual] == pytest.approx(distances.tolist(), abs=1e-3)
+
+
+def test_the_command_line_searches_it(served: Any, cli: Any, tmp_path: Path) -> None:
+    built, query = served("soft"), tmp_path / "query.npz"
+    np.savez(query, features=built.items[7:8], labels=["?"])
+    outcome = cli("search", built.index_path, query, "-k", "3", "--candidates", "300", "--json")
+    assert outcome.code == 0, outcome.err
+    hits = json.loads(outcome.out)[0]["results"]
+    expected = np.argsort(built.distances[7], kind="stable")[:3].tolist()
+    assert [int(hit["id"]) for hit in hits] == expected

@@ -41,6 +41,22 @@ def test_a_metric_sees_its_view_alone(name: str) -> None:
         assert changed == [j == k for j in range(VIEWS)]
 
 
+def test_each_view_has_a_map_of_its_own_and_the_distance_is_their_mean() -> None:
+    combiner = built("daml.uniform", views=True)
+    head = combiner.build_head(VIEWS * WIDTH).double()
+    x, y = torch.randn(2, 6, VIEWS * WIDTH, dtype=torch.float64).unbind()
+    with torch.no_grad():
+        actual = combiner.compute_mat(head(x).double(), head(y).double())
+    for i in range(6):
+        for j in range(6):
+            total = 0.0
+            for k, left in enumerate(head[0].maps):
+                span = slice(k * WIDTH, (k + 1) * WIDTH)
+                a, b = (left.weight.detach() @ v[span] + left.bias.detach() for v in (x[i], y[j]))
+                total += float((a / a.norm() - b / b.norm()).norm()) / VIEWS
+            assert float(actual[i, j]) == pytest.approx(total, abs=1e-6)
+
+
 def test_the_discriminator_sees_all_views() -> None:
     combiner = built("daml.discriminator", views=True, start=1.0)
     head = combiner.build_head(VIEWS * WIDTH)

@@ -45,6 +45,17 @@ def test_half_precision_is_that_of_the_codes_alone(name: str, dtype: torch.dtype
     assert all(weights.dtype == torch.float32 for weights in loss.parameters())
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_short_codes_have_a_finite_gradient(name: str) -> None:
+    x = codes()
+    x[2], x[3] = 0, x[3] * 1e-20
+    x.requires_grad_()
+    loss = make(name)
+    value = loss(x, Y.int())  # int32 labels are class numbers too
+    gradients = torch.autograd.grad(value, [x, *loss.parameters()])
+    assert all(result.isfinite().all() for result in (value, *gradients))
+
+
 def cosine(a: list[float], b: list[float]) -> float:
     return dot(a, b) / math.sqrt(dot(a, a) * dot(b, b))
 

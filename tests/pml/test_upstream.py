@@ -97,6 +97,38 @@ def test_a_batch_without_pairs_of_one_kind(name: str, labels: list[int]) -> None
     torch.testing.assert_close(OURS[name]()(x, y), OF_PAIRS[name]()(x, y), check_dtype=False)
 
 
+@pytest.mark.parametrize("reduced_by", ["default", "sum", "by name"])
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("classes", [None, 6])
+@pytest.mark.parametrize("learn_beta", [False, True])
+def test_the_margin_loss_of_all_triplets(
+    learn_beta: bool, classes: int | None, reference: bool, reduced_by: str
+) -> None:
+    options = {"learn_beta": learn_beta, "nu": 0.3, "beta": 0.9}
+    ours = OURS["margin"](**options, per_class=bool(classes), classes=classes)
+    theirs = losses.MarginLoss(**options, num_classes=classes)
+    for loss in (ours, theirs):
+        if reduced_by != "default":
+            loss.set_reducer(MARGIN_REDUCERS[reduced_by]())
+    for spread in ("spread", "whole numbers"):
+        x, ref = codes(28, 0, spread), codes(9, 1, spread) if reference else None
+        assert_same(ours, theirs, x, ref)
+        if learn_beta:
+            arguments = (x, Y) if ref is None else (x, Y, None, ref, REF_Y)
+            slopes = [
+                torch.autograd.grad(loss(*arguments), loss.beta)[0] for loss in (ours, theirs)
+            ]
+            torch.testing.assert_close(*slopes)
+
+
+MARGIN_REDUCERS: dict[str, Callable[[], Any]] = {
+    "sum": reducers.SumReducer,
+    "by name": lambda: reducers.MultipleReducers(
+        {"beta_reg_loss": reducers.DivisorReducer()}, reducers.MeanReducer()
+    ),
+}
+
+
 @pytest.mark.parametrize("variant", losses.PNPLoss.VARIANTS)
 def test_the_variants_of_pnp(variant: str) -> None:
     options = {"variant": variant, "anneal": 0.1}
@@ -120,7 +152,16 @@ def test_a_gradient_of_a_gradient_is_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["lifted_structure", "nt_xent", "triplet_margin", "tuplet_margin", "histogram"]
+    "name",
+    [
+        "lifted_structure",
+        "nt_xent",
+        "triplet_margin",
+        "margin",
+        "tuplet_margin",
+        "threshold_consistent_margin",
+        "histogram",
+    ],
 )
 def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """384 items of 48 classes have a million triplets."""
