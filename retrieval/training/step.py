@@ -34,7 +34,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
 from retrieval.recipe.tables import Phase
 from retrieval.run.build import Objective, loss_sizes
-from retrieval.training.batch import Batch, Losses
+from retrieval.training.batch import Batch, Losses, reads_at_once, refuse
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
 from retrieval.training.groups import Groups
@@ -310,6 +310,8 @@ class Step:
         checked_rows(synthetic, who, like, rows.device, what)
         wrong = (synthetic.detach() * 0).sum()  # 0 if all numbers are finite, else NaN
         sentence = f"the generator's output became NaN or infinite ({self.who['generator']})"
+        if reads_at_once(rows.device):  # before the loss refuses what the generator has made
+            refuse(float(wrong), sentence)
         self._watched.append((wrong, sentence))
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
