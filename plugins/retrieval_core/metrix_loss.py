@@ -110,6 +110,8 @@ class MetrixMultiSimilarity(CheckedLoss):
     mixtures v, where exp(−β (s_av − m)) counts λ times and exp(γ (s_av − m)) 1 − λ times
     (equations 4 and 9). Mixtures are those of `core.metrix`.
 
+    Without a miner all triplets are listed, as in `core.metrix`.
+
     Args:
         positive_scale: β, sharpness of positives.
         negative_scale: γ, sharpness of negatives.
