@@ -85,22 +85,11 @@ class _Loss(CheckedLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return upstream's losses by name, without the columns (N, 1) that confuse reducers.
-
-        Raises:
-            ValueError: the loss has class weights, and a label is not a class number.
-        """
+        """Return upstream's losses by name, without the columns (N, 1) that confuse reducers."""
         if not len(embeddings):
             return self.zero_losses()
-        count = self.known_classes
-        if labels is not None and count:
-            if bool(((labels < 0) | (labels >= count)).any()):
-                raise ValueError(
-                    f"labels go from {int(labels.min())} to {int(labels.max())}, and there are"
-                    f" {count} classes, from 0"
-                )
-            if labels.dtype == torch.int32:  # torch's cross-entropy takes int64 only
-                labels = ref_labels = labels.long()
+        if labels is not None and self.known_classes and labels.dtype == torch.int32:
+            labels = ref_labels = labels.long()  # torch's cross-entropy takes int64 only
         parts = super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         for part in parts.values():
             if isinstance(part["losses"], Tensor):

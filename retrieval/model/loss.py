@@ -30,7 +30,12 @@ class CheckedLoss(BaseMetricLossFunction):
     Args:
         distance: the distance between embeddings.
         reducer: reduces the losses to one number; the default is the mean.
+
+    Attributes:
+        known_classes: number of classes that the loss has weights for, or `None`.
     """
+
+    known_classes: int | None = None
 
     def __init__(self, distance: Distance = None, reducer: Reducer = None) -> None:
         super().__init__(distance=distance, reducer=reducer)
@@ -49,7 +54,7 @@ class CheckedLoss(BaseMetricLossFunction):
 
         Raises:
             ValueError: shapes, labels or indices do not fit, or the loss does not take an argument.
-            DataError: an embedding is NaN or infinite.
+            DataError: an embedding on a CPU is NaN or infinite.
         """
         takes = getattr(type(self), "__retrieval_traits__", {})
         if indices_tuple is not None and not takes.get("miner", True):
@@ -61,6 +66,7 @@ class CheckedLoss(BaseMetricLossFunction):
         reference = None if own else checked_embeddings(ref_emb, "ref_emb")
         if labels is not None or indices_tuple is None:
             labels = checked_labels(labels, query, "labels")
+            self._refuse_others(labels)
         if reference is None:
             ref_labels = None
         elif ref_labels is not None or indices_tuple is None:
@@ -68,6 +74,16 @@ class CheckedLoss(BaseMetricLossFunction):
         with torch.autocast(device_type=query.device.type, enabled=False):
             total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
         return as_given(total, embeddings)
+
+    def _refuse_others(self, labels: Tensor) -> None:
+        """Refuse labels on a CPU that are no class numbers of a loss with class weights."""
+        count = self.known_classes
+        if count and reads_at_once(labels.device) and len(labels):
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= count:
+                raise ValueError(
+                    f"labels go from {low} to {high}, and there are {count} classes, from 0"
+                )
 
 
 def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,6 +109,11 @@ def nothing(*embeddings: Tensor) -> dict[str, Any]:
     return {"losses": zero, "indices": None, "reduction_type": "already_reduced"}
 
 
+def reads_at_once(device: torch.device) -> bool:
+    """Return whether reading a number does not wait: only on a CPU."""
+    return device.type == "cpu"
+
+
 def checked_embeddings(x: Any, name: str) -> Tensor:
     """Return embeddings (B, C) in full precision, after checking them."""
     if not isinstance(x, Tensor) or x.ndim != 2:
@@ -102,7 +123,7 @@ def checked_embeddings(x: Any, name: str) -> Tensor:
         )
     if not x.is_floating_point():
         raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
-    if not bool(torch.isfinite(x).all()):
+    if reads_at_once(x.device) and not bool(torch.isfinite(x).all()):
         wrong = int((~torch.isfinite(x)).any(1).sum())
         raise DataError(f"{name} hold NaN or infinite numbers: {wrong} of {len(x)} items")
     return full_precision(x)

@@ -77,11 +77,6 @@ def refuse(number: float, sentence: str) -> None:
         raise DataError(sentence.replace("{}", str(number)))
 
 
-def reads_at_once(device: torch.device) -> bool:
-    """Return whether reading a number does not wait: only on a CPU."""
-    return device.type == "cpu"
-
-
 def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
     """Return a batch on a device; transfers to a GPU start in pinned memory and do not block."""
     if device.type == "cuda":

@@ -59,16 +59,23 @@ def place(run: Run, objective: Objective, device: torch.device) -> None:
 @contextlib.contextmanager
 def repeating(train: Train) -> Iterator[None]:
     """Context manager that applies `[train] deterministic` to the algorithms of torch."""
+    if not train.deterministic:
+        yield
+        return
+    memory: Any = torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    if train.deterministic:
-        torch.use_deterministic_algorithms(True)
+    benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    # nobody reads uninitialized memory, so filling it would only take time
+    torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = benchmark, fill
 
 
 def make_accelerator(recipe: Recipe) -> Accelerator:

@@ -27,6 +27,7 @@ from retrieval.model.guard import (
     checked_scalar,
     count_indices,
 )
+from retrieval.model.loss import reads_at_once
 from retrieval.model.model import Model
 from retrieval.model.rows import Rows, compares_with_classes, rows_of
 from retrieval.model.shards import shards_of
@@ -34,7 +35,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
 from retrieval.recipe.tables import Phase
 from retrieval.run.build import Objective, loss_sizes
-from retrieval.training.batch import Batch, Losses, reads_at_once, refuse
+from retrieval.training.batch import Batch, Losses, refuse
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, divided_loss
 from retrieval.training.groups import Groups

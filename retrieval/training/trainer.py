@@ -28,6 +28,7 @@ from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
 from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import combiner_warnings
+from retrieval.model.loss import reads_at_once
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
@@ -45,7 +46,7 @@ from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
-from retrieval.training.batch import EVERY, Tally, all_finite, moved, reads_at_once
+from retrieval.training.batch import EVERY, Tally, all_finite, moved
 from retrieval.training.check import look_ahead
 from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm

@@ -68,7 +68,7 @@ def test_every_reader_follows_links_as_torchvision_does(photos: Path, linked: Pa
     theirs = torchvision.datasets.ImageFolder(str(linked)).samples
     assert [Path(path).relative_to(linked).as_posix() for path, _ in theirs] == expected
     assert found_by(linked) == dict.fromkeys(found_by(photos), expected) == found_by(photos)
-    assert len(Photos([linked], 0).files) == 12
+    assert len(Photos([linked]).files) == 12
     actual = checked(linked)
     assert actual.clean and len(actual.subjects) == 12 and actual.as_dict()["labels"] == 4
 
@@ -127,7 +127,7 @@ def test_a_link_that_leads_nowhere_is_named(linked: Path, caplog: pytest.LogCapt
         keys(linked)
     data = retrieval.create("dataset", "core.image_folder", folder=str(linked), skip_bad=True)
     assert len(data) == 12 and any("3 links lead nowhere" in note for note in data.notes)  # type: ignore[attr-defined]
-    assert len(Photos([linked], 0).files) == 12 and "3 links lead nowhere" in caplog.text
+    assert len(Photos([linked]).files) == 12 and "3 links lead nowhere" in caplog.text
     actual = checked(linked)
     assert [why for _, why in actual.broken] == [
         f"{linked}/{name} is a link that leads nowhere." for name in ("3/9.png", "3/loop.png", "4")

@@ -79,7 +79,7 @@ def test_a_backbone_is_known_again_whatever_the_head_and_the_items(
         moved.append(opened(tmp_path / place).backbone_sha256)
         with torch.no_grad():
             net.backbone.layers[0].weight[0, 0, 0, 0] += 1e-3
-    assert len({*moved, found[0].backbone_sha256}) == 3
+    assert moved[0] == found[0].backbone_sha256 != moved[1]
 
 
 def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path):

@@ -128,7 +128,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
     for i in range(8):
         folder = tmp_path / str(i)
         if (folder / "checkpoints" / "last.safetensors").is_file():
-            assert "a run that was stopped. Go on with it" in sentence(
+            assert "a run that was stopped. Resume it" in sentence(
                 "train", recipe, "--output", folder
             )
             result = retrieval("train", recipe, "--output", folder, "--resume")
@@ -147,7 +147,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
         assert result.exit_code == 0, result.exception
         assert same(folder, recipe.parent / "whole")
         assert not list(tmp_path.glob(f".{i}.*"))
-    assert begun >= 3
+    assert begun >= 2
 
 
 @pytest.mark.parametrize("room", [0, 200, 2_000, 7_000, 20_000])

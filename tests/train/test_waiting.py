@@ -14,9 +14,10 @@ import torch
 from accelerate import Accelerator
 from retrieval.data.augment import MixedLabels
 from retrieval.errors import DataError
+from retrieval.model import loss
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
-from retrieval.training import trainer
+from retrieval.training import step, trainer
 from retrieval.training.batch import all_finite
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
@@ -47,7 +48,7 @@ class Waits(TorchDispatchMode):
 @pytest.fixture
 def elsewhere(monkeypatch: Any) -> None:
     """The trainer as it is on a device, whose numbers are not there yet."""
-    for module in (trainer,):
+    for module in (trainer, step, loss):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
 
 
@@ -74,13 +75,13 @@ def test_a_step_reads_nothing(
     recipe = make(**PLAIN, **tables)
     run = build_run(tmp_path, recipe)
     assert run.objective is not None
-    step = Step(run.model, run.objective, recipe, recipe.phases[0], 5, Accelerator(cpu=True))
-    step.set_modes()
+    made = Step(run.model, run.objective, recipe, recipe.phases[0], 5, Accelerator(cpu=True))
+    made.set_modes()
     inputs = torch.randint(0, 256, (16, 1, 8, 8), dtype=torch.uint8)
     own = torch.arange(4).repeat_interleave(4)
     labels = MixedLabels(own, own.flip(0), 0.3) if mixed else own
     with Waits() as waits:
-        losses = step(inputs, labels)
+        losses = made(inputs, labels)
     drawn = ["nonzero"] if "generator" in tables else []  # as many triplets as there are: a shape
     assert waits.seen == drawn
     with Waits() as waits:
@@ -93,7 +94,7 @@ def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
 ) -> None:
     made = make(**PLAIN, loss={"name": "pml.contrastive"}, generator={"name": "toolbox.mover"})
     train(tmp_path / "at once", made)
-    for module in (trainer,):
+    for module in (trainer, step, loss):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)
     train(tmp_path / "late", made)
     stopped = trainer.Trainer._train_batch

@@ -42,7 +42,7 @@ def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
 def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("keep")
-    with pytest.raises(DataError, match=r"exists already.*--resume"):
+    with pytest.raises(DataError, match=r"exists already and holds no run"):
         fit(tmp_path, make())
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine.txt"]
 

@@ -199,7 +199,7 @@ class Served:
             for vector, vector_hits in zip(batch, hits, strict=True):
                 vector.hits = vector_hits
                 vector.seconds = {
-                    name: trail.seconds[name] - before.get(name, 0.0)
+                    name: trail.seconds.get(name, 0.0) - before.get(name, 0.0)
                     for name in ("search", "items")
                 }
         return [own.hits or []]
