@@ -22,7 +22,8 @@ class _FiniteAngles(losses.LargeMarginSoftmaxLoss):
 
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
         """Return the angles, in radians, of cosines."""
-        return super().get_angles(cosines_within(cosine_of_target_classes))  # type: ignore[no-any-return]
+        angles: Tensor = super().get_angles(cosines_within(cosine_of_target_classes))
+        return angles
 
 
 class _MultipleAngle(_FiniteAngles):

@@ -306,7 +306,9 @@ class TupletMarginLoss(_AgainstNegatives, losses.TupletMarginLoss):
 
     def pulled(self, near: Tensor) -> Tensor:
         """Return positive pairs' exponents (P,)."""
-        return self.scale * torch.cos(torch.acos(cosines_within(near)) - self.margin)  # type: ignore[no-any-return]
+        angles = torch.acos(cosines_within(near))
+        logits: Tensor = self.scale * torch.cos(angles - self.margin)
+        return logits
 
 
 FACTORIES: Mapping[str, Callable[..., Any]] = {

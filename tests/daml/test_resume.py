@@ -226,7 +226,7 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
         assert all(torch.isfinite(value).all() for value in part.values())
     done = retrieval("evaluate", str(run))
     assert done.exit_code == 0 and "recall_at_1" in done.output, done.output
-    assert retrieval("report", str(run)).exit_code == 0
+    assert retrieval("report", str(run), "--output", str(tmp_path / "r.html")).exit_code == 0
     assert retrieval(*train, str(run), "--resume").exit_code == 0
     whole, again = (
         checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")

@@ -64,7 +64,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # one process imports torch; each run is a fork of it, killed at a chosen call of the training code
 # before its first checkpoint is whole. The first one is not killed: it says at which call the
-# folder appears, and how many calls there are
+# folder appears, at which its first checkpoint, and how many calls there are
 DRIVER = """
 import json, os, random, signal, sys
 from pathlib import Path
@@ -80,9 +80,9 @@ def run(name, kill_at=0):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        calls = appears = 0
+        calls = appears = kept = 0
         def count(frame, event, argument):
-            nonlocal calls, appears
+            nonlocal calls, appears, kept
             if event != "call" or "/retrieval/training/" not in frame.f_code.co_filename:
                 return
             calls += 1
@@ -90,8 +90,10 @@ def run(name, kill_at=0):
                 os.kill(os.getpid(), signal.SIGKILL)
             if not kill_at and not appears and output.exists():
                 appears = calls
+            if not kill_at and not kept and (output / "checkpoints/last.safetensors").exists():
+                kept = calls
             if frame.f_code.co_name == "_epoch":
-                os.write(writing, json.dumps([appears, calls]).encode())
+                os.write(writing, json.dumps([appears, kept, calls]).encode())
                 os._exit(0)
         sys.setprofile(count)
         app(["train", recipe, "--output", str(output)], standalone_mode=False)
@@ -103,9 +105,11 @@ def run(name, kill_at=0):
 
 code, said = run("measured")
 assert code == 0, code
-appears, ends = json.loads(said)
+appears, kept, ends = json.loads(said)
 draw = random.Random(int(seed))
-for i, call in enumerate(draw.sample(range(1, appears), 3) + draw.sample(range(appears, ends), 5)):
+parts = ((1, appears, 3), (appears, kept, 4), (kept, ends, 1))
+moments = [call for first, last, count in parts for call in draw.sample(range(first, last), count)]
+for i, call in enumerate(moments):
     assert run(str(i), call)[0] == -9
 """
 
@@ -147,7 +151,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
         assert result.exit_code == 0, result.exception
         assert same(folder, recipe.parent / "whole")
         assert not list(tmp_path.glob(f".{i}.*"))
-    assert begun >= 2
+    assert begun >= 3
 
 
 @pytest.mark.parametrize("room", [0, 200, 2_000, 7_000, 20_000])

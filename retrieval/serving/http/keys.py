@@ -159,10 +159,10 @@ def parse_keys(text: bytes, where: str) -> Keys:
         except ValueError:
             problems.append(f"line {number} is not a JSON object.")
         else:
-            for what in (f"name {key.name}", f"id {key.id}"):
-                if what in seen:
-                    problems.append(f"line {number} has the {what} of line {seen[what]} again.")
-                seen[what] = number
+            for value in (f"name {key.name}", f"id {key.id}"):
+                if value in seen:
+                    problems.append(f"line {number} has the {value} of line {seen[value]} again.")
+                seen[value] = number
             keys.append(key)
     if problems:
         raise RetrievalError(listed(where, problems))

@@ -223,9 +223,11 @@ class Routes:
             return models.DeleteBody.of(models.loads(body.content))
 
         async with self._body(request, _JSON, "Send application/json.") as body:
-            what = await _parsed(served, body, read)
-            where = as_filter({"exists": "id"}) if what.all else models.filter_of(what.filter)
-            change = _change(request, served, "delete", what.ids or (), where)
+            deletion = await _parsed(served, body, read)
+            where = (
+                as_filter({"exists": "id"}) if deletion.all else models.filter_of(deletion.filter)
+            )
+            change = _change(request, served, "delete", deletion.ids or (), where)
             return _answer({"deleted": await served.delete(change)})
 
     # Pictures
