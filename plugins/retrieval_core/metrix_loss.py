@@ -135,12 +135,7 @@ class MetrixMultiSimilarity(CheckedLoss):
         self.alpha, self.weight = alpha, weight
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor | None,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of the anchors (B,)."""
         part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)

@@ -75,12 +75,7 @@ class _Loss(CheckedLoss):
 
     Upstream casts a loss's *parameters* to the embeddings' type, so one bfloat16 batch would round
     them permanently. Exponentials of 64 × a cosine also need more than 8 bits.
-
-    Attributes:
-        known_classes: number of classes that the loss has weights for, or `None`.
     """
-
-    known_classes: int | None = None
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
