@@ -33,7 +33,7 @@ from retrieval.recipe.read import naming
 from retrieval.run.build import differing
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.encoder import BundleEncoder, Embeddings, Encoder
-from retrieval.serving.files.places import StrPath
+from retrieval.serving.files.places import StrPath, no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.images import Preprocessing, decode, from_array
 from retrieval.serving.progress import Meter, Progress, shown
@@ -61,7 +61,7 @@ class Photos:
         files_found: dict[Path, None] = {}
         for place in map(Path, places):
             if not place.exists():
-                raise DataError(f"{place} does not exist. Name files or folders of photos.")
+                raise DataError(no_such(place))
             inside = [place]
             if place.is_dir():
                 below = find_images(place)

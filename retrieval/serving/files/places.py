@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -34,6 +35,14 @@ _INSTEAD = {
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",
     ("index", "run"): "Name the run that its bundle was exported from.",
 }
+
+
+def no_such(path: StrPath) -> str:
+    """Return a sentence about a file or folder that does not exist, which may be an address."""
+    text = os.fsdecode(path)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
+        return f"{text} is an address, and files are read. Mount the bucket, or copy its files."
+    return f"{text} does not exist."
 
 
 def kind_of(path: Path) -> Kind | None:

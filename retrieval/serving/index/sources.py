@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from retrieval.errors import DataError, listed
 from retrieval.host.walk import own_name
 from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
+from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import (
     Floats,
@@ -95,12 +95,7 @@ def _place(source: object, kind: str) -> Path:
         )
     text, place = os.fsdecode(source), Path(os.fsdecode(source))
     if not place.exists():
-        address = re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text)
-        raise DataError(
-            f"{shown(text)} is an address, and files are read. Mount the bucket, or copy its files."
-            if address
-            else f"{shown(text)} does not exist."
-        )
+        raise DataError(no_such(shown(text)))
     npz = place.name.lower().endswith(".npz")
     if kind == "features" and not npz and not is_table(place.name):
         raise DataError(
