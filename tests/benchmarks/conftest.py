@@ -10,6 +10,6 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripts(monkeypatch) -> Path:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return SCRIPTS

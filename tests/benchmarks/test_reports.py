@@ -1,6 +1,4 @@
-"""A page of benchmarks/results is what its script makes of the figures that were kept: nothing in
-it was typed by hand.
-"""
+"""A page of benchmarks/results is what its script makes of the figures that were kept."""
 
 from __future__ import annotations
 
@@ -70,11 +68,11 @@ def raw_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_is_made_of_what_was_kept(name: str) -> None:
+def test_the_page_is_made_of_what_was_kept(name):
     assert page(name, raw_of(name)) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_whatever_was_kept_has_its_page_tested() -> None:
+def test_whatever_was_kept_has_its_page_tested():
     kept_too = {
         "cards",
         "anml_table2_earlier",
@@ -85,7 +83,7 @@ def test_whatever_was_kept_has_its_page_tested() -> None:
     assert {path.stem for path in (RESULTS / "raw").iterdir()} == set(PAGES) | kept_too
 
 
-def test_recipes_train_for_as_many_epochs_as_were_chosen() -> None:
+def test_recipes_train_for_as_many_epochs_as_were_chosen():
     script: Any = importlib.import_module("fashion")
     for recipe in script.RECIPES:
         values = script.means([row for row in kept("fashion.jsonl") if row["recipe"] == recipe])

@@ -72,7 +72,7 @@ def entry(folder: Path) -> Path:
     return found
 
 
-def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
+def test_computed_once_then_read(data, tmp_path):
     net = Net()
     first = compute(net, data, tmp_path)
     np.testing.assert_allclose(first, plain(data), rtol=1e-6)
@@ -85,7 +85,7 @@ def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
     assert net.items == 37
 
 
-def test_interrupted_it_goes_on(data: ArrayDataset, tmp_path: Path) -> None:
+def test_interrupted_it_goes_on(data, tmp_path):
     whole = compute(Net(), data, tmp_path / "other")
     with pytest.raises(KeyboardInterrupt):
         compute(Net(fail_after=16), data, tmp_path)
@@ -99,9 +99,7 @@ def test_interrupted_it_goes_on(data: ArrayDataset, tmp_path: Path) -> None:
     assert net.items == 0
 
 
-def test_a_damaged_block_is_computed_again(
-    data: ArrayDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_is_computed_again(data, tmp_path, caplog):
     whole = np.array(compute(Net(), data, tmp_path))
     file = entry(tmp_path) / "features.f32"
     content = bytearray(file.read_bytes())
@@ -118,9 +116,7 @@ def test_a_damaged_block_is_computed_again(
 
 
 @pytest.mark.parametrize("cut", ["half", "empty", "gone"])
-def test_a_file_cut_short(
-    data: ArrayDataset, tmp_path: Path, cut: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_cut_short(data, tmp_path, cut, caplog):
     whole = np.array(compute(Net(), data, tmp_path))
     file = entry(tmp_path) / "features.f32"
     if cut == "gone":
@@ -132,7 +128,7 @@ def test_a_file_cut_short(
 
 
 @pytest.mark.parametrize("sums", [b"", b"nonsense", bytes(80), b"x" * 80, b"y" * 999])
-def test_damaged_checksums_are_not_trusted(data: ArrayDataset, tmp_path: Path, sums: bytes) -> None:
+def test_damaged_checksums_are_not_trusted(data, tmp_path, sums):
     whole = np.array(compute(Net(), data, tmp_path))
     (entry(tmp_path) / "sums").write_bytes(sums)
     net = Net()
@@ -141,9 +137,7 @@ def test_damaged_checksums_are_not_trusted(data: ArrayDataset, tmp_path: Path, s
         assert net.items == 37
 
 
-def test_whatever_could_change_a_feature_makes_another_entry(
-    data: ArrayDataset, tmp_path: Path
-) -> None:
+def test_whatever_could_change_a_feature_makes_another_entry(data, tmp_path):
     compute(Net(), data, tmp_path)
     other = ArrayDataset(data.arrays.copy(), data.labels)
     net = Net()
@@ -163,7 +157,7 @@ def test_whatever_could_change_a_feature_makes_another_entry(
         assert net.items == len(changed)
 
 
-def test_a_changed_file_is_another_content(tmp_path: Path) -> None:
+def test_a_changed_file_is_another_content(tmp_path):
     files = [tmp_path / f"{i}.png" for i in range(3)]
     for i, file in enumerate(files):
         Image.new("L", (6, 6), i).save(file)
@@ -180,11 +174,11 @@ def test_a_changed_file_is_another_content(tmp_path: Path) -> None:
         compute(net, data, tmp_path / "cache")
 
 
-def test_unknown_content_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_content_is_not_kept(tmp_path, caplog):
     class Secret(Dataset):
         labels = keys = ("a", "b")
 
-        def __getitem__(self, index: int) -> Image.Image:
+        def __getitem__(self, index):
             return Image.new("L", (6, 6), index + 5)
 
     for _ in range(2):
@@ -195,7 +189,7 @@ def test_unknown_content_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not list(tmp_path.iterdir())
 
 
-def test_features_must_be_finite_rows(data: ArrayDataset, tmp_path: Path) -> None:
+def test_features_must_be_finite_rows(data, tmp_path):
     with pytest.raises(DataError, match=r"features of 8 are not finite"):
         compute(
             lambda x: (
@@ -211,23 +205,23 @@ def test_features_must_be_finite_rows(data: ArrayDataset, tmp_path: Path) -> Non
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, data: ArrayDataset, tmp_path: Path) -> None:
+def test_cache_folder(monkeypatch, data, tmp_path):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "here"))
     assert cache_folder() == tmp_path / "here"
-    compute(Net(), data, None)  # type: ignore[arg-type]
+    compute(Net(), data, None)
     assert (tmp_path / "here" / "features").is_dir()
     monkeypatch.delenv("RETRIEVAL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert "retrieval" in str(cache_folder())
 
 
-def test_a_cache_that_cannot_be_written(data: ArrayDataset, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="set RETRIEVAL_CACHE to another folder"):
         compute(Net(), data, tmp_path / "file")
 
 
-def test_a_disk_that_fills_up(data: ArrayDataset, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up(data, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (300, hard)
@@ -242,11 +236,9 @@ def test_a_disk_that_fills_up(data: ArrayDataset, tmp_path: Path) -> None:
     assert 0 < net.items < 37
 
 
-def test_two_at_once_compute_once(
-    data: ArrayDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_at_once_compute_once(data, tmp_path, caplog):
     class Slow(Net):
-        def __call__(self, x: Tensor) -> Tensor:
+        def __call__(self, x):
             time.sleep(0.05)
             return super().__call__(x)
 

@@ -1,6 +1,4 @@
-"""`retrieval data check`: what was planted in real images is found, each with its mark; clean
-images are left in peace.
-"""
+"""`retrieval data check` finds what was planted in real images, and leaves clean ones in peace."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +42,7 @@ def parts() -> list[Image.Image]:
 
 
 @pytest.fixture
-def photos(parts: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def photos(parts, tmp_path, monkeypatch) -> Path:
     """`photos/train/CLASS` and `photos/test/CLASS`: five classes a side, two images each, all
     different.
     """
@@ -91,13 +87,13 @@ def plant(photos: Path) -> None:
     shutil.move(test / "C9.png", test / "alone" / "19.png")
 
 
-def test_clean_photographs_are_clean(photos: Path, cli: Callable[..., Any]) -> None:
+def test_clean_photographs_are_clean(photos, cli):
     done = cli("data", "check", "photos")
     assert (done.code, done.err) == (0, "")
     assert done.out == "photos: 20 items of 10 labels; 10 test, 10 train\nNo problems found.\n"
 
 
-def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) -> None:
+def test_all_that_was_planted_is_found(photos, cli):
     plant(photos)
     done = cli("data", "check", "photos", "--output", "found.json")
     assert done.code == 1 and not done.err
@@ -162,12 +158,7 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
     )
 
 
-def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(
-    photos: Path, cli: Callable[..., Any]
-) -> None:
-    """A 12-bit camera's values are not scaled, and 0 to 255 in 16 bits are black: in grey and in
-    colour.
-    """
+def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(photos, cli):
     grey = np.asarray(Image.open(photos / "train" / "c0" / "0.png").convert("L")).astype(np.uint16)
     grey = grey * 255 // grey.max()
     for name, values in (
@@ -204,7 +195,7 @@ def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(
 def sixteen_bit_colour(values: np.ndarray) -> bytes:
     """A PNG of 16-bit RGB, all three the same."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def chunk(kind, data):
         return (
             struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         )
@@ -217,7 +208,7 @@ def sixteen_bit_colour(values: np.ndarray) -> bytes:
     )
 
 
-def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[..., Any]) -> None:
+def test_a_recipe_says_the_sides_and_a_csv_file_too(photos, cli):
     plant(photos)
     for broken in ("train/c4/cut.png", "train/c4/empty.jpg"):
         (photos / broken).unlink()
@@ -241,9 +232,7 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[
     assert changed.code == 2 and "[split]" in changed.err  # no class has items enough
 
 
-def test_what_a_model_takes_for_the_same(
-    photos: Path, bundle: Any, cli: Callable[..., Any]
-) -> None:
+def test_what_a_model_takes_for_the_same(photos, bundle, cli):
     plant(photos)
     found = check_data(photos, model=bundle, within=0.05, progress=False)
     by_model = [each for each in found.near if each.by == "model"]
@@ -270,7 +259,7 @@ def test_what_a_model_takes_for_the_same(
     )
 
 
-def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     monkeypatch.setattr(near, "_PAGE", 17)
     random = np.random.default_rng(0)
     vectors = np.concatenate(
@@ -296,7 +285,7 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyP
     ) == pytest.approx(expected)
     assert found.complete and (np.diff(found.distance) >= 0).all()
 
-    def manhattan(one: int, others: Any) -> Any:
+    def manhattan(one, others):
         return np.abs(vectors[others].astype(float) - vectors[one]).sum(1)
 
     city = near_pairs(vectors, 0.3, spans=[(0, 3), (3, 6)], measure=manhattan)
@@ -316,9 +305,7 @@ def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyP
     assert not ended.complete and len(ended.first) < 100 * near._MOST
 
 
-def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(monkeypatch):
     vectors = np.ones((300, 4), np.float32)
     whole = near_pairs(vectors, 0.1)
     assert whole.complete and len(whole.first) == 300 * 299 // 2
@@ -327,14 +314,12 @@ def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
     assert not part.complete and len(part.first) < 300 * 299 // 2
 
 
-def test_a_measure_that_orders_otherwise_does_not_hide_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a row's nearest 32 some are far by the measure, and more than 32 are near by it."""
+def test_a_measure_that_orders_otherwise_does_not_hide_pairs(monkeypatch):
+    """More than a row's nearest 32 are near by the measure, and some of those 32 are far."""
     random = np.random.default_rng(0)
     vectors = (0.1 * random.normal(size=(400, 2))).astype(np.float32)
 
-    def across(row: int, others: Any) -> Any:
+    def across(row, others):
         return np.abs(vectors[row].astype(float) - vectors[others])[:, 0]
 
     whole = near_pairs(vectors, 0.02, measure=across, candidates=32)
@@ -344,7 +329,7 @@ def test_a_measure_that_orders_otherwise_does_not_hide_pairs(
     assert not near_pairs(vectors, 0.02, measure=across, candidates=32).complete
 
 
-def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
+def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path):
     one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     (tmp_path / "a").mkdir()
     for number in range(300):
@@ -356,7 +341,7 @@ def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
     assert "and 294 more" in found.text()
 
 
-def test_marks_of_sides_and_labels() -> None:
+def test_marks_of_sides_and_labels():
     subjects = [
         Subject("q", "a", "query"),
         Subject("g", "a", "gallery"),
@@ -384,7 +369,7 @@ def test_marks_of_sides_and_labels() -> None:
     assert "'Cat' / 'cat', on different sides of the split" in both.text()
 
 
-def test_vectors_that_are_the_same_or_are_none(tmp_path: Path) -> None:
+def test_vectors_that_are_the_same_or_are_none(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     vectors[3] = vectors[0]
     vectors[5, 2] = np.nan
@@ -409,22 +394,20 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path: Path) -> None:
         (["broken"], "None of the 1 items can be read"),
     ],
 )
-def test_mistakes_are_sentences(
-    arguments: list[str], sentence: str, photos: Path, cli: Callable[..., Any]
-) -> None:
+def test_mistakes_are_sentences(arguments, sentence, photos, cli):
     Path("broken").mkdir()
     Path("broken", "a.jpg").touch()
     done = cli("data", "check", *arguments)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err
 
 
-def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos: Path) -> None:
+def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos):
     Image.new("1", (8000, 8000)).save(photos / "test" / "c5" / "bomb.png")
     found = check_data(photos, progress=False)
     assert len(found.broken) == 1 and "pixels" in found.broken[0][1] and not found.same
 
 
-def test_ctrl_c_leaves_nothing(photos: Path) -> None:
+def test_ctrl_c_leaves_nothing(photos):
     code = (
         "import sys, time\nimport retrieval.run.check_data as c\nfrom retrieval.cli.app import"
         " main\ndef slow(item):\n    sys.stdout.write('began\\n'); sys.stdout.flush()\n   "
@@ -446,7 +429,7 @@ def test_ctrl_c_leaves_nothing(photos: Path) -> None:
     assert not list(Path().glob("found.json*"))
 
 
-def test_a_dataset_of_arrays_has_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
     from retrieval.data.splits import make_splits
     from retrieval.data.subjects import OfDataset
     from retrieval.recipe.tables import Split
@@ -461,10 +444,7 @@ def test_a_dataset_of_arrays_has_no_files(monkeypatch: pytest.MonkeyPatch, tmp_p
         check_data([], progress=False)
 
 
-def test_clean_digits_raise_no_alarm(tmp_path: Path) -> None:
-    """False alarms by picture on 1,797 real and different digits, and what of their copies is
-    found: figures, not adjectives.
-    """
+def test_clean_digits_raise_no_alarm(tmp_path):
     digits = (load_digits().images * 15.9).astype(np.uint8)
     np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
     pictures = np.stack([fingerprint(Image.fromarray(each)).picture for each in digits])

@@ -1,10 +1,7 @@
-"""Images that are two in one: what the pixels and labels of a batch are then, and which losses take
-them.
-"""
+"""Images that are two in one: pixels, labels, and which losses take them."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +43,7 @@ def batches(mix: Any, **more: Any) -> TrainBatches:
     )
 
 
-def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels() -> None:
+def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels():
     plain = list(batches(None).epoch(1))
     for (inputs, labels), (own, classes) in zip(batches("mixup").epoch(1), plain, strict=True):
         assert (
@@ -64,7 +61,7 @@ def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels() -> None:
         assert torch.equal(labels.other, classes[partner])
 
 
-def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area() -> None:
+def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area():
     areas = set()
     plain = list(batches(None).epoch(0))
     for (inputs, labels), (own, classes) in zip(batches("cutmix").epoch(0), plain, strict=True):
@@ -87,7 +84,7 @@ def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area() -> None:
 
 
 @pytest.mark.parametrize("mix", ["mixup", "cutmix"])
-def test_weights_follow_their_distribution_and_boxes_stay_inside(mix: Any) -> None:
+def test_weights_follow_their_distribution_and_boxes_stay_inside(mix):
     drawn = [
         Mix.drawn(Augmentation(mix=mix, mix_alpha=0.4), (0, 0, b), 6, (20, 30)) for b in range(400)
     ]
@@ -103,7 +100,7 @@ def test_weights_follow_their_distribution_and_boxes_stay_inside(mix: Any) -> No
             assert 0 <= rows.start <= rows.stop <= 20 and 0 <= columns.start <= columns.stop <= 30
 
 
-def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike() -> None:
+def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike():
     changes = {"transforms": [], "horizontal_flip": 0.5}
     whole = list(batches("mixup", **changes).epoch(2))
     for rank in (0, 1):
@@ -122,7 +119,7 @@ def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike() 
         assert torch.equal(inputs, again)
 
 
-def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> None:
+def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path):
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.step import Step
@@ -143,7 +140,7 @@ def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> 
 
 
 class TestRefusals:
-    def test_a_loss_of_pairs(self) -> None:
+    def test_a_loss_of_pairs(self):
         recipe = Recipe(
             **{**RECIPE, "loss": {"name": "pml.contrastive"}}, augmentation={"mix": "cutmix"}
         )
@@ -152,11 +149,11 @@ class TestRefusals:
         ):
             run_one_batch(recipe)
 
-    def test_a_miner(self) -> None:
+    def test_a_miner(self):
         with pytest.raises(RecipeError, match="needs one label per item"):
             Recipe(**RECIPE, miner={"name": "pml.multi_similarity"}, augmentation={"mix": "cutmix"})
 
-    def test_a_recipe_that_mixes_runs(self) -> None:
+    def test_a_recipe_that_mixes_runs(self):
         assert "The recipe is fine." in "\n".join(
             run_one_batch(Recipe(**RECIPE, augmentation={"mix": "cutmix"}))
         )

@@ -1,11 +1,8 @@
-"""Objects made in Python in the places of named parts: trained, recorded, opened again, resumed,
-exported.
-"""
+"""Objects made in Python in the places of named parts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +50,13 @@ TABLES = {key: SMALL[key] for key in ("name", "split", "sampler", "head", "train
 
 
 @pytest.fixture(scope="module")
-def own(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Run:
+def own(cache, tmp_path_factory) -> retrieval.Run:
     return retrieval.train(
         TABLES, tmp_path_factory.mktemp("own") / "run", progress=False, **objects()
     )
 
 
-def test_the_objects_are_trained_and_yours_stay_as_they_are(
-    own: retrieval.Run, tmp_path: Path
-) -> None:
+def test_the_objects_are_trained_and_yours_stay_as_they_are(own, tmp_path):
     given = objects()
     before = {name: value.clone() for name, value in given["backbone"].state_dict().items()}
     run = retrieval.train(TABLES, tmp_path / "run", progress=False, **given)
@@ -77,12 +72,12 @@ def test_the_objects_are_trained_and_yours_stay_as_they_are(
         assert torch.equal(value, trained[name])
 
 
-def test_the_width_of_features_is_measured(own: retrieval.Run) -> None:
+def test_the_width_of_features_is_measured(own):
     assert own.model.backbone.features == 32
     assert own.model.preprocessing == retrieval.plugin.Preprocessing((8, 8), 1)
 
 
-def test_a_module_that_says_nothing_gets_images_as_for_imagenet(tmp_path: Path) -> None:
+def test_a_module_that_says_nothing_gets_images_as_for_imagenet(tmp_path):
     from retrieval.model.products import IMAGENET, ModuleBackbone
 
     module = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten())
@@ -90,7 +85,7 @@ def test_a_module_that_says_nothing_gets_images_as_for_imagenet(tmp_path: Path) 
     assert made.preprocessing == IMAGENET and IMAGENET.size == (224, 224) and made.features == 12
 
 
-def test_vectors_go_to_a_module_as_they_are(cache: Path, tmp_path: Path) -> None:
+def test_vectors_go_to_a_module_as_they_are(cache, tmp_path):
     from retrieval.data.datasets import ArrayDataset
 
     digits = load_digits()
@@ -107,7 +102,7 @@ def test_vectors_go_to_a_module_as_they_are(cache: Path, tmp_path: Path) -> None
     assert run.model.backbone.features == 24 and run.model.preprocessing is None
 
 
-def test_the_folder_says_what_it_needs(own: retrieval.Run) -> None:
+def test_the_folder_says_what_it_needs(own):
     text = (own.path / "recipe.toml").read_text(encoding="utf-8")
     assert (
         'name = "object.Net"' in text
@@ -118,7 +113,7 @@ def test_the_folder_says_what_it_needs(own: retrieval.Run) -> None:
     assert said["loss"]["settings"]["margin"] == 0.2 and said["data"]["items"] == 1797
 
 
-def test_it_is_opened_with_the_same_objects_and_evaluated(own: retrieval.Run) -> None:
+def test_it_is_opened_with_the_same_objects_and_evaluated(own):
     opened = retrieval.load(str(own.path), **objects())
     for name, value in opened.model.state_dict().items():
         assert torch.equal(value, own.model.state_dict()[name])
@@ -127,7 +122,7 @@ def test_it_is_opened_with_the_same_objects_and_evaluated(own: retrieval.Run) ->
     assert figures["trained"]["recall_at_1"] > 0.5
 
 
-def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrieval.Run) -> None:
+def test_without_its_objects_it_is_refused_with_all_that_are_missing(own):
     with pytest.raises(retrieval.errors.RecipeError) as caught:
         retrieval.load(own.path)
     assert len(caught.value.problems) == 3
@@ -144,14 +139,12 @@ def test_without_its_objects_it_is_refused_with_all_that_are_missing(own: retrie
         ({"count": 900}, r"another dataset: count was|another dataset: 1,797 items then, 900 now"),
     ],
 )
-def test_other_objects_are_refused(
-    own: retrieval.Run, other: dict[str, Any], sentence: str
-) -> None:
+def test_other_objects_are_refused(own, other, sentence):
     with pytest.raises(retrieval.errors.DataError, match=sentence):
         retrieval.load(own.path, **objects(**other))
 
 
-def test_an_object_of_another_class_is_refused(own: retrieval.Run) -> None:
+def test_an_object_of_another_class_is_refused(own):
     from pytorch_metric_learning.losses import ContrastiveLoss
 
     with pytest.raises(
@@ -161,14 +154,14 @@ def test_an_object_of_another_class_is_refused(own: retrieval.Run) -> None:
         retrieval.load(own.path, **(objects() | {"loss": ContrastiveLoss()}))
 
 
-def test_changed_items_are_refused(own: retrieval.Run) -> None:
+def test_changed_items_are_refused(own):
     given = objects()
     given["dataset"].arrays[17, 3, 3] ^= 1
     with pytest.raises(retrieval.errors.DataError, match="its items, their labels or sides differ"):
         retrieval.load(own.path, **given)
 
 
-def test_an_object_for_a_plugins_part_is_refused(trained: retrieval.Run) -> None:
+def test_an_object_for_a_plugins_part_is_refused(trained):
     with pytest.raises(
         retrieval.errors.DataError,
         match=r"\[backbone\] core.convnet, not with an object. Leave backbone=… out",
@@ -176,7 +169,7 @@ def test_an_object_for_a_plugins_part_is_refused(trained: retrieval.Run) -> None
         retrieval.load(trained.path, backbone=Net())
 
 
-def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache, tmp_path):
     whole = retrieval.train(
         TABLES | {"train": {"epochs": 2}}, tmp_path / "whole", progress=False, **objects()
     )
@@ -191,9 +184,9 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(cache: Path, tmp_path:
         assert torch.equal(value, resumed.model.state_dict()[name])
 
 
-def test_it_is_exported_like_any_other(own: retrieval.Run, tmp_path: Path) -> None:
+def test_it_is_exported_like_any_other(own, tmp_path):
     bundle = own.export(tmp_path / "bundle", progress=False)
-    digit = Digits().arrays[3]  # type: ignore[index]
+    digit = Digits().arrays[3]
     with torch.inference_mode():
         expected = own.model(torch.from_numpy(digit)[None, None])[1].numpy()
     assert bundle.encode(digit, progress=False) == pytest.approx(expected, abs=1e-5)
@@ -214,7 +207,7 @@ class Half(retrieval.plugin.Combiner):
         return (query_emb - ref_emb).square().sum(1).add(1e-12).sqrt() / 2
 
 
-def test_a_loss_whose_distance_is_the_combiner_keeps_it(cache: Path, tmp_path: Path) -> None:
+def test_a_loss_whose_distance_is_the_combiner_keeps_it(cache, tmp_path):
     combiner = Half()
     loss = TripletMarginLoss(margin=0.2, distance=combiner)
     run = retrieval.train(
@@ -259,8 +252,8 @@ def flat(x: Tensor) -> Tensor:
     ],
 )
 def test_what_breaks_a_contract_is_refused_before_anything_is_written(
-    cache: Path, tmp_path: Path, part: dict[str, Any], sentence: str
-) -> None:
+    cache, tmp_path, part, sentence
+):
     if isinstance(part.get("backbone"), nn.Conv2d):
         part["backbone"].preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
     with pytest.raises(retrieval.errors.RetrievalError, match=sentence):
@@ -268,17 +261,15 @@ def test_what_breaks_a_contract_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_a_frozen_modules_features_are_found_again_only_for_what_it_does(cache, tmp_path):
     class Mean(nn.Module):
         preprocessing = retrieval.plugin.Preprocessing((8, 8), 1)
 
-        def __init__(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        def __init__(self, reduce):
             super().__init__()
             self.reduce = reduce
 
-        def forward(self, images: Tensor) -> Tensor:
+        def forward(self, images):
             return self.reduce(images.flatten(1)).reshape(-1, 8)
 
     frozen = TABLES | {"backbone": {"frozen": True}, "loss": SMALL["loss"], "data": SMALL["data"]}
@@ -303,7 +294,7 @@ class Pairs(torch.utils.data.Dataset[Any]):
         return image * (1 - self.noise * torch.rand(1)), int(DIGITS.target[index])
 
 
-def test_the_sides_of_a_dictionary_are_not_pooled(cache: Path, tmp_path: Path) -> None:
+def test_the_sides_of_a_dictionary_are_not_pooled(cache, tmp_path):
     recipe = {name: table for name, table in SMALL.items() if name not in ("data", "split")}
     sides = {"train": Pairs(), "test": (DIGITS.images[300:500] / 16, DIGITS.target[300:500])}
     with pytest.raises(retrieval.errors.RecipeError, match=r"mix the sides.*by = \"given\""):
@@ -312,7 +303,7 @@ def test_the_sides_of_a_dictionary_are_not_pooled(cache: Path, tmp_path: Path) -
     assert len(run.splits.query) == 200 and "dictionary_of_sides, core.convnet" in repr(run)
 
 
-def test_random_transforms_of_a_dataset_are_refused(tmp_path: Path) -> None:
+def test_random_transforms_of_a_dataset_are_refused(tmp_path):
     random = Pairs()
     random.noise = 0.5
     with pytest.raises(retrieval.errors.DataError, match=r"item 0 differs.*\[augmentation\]"):
@@ -320,8 +311,8 @@ def test_random_transforms_of_a_dataset_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cache, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     recipe = {name: table for name, table in SMALL.items() if name != "data"}
     run = retrieval.train(recipe, "run", dataset=Pairs(), progress=False)

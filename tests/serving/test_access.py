@@ -110,12 +110,11 @@ def test_a_wrong_key_is_refused_and_shown_to_nobody(served, index_path, keys):
 
 
 def test_a_changed_file_is_taken_up_with_no_failed_request(served, index_path, keys):
-    """While another client searches all the time, keys come, go and are damaged."""
     steady, gone = made(keys, "steady"), made(keys, "gone")
     server = served(index_path, "--keys", str(keys))
     port, stop, failed, done = server.port, threading.Event(), [], [0]
 
-    def search_on() -> None:
+    def search_on():
         while not stop.is_set():
             answer = search(port, steady)
             done[0] += 1
@@ -147,7 +146,7 @@ def test_a_changed_file_is_taken_up_with_no_failed_request(served, index_path, k
 
 
 def test_without_keys_it_is_for_this_machine_only(served, index_path, keys, cli):
-    def start(*options: str) -> str:
+    def start(*options):
         refused = cli("serve", index_path, "--port", "0", *options)
         assert refused.code == 2 and not refused.out
         return str(refused.err)
@@ -201,14 +200,10 @@ def clients_of(server) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("host", "proxy"),
-    [
-        ("127.0.0.1", "127.0.0.0/24"),
-        ("::", "::ffff:127.0.0.1"),
-    ],
+    ("host", "proxy"), [("127.0.0.1", "127.0.0.0/24"), ("::", "::ffff:127.0.0.1")]
 )
 def test_a_proxy_that_is_named_says_who_asks(served, index_path, host, proxy):
-    """On a socket for both versions of IP too, where an IPv4 address has another form."""
+    """An IPv4 address has another form on a socket for both versions of IP."""
     options = ("--open", "read", "--log-format", "json", "--host", host)
     proxies = ("--proxy-header-from", proxy, "--proxy-header-from", "10.0.0.0/8")
     server = served(index_path, *options, *proxies)
@@ -246,12 +241,11 @@ def test_names_that_no_request_can_have_are_refused(index_path, served, cli):
 
 
 def test_nobody_fills_the_server_with_wrong_keys(served, index_path, keys):
-    """The attack: a flood of made-up keys and addresses, while an honest client searches."""
     honest = made(keys, "honest")
     server = served(index_path, "--keys", str(keys))
     port, answers = server.port, []
 
-    def flood(number: int) -> None:
+    def flood(number):
         for turn in range(150):
             fake = f"rk_{turn:06x}{number:06x}_{'A' * 43}"
             answers.append(search(port, fake, source=f"127.0.{number}.{turn % 250 + 1}").status)

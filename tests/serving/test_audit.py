@@ -84,7 +84,7 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
     server = served(living, "--open", "admin", "--audit", str(audit))
     size = audit.stat().st_size
 
-    def put(id: str) -> int:
+    def put(id):
         return server.client.put(f"/v1/items/{id}", json={"vector": [0.25] * 16}).status_code
 
     for room in (0, 10):  # nothing fits, and a part of a line
@@ -135,7 +135,7 @@ def test_a_line_is_bounded_and_whole(tmp_path):
 def test_many_threads_write_whole_lines(tmp_path):
     audit = Audit(tmp_path / "a")
 
-    def work(number: int) -> None:
+    def work(number):
         for turn in range(20):
             with audit.recording(change("put", [f"{number}.{turn}"])):
                 pass

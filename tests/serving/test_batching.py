@@ -34,17 +34,17 @@ def answers(
     workers, sizes, trails = Workers(Settings(workers=1)), list[int](), [Trail() for _ in queries]
     search, served = index.search, Served("i", index, Settings(), workers)
 
-    def counted(vectors: np.ndarray, *given: int, **more: object) -> list[object]:
+    def counted(vectors, *given, **more):
         sizes.append(len(vectors))
         return search(vectors, *given, **more)
 
-    async def ask(query: Query, trail: Trail) -> object:
+    async def ask(query, trail):
         hits: list[object] = []
         TRAIL.set(trail)
         await served.search(query, lambda _, found, index: hits.extend(found[0]) or b"")
         return hits
 
-    async def ask_all() -> list[object]:
+    async def ask_all():
         gate = threading.Event()
         busy = asyncio.create_task(workers.searches.run(gate.wait))
         await asyncio.sleep(0.05)

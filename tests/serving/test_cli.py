@@ -1,7 +1,5 @@
 """The commands as a user types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -19,7 +17,7 @@ from retrieval.serving.http.settings import Settings
 
 @pytest.fixture
 def retrieval(tmp_path):
-    def run(*arguments: object) -> subprocess.CompletedProcess:
+    def run(*arguments):
         return subprocess.run(
             [sys.executable, "-m", "retrieval.cli", *map(str, arguments)],
             capture_output=True,

@@ -1,6 +1,4 @@
-"""The client against a real server: every method, waiting and in asyncio; folders pushed,
-interrupted and pushed on.
-"""
+"""The client against a real server: every method, waiting and in asyncio; folders pushed."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ IDS += ["image", "é" * 900]
 
 
 @pytest.fixture
-def empty(bundle_path: Path, tmp_path: Path) -> Path:
+def empty(bundle_path, tmp_path) -> Path:
     create_index(tmp_path / "i", bundle_path, progress=False)
     return tmp_path / "i"
 
 
 @pytest.fixture
-def folder(photos: Path, tmp_path: Path) -> Path:
+def folder(photos, tmp_path) -> Path:
     """40 images in two folders, among other files."""
     place = tmp_path / "pictures"
     for label in ("0", "1"):

@@ -241,7 +241,6 @@ def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 def test_a_client_that_waits_leaves_no_thread_behind():
-    """Closed, or only forgotten; and one that is closed says so."""
     before = threading.active_count()
     with Server((200, {}, FOUND)) as server:
         client = Client(server.url)

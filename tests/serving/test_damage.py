@@ -107,7 +107,7 @@ def test_replacing_without_the_system_call(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_nothing(makers, bundle_path, tmp_path):
-    """Files may not grow beyond a limit that is set for every file of the index in turn."""
+    """The limit is just below the size of each of the index's largest files in turn."""
     makers.write_digits(tmp_path / "photos", 400)
     out = tmp_path / "whole"
     create_index(out, bundle_path, [tmp_path / "photos"], progress=False)
@@ -156,7 +156,7 @@ def test_what_appears_meanwhile_is_not_replaced(bundle_path, folder, tmp_path, m
     """Another program puts a folder in the place just before the last step."""
     rename = Path.rename
 
-    def late(path: Path, other: Path) -> Path:
+    def late(path, other):
         if other == tmp_path / "i":
             other.mkdir()
             (other / "mine").touch()
@@ -194,7 +194,6 @@ SLOW = textwrap.dedent("""
 
 
 def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path):
-    """Ctrl-C is tested where the command is (test_cli.py)."""
     photos = tmp_path / "photos"
     makers.write_digits(photos, 200)
     makers.spoil(photos / "0", 2)
@@ -279,7 +278,6 @@ def test_an_open_bundle_runs_as_before(makers, tmp_path):
 
 
 def test_the_copy_in_an_index_is_the_bundle_that_made_it(makers, photos, tmp_path):
-    """A bundle that is exchanged for another while an index is built from it."""
     path = makers.make_bundle(tmp_path / "b")
     bundle = Bundle.open(path, threads=1)
     shutil.rmtree(path)

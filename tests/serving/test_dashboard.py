@@ -1,6 +1,4 @@
-"""The dashboard of `deploy/` shows every figure that the server gives, by the names and labels of
-the code.
-"""
+"""The dashboard of `deploy/` shows every figure that the server gives."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def family(name: str) -> str:
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path) -> None:
+def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)

@@ -1,6 +1,4 @@
-"""`retrieval embed` on this machine: what it writes, what an index makes of it, what is refused,
-and going on after a kill.
-"""
+"""`retrieval embed`: what it writes, what an index makes of it, and going on after a kill."""
 
 from __future__ import annotations
 
@@ -257,7 +255,7 @@ def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monke
     honest = pq.read_table(part)
     width = len(honest["vector"][0])
 
-    def column(name: str, values: pa.Array) -> pa.Table:
+    def column(name, values):
         return honest.set_column(honest.schema.get_field_index(name), name, values)
 
     rows = len(honest)

@@ -44,7 +44,7 @@ def sleepy(served, index_path, photos, tmp_path):
     """A server whose searches hang while `hang` exists."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
 
-    def start(*options: str) -> SimpleNamespace:
+    def start(*options):
         words = [str(tmp_path / "sleepy.py"), str(tmp_path)]
         server = served(
             index_path, "--workers", "1", "--images", str(photos), *options, program=words
@@ -170,7 +170,7 @@ def writing(served, bundle_path, tmp_path) -> SimpleNamespace:
     acknowledged: list[str] = []
     statuses: list[int] = []
 
-    def write(number: int) -> None:
+    def write(number):
         with httpx.Client(base_url=server.url, timeout=30) as client:
             for turn in range(100_000):
                 id = f"{number}-{turn}"
@@ -227,10 +227,10 @@ def snapshotting(served, bundle_path, photos, tmp_path):
     copies.mkdir()
     answers: list[httpx.Response | None] = []
 
-    def start(*options: str) -> SimpleNamespace:
+    def start(*options):
         server = served(tmp_path / "i", "--open", "admin", "--snapshots", str(copies), *options)
 
-        def ask() -> None:
+        def ask():
             try:
                 answers.append(httpx.post(f"{server.url}/v1/snapshots", timeout=60))
             except httpx.TransportError:

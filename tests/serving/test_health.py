@@ -42,7 +42,7 @@ def readiness_of(index: Any, **settings: Any) -> Iterator[Readiness]:
 def probed(index_path) -> Iterator[SimpleNamespace]:
     with open_index(index_path, threads=1) as index, readiness_of(index) as readiness:
 
-        def probe() -> dict[str, str]:
+        def probe():
             asyncio.run(readiness.probe())
             return readiness.checks()
 
@@ -66,7 +66,7 @@ def test_decoders_that_were_killed_are_replaced(probed):
 def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
     decoders = probed.readiness._served.workers.decoders
 
-    def refuse(*arguments: Any, **more: Any) -> None:
+    def refuse(*arguments, **more):
         raise Undecodable("none starts") from PermissionError(
             13, "Permission denied", "/root/python"
         )
@@ -114,7 +114,7 @@ def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
             index.add([photos / "1"], progress=False)
             with readiness_of(index, open="write") as readiness:
 
-                def probe() -> dict[str, str]:
+                def probe():
                     asyncio.run(readiness.probe())
                     return readiness.checks()
 
@@ -141,7 +141,7 @@ def test_a_reader_needs_no_room(tmp_path):
 def probing(makers, tmp_path) -> Callable[..., Path]:
     """Make a bundle with a probe, whose vector (of a variant) may be spoilt."""
 
-    def make(name: str, spoil: float = 0.0, of: str | None = None, **options: Any) -> Path:
+    def make(name, spoil=0.0, of=None, **options):
         path = makers.make_bundle(tmp_path / name, **options)
         manifest = read_manifest(path)
         opened = {

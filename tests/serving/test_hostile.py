@@ -1,8 +1,4 @@
-"""Bundles made by someone who means harm: each is refused in a sentence, soon, and without much
-memory.
-"""
-
-from __future__ import annotations
+"""Bundles made by someone who means harm are refused soon, without much memory."""
 
 import sys
 

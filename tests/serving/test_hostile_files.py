@@ -25,9 +25,7 @@ def faiss_files(folder: Path, vectors: np.ndarray) -> dict[str, tuple[bytes, str
     """FAISS files that are not what `ivf` of these vectors is, and what the refusal says."""
     width = vectors.shape[1]
 
-    def lists(
-        rows: np.ndarray, quantiser: faiss.Index, *, elsewhere: bool = False, count: int = 0
-    ) -> bytes:
+    def lists(rows, quantiser, *, elsewhere=False, count=0):
         made = faiss.IndexIVFFlat(quantiser, rows.shape[1], 2, quantiser.metric_type)
         made.cp.min_points_per_centroid = 1
         made.train(rows)
@@ -124,7 +122,6 @@ def ran(code: str, *words: object) -> str:
 
 
 def test_numbers_in_a_faiss_file_that_were_chosen_to_harm(tmp_path):
-    """In a process of its own: each is refused or harmless, and never the end of the process."""
     refused = [int(line) for line in ran(SPOILED, tmp_path / "structure").split()]
     assert len(refused) == 3 and min(refused) > 0
 

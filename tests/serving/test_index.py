@@ -1,7 +1,5 @@
 """Building and searching, against plain loops in float64."""
 
-from __future__ import annotations
-
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor

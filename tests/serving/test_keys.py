@@ -1,7 +1,5 @@
 """API keys: the file, the command, and how fast and how well a key is known again."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
@@ -191,7 +189,7 @@ def test_a_file_is_bounded(tmp_path, monkeypatch):
 def test_two_commands_at_once_lose_no_key(tmp_path):
     path, faults = tmp_path / "keys", []
 
-    def add(number: int) -> None:
+    def add(number):
         for _ in range(100):
             try:
                 add_key(path, new_key(f"k{number}", "read")[1])

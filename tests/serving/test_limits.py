@@ -60,9 +60,6 @@ def test_a_gallery_of_pipes_and_changed_files_stops_nothing(served, makers, bund
 
 
 def test_memory_comes_back_after_large_uploads(served, index_path):
-    """In the lull after a burst of 240 MB the server's own process holds at most 24 MB more than
-    before it.
-    """
     server = served(index_path)
     image = io.BytesIO()
     Image.new("L", (4000, 5000)).save(image, "PPM")
@@ -71,7 +68,7 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
     )  # cut off: refused at the end
     before = memory_of(server)
 
-    def send() -> None:
+    def send():
         for _ in range(3):
             assert wire.ask(server.port, upload).status in (422, 503)
 
@@ -84,14 +81,13 @@ def test_memory_comes_back_after_large_uploads(served, index_path):
 
 
 def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
-    """Beyond it 503; whatever becomes of a body, its bytes come back."""
     monkeypatch.setattr(models, "BODY_MEMORY", 1_000_000)
     memory = BodyMemory()
 
-    def request(*chunks: bytes) -> Request:
+    def request(*chunks):
         left = [*chunks]
 
-        async def receive() -> dict:
+        async def receive():
             if not left:
                 return {"type": "http.disconnect"}
             return {
@@ -103,7 +99,7 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
         headers = [(b"content-type", b"image/png")]
         return Request({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive)
 
-    async def scenario() -> None:
+    async def scenario():
         limits = {"image": 900_000}
         first = await memory.read(request(bytes(600_000)), limits, "")
         assert memory.held == len(first.content) == 600_000
@@ -126,9 +122,7 @@ def test_bodies_share_a_memory_and_give_it_back(monkeypatch):
 
 
 def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_proxys(port):
-    """nginx keeps its connections 60 seconds and Caddy 120: the server must not close one that they
-    use again.
-    """
+    """nginx keeps its connections for 60 seconds, Caddy for 120."""
     assert KEEP_ALIVE_SECONDS > 120
     began = time.monotonic()
     with wire.connect(port) as dripping, wire.connect(port) as kept:
@@ -144,7 +138,7 @@ def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_prox
 
 @pytest.mark.parametrize("upgrade", ["h2c", "websocket"])
 def test_an_upgrade_is_answered_as_if_it_were_not_asked_for(port, upgrade):
-    """The JDK's client asks for h2c with every POST. A body is a body, never a request."""
+    """The JDK's client asks for h2c with every POST. A body is never a request."""
     inner = b"GET /v1/indexes HTTP/1.1\r\nHost: localhost\r\n\r\n"
     headers = (
         f"Upgrade: {upgrade}",

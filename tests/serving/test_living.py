@@ -1,5 +1,4 @@
-"""A living index over HTTP: any id, what it keeps of originals, filters, damage, and a folder that
-is replaced."""
+"""A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def with_limits(**limits: float) -> list[str]:
 
 
 @pytest.fixture
-def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
+def living(bundle_path, photos, tmp_path) -> Path:
     create_index(tmp_path / "i", bundle_path, [photos], progress=False)
     return tmp_path / "i"
 
@@ -113,9 +112,6 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
 
 
 def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path):
-    """One that browsers do not show is decoded within the server's limits; bytes wait in the memory
-    that uploads may take.
-    """
     create_index(tmp_path / "i", bundle_path, progress=False)
     vector = {"vector": np.ones(WIDTH, np.float32)}
     bomb = io.BytesIO()
@@ -149,9 +145,6 @@ def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path)
 
 
 def test_filters(living, photos, served):
-    """In a form and in JSON, as text and as an object; what is none is refused (the rest:
-    filters/test_bounds.py).
-    """
     server = served(living)
     image = next(photos.rglob("*.png")).read_bytes()
 
@@ -259,9 +252,6 @@ def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path
 
 
 def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
-    """To the last bit, and in the same order where distances are equal; answers are the asker's
-    own.
-    """
     random = np.random.default_rng(0)
     vectors = random.integers(-2, 3, (60, WIDTH)).astype(np.float32)
     vectors[30:] = vectors[:30]
@@ -300,7 +290,6 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
 def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
     makers, living, bundle_path, photos, served, tmp_path
 ):
-    """Also one with another bundle, and back again, under searches and after a write."""
     other = makers.make_bundle(tmp_path / "other", seed=7)
     server = served(living, "--open", "admin", "--workers", "2")
     image = next(photos.rglob("*.png")).read_bytes()
@@ -352,9 +341,7 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
 def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     does, living, bundle_path, photos, monkeypatch
 ):
-    """Two requests meet the old folder at a time; the second to notice finds the new one served
-    already.
-    """
+    """Two requests meet the old folder; the second finds the new one served already."""
     count = len(list((photos / "1").iterdir()))
     old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)

@@ -1,6 +1,4 @@
-"""A server under load while another process adds, deletes, compacts, migrates and rolls back: no
-failed request, and no answer of two bundles.
-"""
+"""A server under load while its index changes and migrates: no failed or mixed answer."""
 
 from __future__ import annotations
 

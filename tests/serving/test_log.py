@@ -1,6 +1,4 @@
-"""The server's log: a line a request, by whose id an answer is found, and none that acts on a
-terminal.
-"""
+"""The server's log: a line a request, and none that acts on a terminal."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ def test_what_acts_on_a_terminal_is_escaped(form, written):
 
 
 def test_nobody_waits_for_who_reads_the_log():
-    """Standard error is a full pipe that nobody reads: lines are dropped, and the one who writes
-    goes on.
-    """
+    """Standard error is a full pipe that nobody reads: lines are dropped."""
     code = """
 import logging, os
 from retrieval.serving.http import monitoring

@@ -99,9 +99,6 @@ def test_no_client_multiplies_the_series(served, index_path, photos):
 
 
 def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
-    """A picture, a vector, several and again, and a deletion: each is written once, and what is
-    refused never.
-    """
     create_index(tmp_path / "i", bundle_path, progress=False)
     server = served(tmp_path / "i", "--open", "write")
     picture = {"image": (photos / "3" / "0003.png").read_bytes()}
@@ -120,7 +117,6 @@ def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
 
 
 def test_why_work_was_refused(served, index_path):
-    """One worker: of 150 batches at once, some are told that the queue is full."""
     server = served(index_path, "--workers", "1", "--max-bytes", "1000")
     big = wire.post(wire.form(bytes(3000)), wire.FORM)
     assert wire.ask(server.port, big).status == 413

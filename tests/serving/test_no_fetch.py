@@ -1,6 +1,4 @@
-"""No URL of a request is fetched, and no path of one reaches the file system: a server is watched
-from inside while it is asked for both.
-"""
+"""No URL of a request is fetched, and no path of one reaches the file system."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ DOCUMENT = document(Routes)
 
 
 @pytest.fixture
-def living(index_path: Path, tmp_path: Path) -> Path:
+def living(index_path, tmp_path) -> Path:
     return Path(shutil.copytree(index_path, tmp_path / "i"))
 
 
@@ -56,7 +56,6 @@ def valid(schema: dict, content: object) -> bool:
 
 
 def test_answers_are_what_the_document_says(served, living, photos):
-    """One answer at least of each operation, and its parameters are those that the code takes."""
     server = served(living, "--open", "admin", "--snapshots", str(living.parent))
     image = next(photos.rglob("*.png")).read_bytes()
     vector, seen = [0.5] * WIDTH, set()
@@ -115,7 +114,6 @@ def test_answers_are_what_the_document_says(served, living, photos):
 
 
 def test_the_document_names_the_role_that_each_operation_takes(served, living):
-    """A key of that role comes further than the key; none, and one of the role below, do not."""
     keys = living.parent / "keys.jsonl"
     sent = {}
     for role in ("read", "write", "admin"):
@@ -150,7 +148,6 @@ def test_the_document_names_the_role_that_each_operation_takes(served, living):
 
 
 def test_whatever_schemathesis_sends_is_answered_as_the_document_says(served, living):
-    """Bounded: a few requests an operation, right and wrong ones."""
     schemathesis = pytest.importorskip("schemathesis")
     requests = pytest.importorskip("requests")
     from hypothesis import HealthCheck, Phase, given, settings

@@ -113,7 +113,6 @@ PASTE = """async ([name, bytes, type]) => {
 
 
 def test_a_pasted_image_and_a_photo(browser, shared, index_path, photos):
-    """On a phone, which has a camera: the button that takes a photo is there, and only there."""
     server = shared(index_path, "--images", str(photos))
     five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
     for touch in (False, True):

@@ -1,6 +1,4 @@
-"""Parquet tables in a living index: images, paths and features; added, changed, embedded again; and
-tables that mean harm.
-"""
+"""Parquet tables in a living index: images, paths and features; and tables that mean harm."""
 
 from __future__ import annotations
 
@@ -254,9 +252,6 @@ def test_bad_features_are_sentences(vectors, says, makers, tmp_path):
 
 
 def test_damaged_tables_are_sentences(images, bundle_path, tmp_path):
-    """Bytes that are cut off, turned over, or no table at all: a sentence, or the items; never
-    anything else.
-    """
     whole = images.read_bytes()
     random = np.random.default_rng(0)
     kinds, told = set(), {True}

@@ -61,7 +61,7 @@ def answering(server: SimpleNamespace, count: int) -> set[int]:
     """Return the processes that answered searches since this was asked, when there are so many."""
     before = len(server.log.read_text().splitlines())
 
-    def pids() -> set[int]:
+    def pids():
         assert wire.ask(server.port, SEARCH).status == 200
         lines = map(json.loads, server.log.read_text().splitlines()[before:])
         pids = {line["process"] for line in lines if line.get("route") == "/v1/search"}

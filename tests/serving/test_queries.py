@@ -1,6 +1,4 @@
-"""What a search takes: images, features and vectors, alone and in lists; and images encoded by the
-thousand.
-"""
+"""What a search takes: images, features and vectors, alone and in lists."""
 
 import threading
 
@@ -134,9 +132,6 @@ def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
 
 
 def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
-    """Decoding waits for the encoder: never more images decoded than two batches and the one being
-    put together.
-    """
     bundle = Bundle.open(bundle_path, threads=1)
     lock, made, used, most = threading.Lock(), 0, 0, 0
     decode, graph = bundle_module.decode, type(bundle._sessions.encoder)

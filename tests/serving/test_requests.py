@@ -1,6 +1,4 @@
-"""Requests that are not what they should be, to a real server over real sockets: a sentence, and
-never a 500.
-"""
+"""Requests that are not what they should be: a sentence, and never a 500."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ def port(shared, index_path) -> int:
 
 
 def test_ambiguous_framing_is_refused(port):
-    """Whatever a proxy before this server might read in another way."""
     line, host, end = b"POST /v1/search HTTP/1.1\r\n", b"Host: localhost\r\n", b"\r\n"
     kind, body = b"Content-Type: application/json\r\n", b'{"vector": [1]}'
     for name, request, status in (

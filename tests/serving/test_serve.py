@@ -1,7 +1,5 @@
 """A real server in a process of its own, asked over real HTTP."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess
@@ -182,10 +180,7 @@ def test_bad_requests_get_a_sentence(server, photos):
 def test_originals_are_shown_only_below_folders_that_the_operator_names(
     served, index_path, photos, tmp_path
 ):
-    """An index names files of this machine, and may be a stranger's.
-
-    A link counts as what it leads to.
-    """
+    """An index names files of this machine, and may be a stranger's."""
     query = {"vector": [0.0] * 16, "k": 1}
     url = "/v1/items/3%2F0003.png"
     plain = served(index_path).client
@@ -275,13 +270,12 @@ def test_the_event_loop_stays_free_while_pictures_are_decoded(served, index_path
 
 
 def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
-    """A quick answer waits for no long one that the same thread took after it."""
     import asyncio
 
     from retrieval.serving.http.turns import Turns
     from retrieval.serving.stages import TRAIL, Trail
 
-    async def quick_and_long() -> None:
+    async def quick_and_long():
         turns, gate, begun = Turns("images", 2, 16), threading.Event(), []
         quick = asyncio.create_task(turns.run(lambda: 5))
         long = [asyncio.create_task(turns.run(gate.wait)) for _ in range(2)]
@@ -336,9 +330,7 @@ print("ended in good order")
 
 
 def test_a_signal_that_comes_before_it_listens_ends_the_server(index_path):
-    """The last moment before uvicorn takes signals itself: one was lost there, and the server ran
-    on.
-    """
+    """One that came just before uvicorn takes signals was lost, and the server ran on."""
     done = subprocess.run(
         [sys.executable, "-c", TOLD_EARLY, str(index_path)],
         capture_output=True,

@@ -12,15 +12,12 @@ WIDTH = 16
 
 
 @pytest.fixture
-def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
+def living(bundle_path, photos, tmp_path) -> Path:
     create_index(tmp_path / "i", bundle_path, [photos], progress=False)
     return tmp_path / "i"
 
 
 def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_path):
-    """Each by its name; one that is not named is refused with the names; what is written to one is
-    not in the other.
-    """
     other = makers.make_bundle(tmp_path / "b", seed=3)
     create_index(tmp_path / "frozen.index", other, [photos / "1"], progress=False)
     create_index(tmp_path / "j", other, progress=False)

@@ -1,7 +1,5 @@
 """What can be indexed: folders, CSV manifests, features, odd names."""
 
-from __future__ import annotations
-
 import csv
 import os
 from pathlib import Path

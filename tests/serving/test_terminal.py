@@ -1,14 +1,10 @@
-"""Names from outside never steer the terminal: file names, labels, keys and folders are printed
-with their escapes.
-"""
+"""Names from outside never steer the terminal: they are printed with their escapes."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +20,7 @@ def harmless(outcome: Any) -> str:
 
 
 @pytest.fixture
-def photos(makers: ModuleType, tmp_path: Path) -> Path:
+def photos(makers, tmp_path) -> Path:
     """Digits of which some have a label, and one a file name, that clear a terminal and set its
     title.
     """
@@ -37,9 +33,7 @@ def photos(makers: ModuleType, tmp_path: Path) -> Path:
     return folder
 
 
-def test_index_and_search(
-    photos: Path, bundle_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_and_search(photos, bundle_path, cli, monkeypatch):
     monkeypatch.chdir(photos.parent)
     refused = cli("index", "create", "i", "photos", "--bundle", bundle_path)
     assert refused.code == 2 and f"bad{SHOWN}.png" in harmless(refused)
@@ -66,9 +60,7 @@ def test_index_and_search(
     assert gone.code == 2 and SHOWN in harmless(gone)
 
 
-def test_other_commands_and_mistyped_ones(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_commands_and_mistyped_ones(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path(f"{EVIL}.toml").write_text(
         f'[loss]\nname = {json.dumps(EVIL + ".x")}\n"{json.dumps(EVIL)[1:-1]}" = 1\n'

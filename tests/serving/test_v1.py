@@ -1,6 +1,4 @@
-"""The routes of /v1 over real HTTP: what is written is found, listed, shown and deleted; keys,
-cursors, limits.
-"""
+"""The routes of /v1 over real HTTP."""
 
 from __future__ import annotations
 
@@ -19,13 +17,13 @@ WIDTH = 16
 
 
 @pytest.fixture
-def empty(bundle_path: Path, tmp_path: Path) -> Path:
+def empty(bundle_path, tmp_path) -> Path:
     create_index(tmp_path / "i", bundle_path, progress=False)
     return tmp_path / "i"
 
 
 @pytest.fixture
-def living(index_path: Path, tmp_path: Path) -> Path:
+def living(index_path, tmp_path) -> Path:
     return Path(shutil.copytree(index_path, tmp_path / "i"))
 
 
@@ -233,12 +231,11 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
 
 
 def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
-    """A label alone never empties the metadata, and metadata alone never the label."""
     server = served(empty, "--open", "write")
     image = next(photos.rglob("*.png")).read_bytes()
     fields = {"label": "L", "metadata": json.dumps({"price": 1})}
 
-    def now() -> tuple:
+    def now():
         item = server.client.get("/v1/items/a").json()
         return item["label"], item["metadata"], item["keep"]
 
@@ -388,7 +385,6 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
 
 
 def test_other_bodies_are_refused(served, empty):
-    """Depth, duplicates, sizes and kinds of bodies, on every route that takes one."""
     server = served(empty, "--open", "admin", "--max-bytes", "100000")
     deep = '{"items": [{"id": "x", "metadata": ' + '{"a":' * 100 + "1" + "}" * 100 + "}]}"
     nan = '{"items": [{"id": "x", "vector": [' + "NaN," * 15 + "NaN]}]}"

@@ -147,7 +147,6 @@ def test_everything_works_without_torch(
 
 
 def test_a_server_without_its_extra_says_what_to_install(index_path, tmp_path):
-    """Hide what `serve` needs: the sentence names the command that mends it."""
     code = (
         "import sys\n"
         "for name in ('uvicorn', 'starlette', 'python_multipart'): sys.modules[name] = None\n"

@@ -1,9 +1,6 @@
 """Addresses: read once, refused where they hold a secret, and the store that each names."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import retrieval
@@ -53,14 +50,14 @@ def retrieval_stores():
         ),
     ],
 )
-def test_an_address_is_read(text: str, expected: tuple[Any, ...]) -> None:
+def test_an_address_is_read(text, expected):
     hits = place_of(text)
     assert isinstance(hits, Address) and str(hits) == text and place_of(hits) is hits
     assert (hits.scheme, hits.host, hits.port, hits.path, hits.options) == expected
     assert hits.name == expected[3].rpartition("/")[2]
 
 
-def test_everything_else_is_a_folder() -> None:
+def test_everything_else_is_a_folder():
     for text in ("photos.index", "/a/b", "./a:b", "C:/photos", "c://photos", "a:/b", "s3:"):
         assert place_of(text) == Path(text), text
     assert place_of("local:///data/my%20photos") == Path("/data/my photos")
@@ -86,7 +83,7 @@ def test_everything_else_is_a_folder() -> None:
         "milvus://host/photos?key=hunter2",
     ],
 )
-def test_a_secret_is_refused_and_not_repeated(text: str, cli: Any, tmp_path: Path) -> None:
+def test_a_secret_is_refused_and_not_repeated(text, cli, tmp_path):
     with pytest.raises(StoreError, match="environment variable") as fault:
         place_of(text)
     assert "hunter2" not in str(fault.value) and "ter2" not in str(fault.value)
@@ -113,7 +110,7 @@ def test_a_secret_is_refused_and_not_repeated(text: str, cli: Any, tmp_path: Pat
         (f"milvus://host/a?{'&'.join(f'a{n}=1' for n in range(60))}", "name=value"),
     ],
 )
-def test_what_cannot_be_read_is_a_sentence(text: str, said: str) -> None:
+def test_what_cannot_be_read_is_a_sentence(text, said):
     with pytest.raises(StoreError) as fault:
         place_of(text)
     assert (
@@ -123,7 +120,7 @@ def test_what_cannot_be_read_is_a_sentence(text: str, said: str) -> None:
     )
 
 
-def test_a_scheme_that_is_not_there(cli: Any) -> None:
+def test_a_scheme_that_is_not_there(cli):
     with pytest.raises(PluginError) as fault:
         retrieval.Index.open("shelv://host/photos", plugins=[EVERYTHING])
     said = str(fault.value)
@@ -135,7 +132,7 @@ def test_a_scheme_that_is_not_there(cli: Any) -> None:
     assert "pip install 'embedding-retrieval[timm]'" in cli("index", "list", "timm://x").err
 
 
-def test_local_comes_through_the_hook_and_loads_no_plugin(process: Any) -> None:
+def test_local_comes_through_the_hook_and_loads_no_plugin(process):
     assert find_store("local").make is LocalPlace and find_store("core.local") is find_store(
         "local"
     )
@@ -148,7 +145,7 @@ print([name for name in sys.modules if name.startswith("retrieval_") or name == 
     assert process("-c", code).out.strip() == "[]"
 
 
-def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_what_a_store_does_not_know_is_refused(tmp_path):
     place = store_place("shelf:///x?timeout=3", [EVERYTHING])
     assert place.timeout == 3 and str(place.address) == "shelf:///x?timeout=3"
     with pytest.raises(
@@ -175,7 +172,7 @@ def test_what_a_store_does_not_know_is_refused(tmp_path: Path) -> None:
         ("3", "cannot be called"),
     ],
 )
-def test_a_store_that_is_none(body: str, said: str, tmp_path: Path) -> None:
+def test_a_store_that_is_none(body, said, tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(
         "from retrieval.plugin import hookimpl\n\n@hookimpl\ndef retrieval_stores():\n"
@@ -186,7 +183,7 @@ def test_a_store_that_is_none(body: str, said: str, tmp_path: Path) -> None:
     assert said in str(fault.value)
 
 
-def test_an_index_at_an_address_knows_where_it_is(tmp_path: Path, plain_bundle: Path) -> None:
+def test_an_index_at_an_address_knows_where_it_is(tmp_path, plain_bundle):
     address = f"shelf://{tmp_path}/items"
     place = store_place(address, [EVERYTHING])
     assert not place.exists()

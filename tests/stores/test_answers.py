@@ -1,11 +1,9 @@
-"""What a local store measures while it searches is the answer's distance: each answer is that of
-plain arithmetic, whatever lies where."""
+"""Each answer of a local store is that of plain arithmetic, whatever lies where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -103,12 +101,7 @@ def names(numbers: range, seed: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("wanted", ["flat", "hnsw"])
 @pytest.mark.parametrize("large", [False, True])
-def test_items_come_change_and_go(
-    wanted: str, large: bool, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal vectors lie in a segment, in another, and among fresh items; some change places, some
-    go.
-    """
+def test_items_come_change_and_go(wanted, large, tmp_path, plain_bundle, monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
     monkeypatch.setattr(
@@ -135,8 +128,7 @@ def test_items_come_change_and_go(
         known.agrees(queries)
 
 
-def test_a_pair_has_one_distance_whoever_measures_it() -> None:
-    """The very same double, in whatever batch."""
+def test_a_pair_has_one_distance_whoever_measures_it():
     random = np.random.default_rng(0)
     for width in (1, 2, 3, 7, 8, 16, 31, 128, 300):
         some = random.normal(size=(50, width)).astype(np.float32)
@@ -158,10 +150,7 @@ def test_a_pair_has_one_distance_whoever_measures_it() -> None:
     [{"rescorer": True}, {"subspaces": True}, {"inner": True}, {}],
     ids=["rescorer", "sub-spaces", "inner", "plain"],
 )
-def test_whatever_a_bundle_measures(
-    options: dict[str, Any], tmp_path: Path, makers: ModuleType
-) -> None:
-    """As where the store hands over items and the index measures: the same answers, ties by id."""
+def test_whatever_a_bundle_measures(options, tmp_path, makers):
     bundle = Bundle.open(makers.make_bundle(tmp_path / "b", kind="features", **options), threads=1)
     features = (
         np.random.default_rng(3)
@@ -193,7 +182,7 @@ def test_whatever_a_bundle_measures(
 
 
 @pytest.fixture
-def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarray]]:
+def digits(tmp_path, plain_bundle) -> Iterator[tuple[Index, np.ndarray]]:
     """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a
     little apart.
     """
@@ -223,7 +212,7 @@ def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarr
         yield index, vectors
 
 
-def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
+def test_duplicates_are_all_found(digits):
     index, vectors = digits
     limit = 0.002
     squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
@@ -239,7 +228,7 @@ def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
     assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
 
 
-def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[Index, np.ndarray]) -> None:
+def test_chains_join_and_many_equal_ones_are_one_group(digits):
     index, vectors = digits
     chain = np.repeat(10 + vectors[:1], 60, axis=0)
     chain[:, 0] += np.arange(60) * 0.01

@@ -1,6 +1,4 @@
-"""A disk that is full at any write: the call is refused with a sentence, nothing is damaged, and
-the same store writes again once there is room.
-"""
+"""A disk that is full at any write: a sentence, no damage, and writes again with room."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ CHANGED = {"upsert": {*range(8000, 8050)}, "large": {*range(4500, 9000)}}
 
 
 @pytest.mark.parametrize("name", ["large", "compact", "snapshot"])
-def test_a_write_that_finds_no_room_changes_nothing(
-    name: str, tmp_path: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_finds_no_room_changes_nothing(name, tmp_path, bundle, other, monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     ids = {f"id{n}" for n in range(100)}
@@ -106,7 +102,7 @@ def test_a_write_that_finds_no_room_changes_nothing(
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     """A disk of its own, of 20 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -134,9 +130,7 @@ WHOLE = range(1500)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_full_disk_is_said_and_changes_nothing(
-    name: str, disk: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_and_changes_nothing(name, disk, bundle, other, monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
     create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
     message: list[str] = []
@@ -177,8 +171,8 @@ def test_a_full_disk_is_said_and_changes_nothing(
 
 
 def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
-    disk: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    disk, bundle, monkeypatch, caplog
+):
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
@@ -198,7 +192,7 @@ def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
         holds(again, bundle, {f"id{n}" for n in range(500, 1500)})
 
 
-def test_a_reader_that_finds_no_room_says_so(disk: Path, bundle: Bundle) -> None:
+def test_a_reader_that_finds_no_room_says_so(disk, bundle):
     """SQLite needs memory beside the record, also to read it."""
     create_local(disk / "i", bundle, widths_of(bundle))
     with LocalStore(disk / "i", upkeep=False) as store:
@@ -232,13 +226,8 @@ VERBS: dict[str, tuple[str, ...]] = {
 
 
 def test_each_command_says_that_the_disk_is_full_and_does_it_later(
-    disk: Path,
-    plain_bundle: Path,
-    other_bundle: Path,
-    makers: Any,
-    cli: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
+    disk, plain_bundle, other_bundle, makers, cli, tmp_path
+):
     makers.write_digits(tmp_path / "photos", 40)
     makers.write_digits(tmp_path / "more", 60)
     names = {

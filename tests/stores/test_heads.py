@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -28,10 +27,10 @@ COUNT = 60
 
 
 @pytest.fixture
-def split(makers: ModuleType, tmp_path: Path) -> Callable[..., Path]:
+def split(makers, tmp_path) -> Callable[..., Path]:
     """Make a split bundle; of one backbone, whatever the options."""
 
-    def make(name: str, **options: Any) -> Path:
+    def make(name, **options):
         path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / name, **options))
         return path
 
@@ -39,13 +38,13 @@ def split(makers: ModuleType, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def photos(makers: ModuleType, tmp_path: Path) -> Path:
+def photos(makers, tmp_path) -> Path:
     makers.write_digits(tmp_path / "photos", COUNT)
     return tmp_path / "photos"
 
 
 @pytest.fixture
-def path(split: Callable[..., Path], photos: Path, tmp_path: Path) -> Path:
+def path(split, photos, tmp_path) -> Path:
     """An index of photos that keeps features."""
     create_index(tmp_path / "i", split("old"), photos, keep_features=True, **QUIET)
     return tmp_path / "i"
@@ -88,9 +87,7 @@ def no_originals(photos: Path) -> Path:
 @pytest.mark.parametrize(
     "options", [{}, {"rescorer": True}, {"query_vectors": True}, {"subspaces": True}]
 )
-def test_another_head_takes_kept_features_and_no_original(
-    path: Path, split: Callable[..., Path], photos: Path, options: dict[str, Any]
-) -> None:
+def test_another_head_takes_kept_features_and_no_original(path, split, photos, options):
     new = split("new", seed=1, **options)
     with opened(path) as index:
         assert dict(index.generation.widths) == {"vector": 16, "features": 64}
@@ -114,8 +111,8 @@ def test_another_head_takes_kept_features_and_no_original(
 
 
 def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
-    path: Path, makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
-) -> None:
+    path, makers, split, photos, tmp_path
+):
     head = makers.make_bundle(
         tmp_path / "head", kind="features", rescorer=True, variant=True, seed=3
     )
@@ -142,9 +139,7 @@ def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
         is_of(index, path.parent / "old", photos)
 
 
-def test_an_index_of_features_keeps_them_for_the_next_head(
-    makers: ModuleType, tmp_path: Path
-) -> None:
+def test_an_index_of_features_keeps_them_for_the_next_head(makers, tmp_path):
     first, second = (
         makers.make_bundle(tmp_path / str(seed), kind="features", seed=seed) for seed in (0, 1)
     )
@@ -162,8 +157,8 @@ def test_an_index_of_features_keeps_them_for_the_next_head(
 
 
 def test_another_backbone_takes_originals_and_keeps_its_own_features(
-    path: Path, makers: ModuleType, photos: Path, tmp_path: Path
-) -> None:
+    path, makers, photos, tmp_path
+):
     import onnx
     from onnx import numpy_helper
     from retrieval.serving.manifest import write_manifest
@@ -186,9 +181,7 @@ def test_another_backbone_takes_originals_and_keeps_its_own_features(
         is_of(index, new, photos)
 
 
-def test_an_index_without_features_says_what_is_needed(
-    makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
-) -> None:
+def test_an_index_without_features_says_what_is_needed(makers, split, photos, tmp_path):
     whole = makers.make_bundle(tmp_path / "whole", variant=True)
     head = makers.make_bundle(tmp_path / "head", kind="features")
     ran = CliRunner().invoke(
@@ -215,9 +208,7 @@ def test_an_index_without_features_says_what_is_needed(
         assert len(index.store.generations()) == 1
 
 
-def test_an_item_that_an_older_generation_left_out_stays_out(
-    path: Path, makers: ModuleType, split: Callable[..., Path], photos: Path, tmp_path: Path
-) -> None:
+def test_an_item_that_an_older_generation_left_out_stays_out(path, makers, split, photos, tmp_path):
     gone = sorted(photos.glob("*/*.png"))[3]
     aside = gone.rename(tmp_path / "aside.png")
     other = split("other", seed=5)
@@ -255,12 +246,7 @@ def test_an_item_that_an_older_generation_left_out_stays_out(
     assert check_index(path) == ([], [])
 
 
-def test_writes_and_merges_while_a_head_is_applied(
-    path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the segments that are made and the record's word of them: a deleted item, a new one,
-    and a merge.
-    """
+def test_writes_and_merges_while_a_head_is_applied(path, split, photos, monkeypatch):
     new = split("new", seed=1)
     with opened(path) as index:
         ids = [item.id for item in index.scan()]
@@ -268,7 +254,7 @@ def test_writes_and_merges_while_a_head_is_applied(
         index.upsert([replace(item, id=f"{id}-twin") for id, item in list(whole.items())[:7]])
         created, genuine = [], migrating._apply_head
 
-        def applied(*given: Any) -> Any:
+        def applied(*given):
             if not created:
                 index.delete(ids[:5])
                 index.upsert([replace(whole[ids[9]], id=f"late-{ids[9]}"), whole[ids[10]]])
@@ -291,14 +277,12 @@ def test_writes_and_merges_while_a_head_is_applied(
     assert check_index(path) == ([], [])
 
 
-def test_another_generation_that_is_served_meanwhile_ends_it(
-    path: Path, split: Callable[..., Path], photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_generation_that_is_served_meanwhile_ends_it(path, split, photos, monkeypatch):
     genuine = migrating._apply_head
     with opened(path) as index:
         other = split("other", seed=4)
 
-        def applied(*given: Any) -> Any:
+        def applied(*given):
             monkeypatch.setattr(migrating, "_apply_head", genuine)
             migrating.migrate(index, other, **QUIET)
             return genuine(*given)
@@ -309,9 +293,7 @@ def test_another_generation_that_is_served_meanwhile_ends_it(
         is_of(index, other, photos)
 
 
-def test_altered_features_are_not_taken(
-    path: Path, split: Callable[..., Path], photos: Path
-) -> None:
+def test_altered_features_are_not_taken(path, split, photos):
     (kept,) = (path / "arrays").glob("*.features")
     content = bytearray(kept.read_bytes())
     content[4096 + 70] ^= 4
@@ -330,17 +312,10 @@ def test_altered_features_are_not_taken(
 
 
 @pytest.mark.parametrize("point", ["applied", "switch"])
-def test_after_a_kill_the_same_call_goes_on(
-    path: Path,
-    split: Callable[..., Path],
-    photos: Path,
-    point: str,
-    killed: Callable[[Callable[[], object]], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_a_kill_the_same_call_goes_on(path, split, photos, point, killed, monkeypatch):
     new = split("new", seed=1)
 
-    def migrate() -> None:
+    def migrate():
         with opened(path) as index:
             index.migrate(new, **QUIET)
 
@@ -359,16 +334,12 @@ def test_after_a_kill_the_same_call_goes_on(
     assert len(list((path / "arrays").iterdir())) == 4
 
 
-def test_the_backbone_runs_once_for_an_item(
-    photos: Path, split: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_backbone_runs_once_for_an_item(photos, split, tmp_path, monkeypatch):
     counts: dict[str, int] = {"features": 0, "encode": 0}
     for name in counts:
         genuine = getattr(Bundle, name)
 
-        def counted(
-            self: Bundle, inputs: Any, name: str = name, genuine: Any = genuine, **more: Any
-        ) -> Any:
+        def counted(self, inputs, name=name, genuine=genuine, **more):
             counts[name] += len(inputs)
             return genuine(self, inputs, **more)
 

@@ -1,5 +1,4 @@
-"""A store that a plugin brings, as `retrieval plugins new --kind store` writes it: every verb of
-the command line, and HTTP, at its address."""
+"""A store that a plugin brings: every verb of the command line, and HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from email.message import Message
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,9 +26,7 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Call, makers: Any, plain_bundle: Path
-) -> Call:
+def journal(tmp_path, monkeypatch, cli, makers, plain_bundle) -> Call:
     """The verb of `retrieval index` at `journal://…/d.journal`, which holds thirty digits, as JSON
     where it gives that.
     """
@@ -39,7 +35,7 @@ def journal(
     makers.write_digits(tmp_path / "digits", 30)
     address = f"journal://{tmp_path}/d.journal?sync=false"
 
-    def call(verb: str, *words: Any, code: int = 0, json_: bool = True) -> Any:
+    def call(verb, *words, code=0, json_=True):
         done = cli(
             "index",
             verb,
@@ -52,7 +48,7 @@ def journal(
         assert done.code == code, done.err
         return json.loads(done.out) if json_ and code == 0 else done
 
-    call.address = address  # type: ignore[attr-defined]
+    call.address = address
     created = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
     assert (
         "Indexed 30 items" in created.out
@@ -62,9 +58,7 @@ def journal(
     return call
 
 
-def test_the_verbs_of_the_command_line(
-    journal: Any, tmp_path: Path, cli: Call, makers: Any, plain_bundle: Path
-) -> None:
+def test_the_verbs_of_the_command_line(journal, tmp_path, cli, makers, plain_bundle):
     digits = sorted((tmp_path / "digits").rglob("*.png"))
     assert journal("list")["count"] == 30
     again = journal("add", tmp_path / "digits")
@@ -103,7 +97,7 @@ def test_the_verbs_of_the_command_line(
     )  # what was there went first, as --replace says
 
 
-def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None:
+def test_snapshots_go_both_ways(journal, tmp_path, cli):
     journal("snapshot", tmp_path / "s.index")
     assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
     second = f"journal://{tmp_path}/second.journal"
@@ -138,9 +132,7 @@ create_index(sys.argv[1], sys.argv[2], [sys.argv[3]], plugins=["retrieval_acme"]
 """  # noqa: E501
 
 
-def test_what_a_killed_create_left_is_added_to(
-    journal: Any, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_create_left_is_added_to(journal, tmp_path, plain_bundle, monkeypatch):
     address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, 0
     environment = {
         **os.environ,
@@ -149,7 +141,7 @@ def test_what_a_killed_create_left_is_added_to(
     line = [sys.executable, "-c", KILLED, address, str(plain_bundle), str(tmp_path / "digits")]
     assert subprocess.run(line, env=environment).returncode == 9
 
-    def counted(self: Bundle, *given: Any, **named: Any) -> Any:
+    def counted(self, *given, **named):
         nonlocal encoded
         encoded += len(given[0])
         return encode(self, *given, **named)
@@ -169,12 +161,12 @@ def test_what_a_killed_create_left_is_added_to(
 
 
 def test_two_servers_of_one_address_follow_a_migration(
-    journal: Any, tmp_path: Path, plain_bundle: Path, other_bundle: Path
-) -> None:
+    journal, tmp_path, plain_bundle, other_bundle
+):
     image = sorted((tmp_path / "digits").rglob("*.png"))[7]
     old, new = (Bundle.open(path, threads=1).sha256 for path in (plain_bundle, other_bundle))
 
-    def answer(url: str) -> dict[str, Any]:
+    def answer(url):
         body = (
             b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
             + image.read_bytes()
@@ -262,8 +254,8 @@ def _asked(
 
 
 def test_a_store_that_goes_away_is_503_until_it_is_back(
-    tmp_path: Path, makers: Any, plain_bundle: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, makers, plain_bundle, cli, monkeypatch
+):
     makers.write_digits(tmp_path / "digits", 12)
     plugin, address = tmp_path / "flaky.py", f"flaky://{tmp_path}/d.index"
     plugin.write_text(FLAKY)
@@ -310,10 +302,7 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
             assert (status, headers["Retry-After"]) == (503, "1"), (name, message)
             assert (
                 "cannot be reached now" in message["detail"] and "try again" in message["detail"]
-            ), (
-                name,
-                message,
-            )
+            ), (name, message)
             assert "it is damaged" not in message["detail"] and "disk" not in message["detail"], (
                 name,
                 message,

@@ -1,14 +1,10 @@
-"""Structures of segments: what they find is measured on the vectors, and exact search stands in
-wherever they cannot be used.
-"""
+"""Structures of segments, and exact search wherever they cannot be used."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ COUNT = 6_000
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch) -> None:
     monkeypatch.setattr(structure, "MIN_ROWS", 1000)
     monkeypatch.setattr(structure, "COMPANION_MIN_ROWS", 1000)
 
@@ -83,14 +79,7 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_structure_finds(
-    wanted: StructureChoice,
-    kept: str,
-    least: float,
-    tmp_path: Path,
-    plain_bundle: Path,
-    vectors: np.ndarray,
-) -> None:
+def test_every_structure_finds(wanted, kept, least, tmp_path, plain_bundle, vectors):
     prices = np.arange(COUNT) % 100
     with created(tmp_path / "i", plain_bundle, vectors, wanted) as index:
         assert index.stats().details["structure"] == kept
@@ -108,12 +97,8 @@ def test_every_structure_finds(
     "wanted", [StructureChoice("flat"), StructureChoice("hnsw")], ids=["compact", "hnsw"]
 )
 def test_a_damaged_structure_is_told_and_built_again(
-    wanted: StructureChoice,
-    tmp_path: Path,
-    plain_bundle: Path,
-    vectors: np.ndarray,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    wanted, tmp_path, plain_bundle, vectors, caplog
+):
     created(tmp_path / "i", plain_bundle, vectors, wanted).close()
     (file,) = [path for path in (tmp_path / "i" / "arrays").iterdir() if path.suffix != ".vector"]
     content = bytearray(file.read_bytes())
@@ -129,9 +114,7 @@ def test_a_damaged_structure_is_told_and_built_again(
         assert recall(index, vectors, None, everything) >= 0.95 and not caplog.text
 
 
-def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
-    tmp_path: Path, vectors: np.ndarray
-) -> None:
+def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vectors):
     wide = np.zeros((COUNT, 20), np.float32)
     wide[:, 4:] = vectors
     wide.tofile(tmp_path / "wide")
@@ -159,9 +142,7 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
         Hnsw(m=8).load(tmp_path / "links")
 
 
-def test_codes_find_more_where_more_is_measured_again(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
-) -> None:
+def test_codes_find_more_where_more_is_measured_again(tmp_path, plain_bundle, vectors):
     found = []
     for expand in (1, 32):
         wanted = StructureChoice("ivfpq", {"bytes": 2, "lists": 1, "expand": expand})
@@ -171,9 +152,9 @@ def test_codes_find_more_where_more_is_measured_again(
 
 
 def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph's search ends among items that do not match; it once gave seven answers for ten."""
+    tmp_path, plain_bundle, vectors, monkeypatch
+):
+    """A graph's search ends among items that do not match: seven answers for ten."""
     monkeypatch.setattr(structure, "_MAX_CANDIDATES", 0)
     monkeypatch.setattr(structure, "_RARE_SHARE", 0.0)
     monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
@@ -185,10 +166,7 @@ def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
 
 
 @pytest.mark.parametrize("backend", ["flat", "hnsw"])
-def test_the_rows_behind_a_structure_are_found_too(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, backend: str
-) -> None:
-    """Exactly, with a filter and without, until the structure is built over them."""
+def test_the_rows_behind_a_structure_are_found_too(tmp_path, plain_bundle, vectors, backend):
     prices = np.arange(COUNT) % 100
     with created(tmp_path / "i", plain_bundle, vectors, StructureChoice(backend)) as index:
         moved = {n: -vectors[n] for n in range(1, COUNT, 7)}
@@ -213,14 +191,12 @@ def test_the_rows_behind_a_structure_are_found_too(
         assert details["covered"] == details["rows"] == COUNT - len(range(0, COUNT, 7))
 
 
-def test_the_background_builds_and_compacts(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_background_builds_and_compacts(tmp_path, plain_bundle, vectors, monkeypatch):
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 100)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("ivf"))
 
-    def until(done: Callable[[dict[str, Any]], bool]) -> None:
+    def until(done):
         end = time.monotonic() + 60
         while not done(index.stats().details):
             assert time.monotonic() < end, index.stats().details

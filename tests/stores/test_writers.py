@@ -1,5 +1,4 @@
-"""Several processes write to one index, whichever name each knows it by: all in turn, and nothing
-is lost."""
+"""Several processes write to one index, by whichever name: in turn, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +54,7 @@ store.close()
 
 
 @pytest.fixture
-def index(tmp_path: Path, bundle: Bundle) -> Path:
+def index(tmp_path, bundle) -> Path:
     create_local(tmp_path / "index", bundle, widths_of(bundle))
     return tmp_path / "index"
 
@@ -72,7 +70,7 @@ def run(jobs: list[list[object]], seconds: float) -> list[set[str]]:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        for path, who, count, how in jobs  # type: ignore[misc]
+        for path, who, count, how in jobs
     ]
     present = []
     for process, (_, who, count, _) in zip(processes, jobs, strict=True):
@@ -84,7 +82,7 @@ def run(jobs: list[list[object]], seconds: float) -> list[set[str]]:
                 _, start, stop = line_.split()
                 ids -= {f"{who} {n}" for n in range(int(start), int(stop))}
             else:
-                ids |= {f"{who} {n}" for n in range(int(line_) - int(count), int(line_))}  # type: ignore[call-overload]
+                ids |= {f"{who} {n}" for n in range(int(line_) - int(count), int(line_))}
         present.append(ids)
     return present
 
@@ -99,7 +97,7 @@ def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
         assert {entry.id for entry in hits} == ids
 
 
-def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
+def test_processes_write_in_turn_and_nothing_is_lost(index, bundle):
     present = run(
         [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 3
     )
@@ -107,7 +105,7 @@ def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle
     holds(index, bundle, set().union(*present))
 
 
-def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) -> None:
+def test_two_names_of_one_folder(index, bundle, tmp_path):
     """As `docker run -v photos.index:/index` and a command on the host see it."""
     (tmp_path / "mounted").mkdir()
     line = ["mount", "--bind", index, tmp_path / "mounted"]
@@ -124,7 +122,7 @@ def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) ->
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
-def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle) -> None:
+def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle):
     with tempfile.TemporaryDirectory() as parent:  # pytest closes its own folders to others
         Path(parent).chmod(0o755)
         _write_in_turn(Path(parent) / "index", bundle)
@@ -136,7 +134,7 @@ def _write_in_turn(index: Path, bundle: Bundle) -> None:
         os.chown(path, 12345, 12345)
     vectors = np.eye(16, dtype=np.float32)
 
-    def written(id: str, at: int) -> None:
+    def written(id, at):
         with LocalStore(index, upkeep=False) as store:
             store.upsert([Item(id, arrays={"vector": vectors[at]})], bundle.sha256)
             store.compact()
@@ -158,9 +156,7 @@ def _write_in_turn(index: Path, bundle: Bundle) -> None:
     holds(index, bundle, {f"{who} {turn}" for who in ("user", "root") for turn in range(3)})
 
 
-def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(index, bundle, monkeypatch):
     with LocalStore(index, upkeep=False) as reader, LocalStore(index, upkeep=False) as writer:
         writer.upsert(items(range(10)), bundle.sha256)
         assert reader.propose(VECTORS[:1], 1, bundle.sha256)[0].items[0].id == "id0"
@@ -169,7 +165,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
         rows = Array.rows
         compacted = []
 
-        def rows_of(array: Array, count: int) -> Any:
+        def rows_of(array, count):
             if (
                 count > len(array._mapped)
                 and not compacted
@@ -185,9 +181,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
         assert compacted
 
 
-def test_who_waits_too_long_is_told(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_too_long_is_told(index, bundle, monkeypatch):
     monkeypatch.setattr(record, "_BUSY_SECONDS", 0.2)
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items([1]), bundle.sha256)
@@ -202,9 +196,7 @@ def test_who_waits_too_long_is_told(
         assert store.upsert(items([1]), bundle.sha256) == 1
 
 
-def test_work_is_claimed_by_one_process(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_is_claimed_by_one_process(index, bundle, monkeypatch):
     monkeypatch.setattr(upkeep, "_WAIT", 0.2)
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items([1]), bundle.sha256)
@@ -216,21 +208,19 @@ def test_work_is_claimed_by_one_process(
         store.compact()
 
 
-def test_what_comes_and_goes_while_an_index_is_compacted(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_and_goes_while_an_index_is_compacted(index, bundle, monkeypatch):
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items(range(40)), bundle.sha256)
         store.delete(["id3"])
         append = upkeep.append
 
-        def meanwhile(*given: object) -> object:
+        def meanwhile(*given):
             monkeypatch.undo()
             other.upsert(items(range(40, 50)), bundle.sha256)
             other.delete(["id4", "id41"])
             other.upsert(items(range(5, 7)), bundle.sha256)
             other.upsert(items(range(50, 60)), bundle.sha256)
-            return append(*given)  # type: ignore[arg-type]
+            return append(*given)
 
         monkeypatch.setattr(upkeep, "append", meanwhile)
         store.compact()
@@ -250,7 +240,7 @@ def test_what_comes_and_goes_while_an_index_is_compacted(
 
 
 @pytest.fixture
-def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
+def frozen(index, bundle, tmp_path) -> Iterator[Path]:
     """The same folder where it may only be read, below a parent that may only be read; root may
     write to any other.
     """
@@ -272,9 +262,7 @@ def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", view], check=True)
 
 
-def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
-    frozen: Path, bundle: Bundle, tmp_path: Path
-) -> None:
+def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(frozen, bundle, tmp_path):
     writable = tmp_path / "outer" / "index"
     with LocalStore(writable, upkeep=False) as store:
         store.upsert(items(range(20)), bundle.sha256)
@@ -360,9 +348,7 @@ store.close()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(("backend", "queries"), [("flat", 1), ("hnsw", 64)])
-def test_a_child_searches_and_writes(
-    backend: str, queries: int, tmp_path: Path, plain_bundle: Path
-) -> None:
+def test_a_child_searches_and_writes(backend, queries, tmp_path, plain_bundle):
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice(backend))
     line = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "i", str(queries)]
@@ -401,7 +387,7 @@ assert store.count() == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_of_a_store_in_use_is_told(tmp_path: Path, plain_bundle: Path) -> None:
+def test_a_child_of_a_store_in_use_is_told(tmp_path, plain_bundle):
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     line = [sys.executable, "-W", "ignore", "-c", BUSY, tmp_path / "i"]
