@@ -41,6 +41,19 @@ def index_path(tmp_path_factory, photos, bundle_path) -> Path:
     return path
 
 
+@pytest.fixture
+def living(index_path, tmp_path) -> Path:
+    """A copy of that index, to be changed."""
+    return Path(shutil.copytree(index_path, tmp_path / "i"))
+
+
+@pytest.fixture
+def empty(bundle_path, tmp_path) -> Path:
+    """An index without items, to be changed."""
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    return tmp_path / "i"
+
+
 @pytest.fixture(scope="session")
 def forker() -> Iterator[Forker]:
     """What servers are forked from."""
@@ -115,20 +128,3 @@ def _until_ready(client: httpx.Client) -> None:
     while (answer := client.get("/readyz")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="session")
-def honest(tmp_path_factory, photos) -> Path:
-    """An index of 20 items by inverted lists. Not to be changed."""
-    folder = tmp_path_factory.mktemp("honest")
-    bundle = makers.make_bundle(folder / "b")
-    create_index(
-        folder / "i", bundle, [photos / "1"], backend="ivf", options={"lists": 2}, progress=False
-    )
-    return folder / "i"
-
-
-@pytest.fixture
-def index(honest, tmp_path) -> Path:
-    """An index of one's own, to be spoilt."""
-    return Path(shutil.copytree(honest, tmp_path / "i"))

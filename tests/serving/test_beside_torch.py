@@ -1,8 +1,5 @@
 """FAISS where faiss.contrib.torch_utils has replaced its methods, as PML makes it."""
 
-import subprocess
-import sys
-
 CODE = """
 import numpy as np
 import faiss, faiss.contrib.torch_utils
@@ -17,6 +14,6 @@ assert np.allclose(distances[:, 0], 0, atol=1e-3)
 """
 
 
-def test_searching_works_beside_faiss_torch_utils():
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_searching_works_beside_faiss_torch_utils(process):
+    done = process("-c", CODE)
+    assert done.code == 0, done.err

@@ -15,9 +15,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def exposed(path: Path) -> dict[str, set[str]]:
-    """Return the names of all samples that a server of two indexes gives, each with the labels that
-    it may have.
-    """
+    """The labels that each sample of a server of two indexes may have, by its name."""
     with Index.open(path, threads=1) as index:
         app = Application({"one": index, "other": index})
         trail = Trail()
@@ -27,13 +25,11 @@ def exposed(path: Path) -> dict[str, set[str]]:
         app._metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
         text = app._metrics.text().decode()
         app.workers.close()
-    labels_by_name: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels_by_name.setdefault(sample.name, set()).update(sample.labels)
-    return {
-        name: labels for name, labels in labels_by_name.items() if not name.endswith("_created")
-    }
+    labels: dict[str, set[str]] = {}
+    for metric in text_string_to_metric_families(text):
+        for sample in metric.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    return {name: own for name, own in labels.items() if not name.endswith("_created")}
 
 
 def family(name: str) -> str:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.serving.index.index import create_index
 
 SEARCH = wire.post(
     json.dumps({"vector": [0.5] * 16, "k": 1}).encode(), "application/json", "Connection: close"
@@ -22,27 +21,13 @@ SEARCH = wire.post(
 
 
 @contextmanager
-def two_processes(folder: Path, *options: str) -> Iterator[SimpleNamespace]:
-    words = [
-        "serve",
-        str(folder / "i"),
-        "--processes",
-        "2",
-        "--workers",
-        "1",
-        "--port",
-        "0",
-        *options,
-    ]
+def two_processes(folder: Path) -> Iterator[SimpleNamespace]:
+    words = ["serve", str(folder / "i"), "--processes", "2", "--workers", "1", "--port", "0"]
+    command = [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+        process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
     try:
         line = process.stdout.readline()
         assert line.startswith("Serving 200 items"), line + (folder / "log").read_text()
@@ -71,9 +56,8 @@ def answering(server: SimpleNamespace, count: int) -> set[int]:
 
 
 @pytest.fixture
-def folder(bundle_path, photos, tmp_path) -> Path:
-    create_index(tmp_path / "i", bundle_path, [photos], progress=False)
-    return tmp_path
+def folder(living) -> Path:
+    return living.parent
 
 
 def requests_counted(server: SimpleNamespace) -> float:

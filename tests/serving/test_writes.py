@@ -12,19 +12,12 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 import wire
 from PIL import Image
-from retrieval.serving.index.index import Index, create_index
+from retrieval.serving.index.index import Index
 
 WIDTH = 16
 _BUSY = "too many changes are waiting"
-
-
-@pytest.fixture
-def empty(bundle_path, tmp_path) -> Path:
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    return tmp_path / "i"
 
 
 @contextmanager
