@@ -1,7 +1,5 @@
 """Every format's worst cases are refused, or decoded within the limits of time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time

@@ -1,7 +1,5 @@
 """Puts benchmarks/ on the path: its scripts are no package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command of a benchmark that a page names is one that the script takes."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

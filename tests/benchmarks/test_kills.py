@@ -1,7 +1,5 @@
 """Killed writers lose nothing acknowledged: a few of what `benchmarks/kills.py` does."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -16,27 +14,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def kept(script: str, count: int, seed: int, output: Path) -> Any:
-    """Return what a script keeps.
-
-    It forks, so it has a process of its own: a child of this one would wait for threads it has not.
-    """
-    line = [
-        sys.executable,
-        BENCHMARKS / f"{script}.py",
-        "--count",
-        count,
-        "--seed",
-        seed,
-        "--output",
-        output,
-    ]
-    done = subprocess.run(
-        list(map(str, line)),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    """Return what a script keeps; it forks, so it has a process of its own."""
+    line = [sys.executable, BENCHMARKS / f"{script}.py", "--count", count]
+    line += ["--seed", seed, "--output", output]
+    options = {"capture_output": True, "text": True, "timeout": 400}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, line)), env=environment, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((output / "raw" / f"{script}.json").read_text(encoding="utf-8"))
 

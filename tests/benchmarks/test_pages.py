@@ -1,7 +1,5 @@
 """Figures on five pages come from results by a script, or say where they are from."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

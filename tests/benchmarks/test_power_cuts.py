@@ -1,7 +1,5 @@
 """A power cut loses nothing acknowledged: a few of what `benchmarks/power_cuts.py` does."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Figures that papers print stand in benchmarks/published.toml, and in no script."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -1,7 +1,5 @@
 """A killed server loses nothing acknowledged: seconds of what `benchmarks/soak.py` does."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

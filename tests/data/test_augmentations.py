@@ -1,7 +1,5 @@
 """Transforms of training images by name, and several views of an item."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading
@@ -70,22 +68,13 @@ def digits() -> ArrayDataset:
     )
 
 
-def batches(
-    dataset: ArrayDataset, sampler: Sampler, augmentation: Augmentation, **more: Any
-) -> TrainBatches:
+def batches(dataset, sampler, augmentation, **more) -> TrainBatches:
     labels = np.unique(np.array(dataset.labels), return_inverse=True)[1]
     transforms = [PLUGINS.build("augmentations", each) for each in augmentation.transforms]
-    return TrainBatches(
-        dataset,
-        np.arange(len(dataset)),
-        labels,
-        Preprocessing((8, 8), 1, (0.5,), (0.5,)),
-        sampler=sampler,
-        augmentation=augmentation,
-        transforms=transforms,
-        seed=3,
-        **more,
-    )
+    options = {"sampler": sampler, "augmentation": augmentation, "transforms": transforms}
+    preprocessing = Preprocessing((8, 8), 1, (0.5,), (0.5,))
+    items = np.arange(len(dataset))
+    return TrainBatches(dataset, items, labels, preprocessing, seed=3, **options, **more)
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))
@@ -148,22 +137,20 @@ def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn():
 
 @pytest.mark.parametrize("crop", [None, (0.5, 1.0)])
 def test_batches_are_the_same_wherever_a_run_goes_on(digits, crop):
-    changes = Augmentation(
-        crop_scale=crop, transforms=["RandAugment", {"name": "RandomAffine", "degrees": 20}]
-    )
+    transforms = ["RandAugment", {"name": "RandomAffine", "degrees": 20}]
+    changes = Augmentation(crop_scale=crop, transforms=transforms)
     sampler = Sampler(classes=4, items=3, batches=4)
-    loader = batches(digits, sampler, changes)
-    whole = [inputs for inputs, _ in loader.epoch(2)]
-    resumed = [inputs for inputs, _ in batches(digits, sampler, changes).epoch(2, start=2)]
+
+    def inputs(augmentation, **options) -> list[Tensor]:
+        return [rows for rows, _ in batches(digits, sampler, augmentation).epoch(2, **options)]
+
+    whole = inputs(changes)
+    resumed = inputs(changes, start=2)
     assert all(torch.equal(a, b) for a, b in zip(whole[2:], resumed, strict=True))
-    shares = [[inputs for inputs, _ in loader.epoch(2, rank=rank, world=2)] for rank in (0, 1)]
-    assert all(
-        torch.equal(torch.cat(parts), batch)
-        for parts, batch in zip(zip(*shares, strict=True), whole, strict=True)
-    )
-    plain = [
-        inputs for inputs, _ in batches(digits, sampler, Augmentation(crop_scale=crop)).epoch(2)
-    ]
+    shares = (inputs(changes, rank=rank, world=2) for rank in (0, 1))
+    for *parts, batch in zip(*shares, whole, strict=True):
+        assert torch.equal(torch.cat(parts), batch)
+    plain = inputs(Augmentation(crop_scale=crop))
     assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
 
 

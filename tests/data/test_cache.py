@@ -1,16 +1,14 @@
-from __future__ import annotations
-
 import logging
 import os
-import resource
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from limits import files_of_at_most
 from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data.cache import frozen_features
@@ -40,16 +38,10 @@ class Net:
         )
 
 
-def compute(net: Any, data: Dataset, folder: Path, **options: Any) -> NDArray[np.float32]:
-    options = {
-        "width": 3,
-        "fingerprint": "net 1",
-        "device": "cpu",
-        "batch": 8,
-        "progress": False,
-        "folder": folder,
-    } | options
-    return frozen_features(net, data, options.pop("preprocessing", PRE), **options)
+def compute(net: Any, data: Dataset, folder: Path | None, **options: Any) -> NDArray[np.float32]:
+    settings = {"width": 3, "fingerprint": "net 1", "device": "cpu", "batch": 8}
+    settings |= {"progress": False, "folder": folder} | options
+    return frozen_features(net, data, settings.pop("preprocessing", PRE), **settings)
 
 
 @pytest.fixture
@@ -190,17 +182,13 @@ def test_unknown_content_is_not_kept(tmp_path, caplog):
 
 
 def test_features_must_be_finite_rows(data, tmp_path):
+    def infinite(x):
+        if x[0, 0, 0, 0] == data.arrays[8, 0, 0]:
+            return torch.full((len(x), 2), torch.inf)
+        return x.flatten(1)[:, :2].float()
+
     with pytest.raises(DataError, match=r"features of 8 are not finite"):
-        compute(
-            lambda x: (
-                torch.full((len(x), 2), torch.inf)
-                if x[0, 0, 0, 0] == data.arrays[8, 0, 0]
-                else x.flatten(1)[:, :2].float()
-            ),
-            data,
-            tmp_path,
-            width=2,
-        )
+        compute(infinite, data, tmp_path, width=2)
     with pytest.raises(DataError, match="shape"):
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
 
@@ -222,15 +210,9 @@ def test_a_cache_that_cannot_be_written(data, tmp_path):
 
 
 def test_a_disk_that_fills_up(data, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (300, hard)
-    )  # in bytes per file: the third block does not fit
-    try:
-        with pytest.raises(DataError, match="Features cannot be kept in"):
-            compute(Net(), data, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    says = "Features cannot be kept in"
+    with files_of_at_most(300), pytest.raises(DataError, match=says):  # nor the third block
+        compute(Net(), data, tmp_path)
     net = Net()
     np.testing.assert_allclose(compute(net, data, tmp_path), plain(data), rtol=1e-6)
     assert 0 < net.items < 37
@@ -243,16 +225,8 @@ def test_two_at_once_compute_once(data, tmp_path, caplog):
             return super().__call__(x)
 
     nets = [Slow(), Slow()]
-    made: list[NDArray[np.float32]] = []
-    with caplog.at_level(logging.WARNING):
-        threads = [
-            threading.Thread(target=lambda n=n: made.append(compute(n, data, tmp_path)))
-            for n in nets
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda net: compute(net, data, tmp_path), nets)
     assert sorted(net.items for net in nets) == [0, 37]
-    np.testing.assert_array_equal(made[0], made[1])
+    np.testing.assert_array_equal(first, second)
     assert "Waiting for another process" in caplog.text

@@ -1,7 +1,5 @@
 """Items to codes: which memory format the net is given, and that nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the cache of features knows a backbone by: whatever could change a feature."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import random
 import threading
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
@@ -51,26 +48,12 @@ def photos(tmp_path_factory) -> FileDataset:
 
 
 def batches(
-    dataset: ArrayDataset | FileDataset,
-    preprocessing: Preprocessing = GREY8,
-    sampler: Sampler = TWELVE,
-    augmentation: Augmentation = NOTHING,
-    seed: int = 5,
-    indices: NDArray[np.int64] | None = None,
-    workers: int = 0,
+    dataset, preprocessing=GREY8, sampler=TWELVE, augmentation=NOTHING, indices=None, **options
 ) -> TrainBatches:
     indices = np.arange(len(dataset)) if indices is None else indices
     labels = np.unique(np.array(dataset.labels)[indices], return_inverse=True)[1]
-    return TrainBatches(
-        dataset,
-        indices,
-        labels,
-        preprocessing,
-        sampler=sampler,
-        augmentation=augmentation,
-        seed=seed,
-        workers=workers,
-    )
+    options = {"seed": 5, "sampler": sampler, "augmentation": augmentation, **options}
+    return TrainBatches(dataset, indices, labels, preprocessing, **options)
 
 
 def assert_same(a: Iterator[tuple[Tensor, Tensor]], b: Iterator[tuple[Tensor, Tensor]]) -> int:
@@ -100,16 +83,7 @@ def test_batches_are_p_classes_of_m_items(digits):
 
 def test_a_small_class_repeats_its_items():
     data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
-    labels = np.array([0, 1, 1, 1, 2, 2, 2])
-    loader = TrainBatches(
-        data,
-        np.arange(7),
-        labels,
-        None,
-        sampler=Sampler(classes=3, items=2, batches=4),
-        augmentation=Augmentation(),
-        seed=0,
-    )
+    loader = batches(data, None, Sampler(classes=3, items=2, batches=4), seed=0)
     assert len(loader) == 4
     for x, y in loader.epoch(0):
         assert x.dtype == torch.float32 and x.shape == (6, 1)
@@ -333,21 +307,15 @@ def test_bad_images_end_in_a_sentence(tmp_path):
     (tmp_path / "torn.jpg").write_bytes(b"\xff\xd8\xff\xe0 not really")
     (tmp_path / "empty.png").touch()
     Image.new("1", (5001, 5001)).save(tmp_path / "huge.png")
-    data = FileDataset(
-        [tmp_path / n for n in ("torn.jpg", "empty.png", "huge.png", "gone.png")],
-        list("aabb"),
-        advice="Do this.",
-    )
-    for i, sentence in enumerate(
-        [
-            "torn.jpg",
-            "empty.png is empty",
-            r"huge.png has 5001 × 5001 pixels",
-            "gone.png cannot be read",
-        ]
+    for name, said in (
+        ("torn.jpg", ""),
+        ("empty.png", " is empty"),
+        ("huge.png", " has 5001 × 5001 pixels"),
+        ("gone.png", " cannot be read"),
     ):
-        with pytest.raises(DataError, match=rf"(?s){sentence}.*Do this\.$"):
-            list(inputs(data, [i], GREY8, 1))
+        data = FileDataset([tmp_path / name], ["a"], advice="Do this.")
+        with pytest.raises(DataError, match=rf"(?s){name}{said}.*Do this\.$"):
+            list(inputs(data, [0], GREY8, 1))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`as_dataset`: what people have becomes a dataset with the same pixels, labels and sides."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Frozen features by ONNX Runtime are torch's; torch stands in where it cannot serve."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

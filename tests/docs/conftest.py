@@ -1,7 +1,5 @@
 """Reads the pages: their blocks, files and commands; and runs them as a reader would."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The documentation builds without a warning, and reaches every page."""
 
-from __future__ import annotations
-
 import html
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Every `retrieval …` that the pages or `--help` show is one that the command line takes."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shlex

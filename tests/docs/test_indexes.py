@@ -1,7 +1,5 @@
 """The page of indexes: its commands run in order, and print what it shows."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

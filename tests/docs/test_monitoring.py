@@ -1,7 +1,5 @@
 """The operator's page names every metric, stage and check of the server, and no other."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The pages as a reader follows them: files, code, commands, and answers as shown."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect

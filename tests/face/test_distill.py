@@ -1,7 +1,5 @@
 """Distillation: its loss by plain loops, a student like its teacher, and refusals."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`retrieval init`: what it sees in a folder of photos, and recipes that run as they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

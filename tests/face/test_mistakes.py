@@ -1,7 +1,5 @@
 """Mistakes of somebody who works in Python: one sentence each, and what to do in Python."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

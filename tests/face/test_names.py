@@ -1,7 +1,5 @@
 """What `import retrieval` offers: exactly these names, lightly, with their types."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A recipe in Python: the file's checks, and the file's sentences."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A real server's record of changes: what it holds, and no change without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

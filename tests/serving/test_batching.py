@@ -1,7 +1,5 @@
 """Vector queries that wait for a thread at the same time are searched at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import closing

@@ -1,7 +1,5 @@
 """The client against a real server: every method, waiting and in asyncio; folders pushed."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """When a client sends again, against a real HTTP server that drops, hangs, drips and refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

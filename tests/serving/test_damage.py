@@ -1,7 +1,5 @@
 """Whole or not at all: bad images, full disks, interruptions, altered files."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The dashboard of `deploy/` shows every figure that the server gives."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `deploy/` starts, for real: the server with compose's options, and nginx in front."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """`retrieval embed`: what it writes, what an index makes of it, and going on after a kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

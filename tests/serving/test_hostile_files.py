@@ -1,7 +1,5 @@
 """FAISS files and ONNX graphs made by someone who means harm, and what the command says of them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """`retrieval index` and its verbs, as an operator types them, on handwritten digits."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import shutil

@@ -1,7 +1,5 @@
 """A server under load while its index changes and migrates: no failed or mixed answer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The server's log: a line a request, and none that acts on a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The metrics under load, by Prometheus's own parser; no client can add series."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """No URL of a request is fetched, and no path of one reaches the file system."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The OpenAPI document: it says what the code does, and answers are what it says."""
 
-from __future__ import annotations
-
 import json
 import re
 import warnings

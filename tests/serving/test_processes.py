@@ -1,7 +1,5 @@
 """`retrieval serve --processes N`: stock worker processes, one of which is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """On which device a graph runs: what is tried, what stands in for it, who says so."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path

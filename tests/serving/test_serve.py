@@ -79,7 +79,7 @@ def png(width, height, mode="1"):
         random = np.random.default_rng(0)
         image = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
     out = io.BytesIO()
-    image.save(out, "PNG", compress_level=1)
+    image.save(out, "PNG", compress_level=1 if mode == "RGB" else 9)
     return out.getvalue()
 
 

@@ -1,7 +1,5 @@
 """Several indexes behind one server: their names, addresses and answers."""
 
-from __future__ import annotations
-
 import pytest
 import wire
 from retrieval.serving.index.index import create_index

@@ -1,7 +1,5 @@
 """No telemetry: a search opens no connection and leaves nothing in the home folder."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

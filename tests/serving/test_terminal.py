@@ -1,7 +1,5 @@
 """Names from outside never steer the terminal: they are printed with their escapes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The serving side in an environment that has no torch, and the direction of imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Changes that wait, and uploads of which only a small picture is kept."""
 
-from __future__ import annotations
-
 import io
 import json
 import sqlite3

@@ -1,7 +1,5 @@
 """Each answer of a local store is that of plain arithmetic, whatever lies where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The local store when calls overlap, are cut short, or meet damage."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
@@ -35,6 +33,7 @@ def test_altered_arrays_are_not_given(store, bundle, tmp_path):
     content = bytearray(array.read_bytes())
     content[4096 + 100] ^= 1
     array.write_bytes(content)
+    altered = r"The index .* is damaged: arrays/[0-9a-f]+\.vector was altered"
     with LocalStore(tmp_path / "i") as opened:
         assert opened.get(["id5"])["id5"].label == "5" and opened.count() == 5000
         for ask in (
@@ -42,15 +41,11 @@ def test_altered_arrays_are_not_given(store, bundle, tmp_path):
             lambda: opened.search(VECTORS[:1], 5, bundle.sha256),
             lambda: (opened.delete(["id1"]), opened.compact()),
         ):
-            with pytest.raises(
-                StoreError, match=r"The index .* is damaged: arrays/[0-9a-f]+\.vector was altered"
-            ):
+            with pytest.raises(StoreError, match=altered):
                 ask()
     array.unlink()
-    with (
-        LocalStore(tmp_path / "i", upkeep=False) as opened,
-        pytest.raises(StoreError, match="is missing"),
-    ):
+    opened = LocalStore(tmp_path / "i", upkeep=False)
+    with opened, pytest.raises(StoreError, match="is missing"):
         opened.compact()
 
 
@@ -147,24 +142,23 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
 def test_a_last_transaction_that_is_lost_from_the_log_is_missed(bundle, store, tmp_path, how):
     for number in range(5):
         store.upsert(items(range(number, number + 1)), bundle.sha256)
-    shutil.copytree(tmp_path / "i", tmp_path / "stopped")  # as a kill leaves it
-    log = tmp_path / "stopped" / "items.sqlite-wal"
+    stopped, log = tmp_path / "stopped", tmp_path / "stopped" / "items.sqlite-wal"
+    shutil.copytree(tmp_path / "i", stopped)  # as a kill leaves it
     content = bytearray(log.read_bytes())
-    with LocalStore(tmp_path / "stopped", upkeep=False) as stopped:
-        assert stopped.count() == 5
+    with LocalStore(stopped, upkeep=False) as opened:
+        assert opened.count() == 5
     content[-100] ^= how == "altered"
+    shutil.copyfile(tmp_path / "i" / "items.sqlite", stopped / "items.sqlite")
     if how == "gone":
         log.unlink(missing_ok=True)
-    shutil.copyfile(tmp_path / "i" / "items.sqlite", tmp_path / "stopped" / "items.sqlite")
-    if how != "gone":
+    else:
         log.write_bytes(content[: {"cut": -5000, "emptied": 0, "altered": None}[how]])
-    with pytest.raises(
-        StoreError, match=r"the last \d of \d transactions are missing from its record"
-    ):
-        LocalStore(tmp_path / "stopped")
-    (tmp_path / "stopped" / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
-    with LocalStore(tmp_path / "stopped") as stopped:
-        assert stopped.count() < 5
+    says = r"the last \d of \d transactions are missing from its record"
+    with pytest.raises(StoreError, match=says):
+        LocalStore(stopped)
+    (stopped / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
+    with LocalStore(stopped) as opened:
+        assert opened.count() < 5
 
 
 def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tmp_path):

@@ -1,7 +1,5 @@
 """Filters say of a local index what `matches` says, by the record or by columns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An index that keeps features: another head takes no original, and old and new never mix."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import Counter

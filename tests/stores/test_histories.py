@@ -1,7 +1,5 @@
 """Answers while an index changes, compared with the states that it had meanwhile."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any

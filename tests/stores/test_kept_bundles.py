@@ -1,7 +1,5 @@
 """Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Callable

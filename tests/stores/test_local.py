@@ -1,7 +1,5 @@
 """The local store against brute force, through what a user has in hand: an opened index."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Milvus as a store, on a real server that also goes away."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Two processes serve an index in Milvus, which migrates, is written to, and ends meanwhile."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The commands of the page of stores, word by word on a real server."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

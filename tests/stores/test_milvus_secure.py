@@ -1,7 +1,5 @@
 """Milvus with a password and over TLS: the token is the environment's."""
 
-from __future__ import annotations
-
 import datetime
 import json
 from collections.abc import Iterator

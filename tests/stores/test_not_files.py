@@ -1,7 +1,5 @@
 """What lies under a file's name, and is no file, is never waited for, followed or read."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

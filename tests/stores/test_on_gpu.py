@@ -1,7 +1,5 @@
 """Back ends of a GPU up to the device: threads, CAGRA's file on a CPU, and refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from retrieval.errors import StoreError

@@ -1,7 +1,5 @@
 """A store that a plugin brings: every verb of the command line, and HTTP."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.error

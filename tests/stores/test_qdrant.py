@@ -1,7 +1,5 @@
 """Qdrant against the contract of a store: in its in-process mode, and on a server."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile

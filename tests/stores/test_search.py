@@ -1,7 +1,5 @@
 """Exact search answers as plain arithmetic in float64 does, ties by row, for whatever vectors."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

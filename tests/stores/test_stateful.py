@@ -1,7 +1,5 @@
 """A living index against a dictionary and brute force, whatever is done to it in whatever order."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The suite finds a store that breaks its contract: each fault fails the case that is about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Filters of strangers, as large, deep and odd as can be: answered, or a sentence."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any
