@@ -212,8 +212,8 @@ def test_damage_found_while_serving(empty, served):
 def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(empty, served):
     tags = {"tags": [f"tag {n}" for n in range(10_000)]}
     with Index.open(empty, threads=1) as index:
-        index.upsert([Item(f"id{n}", metadata=tags, arrays=ONES) for n in range(600)])
-    server = served(empty, "--workers", "1", "--deadline", "2")
+        index.upsert([Item(f"id{n}", metadata=tags, arrays=ONES) for n in range(300)])
+    server = served(empty, "--workers", "1", "--deadline", "1")
     slow = {"or": [{"tags": f"y{n}"} for n in range(100)]}
     answer = post(server, filter=slow, k=1)
     assert answer.status_code == 503 and "retry-after" in answer.headers
