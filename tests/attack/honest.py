@@ -1,6 +1,4 @@
-"""Honest clients, in a process of their own: what they wait for is the server, not the attackers
-beside them.
-"""
+"""Honest clients, in a process of their own."""
 
 from __future__ import annotations
 

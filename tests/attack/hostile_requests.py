@@ -27,6 +27,20 @@ _HEADERS = [
     *("Sec-Fetch-Site: cross-site", "X: " + "y" * 20_000, "X:\ty\x00", "Expect: 100-continue"),
     *("If-None-Match: *", "Range: bytes=0-", "Accept-Encoding: gzip", "Cookie: " + "a=b;" * 1000),
 ]
+_METHODS = ["GET", "POST", "PUT", "HEAD", "OPTIONS", "TRACE", "CONNECT", "BREW", "get", "PRI"]
+_PATHS = ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff"]
+_VERSIONS = ["HTTP/1.1"] * 4 + ["HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9.9", "", "HTTP/1.1 x"]
+_BYTES = [
+    *(b"\r\n", b"\n", b"\0", b"\r\n ", b": ", b"%00", b"\xff" * 5, b"A" * 5000),
+    b"Host: evil.example\r\n",
+]
+_TEXTS = [
+    *("%00", "..%2f" * 50, "%ff%fe", "a" * 3000, "(" * 3000, "%5B" * 1000),
+    *("%7B%22a%22%3A" * 300, "1 OR 1=1"),
+]
+_LISTS = ["/v1/items", "/v1/item", "/v1/index", "/v1/item/image"]
+_CHANGES = ["/v1/search", "/v1/search/batch", "/v1/items", "/v1/delete", "/v1/snapshots"]
+_CHANGES += ["/v1/items/x"]
 
 
 @dataclass
@@ -93,10 +107,7 @@ class Generator:
     def __init__(
         self, images: Sequence[tuple[str, bytes]], sound: bytes, width: int, seed: int = 0
     ) -> None:
-        self._images = images
-        self.sound = sound
-        self._width = width
-        self._seed = seed
+        self._images, self.sound, self._width, self._seed = images, sound, width, seed
         self._makers: list[tuple[float, Callable[[random.Random], Request]]] = [
             (3, self._image),
             (1, self._mislabelled),
@@ -133,229 +144,138 @@ class Generator:
 
     def _mislabelled(self, chance: random.Random) -> Request:
         content = chance.choice(self._images)[1][:200_000]
-        kind = chance.choice(
-            [
-                "application/json",
-                "image/png",
-                "text/plain",
-                "",
-                "multipart/form-data",
-                "application/json; charset=idna",
-                "multipart/form-data; boundary=" + "b" * chance.choice([1, 70, 500]),
-                'multipart/form-data; boundary="',
-                "multipart/form-data; boundary=b; charset="
-                + chance.choice(["undefined", "punycode", "idna", "utf-7"]),
-                "MULTIPART/FORM-DATA; BOUNDARY=b",
-            ]
-        )
+        many, odd = chance.choice([1, 70, 500]), ["undefined", "punycode", "idna", "utf-7"]
+        form_ = "multipart/form-data"
+        kinds = ["application/json", "image/png", "text/plain", "", form_]
+        kinds += ["application/json; charset=idna", f"{form_}; boundary=" + "b" * many]
+        kinds += [f'{form_}; boundary="', f"{form_}; boundary=b; charset={chance.choice(odd)}"]
+        kind = chance.choice([*kinds, "MULTIPART/FORM-DATA; BOUNDARY=b"])
         body = chance.choice([content, form(content), b'{"vector": [1]}'])
-        encoding = chance.choice(
-            [(), ("Content-Encoding: gzip",), ("Expect: 100-continue",), ("Expect: 200-ok",)]
-        )
+        expected = [("Expect: 100-continue",), ("Expect: 200-ok",)]
+        encoding = chance.choice([(), ("Content-Encoding: gzip",), *expected])
         return Request("mislabelled", post(body, kind, *encoding))
 
     def _malformed(self, chance: random.Random) -> Request:
         content = bytearray(self._query(chance))
         for _ in range(chance.choice([1, 1, 2, 5, 20])):
-            place = chance.randrange(
-                len(content) if chance.random() < 0.3 else min(len(content), 200)
-            )
-            how = chance.randrange(4)
-            if how == 0:
-                content[place] = chance.randrange(256)
-            elif how == 1:
-                del content[place : place + chance.randrange(1, 10)]
-            elif how == 2:
-                content[place:place] = chance.choice(
-                    [
-                        b"\r\n",
-                        b"\n",
-                        b"\0",
-                        b"\r\n ",
-                        b": ",
-                        b"%00",
-                        b"\xff" * 5,
-                        b"A" * 5000,
-                        b"Host: evil.example\r\n",
-                    ]
-                )
-            else:
-                content[place:place] = content[: chance.randrange(1, 200)]
+            most = len(content) if chance.random() < 0.3 else min(len(content), 200)
+            place = chance.randrange(most)
+            match chance.randrange(4):
+                case 0:
+                    content[place] = chance.randrange(256)
+                case 1:
+                    del content[place : place + chance.randrange(1, 10)]
+                case 2:
+                    content[place:place] = chance.choice(_BYTES)
+                case _:
+                    content[place:place] = content[: chance.randrange(1, 200)]
         # what it says of its length may be too much: it then waits, as an honest one cut off would
         manner = "whole" if chance.random() < 0.3 else "vanish"
         return Request("malformed", bytes(content), manner)
 
     def _header(self, chance: random.Random) -> Request:
-        methods = [
-            "GET",
-            "POST",
-            "PUT",
-            "HEAD",
-            "OPTIONS",
-            "TRACE",
-            "CONNECT",
-            "BREW",
-            "get",
-            "PRI",
-        ]
-        line = chance.choice([*methods, "G" * 500])
-        paths = ["/", "/v1/search", "*", "http://evil.example/", "//x", "/%", "/%ff%fe", "/\xff"]
-        path = chance.choice(
-            [
-                *paths,
-                *("/v1/search?k=1", "/v1/../etc", "/" + "a" * chance.choice([10, 5000, 70_000])),
-                "/v1/items/" + "9" * chance.choice([5, 5000]) + "/image",
-            ]
-        )
-        version = chance.choice(
-            ["HTTP/1.1"] * 4 + ["HTTP/1.0", "HTTP/0.9", "HTTP/2.0", "HTTP/9.9", "", "HTTP/1.1 x"]
-        )
+        line = chance.choice([*_METHODS, "G" * 500])
+        long = "/" + "a" * chance.choice([10, 5000, 70_000])
+        item = "/v1/items/" + "9" * chance.choice([5, 5000]) + "/image"
+        path = chance.choice([*_PATHS, "/v1/search?k=1", "/v1/../etc", long, item])
+        version = chance.choice(_VERSIONS)
         headers = chance.choices(_HEADERS, k=chance.choice([0, 1, 2, 3, 6, 100]))
         end = chance.choice(["\r\n"] * 5 + ["\n", "\r", ""])
-        return Request(
-            "header", end.join([f"{line} {path} {version}", *headers, "", ""]).encode("latin-1")
-        )
+        lines = [f"{line} {path} {version}", *headers, "", ""]
+        return Request("header", end.join(lines).encode("latin-1"))
 
     def _form(self, chance: random.Random) -> Request:
         part = b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n'
-        body = chance.choice(
-            [
-                form(self.sound, "9" * chance.choice([1, 9, 5000, 100_000])),
-                form(self.sound, name="\u00e9"),
-                form(self.sound) * 3,
-                form(self.sound, filename=None),
-                form(self.sound, filename="../../x\0"),
-                part * chance.choice([2, 5000]),
-                b"--b\r\n" + b"A: b\r\n" * 50_000 + b"\r\n\r\n--b--",
-                b"--b\r\n" + b"A" * 500_000,
-                b"--b--",
-                b"",
-                b"\r\n--b" * 100_000,
-                form(self.sound)[:-3],
-                form(b"\r\n--" * 200_000),
-                b"x" * 300_000,
-                form(bytes(3_000_000)),
-            ]
-        )
-        return Request("form", post(body, FORM))
+        digits, parts = chance.choice([1, 9, 5000, 100_000]), chance.choice([2, 5000])
+        bodies = [
+            form(self.sound, "9" * digits),
+            form(self.sound, name="\u00e9"),
+            form(self.sound) * 3,
+            form(self.sound, filename=None),
+            form(self.sound, filename="../../x\0"),
+            part * parts,
+            b"--b\r\n" + b"A: b\r\n" * 50_000 + b"\r\n\r\n--b--",
+            b"--b\r\n" + b"A" * 500_000,
+            *(b"--b--", b"", b"\r\n--b" * 100_000, form(self.sound)[:-3]),
+            *(form(b"\r\n--" * 200_000), b"x" * 300_000, form(bytes(3_000_000))),
+        ]
+        return Request("form", post(chance.choice(bodies), FORM))
 
     def _json(self, chance: random.Random) -> Request:
-        many = chance.choice([10, 1000, 200_000])
-        body = chance.choice(
-            [
-                b"[" * many,
-                b'{"vector":' * many,
-                b'{"vector": [' + b"1," * many + b"1]}",
-                b'{"vector": [' + b"1" * many + b"]}",
-                b'{"vector": [1e' + b"9" * many + b"]}",
-                b'{"vector": "' + b"\\u0000" * many + b'"}',
-                b'{"a": 1, "a": 2}',
-                b"null",
-                b"\xef\xbb\xbf{}",
-                b'{"vector": [NaN]}',
-                b'{"vector": [0.5], "k": true}',
-                b'{"k": 5}',
-                b"\xff" * many,
-                b" " * many * 10,
-                json.dumps({str(n): n for n in range(many)}).encode(),
-                json.dumps({"vector": [0.5] * self._width, "k": 10**6}).encode(),
-                json.dumps({"vector": [1e39] * self._width}).encode(),
-                json.dumps({"vector": [0.0] * (self._width + 1)}).encode(),
-            ]
-        )
-        return Request("json", post(body))
+        many, width = chance.choice([10, 1000, 200_000]), self._width
+        bodies = [
+            b"[" * many,
+            b'{"vector":' * many,
+            b'{"vector": [' + b"1," * many + b"1]}",
+            b'{"vector": [' + b"1" * many + b"]}",
+            b'{"vector": [1e' + b"9" * many + b"]}",
+            b'{"vector": "' + b"\\u0000" * many + b'"}',
+            *(b'{"a": 1, "a": 2}', b"null", b"\xef\xbb\xbf{}", b'{"vector": [NaN]}'),
+            *(b'{"vector": [0.5], "k": true}', b'{"k": 5}', b"\xff" * many, b" " * many * 10),
+            json.dumps({str(n): n for n in range(many)}).encode(),
+            json.dumps({"vector": [0.5] * width, "k": 10**6}).encode(),
+            json.dumps({"vector": [1e39] * width}).encode(),
+            json.dumps({"vector": [0.0] * (width + 1)}).encode(),
+        ]
+        return Request("json", post(chance.choice(bodies)))
 
     def _chunks(self, chance: random.Random) -> Request:
         body = form(bytes(chance.choice([10, 5000, 100_000])))
         size = chance.choice([1, 7, 1000, 1_000_000])
         content = chunked([body[i : i + size] for i in range(0, len(body), size)], FORM)
-        harm = chance.randrange(5)
+        harm, end = chance.randrange(5), b"\r\n\r\n"
         if harm == 0:
             content = content.replace(b"\r\n1\r\n", b"\r\n-1\r\n").replace(b"0\r\n\r\n", b"")
         elif harm == 1:
             content = content[:-2] + b"X: y\r\n" * chance.choice([3, 20_000]) + b"\r\n"
         elif harm == 2:
-            content = content.replace(b"\r\n\r\n", b"\r\n\r\nffffffffffffffffff\r\n", 1)
+            content = content.replace(end, end + b"ffffffffffffffffff\r\n", 1)
         elif harm == 3:
-            content = content.replace(
-                b"\r\n\r\n", b"\r\n\r\n1;" + b"e" * chance.choice([10, 300_000]) + b"\r\nx\r\n", 1
-            )
+            extension = b"1;" + b"e" * chance.choice([10, 300_000]) + b"\r\nx\r\n"
+            content = content.replace(end, end + extension, 1)
         return Request("chunks", content, "vanish" if harm in (0, 2) else "whole")
 
     def _pipelined(self, chance: random.Random) -> Request:
-        return Request(
-            "pipelined", b"".join(self._query(chance) for _ in range(chance.choice([2, 8, 200])))
-        )
+        count = chance.choice([2, 8, 200])
+        return Request("pipelined", b"".join(self._query(chance) for _ in range(count)))
 
     def _gallery(self, chance: random.Random) -> Request:
-        number = chance.choice(
-            ["0", "5", "199", "200", "-1", "x", "9" * 30, "1" * 5000, "%00", "0/../0", "1e3"]
-        )
-        content = get(
-            f"/v1/items/{number}/image",
-            *chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)]),
-        )
+        odd = ["-1", "x", "9" * 30, "1" * 5000, "%00", "0/../0", "1e3"]
+        number = chance.choice(["0", "5", "199", "200", *odd])
+        headers = chance.choice([(), ('If-None-Match: "x"',), ("Range: bytes=5-1",)])
+        content = get(f"/v1/items/{number}/image", *headers)
         return Request("gallery", content * chance.choice([1, 1, 30]))
 
     def _v1(self, chance: random.Random) -> Request:
         """Lists, batches and changes, the last of which this server does not allow."""
-        many = chance.choice([1, 50, 5000])
-        text = chance.choice(
-            [
-                "%00",
-                "..%2f" * 50,
-                "%ff%fe",
-                "a" * 3000,
-                "(" * 3000,
-                "%5B" * 1000,
-                "%7B%22a%22%3A" * 300,
-                "1 OR 1=1",
-            ]
-        ).replace(" ", "+")
-        name = chance.choice(
-            ["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300]
-        )
+        many, vector = chance.choice([1, 50, 5000]), [0.5] * self._width
+        text = chance.choice(_TEXTS).replace(" ", "+")
+        names = ["cursor", "limit", "filter", "fields", "id", "vector", "k", "x" * 300]
+        name = chance.choice(names)
         if chance.random() < 0.4:
-            path = chance.choice(
-                [
-                    "/v1/items",
-                    "/v1/item",
-                    "/v1/index",
-                    "/v1/item/image",
-                    f"/v1/items/{text}",
-                    f"/v1/indexes/{text}/index",
-                ]
-            )
+            path = chance.choice([*_LISTS, f"/v1/items/{text}", f"/v1/indexes/{text}/index"])
             return Request("v1", get(f"{path}?{name}={text}"))
-        body = chance.choice(
-            [
-                json.dumps({"queries": [{"vector": [0.5] * self._width}] * many}).encode(),
-                json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
-                json.dumps(
-                    {"items": [{"id": str(n), "vector": [0.5] * self._width} for n in range(many)]}
-                ).encode(),
-                b'{"queries":[' * many,
-                json.dumps({"ids": ["x"] * many}).encode(),
-                b'{"all": true}',
-                b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}",
-                json.dumps(
-                    {"id": 10**18, "explain": True, "candidates": 10_000, "k": 1000}
-                ).encode(),
-                json.dumps({"fields": ["x"] * many, "id": "0"}).encode(),
-            ]
-        )
+        huge = {"id": 10**18, "explain": True, "candidates": 10_000, "k": 1000}
+        bodies = [
+            json.dumps({"queries": [{"vector": vector}] * many}).encode(),
+            json.dumps({"queries": [{"id": "x" * 900}] * many}).encode(),
+            json.dumps({"items": [{"id": str(n), "vector": vector} for n in range(many)]}).encode(),
+            b'{"queries":[' * many,
+            json.dumps({"ids": ["x"] * many}).encode(),
+            b'{"all": true}',
+            b'{"filter": ' + b'{"not":' * many + b"1" + b"}" * many + b"}",
+            json.dumps(huge).encode(),
+            json.dumps({"fields": ["x"] * many, "id": "0"}).encode(),
+        ]
+        body = chance.choice(bodies)
         kind = chance.choice(["application/json"] * 4 + [FORM, "image/png"])
-        path = chance.choice(
-            [
-                "/v1/search",
-                "/v1/search/batch",
-                "/v1/items",
-                "/v1/delete",
-                "/v1/snapshots",
-                "/v1/items/x",
-            ]
-        )
-        method = "PUT" if path == "/v1/items/x" else "POST"
+        path = chance.choice(_CHANGES)
         content = body if kind != FORM else form(self.sound) * min(many, 200)
-        head = f"{method} {path} HTTP/1.1".encode()
-        return Request("v1", post(content, kind).replace(b"POST /v1/search HTTP/1.1", head, 1))
+        return Request(
+            "v1", named("PUT" if path[-2:] == "/x" else "POST", path, post(content, kind))
+        )
+
+
+def named(method: str, path: str, content: bytes) -> bytes:
+    """Return a request of `wire.post` with another method and address."""
+    return content.replace(b"POST /v1/search HTTP/1.1", f"{method} {path} HTTP/1.1".encode(), 1)

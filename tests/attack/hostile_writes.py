@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 
-from hostile_requests import Generator, Request
+from hostile_requests import Generator, Request, named
 from wire import FORM, form, get, post
 
 _NAMES = 300  # ids that items may get
@@ -32,9 +32,13 @@ _FILTERS = (
 )
 
 
-def _named(method: str, path: str, content: bytes) -> bytes:
-    """Return a request of `wire.post` with another method and address."""
-    return content.replace(b"POST /v1/search HTTP/1.1", f"{method} {path} HTTP/1.1".encode(), 1)
+_IDS = [
+    *("%00", "%2e%2e", "x" * 1000, "x" * 1001, "%ff", "%F0%9F%90%9F" * 200, "a%0Ab"),
+    *("..%2F..%2Fetc", "image", "%25", "-"),
+]
+_OTHERS = ["still", "nobody", "..", "%2e%2e%2fstill", "still%00", "x" * 3000, "STILL"]
+_ROUTES = ["GET index", "GET items", "POST delete", "PUT items/x", "POST search", "POST items"]
+_ROUTES += ["POST snapshots", "DELETE items/x"]
 
 
 class WritingGenerator(Generator):
@@ -77,57 +81,27 @@ class WritingGenerator(Generator):
         request = super().make(number)
         chance = random.Random(f"{self._seed} {number} key")
         if chance.random() < 0.9 and request.kind.partition(",")[0] != "other index":
-            request.content = request.content.replace(
-                b" /v1/", f" /v1/indexes/{self._index}/".encode(), 1
-            )
+            index = f" /v1/indexes/{self._index}/".encode()
+            request.content = request.content.replace(b" /v1/", index, 1)
         # most may do what they ask for: what stands behind a key is attacked, too
-        key = self._keys[
-            chance.choices(list(self._keys), [6 if name == "admin" else 1 for name in self._keys])[
-                0
-            ]
-        ]
+        weights = [6 if name == "admin" else 1 for name in self._keys]
+        key = self._keys[chance.choices(list(self._keys), weights)[0]]
         if key is not None:
-            request.content = request.content.replace(
-                b"\r\n", f"\r\nAuthorization: {key}\r\n".encode("latin-1"), 1
-            )
+            header = f"\r\nAuthorization: {key}\r\n".encode("latin-1")
+            request.content = request.content.replace(b"\r\n", header, 1)
         return request
 
     def _id(self, chance: random.Random) -> str:
-        return chance.choice(
-            [f"item%2F{chance.randrange(_NAMES)}"] * 6
-            + [
-                "%00",
-                "%2e%2e",
-                "x" * 1000,
-                "x" * 1001,
-                "%ff",
-                "%F0%9F%90%9F" * 200,
-                "a%0Ab",
-                "..%2F..%2Fetc",
-                "image",
-                "%25",
-                "-",
-            ]
-        )
+        return chance.choice([f"item%2F{chance.randrange(_NAMES)}"] * 6 + _IDS)
 
     def _metadata(self, chance: random.Random) -> str:
         many = chance.choice([3, 70, 5000])
         return chance.choice(
             [
-                '{"price": 3}',
-                '{"price": "3"}',
-                '{"price": ' + "9" * many + "}",
-                '{"a": ' * many + "1" + "}" * many,
-                '{"a": 1, "a": 2}',
-                "[]",
-                "null",
-                '{"\\u0000": 1}',
-                '{"a": NaN}',
-                '{"a": "' + "x" * many * 300 + '"}',
-                json.dumps({str(n): n for n in range(many)}),
-                '{"\\ud800": 1}',
-                "{",
-                "",
+                *('{"price": 3}', '{"price": "3"}', '{"price": ' + "9" * many + "}"),
+                *('{"a": ' * many + "1" + "}" * many, '{"a": 1, "a": 2}', "[]", "null"),
+                *('{"\\u0000": 1}', '{"a": NaN}', '{"a": "' + "x" * many * 300 + '"}'),
+                *(json.dumps({str(n): n for n in range(many)}), '{"\\ud800": 1}', "{", ""),
             ]
         )
 
@@ -137,36 +111,21 @@ class WritingGenerator(Generator):
         if chance.random() < 0.5:
             fields.append(("metadata", self._metadata(chance)))
         if chance.random() < 0.5:
-            fields.append(
-                ("keep", chance.choice(["copy", "thumbnail", "nothing", "reference", "", "\u00e9"]))
-            )
+            keep = ["copy", "thumbnail", "nothing", "reference", "", "\u00e9"]
+            fields.append(("keep", chance.choice(keep)))
         if chance.random() < 0.3:
             fields.append(("label", chance.choice(["a", "", "x" * 10_000, "x" * 60_000, "\x00"])))
         body = form(content)
         for name, value in fields:
             part = f'--b\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
             body = part.encode("utf-8", "surrogatepass") + body
-        return Request(
-            "put image", _named("PUT", f"/v1/items/{self._id(chance)}", post(body, FORM))
-        )
+        return Request("put image", named("PUT", f"/v1/items/{self._id(chance)}", post(body, FORM)))
 
     def _numbers(self, chance: random.Random) -> str:
-        return chance.choice(
-            [json.dumps([chance.uniform(-1, 1) for _ in range(self._width)])] * 4
-            + [
-                json.dumps([0.0] * self._width),
-                json.dumps([1e38] * self._width),
-                json.dumps([1e39] * self._width),
-                json.dumps([0.5] * 5000),
-                "[]",
-                "[null]",
-                "[true]",
-                "0.5",
-                '["0.5"]',
-                "[1e400]",
-                "[[" * 50,
-            ]
-        )
+        sound = json.dumps([chance.uniform(-1, 1) for _ in range(self._width)])
+        odd = [json.dumps([value] * self._width) for value in (0.0, 1e38, 1e39)]
+        odd += [json.dumps([0.5] * 5000), "[]", "[null]", "[true]", "0.5", '["0.5"]', "[1e400]"]
+        return chance.choice([sound] * 4 + [*odd, "[[" * 50])
 
     def _put_json(self, chance: random.Random) -> Request:
         parts = []
@@ -175,14 +134,12 @@ class WritingGenerator(Generator):
         if chance.random() < 0.5:
             parts.append(f'"metadata": {self._metadata(chance)}')
         if chance.random() < 0.3:
-            parts.append(
-                '"label": '
-                + chance.choice(['"a"', "3", "null", '"' + "x" * 999_990 + '"', '"\\u0000"'])
-            )
+            labels = ['"a"', "3", "null", '"' + "x" * 999_990 + '"', '"\\u0000"']
+            parts.append('"label": ' + chance.choice(labels))
         if chance.random() < 0.05:
             parts.append('"unknown": 1')
         content = post(("{" + ", ".join(parts) + "}").encode("utf-8", "surrogatepass"))
-        return Request("put json", _named("PUT", f"/v1/items/{self._id(chance)}", content))
+        return Request("put json", named("PUT", f"/v1/items/{self._id(chance)}", content))
 
     def _several(self, chance: random.Random) -> Request:
         many = chance.choice([1, 5, 100, 101, 3000])
@@ -191,113 +148,66 @@ class WritingGenerator(Generator):
             ids = list(dict.fromkeys(ids))
         if chance.random() < 0.5:
             items = [{"id": id, "vector": [0.5] * self._width} for id in ids]
-            numbers = json.dumps({"items": items})
-            content = post(numbers.encode())
+            content = post(json.dumps({"items": items}).encode())
         else:
             images = [
                 self.sound if chance.random() < 0.9 else chance.choice(self._images)[1][:300_000]
                 for _ in ids[:120]
             ]
-            listed = json.dumps(
-                [{"id": entry} for entry in ids[: len(images) + chance.choice([0, 0, 0, 1, -1])]]
-            )
-            parts = b"".join(form(image)[: -len(b"--b--\r\n")] for image in images)
-            reply = (
-                f'--b\r\nContent-Disposition: form-data; name="items"\r\n\r\n{listed}\r\n--b--\r\n'
-            )
-            content = post(parts + reply.encode(), FORM)
-        return Request("several", _named("POST", "/v1/items", content))
+            count = len(images) + chance.choice([0, 0, 0, 1, -1])
+            listed = json.dumps([{"id": id} for id in ids[:count]])
+            head = '--b\r\nContent-Disposition: form-data; name="items"\r\n\r\n'
+            body = _parts(images) + f"{head}{listed}\r\n--b--\r\n".encode()
+            content = post(body, FORM)
+        return Request("several", named("POST", "/v1/items", content))
 
     def _batch(self, chance: random.Random) -> Request:
-        many = chance.choice([1, 3, 30, 101])
+        many, path = chance.choice([1, 3, 30, 101]), "/v1/search/batch"
         if chance.random() < 0.5:
             images = [
                 self.sound if chance.random() < 0.8 else chance.choice(self._images)[1][:500_000]
                 for _ in range(many)
             ]
-            body = b"".join(form(image)[: -len(b"--b--\r\n")] for image in images) + b"--b--\r\n"
-            return Request("batch", _named("POST", "/v1/search/batch", post(body, FORM)))
-        queries = [
-            chance.choice(
-                [
-                    {"vector": [0.5] * self._width},
-                    {"id": "item/1"},
-                    {"id": "nobody"},
-                    {},
-                    {"vector": [1]},
-                ]
-            )
-            for _ in range(many)
-        ]
+            body = _parts(images) + b"--b--\r\n"
+            return Request("batch", named("POST", path, post(body, FORM)))
+        kinds = [{"vector": [0.5] * self._width}, {"id": "item/1"}, {"id": "nobody"}]
+        kinds += [{}, {"vector": [1]}]
         reply = {
-            "queries": queries,
+            "queries": [chance.choice(kinds) for _ in range(many)],
             "k": chance.choice([1, 1000, 1001, -1]),
             "filter": chance.choice([None, *_FILTERS]),
             "explain": True,
         }
-        return Request(
-            "batch", _named("POST", "/v1/search/batch", post(json.dumps(reply).encode()))
-        )
+        return Request("batch", named("POST", path, post(json.dumps(reply).encode())))
 
     def _delete(self, chance: random.Random) -> Request:
-        reply = chance.choice(
-            [{"filter": entry} for entry in _FILTERS]
-            + [
-                {"ids": [f"item/{chance.randrange(_NAMES)}"]},
-                {"ids": ["x"] * 10_001},
-                {"ids": []},
-                {"ids": [""]},
-                {"ids": ["\ud800"]},
-                {"all": True},
-                {"all": False},
-                {"all": True, "ids": ["x"]},
-                {"filter": None},
-                {"filter": {"price": {"<": 3, "in": [1]}}},
-                {"filter": {"and": [{}] * 3000}},
-                {},
-            ]
-        )
+        ids = [[f"item/{chance.randrange(_NAMES)}"], ["x"] * 10_001, [], [""], ["\ud800"]]
+        filters = [None, {"price": {"<": 3, "in": [1]}}, {"and": [{}] * 3000}]
+        replies = [{"filter": entry} for entry in _FILTERS] + [{"ids": entry} for entry in ids]
+        replies += [{"all": True}, {"all": False}, {"all": True, "ids": ["x"]}]
+        reply = chance.choice([*replies, *({"filter": entry} for entry in filters), {}])
         if chance.random() < 0.2:
-            return Request("delete", _named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
-        return Request("delete", _named("POST", "/v1/delete", post(json.dumps(reply).encode())))
+            return Request("delete", named("DELETE", f"/v1/items/{self._id(chance)}", post(b"")))
+        return Request("delete", named("POST", "/v1/delete", post(json.dumps(reply).encode())))
 
     def _list(self, chance: random.Random) -> Request:
         text = chance.choice(_FILTERS).replace("%", "%25").replace(" ", "+").replace("\x00", "%00")
-        more = chance.choice(
-            [
-                "",
-                "&limit=1000",
-                "&limit=0",
-                "&cursor=x",
-                "&cursor=" + "A" * 9000,
-                "&fields=" + "a," * 300,
-            ]
-        )
+        long = ["&cursor=" + "A" * 9000, "&fields=" + "a," * 300]
+        more = chance.choice(["", "&limit=1000", "&limit=0", "&cursor=x", *long])
         return Request("list", get(f"/v1/items?filter={text}{more}"))
 
     def _snapshot(self, chance: random.Random) -> Request:
         path = chance.choice(["/v1/snapshots", "/v1/snapshots?name=../x"])
-        return Request(
-            "snapshot",
-            _named("POST", path, post(chance.choice([b"", b'{"path": "/etc"}', b"\xff" * 5000]))),
-        )
+        body = chance.choice([b"", b'{"path": "/etc"}', b"\xff" * 5000])
+        return Request("snapshot", named("POST", path, post(body)))
 
     def _other_index(self, chance: random.Random) -> Request:
         """What the keys are not for, by every route."""
-        name = chance.choice(
-            ["still", "nobody", "..", "%2e%2e%2fstill", "still%00", "x" * 3000, "STILL"]
-        )
-        method, end = chance.choice(
-            [
-                ("GET", "index"),
-                ("GET", "items"),
-                ("POST", "delete"),
-                ("PUT", "items/x"),
-                ("POST", "search"),
-                ("POST", "items"),
-                ("POST", "snapshots"),
-                ("DELETE", "items/x"),
-            ]
-        )
+        name, (method, end) = chance.choice(_OTHERS), chance.choice(_ROUTES).split()
         body = chance.choice([b'{"all": true}', b'{"vector": [0.5]}', form(self.sound)])
-        return Request("other index", _named(method, f"/v1/indexes/{name}/{end}", post(body)))
+        return Request("other index", named(method, f"/v1/indexes/{name}/{end}", post(body)))
+
+
+def _parts(images: list[bytes]) -> bytes:
+    """Return the parts of a form that has several images, without its end."""
+    return b"".join(form(image).removesuffix(b"--b--\r\n") for image in images)

@@ -1,7 +1,5 @@
 """A short attack on a real server; `attack.py` is the long one, run by hand."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest
@@ -20,7 +18,6 @@ def prepared(tmp_path_factory):
 
 
 def test_an_attack_costs_others_nothing(prepared):
-    """No 5xx that a client caused, no honest search late or wrong, memory back, an end in time."""
     index, log, generator = prepared
     sound = generator.sound
     server = attack.Server.start(index, log)

@@ -1,7 +1,5 @@
 """Every format's worst cases are refused, or decoded within the limits of time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import time
@@ -33,9 +31,6 @@ def peak_bytes(pid: int) -> int:
 
 
 def test_every_worst_case_is_refused_or_decoded_within_its_limits(pool):
-    """Each costs at most the deadline and one process, whose memory is bounded; the next image is
-    decoded as before.
-    """
     sound = hostile.sound()["png"]
     pool.decode("pixels", sound, PREPROCESSING)
     (first,) = pool.pids

@@ -1,7 +1,5 @@
 """Puts benchmarks/ on the path: its scripts are no package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,6 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripts(monkeypatch) -> Path:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return SCRIPTS

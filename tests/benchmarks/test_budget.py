@@ -1,16 +1,10 @@
-"""What a table of benchmarks says of a method that did not end within its CPU time, or could not be
-fitted.
-"""
-
-from __future__ import annotations
-
-from typing import Any
+"""A table's cell for a method that ran out of CPU time, or could not be fitted."""
 
 
-def test_the_cells_say_so() -> None:
+def test_the_cells_say_so():
     import anml_table2
 
-    def row(split: int, **found: Any) -> dict[str, Any]:
+    def row(split, **found):
         return {"set": "penbased", "method": "scml", "split": split, **found}
 
     fine = {"honest": 99.0, "best": 99.5, "fit_seconds": 2.0}

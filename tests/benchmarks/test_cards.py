@@ -1,8 +1,4 @@
-"""A card's block of results is what benchmarks/cards.py makes of the runs that were kept, of five
-seeds or more unless the card says so.
-"""
-
-from __future__ import annotations
+"""A card's results are what benchmarks/cards.py makes of kept runs, of five seeds or more."""
 
 from pathlib import Path
 
@@ -19,7 +15,7 @@ CARDS = [
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_the_block_is_made_of_what_was_kept(name: str) -> None:
+def test_the_block_is_made_of_what_was_kept(name):
     import cards
 
     text = (MODELS / name / "README.md").read_text(encoding="utf-8")
@@ -28,20 +24,20 @@ def test_the_block_is_made_of_what_was_kept(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CARDS)
-def test_a_card_rests_on_five_seeds_or_more(name: str) -> None:
+def test_a_card_rests_on_five_seeds_or_more(name):
     import cards
 
     own = cards.CARDS[name][0]
     assert sum(cards.key(own, seed) in cards.kept() for seed in range(99)) >= 5
 
 
-def test_the_cards_that_are_measured_so() -> None:
+def test_the_cards_that_are_measured_so():
     import cards
 
     assert set(CARDS) == set(cards.CARDS)
 
 
-def test_intervals_are_students() -> None:
+def test_intervals_are_students():
     from bench import half_width, interval
 
     values = [0.931, 0.947, 0.939, 0.95, 0.928]

@@ -1,7 +1,5 @@
 """Every command of a benchmark that a page names is one that the script takes."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib
@@ -10,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -51,7 +48,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
     """Have a script read a command line, and go no further."""
     whole = argparse.ArgumentParser.parse_args
 
-    def parse_args(self: argparse.ArgumentParser, *given: Any) -> None:
+    def parse_args(self, *given):
         whole(self, *given)
         raise ParsedError
 
@@ -64,9 +61,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, script: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "script", "words"), list(commands()))
-def test_the_script_takes_it(
-    page: str, script: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_takes_it(page, script, words, monkeypatch):
     source = (ROOT / "benchmarks" / f"{script}.py").read_text(encoding="utf-8")
     if ".parse_args(" in source:
         parse(monkeypatch, script, words)

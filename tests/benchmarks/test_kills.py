@@ -1,8 +1,4 @@
-"""Writers of a living index that are killed lose nothing that was acknowledged: a few of what
-`benchmarks/kills.py` does a thousand times.
-"""
-
-from __future__ import annotations
+"""Killed writers lose nothing acknowledged: a few of what `benchmarks/kills.py` does."""
 
 import importlib
 import json
@@ -18,39 +14,24 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def kept(script: str, count: int, seed: int, output: Path) -> Any:
-    """Return what a script keeps.
-
-    It forks, so it has a process of its own: a child of this one would wait for threads it has not.
-    """
-    line = [
-        sys.executable,
-        BENCHMARKS / f"{script}.py",
-        "--count",
-        count,
-        "--seed",
-        seed,
-        "--output",
-        output,
-    ]
-    done = subprocess.run(
-        list(map(str, line)),
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    """Return what a script keeps; it forks, so it has a process of its own."""
+    line = [sys.executable, BENCHMARKS / f"{script}.py", "--count", count]
+    line += ["--seed", seed, "--output", output]
+    options = {"capture_output": True, "text": True, "timeout": 400}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(list(map(str, line)), env=environment, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((output / "raw" / f"{script}.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_what_was_acknowledged_is_there_after_a_kill(tmp_path: Path) -> None:
+def test_what_was_acknowledged_is_there_after_a_kill(tmp_path):
     raw = kept("kills", 50, 7, tmp_path)
     assert raw["wrong"] == [] and raw["kills"] == 50 and raw["acknowledged"] > 50
     assert {outcome for *_, outcome, _ in raw["cells"]} >= {"not there", "same either way"}
 
 
-def test_what_is_lost_is_seen(tmp_path: Path) -> None:
+def test_what_is_lost_is_seen(tmp_path):
     model: Any = importlib.import_module("living_model")
     create: Any = importlib.import_module("retrieval.serving.store.folder")
     bundles = model.make_bundles(tmp_path)
@@ -74,7 +55,7 @@ def test_what_is_lost_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_damaged_file_never_gives_a_wrong_answer_in_silence(tmp_path: Path) -> None:
+def test_a_damaged_file_never_gives_a_wrong_answer_in_silence(tmp_path):
     raw = kept("damage", 100, 3, tmp_path)
     assert raw["wrong"] == [] and raw["cases"] == 100
     assert {how for *_, how, _ in raw["cells"]} == {"right", "refused"}

@@ -1,8 +1,4 @@
-"""Figures on the pages of AML, ANML, DAML, OAHU and recipes come from results and published.toml by
-a script, or their paragraph says where they are from.
-"""
-
-from __future__ import annotations
+"""Figures on five pages come from results by a script, or say where they are from."""
 
 import re
 from pathlib import Path
@@ -28,7 +24,7 @@ def without_source(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_blocks_are_made_of_the_results(name: str) -> None:
+def test_the_blocks_are_made_of_the_results(name):
     import pages
 
     assert pages.written(name) == (DOCS / name).read_text(encoding="utf-8"), (
@@ -37,5 +33,5 @@ def test_the_blocks_are_made_of_the_results(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_figure_outside_of_them_says_where_it_is_from(name: str) -> None:
+def test_a_figure_outside_of_them_says_where_it_is_from(name):
     assert without_source((DOCS / name).read_text(encoding="utf-8")) == []

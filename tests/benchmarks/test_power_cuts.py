@@ -1,8 +1,4 @@
-"""A power cut loses nothing of a living index that was acknowledged: a few of what
-`benchmarks/power_cuts.py` does a thousand times.
-"""
-
-from __future__ import annotations
+"""A power cut loses nothing acknowledged: a few of what `benchmarks/power_cuts.py` does."""
 
 import importlib
 import itertools
@@ -45,14 +41,14 @@ def cut(output: Path, *options: object) -> tuple[int, Any]:
     return done.returncode, json.loads(kept.read_text(encoding="utf-8"))
 
 
-def test_what_was_acknowledged_is_there_after_a_power_cut(tmp_path: Path) -> None:
+def test_what_was_acknowledged_is_there_after_a_power_cut(tmp_path):
     status, raw = cut(tmp_path, "--count", 40, "--seed", 5, "--lives", 2)
     assert raw["wrong"] == [] and status == 0 and raw["cuts"] == 40
     assert {outcome for _, outcome, _ in raw["cells"]} >= {"there", "not there", "same either way"}
 
 
 @pytest.mark.parametrize("fault", ["commits", "folders"])
-def test_a_store_that_does_not_sync_is_found_out(fault: str, tmp_path: Path) -> None:
+def test_a_store_that_does_not_sync_is_found_out(fault, tmp_path):
     status, raw = cut(
         tmp_path, "--count", 60, "--each", 60, "--seed", 5, "--lives", 1, "--without", fault
     )
@@ -96,7 +92,7 @@ with open(f"{disk}/a", "r+b") as file:
 """
 
 
-def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path: Path) -> None:
+def test_what_was_synced_stays_and_what_was_not_may_go(tmp_path):
     disk = trace(tmp_path, PROGRAM)
     old = b"old " * 1000
     new = old[:512] + b"new " * 300 + old[1712:]
@@ -158,15 +154,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("call", "held"),
     [*((call, "exit") for call in ("write", "ftruncate", "openat", "rename")), ("rename", "enter")],
 )
-def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(
-    call: str, held: str, tmp_path: Path
-) -> None:
-    """A thread is held before the call, or behind it, while another kills the process; of neither
-    does the trace tell a result.
-
-    Behind the call, strace had noted the result before it held the thread: it is taken out, as
-    where the kill comes sooner than strace.
-    """
+def test_a_call_that_a_kill_ended_is_in_the_record_if_it_was_done(call, held, tmp_path):
+    """A thread is held before or behind the call; a result that strace noted is taken out."""
     script: Any = importlib.import_module("power_disk")
     (tmp_path / "disk").mkdir()
     hold = (  # of each thread
@@ -243,8 +232,7 @@ def holds(folder: Path, bundle: str, vectors: Any, *, again: bool) -> bool:
 
 
 @pytest.mark.parametrize("how", ["synced", "careless"])
-def test_a_power_cut_within_compact_loses_nothing(how: str, tmp_path: Path) -> None:
-    """Every prefix of the system calls of a compact; without its syncs, one loses items."""
+def test_a_power_cut_within_compact_loses_nothing(how, tmp_path):
     bundle = Bundle.open(make_bundle(tmp_path / "bundle"), threads=1)
     vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
     np.save(tmp_path / "vectors.npy", vectors)

@@ -1,7 +1,5 @@
 """Figures that papers print stand in benchmarks/published.toml, and in no script."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re
@@ -51,18 +49,18 @@ def held(code: str) -> list[str]:
 
 
 @pytest.mark.parametrize("script", sorted(SCRIPTS.glob("*.py")), ids=lambda path: path.name)
-def test_no_script_holds_a_published_table(script: Path) -> None:
+def test_no_script_holds_a_published_table(script):
     assert not held(script.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_each_table_says_where_it_is_from_and_is_rectangular(name: str) -> None:
+def test_each_table_says_where_it_is_from_and_is_rectangular(name):
     table = TABLES[name]
     assert "Table" in table["source"] and table["what"]
     assert {len(values) for values in table["rows"].values()} == {len(table["columns"])}
 
 
-def test_a_figure_that_is_not_there_is_a_sentence() -> None:
+def test_a_figure_that_is_not_there_is_a_sentence():
     from published import has, published
 
     assert published("aml_table_1", "vehicle", "AML") == TABLES["aml_table_1"]["rows"]["vehicle"][1]

@@ -1,13 +1,8 @@
-"""A page of benchmarks/results is what its script makes of the figures that were kept: nothing in
-it was typed by hand.
-"""
-
-from __future__ import annotations
+"""A page of benchmarks/results is what its script makes of the figures that were kept."""
 
 import importlib
 import json
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,80 +11,41 @@ import pytest
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def kept(name: str) -> Any:
-    file = RESULTS / "raw" / name
-    text = file.read_text(encoding="utf-8")
-    return (
-        json.loads(text)
-        if file.suffix == ".json"
-        else [json.loads(line) for line in text.splitlines()]
-    )
-
-
-PAGES: dict[str, tuple[str, Callable[[Any, Any], str]]] = {
-    "photos_without_labels": ("photos_without_labels", lambda script, raw: script.render(raw)),
-    "pml_losses": ("pml_losses", lambda script, raw: script.render(raw)),
-    "evaluation": ("evaluation", lambda script, raw: script.render(raw)),
-    "aml_table1": ("aml_table1", lambda script, raw: script.render(raw)),
-    "aml_heldout": ("aml_heldout", lambda script, raw: script.render(raw)),
-    "aml_roc": ("aml_roc", lambda script, raw: script.render(raw)),
-    "anml_table2": ("anml_table2", lambda script, raw: script.table(raw)),
-    "data_check": ("data_check", lambda script, raw: script.render(raw)),
-    "daml_real": ("daml_real", lambda script, raw: script.render(raw)),
-    "methods": ("methods", lambda script, raw: script.render(raw)),
-    "damage": ("damage", lambda script, raw: script.render(raw)),
-    "kills": ("kills", lambda script, raw: script.render(raw)),
-    "daml_weights": ("daml_weights", lambda script, raw: script.render()),
-    "scale": ("scale", lambda script, raw: script.render(raw)),
-    "index_search": ("index_search", lambda script, raw: script.render(raw)),
-    "histories": ("histories", lambda script, raw: script.render(raw)),
-    "fashion": ("fashion", lambda script, raw: script.render(raw)),
-    "serve": ("serve", lambda script, raw: script.render(raw)),
-    "store": ("store", lambda script, raw: script.render(raw)),
-    "power_cuts": ("power_cuts", lambda script, raw: script.render(raw)),
-    "oahu_table3": ("oahu_table3", lambda script, raw: script.render(raw)),
-    "oahu_warm": ("oahu_warm", lambda script, raw: script.render(raw)),
-    "search": ("search", lambda script, raw: script.render(raw)),
-    "soak": ("soak", lambda script, raw: script.render(raw)),
-    "recipes": ("recipes", lambda script, raw: script.render(raw)),
-    "levels": ("levels", lambda script, raw: script.render(raw)),
-    "learners": ("learners", lambda script, raw: script.render(raw)),
-    "writers": ("writers", lambda script, raw: script.render(raw)),
-    "training": ("training", lambda script, raw: script.render(raw)),
+OTHERS = {"cards", "anml_table2_earlier", "pooling", "attack", "attack_proxy"}
+"""Kept for a card, which has its own test, or by a script that renders nothing again."""
+KEPT = {path.stem: path for path in sorted((RESULTS / "raw").iterdir())}
+WRITTEN = {
+    "anml_table2": lambda script, raw: script.table(raw),
+    "daml_weights": lambda script, raw: script.render(),
 }
-"""What writes each page, and how."""
+"""How a page is written, where it is not by `render` of what was kept."""
 
 
-def page(name: str, raw: Any) -> str:
-    script, write = PAGES[name]
-    return write(importlib.import_module(script), raw)
+def kept(name: str) -> Any:
+    text = KEPT[name].read_text(encoding="utf-8")
+    if KEPT[name].suffix == ".json":
+        return json.loads(text)
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def raw_of(name: str) -> Any:
-    return kept(f"{name}.{'json' if (RESULTS / 'raw' / f'{name}.json').exists() else 'jsonl'}")
+PAGES = sorted({path.stem for path in RESULTS.glob("*.md")} - OTHERS)
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_the_page_is_made_of_what_was_kept(name: str) -> None:
-    assert page(name, raw_of(name)) == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
+def test_the_page_is_made_of_what_was_kept(name):
+    write = WRITTEN.get(name, lambda script, raw: script.render(raw))
+    page = write(importlib.import_module(name), kept(name))
+    assert page == (RESULTS / f"{name}.md").read_text(encoding="utf-8")
 
 
-def test_whatever_was_kept_has_its_page_tested() -> None:
-    kept_too = {
-        "cards",
-        "anml_table2_earlier",
-        "pooling",
-        "attack",
-        "attack_proxy",
-    }  # a card's test is its own
-    assert {path.stem for path in (RESULTS / "raw").iterdir()} == set(PAGES) | kept_too
+def test_whatever_was_kept_has_its_page_tested():
+    assert KEPT.keys() == {*PAGES} | OTHERS
 
 
-def test_recipes_train_for_as_many_epochs_as_were_chosen() -> None:
-    script: Any = importlib.import_module("fashion")
+def test_recipes_train_for_as_many_epochs_as_were_chosen():
+    script = importlib.import_module("fashion")
     for recipe in script.RECIPES:
-        values = script.means([row for row in kept("fashion.jsonl") if row["recipe"] == recipe])
-        made = tomllib.loads(
-            (RESULTS.parents[1] / "models" / recipe / "recipe.toml").read_text(encoding="utf-8")
-        )
+        values = script.means([row for row in kept("fashion") if row["recipe"] == recipe])
+        file = RESULTS.parents[1] / "models" / recipe / "recipe.toml"
+        made = tomllib.loads(file.read_text(encoding="utf-8"))
         assert made["train"]["epochs"] == values.index(max(values)) + 1

@@ -1,8 +1,4 @@
-"""A server that is killed while clients write to it loses nothing that it acknowledged: seconds of
-what `benchmarks/soak.py` does for ten minutes.
-"""
-
-from __future__ import annotations
+"""A killed server loses nothing acknowledged: seconds of what `benchmarks/soak.py` does."""
 
 import importlib
 import json
@@ -19,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc for whom to kill")
-def test_what_clients_were_told_is_there_after_kills(tmp_path: Path) -> None:
+def test_what_clients_were_told_is_there_after_kills(tmp_path):
     words = ["--seconds", "20", "--pause", "2", "5", "--seed", "4", "--output", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "soak.py"), *words],
@@ -35,7 +31,7 @@ def test_what_clients_were_told_is_there_after_kills(tmp_path: Path) -> None:
     assert "**Differences: 0.**" in (tmp_path / "soak.md").read_text(encoding="utf-8")
 
 
-def test_what_is_lost_is_seen(tmp_path: Path) -> None:
+def test_what_is_lost_is_seen(tmp_path):
     soak: Any = importlib.import_module("soak")
     living: Any = importlib.import_module("retrieval.serving.index.index")
     path = soak.make_bundle(tmp_path / "bundle")

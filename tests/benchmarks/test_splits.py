@@ -1,13 +1,11 @@
 """Items that a benchmark searches had no say in a choice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 
 @pytest.mark.parametrize("name", ["digits", "letter"])
-def test_what_chooses_is_never_searched(name: str) -> None:
+def test_what_chooses_is_never_searched(name):
     import daml_real
 
     y = np.repeat(np.arange(26), 7)
@@ -23,7 +21,7 @@ def test_what_chooses_is_never_searched(name: str) -> None:
             assert not np.intersect1d(y[train], y[searched]).size
 
 
-def test_each_seed_divides_anew() -> None:
+def test_each_seed_divides_anew():
     import daml_real
 
     y = np.repeat(np.arange(26), 7)

@@ -1,14 +1,9 @@
-"""Transforms of training images by name: repeatable, kept apart from what the model draws, refused
-with sentences; several views of an item.
-"""
-
-from __future__ import annotations
+"""Transforms of training images by name, and several views of an item."""
 
 import itertools
 import re
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +51,7 @@ RECIPE: dict[str, Any] = {
 def built(name: str) -> Callable[[Tensor], Tensor]:
     return PLUGINS.build(
         "augmentations", {"name": name, **REQUIRED.get(name.removeprefix("core."), {})}
-    )  # type: ignore[no-any-return]
+    )
 
 
 def noise(channels: int) -> Tensor:
@@ -73,30 +68,21 @@ def digits() -> ArrayDataset:
     )
 
 
-def batches(
-    dataset: ArrayDataset, sampler: Sampler, augmentation: Augmentation, **more: Any
-) -> TrainBatches:
+def batches(dataset, sampler, augmentation, **more) -> TrainBatches:
     labels = np.unique(np.array(dataset.labels), return_inverse=True)[1]
     transforms = [PLUGINS.build("augmentations", each) for each in augmentation.transforms]
-    return TrainBatches(
-        dataset,
-        np.arange(len(dataset)),
-        labels,
-        Preprocessing((8, 8), 1, (0.5,), (0.5,)),
-        sampler=sampler,
-        augmentation=augmentation,
-        transforms=transforms,
-        seed=3,
-        **more,
-    )
+    options = {"sampler": sampler, "augmentation": augmentation, "transforms": transforms}
+    preprocessing = Preprocessing((8, 8), 1, (0.5,), (0.5,))
+    items = np.arange(len(dataset))
+    return TrainBatches(dataset, items, labels, preprocessing, seed=3, **options, **more)
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_transform_follows_from_the_seed_alone(name: str, channels: int) -> None:
+def test_every_transform_follows_from_the_seed_alone(name, channels):
     transform, pixels, before = built(name), noise(channels), torch.get_rng_state()
 
-    def changed(seed: int) -> Tensor:
+    def changed(seed):
         with Drawing(seed):
             return transform(pixels)
 
@@ -109,11 +95,11 @@ def test_every_transform_follows_from_the_seed_alone(name: str, channels: int) -
     assert len({each.numpy().tobytes() for each in first}) > 1
 
 
-def test_what_an_own_subclass_draws_late_follows_from_the_seed_too() -> None:
+def test_what_an_own_subclass_draws_late_follows_from_the_seed_too():
     from torchvision.transforms import v2
 
-    class Late(v2.RandomInvert):  # type: ignore[misc]
-        def transform(self, pixels: Tensor, params: dict[str, Any]) -> Tensor:
+    class Late(v2.RandomInvert):
+        def transform(self, pixels, params):
             return pixels + torch.randint(5, pixels.shape).to(torch.uint8)
 
     transform, pixels, found = Late(1.0), noise(1), []
@@ -123,13 +109,11 @@ def test_what_an_own_subclass_draws_late_follows_from_the_seed_too() -> None:
     assert torch.equal(*found) and not torch.equal(found[0], pixels)
 
 
-def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn() -> None:
-    """The model's dropout draws from the global generator while images are changed in other
-    threads.
-    """
+def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn():
+    """The model's dropout draws from the global generator meanwhile."""
     transform, pixels, stop = built("RandAugment"), noise(3), threading.Event()
 
-    def change() -> None:
+    def change():
         for seed in itertools.count():
             if stop.is_set():
                 return
@@ -152,23 +136,21 @@ def test_what_another_thread_draws_meanwhile_is_what_it_would_have_drawn() -> No
 
 
 @pytest.mark.parametrize("crop", [None, (0.5, 1.0)])
-def test_batches_are_the_same_wherever_a_run_goes_on(digits: ArrayDataset, crop: Any) -> None:
-    changes = Augmentation(
-        crop_scale=crop, transforms=["RandAugment", {"name": "RandomAffine", "degrees": 20}]
-    )
+def test_batches_are_the_same_wherever_a_run_goes_on(digits, crop):
+    transforms = ["RandAugment", {"name": "RandomAffine", "degrees": 20}]
+    changes = Augmentation(crop_scale=crop, transforms=transforms)
     sampler = Sampler(classes=4, items=3, batches=4)
-    loader = batches(digits, sampler, changes)
-    whole = [inputs for inputs, _ in loader.epoch(2)]
-    resumed = [inputs for inputs, _ in batches(digits, sampler, changes).epoch(2, start=2)]
+
+    def inputs(augmentation, **options) -> list[Tensor]:
+        return [rows for rows, _ in batches(digits, sampler, augmentation).epoch(2, **options)]
+
+    whole = inputs(changes)
+    resumed = inputs(changes, start=2)
     assert all(torch.equal(a, b) for a, b in zip(whole[2:], resumed, strict=True))
-    shares = [[inputs for inputs, _ in loader.epoch(2, rank=rank, world=2)] for rank in (0, 1)]
-    assert all(
-        torch.equal(torch.cat(parts), batch)
-        for parts, batch in zip(zip(*shares, strict=True), whole, strict=True)
-    )
-    plain = [
-        inputs for inputs, _ in batches(digits, sampler, Augmentation(crop_scale=crop)).epoch(2)
-    ]
+    shares = (inputs(changes, rank=rank, world=2) for rank in (0, 1))
+    for *parts, batch in zip(*shares, whole, strict=True):
+        assert torch.equal(torch.cat(parts), batch)
+    plain = inputs(Augmentation(crop_scale=crop))
     assert not any(torch.equal(a, b) for a, b in zip(whole, plain, strict=True))
 
 
@@ -177,7 +159,7 @@ class TestViews:
         transforms=["RandomErasing", {"name": "RandomAffine", "degrees": 30}], views=3
     )
 
-    def test_each_item_is_there_so_often_each_time_otherwise(self, digits: ArrayDataset) -> None:
+    def test_each_item_is_there_so_often_each_time_otherwise(self, digits):
         loader = batches(digits, Sampler(classes=4, items=2, batches=1), self.CHANGES)
         ((inputs, labels),) = loader.epoch(0)
         assert inputs.shape == (24, 1, 8, 8) and len(labels) == 24
@@ -187,7 +169,7 @@ class TestViews:
         ((plain, one_each),) = unchanged.epoch(0)
         assert torch.equal(labels.view(8, 3)[:, 0], one_each) and len(plain) == 8
 
-    def test_only_views_are_alike_where_items_are_the_positives(self, digits: ArrayDataset) -> None:
+    def test_only_views_are_alike_where_items_are_the_positives(self, digits):
         changes = self.CHANGES.model_copy(update={"positives": "item"})
         loader = batches(digits, Sampler(classes=10, items=1, batches=2), changes)
         for inputs, labels in loader.epoch(0):
@@ -196,8 +178,8 @@ class TestViews:
         every = torch.cat([labels for _, labels in loader.epoch(0)])
         assert every.max() > 9  # numbers of items, not of the ten classes
 
-    def test_recipes_that_make_no_sense_are_refused(self) -> None:
-        def problems(**tables: Any) -> str:
+    def test_recipes_that_make_no_sense_are_refused(self):
+        def problems(**tables):
             with pytest.raises(RecipeError) as refused:
                 Recipe(**{**RECIPE, **tables})
             return str(refused.value)
@@ -206,10 +188,8 @@ class TestViews:
         said = problems(augmentation={"positives": "item", "horizontal_flip": 0.5})
         assert "Set views to 2" in said and "Set items = 1" in said
 
-    def test_a_net_learns_from_views_alone(self, tmp_path: Path) -> None:
-        """Without any label, digits are found better than by an untrained net (SimCLR's loss, Chen
-        et al., ICML 2020).
-        """
+    def test_a_net_learns_from_views_alone(self, tmp_path):
+        """SimCLR's loss, Chen et al., ICML 2020."""
         from retrieval import train
 
         recipe = Recipe(
@@ -250,14 +230,14 @@ class TestViews:
 
 
 class TestFaults:
-    def message(self, transform: Any) -> str:
+    def message(self, transform):
         changes = Changes(Augmentation(transforms=["X"]), (transform,))
         draws = changes.draw(0, 0, 0, 1)
         with pytest.raises(DataError) as failed:
             changes.transformed(np.zeros((1, 3, 8, 8), np.uint8), draws)
         return str(failed.value)
 
-    def test_a_transform_that_changes_size_type_or_kind(self) -> None:
+    def test_a_transform_that_changes_size_type_or_kind(self):
         assert re.search(
             r"transforms\.0 \(function\) gives uint8 \(3, 4, 8\).*uint8 \(3, 8, 8\)",
             self.message(lambda x: x[:, :4]),
@@ -265,16 +245,16 @@ class TestFaults:
         assert "gives float32 (3, 8, 8)" in self.message(lambda x: x / 255)
         assert "gives ndarray instead of a tensor" in self.message(lambda x: x.numpy())
 
-    def test_a_transform_that_fails(self) -> None:
+    def test_a_transform_that_fails(self):
         assert "transforms.0 (function) fails: ZeroDivisionError" in self.message(
             lambda x: x * (1 // 0)
         )
 
-    def test_what_could_not_be_repeated(self) -> None:
+    def test_what_could_not_be_repeated(self):
         said = self.message(lambda x: (x + torch.rand_like(x.float())).to(torch.uint8))
         assert "calls torch.rand_like" in said and "Use torch.rand(x.shape)." in said
 
-    def test_names_and_parameters(self) -> None:
+    def test_names_and_parameters(self):
         with pytest.raises(RecipeError) as refused:
             Recipe(
                 **RECIPE,
@@ -283,7 +263,7 @@ class TestFaults:
         said = str(refused.value)
         assert "Did you mean 'RandAugment'?" in said and "Did you mean 'degrees'?" in said
 
-    def test_a_plugins_own_by_its_name(self, tmp_path: Path) -> None:
+    def test_a_plugins_own_by_its_name(self, tmp_path):
         plugin = tmp_path / "fog.py"
         plugin.write_text(
             '"""Fog."""\nimport torch\nfrom retrieval.plugin import hookimpl\n\nclass Fog:\n    """'
@@ -303,7 +283,7 @@ class TestFaults:
 
 
 class TestPreview:
-    def test_a_row_shows_the_item_and_then_its_changes(self) -> None:
+    def test_a_row_shows_the_item_and_then_its_changes(self):
         recipe = Recipe(**RECIPE, augmentation={"transforms": ["RandomInvert"]})
         sheet = np.asarray(preview(recipe, items=3, draws=5))
         assert sheet.shape == (3 * (64 + 18) + 4, 6 * 68 + 12, 3)
@@ -315,9 +295,7 @@ class TestPreview:
         }
         assert kinds == {"same", "inverted"}
 
-    def test_names_are_drawn_in_a_font_that_has_their_letters(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_names_are_drawn_in_a_font_that_has_their_letters(self, monkeypatch):
         from matplotlib import font_manager
 
         font, names = font_of(["щука ∂ é", "ψάρι"])
@@ -325,9 +303,7 @@ class TestPreview:
         monkeypatch.setattr(font_manager.fontManager, "ttflist", [])  # no system's fonts
         assert font_of(["雪 a"])[1] == ["\\u96ea a"]
 
-    def test_the_command_writes_it_and_says_when_nothing_changes(
-        self, tmp_path: Path, cli: Any
-    ) -> None:
+    def test_the_command_writes_it_and_says_when_nothing_changes(self, tmp_path, cli):
         recipe = tmp_path / "r.toml"
         recipe.write_text(
             'name = "r"\n[data]\nname = "core.digits"\n[split]\nby = "item"\n[backbone]\nname ='
@@ -343,7 +319,7 @@ class TestPreview:
         wrong = cli("data", "show", str(recipe), "--output", str(tmp_path / "sheet.jpg"))
         assert wrong.code == 2 and ".png" in wrong.err
 
-    def test_vectors_are_refused(self) -> None:
+    def test_vectors_are_refused(self):
         tables = {
             **RECIPE,
             "data": {"name": "core.features", "file": "x.npz"},

@@ -1,16 +1,14 @@
-from __future__ import annotations
-
 import logging
 import os
-import resource
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from limits import files_of_at_most
 from numpy.typing import NDArray
 from PIL import Image
 from retrieval.data.cache import frozen_features
@@ -40,16 +38,10 @@ class Net:
         )
 
 
-def compute(net: Any, data: Dataset, folder: Path, **options: Any) -> NDArray[np.float32]:
-    options = {
-        "width": 3,
-        "fingerprint": "net 1",
-        "device": "cpu",
-        "batch": 8,
-        "progress": False,
-        "folder": folder,
-    } | options
-    return frozen_features(net, data, options.pop("preprocessing", PRE), **options)
+def compute(net: Any, data: Dataset, folder: Path | None, **options: Any) -> NDArray[np.float32]:
+    settings = {"width": 3, "fingerprint": "net 1", "device": "cpu", "batch": 8}
+    settings |= {"progress": False, "folder": folder} | options
+    return frozen_features(net, data, settings.pop("preprocessing", PRE), **settings)
 
 
 @pytest.fixture
@@ -72,7 +64,7 @@ def entry(folder: Path) -> Path:
     return found
 
 
-def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
+def test_computed_once_then_read(data, tmp_path):
     net = Net()
     first = compute(net, data, tmp_path)
     np.testing.assert_allclose(first, plain(data), rtol=1e-6)
@@ -85,7 +77,7 @@ def test_computed_once_then_read(data: ArrayDataset, tmp_path: Path) -> None:
     assert net.items == 37
 
 
-def test_interrupted_it_goes_on(data: ArrayDataset, tmp_path: Path) -> None:
+def test_interrupted_it_goes_on(data, tmp_path):
     whole = compute(Net(), data, tmp_path / "other")
     with pytest.raises(KeyboardInterrupt):
         compute(Net(fail_after=16), data, tmp_path)
@@ -99,9 +91,7 @@ def test_interrupted_it_goes_on(data: ArrayDataset, tmp_path: Path) -> None:
     assert net.items == 0
 
 
-def test_a_damaged_block_is_computed_again(
-    data: ArrayDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_block_is_computed_again(data, tmp_path, caplog):
     whole = np.array(compute(Net(), data, tmp_path))
     file = entry(tmp_path) / "features.f32"
     content = bytearray(file.read_bytes())
@@ -118,9 +108,7 @@ def test_a_damaged_block_is_computed_again(
 
 
 @pytest.mark.parametrize("cut", ["half", "empty", "gone"])
-def test_a_file_cut_short(
-    data: ArrayDataset, tmp_path: Path, cut: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_cut_short(data, tmp_path, cut, caplog):
     whole = np.array(compute(Net(), data, tmp_path))
     file = entry(tmp_path) / "features.f32"
     if cut == "gone":
@@ -132,7 +120,7 @@ def test_a_file_cut_short(
 
 
 @pytest.mark.parametrize("sums", [b"", b"nonsense", bytes(80), b"x" * 80, b"y" * 999])
-def test_damaged_checksums_are_not_trusted(data: ArrayDataset, tmp_path: Path, sums: bytes) -> None:
+def test_damaged_checksums_are_not_trusted(data, tmp_path, sums):
     whole = np.array(compute(Net(), data, tmp_path))
     (entry(tmp_path) / "sums").write_bytes(sums)
     net = Net()
@@ -141,9 +129,7 @@ def test_damaged_checksums_are_not_trusted(data: ArrayDataset, tmp_path: Path, s
         assert net.items == 37
 
 
-def test_whatever_could_change_a_feature_makes_another_entry(
-    data: ArrayDataset, tmp_path: Path
-) -> None:
+def test_whatever_could_change_a_feature_makes_another_entry(data, tmp_path):
     compute(Net(), data, tmp_path)
     other = ArrayDataset(data.arrays.copy(), data.labels)
     net = Net()
@@ -163,7 +149,7 @@ def test_whatever_could_change_a_feature_makes_another_entry(
         assert net.items == len(changed)
 
 
-def test_a_changed_file_is_another_content(tmp_path: Path) -> None:
+def test_a_changed_file_is_another_content(tmp_path):
     files = [tmp_path / f"{i}.png" for i in range(3)]
     for i, file in enumerate(files):
         Image.new("L", (6, 6), i).save(file)
@@ -180,11 +166,11 @@ def test_a_changed_file_is_another_content(tmp_path: Path) -> None:
         compute(net, data, tmp_path / "cache")
 
 
-def test_unknown_content_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_content_is_not_kept(tmp_path, caplog):
     class Secret(Dataset):
         labels = keys = ("a", "b")
 
-        def __getitem__(self, index: int) -> Image.Image:
+        def __getitem__(self, index):
             return Image.new("L", (6, 6), index + 5)
 
     for _ in range(2):
@@ -195,72 +181,52 @@ def test_unknown_content_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not list(tmp_path.iterdir())
 
 
-def test_features_must_be_finite_rows(data: ArrayDataset, tmp_path: Path) -> None:
+def test_features_must_be_finite_rows(data, tmp_path):
+    def infinite(x):
+        if x[0, 0, 0, 0] == data.arrays[8, 0, 0]:
+            return torch.full((len(x), 2), torch.inf)
+        return x.flatten(1)[:, :2].float()
+
     with pytest.raises(DataError, match=r"features of 8 are not finite"):
-        compute(
-            lambda x: (
-                torch.full((len(x), 2), torch.inf)
-                if x[0, 0, 0, 0] == data.arrays[8, 0, 0]
-                else x.flatten(1)[:, :2].float()
-            ),
-            data,
-            tmp_path,
-            width=2,
-        )
+        compute(infinite, data, tmp_path, width=2)
     with pytest.raises(DataError, match="shape"):
         compute(lambda x: x.float(), data, tmp_path, fingerprint="map")
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, data: ArrayDataset, tmp_path: Path) -> None:
+def test_cache_folder(monkeypatch, data, tmp_path):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "here"))
     assert cache_folder() == tmp_path / "here"
-    compute(Net(), data, None)  # type: ignore[arg-type]
+    compute(Net(), data, None)
     assert (tmp_path / "here" / "features").is_dir()
     monkeypatch.delenv("RETRIEVAL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     assert "retrieval" in str(cache_folder())
 
 
-def test_a_cache_that_cannot_be_written(data: ArrayDataset, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(data, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="set RETRIEVAL_CACHE to another folder"):
         compute(Net(), data, tmp_path / "file")
 
 
-def test_a_disk_that_fills_up(data: ArrayDataset, tmp_path: Path) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (300, hard)
-    )  # in bytes per file: the third block does not fit
-    try:
-        with pytest.raises(DataError, match="Features cannot be kept in"):
-            compute(Net(), data, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def test_a_disk_that_fills_up(data, tmp_path):
+    says = "Features cannot be kept in"
+    with files_of_at_most(300), pytest.raises(DataError, match=says):  # nor the third block
+        compute(Net(), data, tmp_path)
     net = Net()
     np.testing.assert_allclose(compute(net, data, tmp_path), plain(data), rtol=1e-6)
     assert 0 < net.items < 37
 
 
-def test_two_at_once_compute_once(
-    data: ArrayDataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_at_once_compute_once(data, tmp_path, caplog):
     class Slow(Net):
-        def __call__(self, x: Tensor) -> Tensor:
+        def __call__(self, x):
             time.sleep(0.05)
             return super().__call__(x)
 
     nets = [Slow(), Slow()]
-    made: list[NDArray[np.float32]] = []
-    with caplog.at_level(logging.WARNING):
-        threads = [
-            threading.Thread(target=lambda n=n: made.append(compute(n, data, tmp_path)))
-            for n in nets
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda net: compute(net, data, tmp_path), nets)
     assert sorted(net.items for net in nets) == [0, 37]
-    np.testing.assert_array_equal(made[0], made[1])
+    np.testing.assert_array_equal(first, second)
     assert "Waiting for another process" in caplog.text

@@ -1,8 +1,4 @@
-"""`retrieval data check`: what was planted in real images is found, each with its mark; clean
-images are left in peace.
-"""
-
-from __future__ import annotations
+"""`retrieval data check` finds what was planted in real images, and leaves clean ones in peace."""
 
 import itertools
 import json
@@ -13,9 +9,7 @@ import struct
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +40,7 @@ def parts() -> list[Image.Image]:
 
 
 @pytest.fixture
-def photos(parts: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def photos(parts, tmp_path, monkeypatch) -> Path:
     """`photos/train/CLASS` and `photos/test/CLASS`: five classes a side, two images each, all
     different.
     """
@@ -91,40 +85,31 @@ def plant(photos: Path) -> None:
     shutil.move(test / "C9.png", test / "alone" / "19.png")
 
 
-def test_clean_photographs_are_clean(photos: Path, cli: Callable[..., Any]) -> None:
+def test_clean_photographs_are_clean(photos, cli):
     done = cli("data", "check", "photos")
     assert (done.code, done.err) == (0, "")
     assert done.out == "photos: 20 items of 10 labels; 10 test, 10 train\nNo problems found.\n"
 
 
-def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) -> None:
+COUNTS = {"few_levels": 0, "broken": 2, "same": 2, "items_too_many": 2, "near": 3, "leaks": 3}
+COUNTS |= {"label_errors": 4, "labels_of_one_item": 2, "labels_spelt_alike": 0}
+
+
+def test_all_that_was_planted_is_found(photos, cli):
     plant(photos)
     done = cli("data", "check", "photos", "--output", "found.json")
     assert done.code == 1 and not done.err
     said = json.loads(Path("found.json").read_text())
-    assert said["counts"] == {
-        "few_levels": 0,
-        "broken": 2,
-        "same": 2,
-        "items_too_many": 2,
-        "near": 3,
-        "leaks": 3,
-        "label_errors": 4,
-        "labels_of_one_item": 2,
-        "labels_spelt_alike": 0,
-    }
-    assert [Path(each["item"]).name for each in said["broken"]] == ["cut.png", "empty.jpg"]
-    assert (
-        "damaged" in said["broken"][0]["why"] and "is empty (0 bytes)" in said["broken"][1]["why"]
-    )
-    assert said["broken"][0]["label"] == "c4" and said["broken"][0]["side"] == "train"
-    found = {
-        frozenset(Path(one["item"]).name for one in each["items"]): each
-        for each in said["same"] + said["near"]
-    }
+    assert said["counts"] == COUNTS
+    cut, empty = said["broken"]
+    assert [Path(item["item"]).name for item in (cut, empty)] == ["cut.png", "empty.jpg"]
+    assert "damaged" in cut["why"] and "is empty (0 bytes)" in empty["why"]
+    assert (cut["label"], cut["side"]) == ("c4", "train")
     marks = {
-        tuple(sorted(who)): (each["by"], each["leak"], each["labels_differ"])
-        for who, each in found.items()
+        tuple(sorted(Path(one["item"]).name for one in group["items"])): tuple(
+            group[mark] for mark in ("by", "leak", "labels_differ")
+        )
+        for group in said["same"] + said["near"]
     }
     assert marks == {
         ("0.png", "twice.png"): ("bytes", False, True),
@@ -133,91 +118,64 @@ def test_all_that_was_planted_is_found(photos: Path, cli: Callable[..., Any]) ->
         ("6.png", "smaller.png"): ("picture", True, True),
         ("16.png", "larger.jpg"): ("picture", False, False),
     }
-    assert all(
-        0 < each["distance"] <= said["within"]["picture"] == PICTURES for each in said["near"]
-    )
-    assert sorted(said["labels_of_one_item"]) == ["alone", "c9"] and said["sides"] == {
-        "test": 14,
-        "train": 13,
-    }
+    assert said["within"]["picture"] == PICTURES
+    assert all(0 < group["distance"] <= PICTURES for group in said["near"])
+    assert sorted(said["labels_of_one_item"]) == ["alone", "c9"]
+    assert said["sides"] == {"test": 14, "train": 13}
+    apart = "2 across the split and 2 with different labels:"
     for line in (
         "2 items cannot be read:",
-        (
-            "3 pairs of images look the same (within 0.08), 2 across the split and 2 with different"
-            " labels:"
-        ),
+        f"3 pairs of images look the same (within 0.08), {apart}",
         "1 group of files is the same, 1 with different labels:",
         "LABEL  photos/train/c0/0.png (train, c0)  photos/train/c1/twice.png (train, c1)",
     ):
         assert line in done.out
     pairs = done.out.partition("look the same")[2].splitlines()[1:4]
-    assert [line.split()[:2] for line in pairs[:2]] == [["LEAK", "LABEL"]] * 2, (
-        "the worst come first"
-    )
-    cut = cli("data", "check", "photos", "--show", "1").out
-    assert (
-        "… and 2 more" in cut
-        and cut.count("look the same") == 1
-        and len(cut.splitlines()) < len(done.out.splitlines())
-    )
+    worst = [line.split()[:2] for line in pairs[:2]]
+    assert worst == [["LEAK", "LABEL"]] * 2, "the worst come first"
+    short = cli("data", "check", "photos", "--show", "1").out
+    assert "… and 2 more" in short and short.count("look the same") == 1
+    assert len(short.splitlines()) < len(done.out.splitlines())
 
 
-def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(
-    photos: Path, cli: Callable[..., Any]
-) -> None:
-    """A 12-bit camera's values are not scaled, and 0 to 255 in 16 bits are black: in grey and in
-    colour.
-    """
-    grey = np.asarray(Image.open(photos / "train" / "c0" / "0.png").convert("L")).astype(np.uint16)
+def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(photos, cli):
+    folder = photos / "train" / "c0"
+    grey = np.asarray(Image.open(folder / "0.png").convert("L")).astype(np.uint16)
     grey = grey * 255 // grey.max()
-    for name, values in (
-        ("whole", grey * 257),
-        ("camera", grey * 16),
-        ("black", grey // 2),
-        ("dark", grey * 65),
-    ):
-        Image.fromarray(values.astype(np.uint16)).save(photos / "train" / "c0" / f"{name}.png")
-    (photos / "train" / "c0" / "colour.png").write_bytes(sixteen_bit_colour(grey[:, ::-1] * 16))
-    values = np.asarray(Image.open(photos / "train" / "c0" / "1.png").convert("L"), np.float32)
-    Image.fromarray(values / 255).save(photos / "train" / "c0" / "float.tif")
+    sheets = {"whole": grey * 257, "camera": grey * 16, "black": grey // 2, "dark": grey * 65}
+    for name, values in sheets.items():
+        Image.fromarray(values.astype(np.uint16)).save(folder / f"{name}.png")
+    (folder / "colour.png").write_bytes(sixteen_bit_colour(grey[:, ::-1] * 16))
+    values = np.asarray(Image.open(folder / "1.png").convert("L"), np.float32)
+    Image.fromarray(values / 255).save(folder / "float.tif")
     done = cli("data", "check", "photos", "--output", "found.json")
-    assert done.code == 1 and "3 16-bit images lose most of their levels:" in done.out
-    assert (
-        "c0/camera.png is of 16 bits and holds nothing above 4,080 of 65,535, so 16 of 256 levels"
-        in done.out
-    )
-    assert "Multiply it by 16 before it is saved." in done.out
-    assert (
-        "c0/black.png is of 16 bits and holds nothing above 255, so it is black in 8 bits."
-        in done.out
-    )
-    assert "c0/colour.png is of 16 bits and holds nothing above 4,095 of 65,535" in done.out
-    assert "float.tif is floating-point grey (mode F)" in done.out
-    said = json.loads(Path("found.json").read_text())
-    assert [Path(each["item"]).name for each in said["few_levels"]] == [
-        "black.png",
-        "camera.png",
-        "colour.png",
-    ]
+    assert done.code == 1
+    above = "is of 16 bits and holds nothing above"
+    for text in (
+        "3 16-bit images lose most of their levels:",
+        f"c0/camera.png {above} 4,080 of 65,535, so 16 of 256 levels",
+        "Multiply it by 16 before it is saved.",
+        f"c0/black.png {above} 255, so it is black in 8 bits.",
+        f"c0/colour.png {above} 4,095 of 65,535",
+        "float.tif is floating-point grey (mode F)",
+    ):
+        assert text in done.out
+    few = json.loads(Path("found.json").read_text())["few_levels"]
+    assert [Path(item["item"]).name for item in few] == ["black.png", "camera.png", "colour.png"]
 
 
 def sixteen_bit_colour(values: np.ndarray) -> bytes:
     """A PNG of 16-bit RGB, all three the same."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        )
-
-    header = struct.pack(">IIBBBBB", values.shape[1], len(values), 16, 2, 0, 0, 0)
     rows = np.repeat(values, 3, axis=1).astype(">u2")
+    header = struct.pack(">IIBBBBB", values.shape[1], len(values), 16, 2, 0, 0, 0)
     body = zlib.compress(b"".join(b"\0" + row.tobytes() for row in rows))
-    return (
-        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-    )
+    whole = b"\x89PNG\r\n\x1a\n"
+    for chunk in (b"IHDR" + header, b"IDAT" + body, b"IEND"):
+        whole += struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    return whole
 
 
-def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[..., Any]) -> None:
+def test_a_recipe_says_the_sides_and_a_csv_file_too(photos, cli):
     plant(photos)
     for broken in ("train/c4/cut.png", "train/c4/empty.jpg"):
         (photos / broken).unlink()
@@ -241,9 +199,7 @@ def test_a_recipe_says_the_sides_and_a_csv_file_too(photos: Path, cli: Callable[
     assert changed.code == 2 and "[split]" in changed.err  # no class has items enough
 
 
-def test_what_a_model_takes_for_the_same(
-    photos: Path, bundle: Any, cli: Callable[..., Any]
-) -> None:
+def test_what_a_model_takes_for_the_same(photos, bundle, cli):
     plant(photos)
     found = check_data(photos, model=bundle, within=0.05, progress=False)
     by_model = [each for each in found.near if each.by == "model"]
@@ -270,55 +226,45 @@ def test_what_a_model_takes_for_the_same(
     )
 
 
-def test_pairs_against_all_pairs_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def within(apart, limit: float, same=None) -> dict[tuple[int, int], float]:
+    """Pairs of rows that are not further apart, from a table of all distances."""
+    return {
+        (i, j): apart[i, j]
+        for i, j in itertools.combinations(range(len(apart)), 2)
+        if apart[i, j] <= limit and (same is None or same[i] != same[j])
+    }
+
+
+def pairs_of(found) -> dict[tuple[int, int], float]:
+    pairs = zip(found.first.tolist(), found.second.tolist(), strict=True)
+    return dict(zip(pairs, found.distance.tolist(), strict=True))
+
+
+def test_pairs_against_all_pairs_in_double_precision(monkeypatch):
     monkeypatch.setattr(near, "_PAGE", 17)
     random = np.random.default_rng(0)
-    vectors = np.concatenate(
-        [random.normal(size=(60, 6)), np.repeat(random.normal(size=(1, 6)), 40, 0)]
-    )
+    copies = np.repeat(random.normal(size=(1, 6)), 40, 0)
+    vectors = np.concatenate([random.normal(size=(60, 6)), copies])
     vectors = (vectors + 0.01 * random.normal(size=vectors.shape)).astype(np.float32)
+    differences = vectors[:, None].astype(float) - vectors[None]
     same = np.arange(100)
     same[70:75] = 70
-    apart = np.linalg.norm(vectors[:, None].astype(float) - vectors[None], axis=2)
-    expected = {
-        (i, j): apart[i, j]
-        for i in range(100)
-        for j in range(i + 1, 100)
-        if apart[i, j] <= 1.5 and same[i] != same[j]
-    }
     found = near_pairs(vectors, 1.5, same=same)
-    assert dict(
-        zip(
-            zip(found.first.tolist(), found.second.tolist(), strict=True),
-            found.distance.tolist(),
-            strict=True,
-        )
-    ) == pytest.approx(expected)
+    expected = within(np.linalg.norm(differences, axis=2), 1.5, same)
+    assert pairs_of(found) == pytest.approx(expected)
     assert found.complete and (np.diff(found.distance) >= 0).all()
 
-    def manhattan(one: int, others: Any) -> Any:
+    def manhattan(one, others):
         return np.abs(vectors[others].astype(float) - vectors[one]).sum(1)
 
     city = near_pairs(vectors, 0.3, spans=[(0, 3), (3, 6)], measure=manhattan)
-    table = np.abs(vectors[:, None].astype(float) - vectors[None]).sum(2)
-    wanted = {
-        (i, j): table[i, j] for i in range(100) for j in range(i + 1, 100) if table[i, j] <= 0.3
-    }
-    assert dict(
-        zip(
-            zip(city.first.tolist(), city.second.tolist(), strict=True),
-            city.distance.tolist(),
-            strict=True,
-        )
-    ) == pytest.approx(wanted)
+    assert pairs_of(city) == pytest.approx(within(np.abs(differences).sum(2), 0.3))
     monkeypatch.setattr(near, "MOST_PAIRS", 100)
     ended = near_pairs(vectors, 1.5)
     assert not ended.complete and len(ended.first) < 100 * near._MOST
 
 
-def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(monkeypatch):
     vectors = np.ones((300, 4), np.float32)
     whole = near_pairs(vectors, 0.1)
     assert whole.complete and len(whole.first) == 300 * 299 // 2
@@ -327,14 +273,12 @@ def test_all_pairs_of_many_equal_rows_or_that_some_are_missing(
     assert not part.complete and len(part.first) < 300 * 299 // 2
 
 
-def test_a_measure_that_orders_otherwise_does_not_hide_pairs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of a row's nearest 32 some are far by the measure, and more than 32 are near by it."""
+def test_a_measure_that_orders_otherwise_does_not_hide_pairs(monkeypatch):
+    """More than a row's nearest 32 are near by the measure, and some of those 32 are far."""
     random = np.random.default_rng(0)
     vectors = (0.1 * random.normal(size=(400, 2))).astype(np.float32)
 
-    def across(row: int, others: Any) -> Any:
+    def across(row, others):
         return np.abs(vectors[row].astype(float) - vectors[others])[:, 0]
 
     whole = near_pairs(vectors, 0.02, measure=across, candidates=32)
@@ -344,7 +288,7 @@ def test_a_measure_that_orders_otherwise_does_not_hide_pairs(
     assert not near_pairs(vectors, 0.02, measure=across, candidates=32).complete
 
 
-def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
+def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path):
     one = np.random.default_rng(0).integers(0, 256, (9, 9), dtype=np.uint8)
     (tmp_path / "a").mkdir()
     for number in range(300):
@@ -356,35 +300,25 @@ def test_a_thousand_copies_are_one_group_and_no_pairs(tmp_path: Path) -> None:
     assert "and 294 more" in found.text()
 
 
-def test_marks_of_sides_and_labels() -> None:
-    subjects = [
-        Subject("q", "a", "query"),
-        Subject("g", "a", "gallery"),
-        Subject("t", None, "train"),
-        Subject("n", "b"),
-    ]
+def test_marks_of_sides_and_labels():
+    sides = [("q", "a", "query"), ("g", "a", "gallery"), ("t", None, "train"), ("n", "b")]
+    subjects = [Subject(*side) for side in sides]
     found = Findings("x", subjects, [], [], [], {}, [], [("a", "b")])
-    assert not found.leaks(Alike((0, 1), "bytes")) and found.leaks(Alike((1, 2), "bytes"))
-    assert not found.leaks(Alike((2, 3), "bytes")) and not found.contradicts(Alike((0, 2), "bytes"))
-    assert found.contradicts(Alike((0, 3), "bytes")) and not found.clean
+    pairs = {pair: Alike(pair, "bytes") for pair in itertools.combinations(range(4), 2)}
+    assert not found.leaks(pairs[0, 1]) and found.leaks(pairs[1, 2])
+    assert not found.leaks(pairs[2, 3]) and not found.contradicts(pairs[0, 2])
+    assert found.contradicts(pairs[0, 3]) and not found.clean
     labels = ["Cat", "cat ", "CAT", "dog", "Straße", "STRASSE", "ﬁn", "fin"]
-    assert spelt_alike([Subject(label, label) for label in labels]) == [
-        ("Cat", "cat ", "CAT"),
-        ("Straße", "STRASSE"),
-        ("ﬁn", "fin"),
-    ]
-    spelt = [
-        Subject("1", "Cat", "train"),
-        Subject("2", "cat", "test"),
-        Subject("3", "Dog", "train"),
-        Subject("4", "dog", "train"),
-    ]
+    alike = [("Cat", "cat ", "CAT"), ("Straße", "STRASSE"), ("ﬁn", "fin")]
+    assert spelt_alike([Subject(label, label) for label in labels]) == alike
+    sides = [("1", "Cat", "train"), ("2", "cat", "test"), ("3", "Dog", "train")]
+    spelt = [Subject(*side) for side in [*sides, ("4", "dog", "train")]]
     both = Findings("x", spelt, [], [], [], {}, [], spelt_alike(spelt))
-    assert [both.across(each) for each in both.spelt] == [True, False]
+    assert [both.across(pair) for pair in both.spelt] == [True, False]
     assert "'Cat' / 'cat', on different sides of the split" in both.text()
 
 
-def test_vectors_that_are_the_same_or_are_none(tmp_path: Path) -> None:
+def test_vectors_that_are_the_same_or_are_none(tmp_path):
     vectors = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     vectors[3] = vectors[0]
     vectors[5, 2] = np.nan
@@ -409,36 +343,38 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path: Path) -> None:
         (["broken"], "None of the 1 items can be read"),
     ],
 )
-def test_mistakes_are_sentences(
-    arguments: list[str], sentence: str, photos: Path, cli: Callable[..., Any]
-) -> None:
+def test_mistakes_are_sentences(arguments, sentence, photos, cli):
     Path("broken").mkdir()
     Path("broken", "a.jpg").touch()
     done = cli("data", "check", *arguments)
     assert done.code == 2 and sentence in done.err and "Traceback" not in done.err
 
 
-def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos: Path) -> None:
+def test_an_image_that_is_a_bomb_is_broken_and_the_others_are_looked_at(photos):
     Image.new("1", (8000, 8000)).save(photos / "test" / "c5" / "bomb.png")
     found = check_data(photos, progress=False)
     assert len(found.broken) == 1 and "pixels" in found.broken[0][1] and not found.same
 
 
-def test_ctrl_c_leaves_nothing(photos: Path) -> None:
-    code = (
-        "import sys, time\nimport retrieval.run.check_data as c\nfrom retrieval.cli.app import"
-        " main\ndef slow(item):\n    sys.stdout.write('began\\n'); sys.stdout.flush()\n   "
-        " time.sleep(0.2)\n    return first(item)\nfirst = c.fingerprint\nc.fingerprint ="
-        " slow\nsys.argv = ['retrieval', 'data', 'check', 'photos', '--output',"
-        " 'found.json']\nmain()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+SLOW = """
+import sys, time
+import retrieval.run.check_data as c
+from retrieval.cli.app import main
+first = c.fingerprint
+def slow(item):
+    print("began", flush=True)
+    time.sleep(0.2)
+    return first(item)
+c.fingerprint = slow
+sys.argv = ["retrieval", "data", "check", "photos", "--output", "found.json"]
+main()
+"""
+
+
+def test_ctrl_c_leaves_nothing(photos):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", SLOW], env=environment, **pipes)
     assert process.stdout is not None and process.stdout.readline() == "began\n"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
@@ -446,7 +382,7 @@ def test_ctrl_c_leaves_nothing(photos: Path) -> None:
     assert not list(Path().glob("found.json*"))
 
 
-def test_a_dataset_of_arrays_has_no_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
     from retrieval.data.splits import make_splits
     from retrieval.data.subjects import OfDataset
     from retrieval.recipe.tables import Split
@@ -461,10 +397,7 @@ def test_a_dataset_of_arrays_has_no_files(monkeypatch: pytest.MonkeyPatch, tmp_p
         check_data([], progress=False)
 
 
-def test_clean_digits_raise_no_alarm(tmp_path: Path) -> None:
-    """False alarms by picture on 1,797 real and different digits, and what of their copies is
-    found: figures, not adjectives.
-    """
+def test_clean_digits_raise_no_alarm(tmp_path):
     digits = (load_digits().images * 15.9).astype(np.uint8)
     np.savez(tmp_path / "x.npz", features=digits.reshape(len(digits), -1).astype(np.float32))
     pictures = np.stack([fingerprint(Image.fromarray(each)).picture for each in digits])

@@ -1,7 +1,5 @@
 """Items to codes: which memory format the net is given, and that nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -44,7 +42,7 @@ def items(channels: int) -> ArrayDataset:
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_cpu_is_given_channels_last_and_says_the_same(channels: int) -> None:
+def test_a_cpu_is_given_channels_last_and_says_the_same(channels):
     torch.manual_seed(0)
     net = Net(channels, lambda maps: maps.flatten(1))
     model = Model(net, nn.Linear(net.features, 5)).train()
@@ -58,7 +56,7 @@ def test_a_cpu_is_given_channels_last_and_says_the_same(channels: int) -> None:
     torch.testing.assert_close(codes, plain, atol=1e-6, rtol=1e-5)
 
 
-def test_a_net_that_views_its_maps_is_given_channels_first() -> None:
+def test_a_net_that_views_its_maps_is_given_channels_first():
     torch.manual_seed(0)
     net = Net(3, lambda maps: maps.view(len(maps), -1))  # refuses what flatten copies
     model = Model(net, nn.Linear(net.features, 5))
@@ -68,8 +66,8 @@ def test_a_net_that_views_its_maps_is_given_channels_first() -> None:
     torch.testing.assert_close(codes, encode(model, items(3), ITEMS, batch=4), atol=1e-6, rtol=1e-5)
 
 
-def test_a_nets_own_fault_is_told_as_it_is() -> None:
-    def broken(maps: Tensor) -> Tensor:
+def test_a_nets_own_fault_is_told_as_it_is():
+    def broken(maps):
         raise RuntimeError("no such layer")
 
     net = Net(3, broken)

@@ -1,7 +1,5 @@
 """What the cache of features knows a backbone by: whatever could change a feature."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -30,7 +28,7 @@ class Scaled(Backbone):
         return found
 
 
-def test_the_same_backbone_has_the_same_fingerprint() -> None:
+def test_the_same_backbone_has_the_same_fingerprint():
     assert fingerprint(Scaled()) == fingerprint(Scaled())
     assert fingerprint(Scaled().eval()) == fingerprint(Scaled().train())
 
@@ -38,16 +36,16 @@ def test_the_same_backbone_has_the_same_fingerprint() -> None:
 @pytest.mark.parametrize(
     "other", [3, 2.5, "mean", (2, 3), {"image": 14}, [{"a": (1, None)}], None, True]
 )
-def test_a_plain_value_that_repr_does_not_show_counts(other: Any) -> None:
+def test_a_plain_value_that_repr_does_not_show_counts(other):
     one, another = Scaled(), Scaled(other)
     assert repr(one) == repr(another) and fingerprint(one) != fingerprint(another)
 
 
-def test_a_buffer_that_is_not_saved_counts() -> None:
+def test_a_buffer_that_is_not_saved_counts():
     assert fingerprint(Scaled()) != fingerprint(Scaled(buffer=1.0))
 
 
-def test_a_weight_counts() -> None:
+def test_a_weight_counts():
     other = Scaled()
     with torch.no_grad():
         other.layer.weight[0, 0] += 1e-6
@@ -69,7 +67,7 @@ def test_a_weight_counts() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["_private", "public"])
-def test_what_a_module_keeps_counts(name: str, one: Any, another: Any) -> None:
+def test_what_a_module_keeps_counts(name, one, another):
     backbones = [Scaled(), Scaled(), Scaled()]
     for backbone, value in zip(backbones, [one, copy.copy(one), another], strict=True):
         backbone.layer.__dict__[name] = value
@@ -77,7 +75,7 @@ def test_what_a_module_keeps_counts(name: str, one: Any, another: Any) -> None:
     assert first == same != other
 
 
-def test_the_order_of_a_set_does_not_count() -> None:
+def test_the_order_of_a_set_does_not_count():
     backbones = Scaled(), Scaled()
     words = [f"word {number}" for number in range(50)]
     for backbone, order in zip(backbones, [words, words[::-1]], strict=True):
@@ -85,14 +83,14 @@ def test_the_order_of_a_set_does_not_count() -> None:
     assert fingerprint(backbones[0]) == fingerprint(backbones[1])
 
 
-def test_where_an_object_lies_in_memory_does_not_count() -> None:
+def test_where_an_object_lies_in_memory_does_not_count():
     """An address in memory would give each process a fingerprint of its own."""
     one, another = Scaled(), Scaled()
     one.__dict__["hook"], another.__dict__["hook"] = object(), object()
     assert fingerprint(one) == fingerprint(another)
 
 
-def test_a_hook_does_not_count() -> None:
+def test_a_hook_does_not_count():
     hooked = Scaled()
     hooked.layer.register_forward_hook(lambda *_: None)
     assert fingerprint(hooked) == fingerprint(Scaled())

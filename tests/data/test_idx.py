@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import gzip
 import struct
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ GOOD = struct.pack(">HBB3I", 0, 8, 3, 2, 3, 4) + BODY
 
 
 @pytest.mark.parametrize("name", ["images", "images.gz"])
-def test_plain_and_gzipped(tmp_path: Path, name: str) -> None:
+def test_plain_and_gzipped(tmp_path, name):
     path = tmp_path / name
     path.write_bytes(gzip.compress(GOOD) if name.endswith(".gz") else GOOD)
     found = read_idx(path, 3)
@@ -40,14 +37,14 @@ def test_plain_and_gzipped(tmp_path: Path, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])
-def test_damaged_files(tmp_path: Path, content: bytes, sentence: str, zipped: bool) -> None:
+def test_damaged_files(tmp_path, content, sentence, zipped):
     path = tmp_path / ("a.gz" if zipped else "a")
     path.write_bytes(gzip.compress(content) if zipped else content)
     with pytest.raises(DataError, match=sentence):
         read_idx(path, 3)
 
 
-def test_damaged_compression(tmp_path: Path) -> None:
+def test_damaged_compression(tmp_path):
     path = tmp_path / "a.gz"
     pixels = np.random.default_rng(0).integers(0, 256, (4, 5, 6), dtype=np.uint8)
     whole = gzip.compress(struct.pack(">HBB3I", 0, 8, 3, 4, 5, 6) + pixels.tobytes(), mtime=0)
@@ -69,6 +66,6 @@ def test_damaged_compression(tmp_path: Path) -> None:
     assert refused >= len(whole) - 7
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_no_such_file(tmp_path):
     with pytest.raises(DataError, match="No such file"):
         read_idx(tmp_path / "none", 3)

@@ -1,10 +1,5 @@
-"""Images that are two in one: what the pixels and labels of a batch are then, and which losses take
-them.
-"""
+"""Images that are two in one: pixels, labels, and which losses take them."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,40 +26,28 @@ RECIPE: dict[str, Any] = {
 
 
 def batches(mix: Any, **more: Any) -> TrainBatches:
-    found = load_digits()
-    dataset = ArrayDataset(
-        (found.images * 15).astype(np.uint8), [str(label) for label in found.target]
-    )
-    return TrainBatches(
-        dataset,
-        np.arange(len(found.target)),
-        found.target,
-        Preprocessing((8, 8), 1, (0.5,), (0.5,)),
-        sampler=Sampler(classes=4, items=3, batches=6),
-        augmentation=Augmentation(mix=mix, **more),
-        seed=4,
-    )
+    found, preprocessing = load_digits(), Preprocessing((8, 8), 1, (0.5,), (0.5,))
+    pixels = (found.images * 15).astype(np.uint8)
+    dataset = ArrayDataset(pixels, [str(label) for label in found.target])
+    options = {"augmentation": Augmentation(mix=mix, **more), "seed": 4}
+    options["sampler"] = Sampler(classes=4, items=3, batches=6)
+    return TrainBatches(dataset, np.arange(len(pixels)), found.target, preprocessing, **options)
 
 
-def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels() -> None:
+def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels():
     plain = list(batches(None).epoch(1))
     for (inputs, labels), (own, classes) in zip(batches("mixup").epoch(1), plain, strict=True):
-        assert (
-            isinstance(labels, MixedLabels)
-            and torch.equal(labels.own, classes)
-            and 0 <= labels.weight <= 1
-        )
+        assert isinstance(labels, MixedLabels) and torch.equal(labels.own, classes)
+        assert 0 <= labels.weight <= 1
         whole = own.double()
         means = labels.weight * whole[:, None] + (1 - labels.weight) * whole[None]
-        far = (
-            (means - inputs.double()[:, None]).abs().amax((2, 3, 4))
-        )  # of each row to each partner
-        partner = far.argmin(1)
+        # of each row to each partner
+        far = (means - inputs.double()[:, None]).abs().amax((2, 3, 4))
         assert float(far.amin(1).max()) <= 0.51
-        assert torch.equal(labels.other, classes[partner])
+        assert torch.equal(labels.other, classes[far.argmin(1)])
 
 
-def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area() -> None:
+def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area():
     areas = set()
     plain = list(batches(None).epoch(0))
     for (inputs, labels), (own, classes) in zip(batches("cutmix").epoch(0), plain, strict=True):
@@ -87,7 +70,7 @@ def test_cutmix_puts_a_box_of_another_image_in_and_weighs_by_its_area() -> None:
 
 
 @pytest.mark.parametrize("mix", ["mixup", "cutmix"])
-def test_weights_follow_their_distribution_and_boxes_stay_inside(mix: Any) -> None:
+def test_weights_follow_their_distribution_and_boxes_stay_inside(mix):
     drawn = [
         Mix.drawn(Augmentation(mix=mix, mix_alpha=0.4), (0, 0, b), 6, (20, 30)) for b in range(400)
     ]
@@ -103,26 +86,23 @@ def test_weights_follow_their_distribution_and_boxes_stay_inside(mix: Any) -> No
             assert 0 <= rows.start <= rows.stop <= 20 and 0 <= columns.start <= columns.stop <= 30
 
 
-def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike() -> None:
-    changes = {"transforms": [], "horizontal_flip": 0.5}
-    whole = list(batches("mixup", **changes).epoch(2))
+def test_a_share_of_a_batch_is_that_part_of_the_whole_and_a_run_goes_on_alike():
+    def epoch(**options):
+        return batches("mixup", transforms=[], horizontal_flip=0.5).epoch(2, **options)
+
+    whole = list(epoch())
     for rank in (0, 1):
         share = slice(6 * rank, 6 * rank + 6)
-        for (inputs, labels), (all_inputs, every) in zip(
-            batches("mixup", **changes).epoch(2, rank=rank, world=2), whole, strict=True
-        ):
+        for (inputs, labels), (rows, every) in zip(epoch(rank=rank, world=2), whole, strict=True):
             assert isinstance(labels, MixedLabels) and isinstance(every, MixedLabels)
-            assert torch.equal(inputs, all_inputs[share]) and labels.weight == every.weight
-            assert torch.equal(labels.own, every.own[share]) and torch.equal(
-                labels.other, every.other[share]
-            )
-    for (inputs, _), (again, _) in zip(
-        whole[3:], batches("mixup", **changes).epoch(2, start=3), strict=True
-    ):
+            assert torch.equal(inputs, rows[share]) and labels.weight == every.weight
+            assert torch.equal(labels.own, every.own[share])
+            assert torch.equal(labels.other, every.other[share])
+    for (inputs, _), (again, _) in zip(whole[3:], epoch(start=3), strict=True):
         assert torch.equal(inputs, again)
 
 
-def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> None:
+def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path):
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.step import Step
@@ -143,7 +123,7 @@ def test_the_loss_is_the_weighted_mean_of_both_labels_losses(tmp_path: Path) -> 
 
 
 class TestRefusals:
-    def test_a_loss_of_pairs(self) -> None:
+    def test_a_loss_of_pairs(self):
         recipe = Recipe(
             **{**RECIPE, "loss": {"name": "pml.contrastive"}}, augmentation={"mix": "cutmix"}
         )
@@ -152,11 +132,11 @@ class TestRefusals:
         ):
             run_one_batch(recipe)
 
-    def test_a_miner(self) -> None:
+    def test_a_miner(self):
         with pytest.raises(RecipeError, match="needs one label per item"):
             Recipe(**RECIPE, miner={"name": "pml.multi_similarity"}, augmentation={"mix": "cutmix"})
 
-    def test_a_recipe_that_mixes_runs(self) -> None:
+    def test_a_recipe_that_mixes_runs(self):
         assert "The recipe is fine." in "\n".join(
             run_one_batch(Recipe(**RECIPE, augmentation={"mix": "cutmix"}))
         )

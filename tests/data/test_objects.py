@@ -1,7 +1,5 @@
 """`as_dataset`: what people have becomes a dataset with the same pixels, labels and sides."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any
@@ -53,7 +51,7 @@ def pixels(dataset: Any) -> NDArray[np.uint8]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def files(tmp_path_factory) -> list[Path]:
     folder = tmp_path_factory.mktemp("files")
     for number, image in enumerate(PIXELS):
         Image.fromarray(image).save(folder / f"{number}.png")
@@ -61,7 +59,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.parametrize("item", [tensor, pillow, keyed])
-def test_datasets_of_torch(item: Any) -> None:
+def test_datasets_of_torch(item):
     data = as_dataset(Torch(item))
     assert np.array_equal(pixels(data), PIXELS) and data.labels == TEXTS
     again = pickle.loads(pickle.dumps(data))  # as processes that decode get it
@@ -70,7 +68,7 @@ def test_datasets_of_torch(item: Any) -> None:
     assert np.array_equal(pixels(part), PIXELS[[4, 1]]) and part.labels == ["emu", "cat"]
 
 
-def test_sides_and_parts_lie_end_to_end() -> None:
+def test_sides_and_parts_lie_end_to_end():
     data = as_dataset({"train": Subset(Torch(tensor), [0, 1, 2]), "val": Torch(pillow)})
     assert data.splits == ["train"] * 3 + ["validation"] * 6 and data.keys[3] == "val/0"
     assert np.array_equal(pixels(data), np.concatenate([PIXELS[:3], PIXELS]))
@@ -84,14 +82,14 @@ def test_sides_and_parts_lie_end_to_end() -> None:
     assert arrays.arrays is not None and arrays.splits == ["train"] * 6 + ["test"] * 6
 
 
-def test_labels_are_those_of_the_items_whatever_the_class_lists() -> None:
+def test_labels_are_those_of_the_items_whatever_the_class_lists():
     reads: list[int] = []
 
     class Listing(Torch):
         target_transform = None
         targets = LABELS
 
-    def item(index: int) -> Any:
+    def item(index):
         reads.append(index)
         return pillow(index)
 
@@ -101,11 +99,11 @@ def test_labels_are_those_of_the_items_whatever_the_class_lists() -> None:
     Listing.__module__ = "torchvision.datasets.listing"  # whose lists are its items
     reads.clear()
     assert as_dataset(Listing(item)).labels == TEXTS and set(reads) == {0}
-    wrong.target_transform = str  # type: ignore[assignment]
+    wrong.target_transform = str
     assert as_dataset(wrong).labels == TEXTS
 
 
-def test_names_must_reach_to_the_last_class() -> None:
+def test_names_must_reach_to_the_last_class():
     few = Torch(pillow)
     few.classes = few.classes[:2]
     with pytest.raises(DataError, match="`classes` has 2 names"):
@@ -113,7 +111,7 @@ def test_names_must_reach_to_the_last_class() -> None:
 
 
 @pytest.mark.parametrize("form", ["paths", "bytes", "pillow", "uint8", "float", "tensor", "list"])
-def test_images_and_labels(form: str, files: list[Path]) -> None:
+def test_images_and_labels(form, files):
     images: Any = {
         "paths": files,
         "bytes": [file.read_bytes() for file in files],
@@ -129,14 +127,14 @@ def test_images_and_labels(form: str, files: list[Path]) -> None:
     assert (data.files is not None) == (form == "paths")
 
 
-def test_vectors_are_features() -> None:
+def test_vectors_are_features():
     vectors = torch.rand(6, 7)
     for obj in (TensorDataset(vectors, torch.tensor(LABELS)), (vectors, LABELS)):
         data = as_dataset(obj)
         assert data.kind == "features" and np.array_equal(pixels(data), vectors.numpy())
 
 
-def test_a_data_frame(files: list[Path]) -> None:
+def test_a_data_frame(files):
     pandas = pytest.importorskip("pandas", reason="pandas is not installed")
     frame = pandas.DataFrame(
         {
@@ -157,7 +155,7 @@ def test_a_data_frame(files: list[Path]) -> None:
         as_dataset(frame.assign(file="gone.png"), image="file", label="class")
 
 
-def test_a_hugging_face_dataset(files: list[Path]) -> None:
+def test_a_hugging_face_dataset(files):
     datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets is not installed")
     features = datasets.Features(
         {
@@ -194,12 +192,12 @@ def test_a_hugging_face_dataset(files: list[Path]) -> None:
         (Torch(lambda index: ("x.png",)), "is an object of type tuple. It must"),
     ],
 )
-def test_what_is_no_dataset_is_refused(obj: Any, said: str) -> None:
+def test_what_is_no_dataset_is_refused(obj, said):
     with pytest.raises(DataError, match=said):
         as_dataset(obj)
 
 
-def test_an_item_that_is_no_image_is_named() -> None:
+def test_an_item_that_is_no_image_is_named():
     for item, said in (
         (
             lambda index: (torch.randn(3, 4, 4) * 9, 1),

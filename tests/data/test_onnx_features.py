@@ -1,13 +1,8 @@
-"""Frozen features by ONNX Runtime: torch's, kept under a name of their own, and torch's again where
-it cannot serve.
-"""
-
-from __future__ import annotations
+"""Frozen features by ONNX Runtime are torch's; torch stands in where it cannot serve."""
 
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -70,7 +65,7 @@ class Refused(Net):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def small(monkeypatch, tmp_path) -> Iterator[None]:
     """However few the items, and four at once."""
     monkeypatch.setattr(features, "LEAST", 1)
     monkeypatch.setattr(features, "_MOST", 4)
@@ -87,7 +82,7 @@ def model(backbone: type[Backbone] = Net) -> Model:
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> FileDataset:
+def photos(tmp_path) -> FileDataset:
     rng = np.random.default_rng(0)
     files = [tmp_path / f"{i}.jpg" for i in range(27)]
     for i, file in enumerate(files):
@@ -113,7 +108,7 @@ def done(sums: Path) -> int:
     return sum(any(content[i : i + 16]) for i in range(0, len(content), 16))
 
 
-def test_the_features_are_torchs(photos: FileDataset, tmp_path: Path) -> None:
+def test_the_features_are_torchs(photos, tmp_path):
     net = model().train()
     # 27 items in blocks of 10, four at once: the last of a block, and of all, are filled up
     found = backbone_features(net, photos, CPU, 10).arrays
@@ -125,12 +120,12 @@ def test_the_features_are_torchs(photos: FileDataset, tmp_path: Path) -> None:
     assert np.ptp(wanted, axis=0).min() > 10 * TOLERANCE * scale  # items differ by more than that
 
 
-def test_the_entry_says_which_way(photos: FileDataset, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_entry_says_which_way(photos, tmp_path, monkeypatch):
     first = np.array(backbone_features(model(), photos, CPU, 10).arrays)
     quick = entries(tmp_path)
     assert len(quick) == 1
 
-    def refuse(*_: object) -> None:
+    def refuse(*_):
         raise AssertionError("made again")
 
     with monkeypatch.context() as patch:  # nothing is exported, nothing computed
@@ -146,12 +141,12 @@ def test_the_entry_says_which_way(photos: FileDataset, tmp_path: Path, monkeypat
     assert not np.array_equal(plain, first)
 
 
-def test_interrupted_it_goes_on(photos: FileDataset, tmp_path: Path, monkeypatch: Any) -> None:
+def test_interrupted_it_goes_on(photos, tmp_path, monkeypatch):
     whole = np.array(backbone_features(model(), photos, CPU, 5).arrays)
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "other"))
     run, asked = OnnxBackbone.__call__, []
 
-    def interrupted(net: OnnxBackbone, pixels: Tensor) -> Tensor:
+    def interrupted(net, pixels):
         asked.append(len(pixels))
         if len(asked) == 4:
             raise KeyboardInterrupt
@@ -173,9 +168,7 @@ def test_interrupted_it_goes_on(photos: FileDataset, tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("backbone", [OfTheBatch, Refused])
-def test_where_no_graph_serves_torch_does(
-    photos: FileDataset, tmp_path: Path, backbone: type[Backbone], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_no_graph_serves_torch_does(photos, tmp_path, backbone, caplog):
     net = model(backbone)
     with caplog.at_level(logging.INFO):
         found = backbone_features(net, photos, CPU, len(photos)).arrays
@@ -184,14 +177,14 @@ def test_where_no_graph_serves_torch_does(
     assert len(entries(tmp_path)) == 1
 
 
-def test_an_item_that_cannot_be_read(photos: FileDataset) -> None:
+def test_an_item_that_cannot_be_read(photos):
     assert photos.files is not None
     photos.files[13].write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"13\.jpg is not an image"):
         backbone_features(model(), photos, CPU, 10)
 
 
-def test_which_way(photos: FileDataset, monkeypatch: Any) -> None:
+def test_which_way(photos, monkeypatch):
     net = model()
     assert (runtime_for(net, photos, CPU) or "").startswith("onnxruntime ")
     assert runtime_for(net, photos, torch.device("cuda")) is None

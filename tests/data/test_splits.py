@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -21,7 +19,7 @@ def each(names: str, count: int) -> list[str]:
     return [name for name in names.split() for _ in range(count)]
 
 
-def test_natural_order_of_classes() -> None:
+def test_natural_order_of_classes():
     found = make_splits(dataset(each("c10 c2 c1 c9", 6)), Split(by="class"))
     assert found.classes == ["c1", "c2", "c9", "c10"]
     assert found.train_classes == ["c1", "c2"]
@@ -31,7 +29,7 @@ def test_natural_order_of_classes() -> None:
 @pytest.mark.parametrize(
     ("count", "test", "held"), [(200, 0.5, 100), (11, 0.5, 6), (10, 0.3, 3), (3, 0.4, 1)]
 )
-def test_by_class_holds_out_the_last_classes(count: int, test: float, held: int) -> None:
+def test_by_class_holds_out_the_last_classes(count, test, held):
     labels = [str(i) for i in range(count) for _ in range(4)]
     found = make_splits(dataset(labels), Split(by="class", test=test))
     tested = {int(labels[i]) for i in found.query}
@@ -40,52 +38,41 @@ def test_by_class_holds_out_the_last_classes(count: int, test: float, held: int)
     assert found.gallery is None
 
 
-def test_by_class_with_named_classes() -> None:
+def test_by_class_with_named_classes():
     found = make_splits(dataset(each("1 2 3 4", 5)), Split(by="class", test=[3, "1"]))
     assert found.train_classes == ["2", "4"]
 
 
-def test_unknown_classes_are_all_named() -> None:
+def test_unknown_classes_are_all_named():
+    split = Split(by="class", test=["dgo", "cat", "zebra"])
     with pytest.raises(DataError) as error:
-        make_splits(
-            dataset(each("cat dog cow", 5)), Split(by="class", test=["dgo", "cat", "zebra"])
-        )
-    text = str(error.value)
-    assert "no class 'dgo'. Did you mean 'dog'?" in text
-    assert "no class 'zebra'" in text
-    assert "cat, cow, dog" in text
-
-
-sides = st.lists(st.integers(0, 6), min_size=1, max_size=120)
+        make_splits(dataset(each("cat dog cow", 5)), split)
+    for said in ("no class 'dgo'. Did you mean 'dog'?", "no class 'zebra'", "cat, cow, dog"):
+        assert said in str(error.value)
 
 
 @given(
-    sides,
+    st.lists(st.integers(0, 6), min_size=1, max_size=120),
     st.floats(0.05, 0.9),
     st.floats(0.0, 0.9),
     st.sampled_from(["item", "class"]),
     st.integers(-5, 5),
 )
 @settings(max_examples=150, deadline=None)
-def test_sides_never_overlap(
-    numbers: list[int], test: float, part: float, by: str, seed: int
-) -> None:
+def test_sides_never_overlap(numbers, test, part, by, seed):
     labels = [f"class {n}" for n in numbers]
-    split = Split(by=by, test=test, validation=part, seed=seed)  # type: ignore[arg-type]
+    split = Split(by=by, test=test, validation=part, seed=seed)
     try:
         found = make_splits(dataset(labels), split)
     except DataError:
         return  # a side that is too small is refused; below, what is accepted
-    parts = [set(found.train.tolist()), set(found.validation.tolist()), set(found.query.tolist())]
+    again = make_splits(dataset(labels), split)
+    parts = []
+    for side in ("train", "validation", "query"):
+        np.testing.assert_array_equal(getattr(found, side), getattr(again, side))
+        parts.append(set(getattr(found, side).tolist()))
     assert sum(map(len, parts)) == len(labels)
     assert set.union(*parts) == set(range(len(labels)))
-    again = make_splits(dataset(labels), split)
-    for a, b in (
-        (found.train, again.train),
-        (found.validation, again.validation),
-        (found.query, again.query),
-    ):
-        np.testing.assert_array_equal(a, b)
     trained = Counter(labels[i] for i in found.train)
     for name, count in Counter(labels[i] for i in found.validation).items():
         assert count >= 2 and trained[name] >= 2
@@ -96,24 +83,22 @@ def test_sides_never_overlap(
     assert set(found.train_labels.tolist()) == set(range(len(found.train_classes)))
 
 
-def test_by_item_is_stratified_and_follows_the_seed() -> None:
+def test_by_item_is_stratified_and_follows_the_seed():
     labels = each("a b", 100) + each("c", 10)
-    one = make_splits(dataset(labels), Split(by="item", test=0.3, validation=0.2))
-    two = make_splits(dataset(labels), Split(by="item", test=0.3, validation=0.2, seed=1))
-    assert Counter(labels[i] for i in one.query) == {"a": 30, "b": 30, "c": 3}
-    assert Counter(labels[i] for i in one.validation) == {"a": 14, "b": 14, "c": 2}
-    assert one.query.tolist() != two.query.tolist()
+    options = {"by": "item", "test": 0.3}
+    split, other, unvalidated = (
+        make_splits(dataset(labels), Split(**options, **more))
+        for more in ({"validation": 0.2}, {"validation": 0.2, "seed": 1}, {"validation": 0.0})
+    )
+    assert Counter(labels[i] for i in split.query) == {"a": 30, "b": 30, "c": 3}
+    assert Counter(labels[i] for i in split.validation) == {"a": 14, "b": 14, "c": 2}
+    assert split.query.tolist() != other.query.tolist()
+    # the validation part does not move the test part
+    np.testing.assert_array_equal(split.query, unvalidated.query)
+    assert not len(unvalidated.validation)
 
 
-def test_validation_part_does_not_move_the_test_part() -> None:
-    labels = each("a b c", 40)
-    one = make_splits(dataset(labels), Split(by="item", test=0.3, validation=0.0))
-    two = make_splits(dataset(labels), Split(by="item", test=0.3, validation=0.5))
-    np.testing.assert_array_equal(one.query, two.query)
-    assert not len(one.validation)
-
-
-def test_validation_by_class() -> None:
+def test_validation_by_class():
     labels = each("a b c d e f g h", 6)
     found = make_splits(dataset(labels), Split(by="class", validation=0.5, validation_by="class"))
     assert len(found.train_classes) == 2
@@ -122,7 +107,7 @@ def test_validation_by_class() -> None:
         make_splits(dataset(each("a b c", 6)), Split(by="class", test=["c"], validation_by="class"))
 
 
-def test_given_split_is_kept() -> None:
+def test_given_split_is_kept():
     labels = each("a b", 6)
     own = ["train", "train", "train", "validation", "validation", "test"] * 2
     own[-2] = "test"
@@ -133,7 +118,7 @@ def test_given_split_is_kept() -> None:
     assert found.query.tolist() == [4, 5, 10, 11]
 
 
-def test_given_without_validation_items_takes_them_from_training() -> None:
+def test_given_without_validation_items_takes_them_from_training():
     labels = each("a b", 20)
     own = ["train"] * 10 + ["test"] * 10
     found = make_splits(dataset(labels, splits=own * 2), Split(validation=0.2))
@@ -141,12 +126,12 @@ def test_given_without_validation_items_takes_them_from_training() -> None:
     assert all(own[i % 20] == "train" for i in found.validation)
 
 
-def test_given_needs_a_split() -> None:
+def test_given_needs_a_split():
     with pytest.raises(DataError, match=r'no split of its own. Set .split. by = "class"'):
         make_splits(dataset(each("a b", 4)), Split())
 
 
-def test_query_and_gallery() -> None:
+def test_query_and_gallery():
     labels = each("a b c d", 5)
     roles = ["", "", "", "query", "gallery"] * 4
     found = make_splits(dataset(labels, roles=roles), Split(validation=0.0))
@@ -158,7 +143,7 @@ def test_query_and_gallery() -> None:
     assert found.notes == ["6 test items are neither query nor gallery, and are left out."]
 
 
-def test_queries_without_gallery() -> None:
+def test_queries_without_gallery():
     roles = ["", "", "", "", "query"] * 2
     with pytest.raises(DataError, match="no gallery"):
         make_splits(dataset(each("a b", 5), roles=roles), Split())
@@ -167,16 +152,18 @@ def test_queries_without_gallery() -> None:
         make_splits(dataset(each("a b", 5), roles=roles), Split())
 
 
-def test_all_problems_of_the_labels_at_once() -> None:
-    labels = ["a", "", "b", "  ", "b"]
+def test_all_problems_of_the_labels_at_once():
+    labels, keys = ["a", "", "b", "  ", "b"], ["k0", "k1", "k2", "k3", "k4"]
     splits = ["train", "trian", "test", "test", "Test"]
     with pytest.raises(DataError) as error:
-        make_splits(dataset(labels, splits=splits, keys=["k0", "k1", "k2", "k3", "k4"]), Split())
-    text = str(error.value)
-    assert "3 problems" in text
-    assert "2 items have no label: k1, k3." in text
-    assert "not 'trian'. Did you mean 'train'?" in text
-    assert "not 'Test'" in text
+        make_splits(dataset(labels, splits=splits, keys=keys), Split())
+    for said in (
+        "3 problems",
+        "2 items have no label: k1, k3.",
+        "not 'trian'. Did you mean 'train'?",
+        "not 'Test'",
+    ):
+        assert said in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +185,12 @@ def test_all_problems_of_the_labels_at_once() -> None:
         ),
     ],
 )
-def test_a_side_that_cannot_serve(labels: list[str], split: Split, sentence: str) -> None:
+def test_a_side_that_cannot_serve(labels, split, sentence):
     with pytest.raises(DataError, match=sentence):
         make_splits(dataset(labels), split)
 
 
-def test_a_class_with_one_item_trains_with_a_note() -> None:
+def test_a_class_with_one_item_trains_with_a_note():
     found = make_splits(dataset([*each("a b", 8), "alone"]), Split(by="item"))
     assert "alone" in found.train_classes
     assert len(found.notes) == 1 and "(alone)" in found.notes[0]

@@ -1,8 +1,4 @@
-"""Reads the pages: their fenced blocks, their files, their commands; and runs them as a reader
-would.
-"""
-
-from __future__ import annotations
+"""Reads the pages: their blocks, files and commands; and runs them as a reader would."""
 
 import contextlib
 import io
@@ -251,7 +247,7 @@ def commands_in() -> Callable[[str], list[str]]:
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
+def reader(tmp_path) -> Iterator[Reader]:
     """A reader in an empty folder."""
     made = Reader(tmp_path)
     yield made
@@ -259,7 +255,7 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 
 
 @pytest.fixture(scope="session")
-def tutorial(tmp_path_factory: pytest.TempPathFactory, isolated: None) -> Reader:
+def tutorial(tmp_path_factory, isolated) -> Reader:
     """A reader who has finished the tutorial."""
     if shutil.which("curl") is None:
         pytest.skip("the pages talk to the server by curl, which is not here")
@@ -272,7 +268,7 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory, isolated: None) -> Reader
 
 
 @pytest.fixture
-def after_tutorial(tutorial: Reader, tmp_path: Path) -> Iterator[Reader]:
+def after_tutorial(tutorial, tmp_path) -> Iterator[Reader]:
     """A reader in a copy of the folder that the tutorial left, with the server running."""
     folder = tmp_path / "copy"
     shutil.copytree(tutorial.folder, folder)

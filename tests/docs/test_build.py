@@ -1,7 +1,5 @@
 """The documentation builds without a warning, and reaches every page."""
 
-from __future__ import annotations
-
 import html
 import inspect
 import re
@@ -17,7 +15,7 @@ METHODS = {"metrics": 5, "aml": 13, "anml": 4, "oahu": 1, "daml": 3}
 """Pages with formulas, and how many there are at least."""
 
 
-def test_every_page_is_in_the_contents(root: Path) -> None:
+def test_every_page_is_in_the_contents(root):
     text = (root / "docs" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^[a-z]+$", text, re.M)) == {
         page.stem for page in (root / "docs").glob("*.md")
@@ -26,7 +24,7 @@ def test_every_page_is_in_the_contents(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(root, tmp_path_factory) -> Path:
     """The built site; a warning is an error."""
     for module in ("sphinx", "myst_parser", "furo", "math_core"):
         pytest.importorskip(
@@ -40,7 +38,7 @@ def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "html"
 
 
-def test_sphinx_has_no_warning(root: Path, site: Path) -> None:
+def test_sphinx_has_no_warning(root, site):
     page = html.unescape((site / "benchmarks.html").read_text(encoding="utf-8"))
     for result in (root / "benchmarks" / "results").glob("*.md"):
         title = re.search(r"^# (.+)$", result.read_text(encoding="utf-8"), re.M)
@@ -72,7 +70,7 @@ def elsewhere(page: str) -> list[str]:
     return [target for target in parser.found if re.match(r"\s*['\"]?(?:[a-z]+:)?//", target, re.I)]
 
 
-def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
+def test_the_site_loads_nothing_from_another_host(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
     assert {
@@ -86,7 +84,7 @@ def test_the_site_loads_nothing_from_another_host(site: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "least"), METHODS.items())
-def test_formulas_are_typeset(root: Path, site: Path, method: str, least: int) -> None:
+def test_formulas_are_typeset(root, site, method, least):
     built = (site / f"{method}.html").read_text(encoding="utf-8")
     assert built.count("<math") >= least and built.count("<math") == built.count("</math>")
     assert "$$" not in built
@@ -95,7 +93,7 @@ def test_formulas_are_typeset(root: Path, site: Path, method: str, least: int) -
         assert not re.search("[Σ‖∇√≤≥]", block), f"{method}.md has a formula as text: {block}"
 
 
-def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
+def test_every_name_of_the_face_has_an_entry(root, site):
     source = (root / "docs" / "api.md").read_text(encoding="utf-8")
     parts = re.split(r"^\.\. currentmodule:: (\S+)$", source, flags=re.M)
     named: dict[str, set[str]] = {}
@@ -126,7 +124,7 @@ def test_every_name_of_the_face_has_an_entry(root: Path, site: Path) -> None:
             assert first and first.replace("'", "’") in shown.replace("'", "’"), f"{name}: {first}"
 
 
-def test_each_page_has_a_markdown_twin_which_llms_txt_lists(root: Path, site: Path) -> None:
+def test_each_page_has_a_markdown_twin_which_llms_txt_lists(root, site):
     text = (site / "llms.txt").read_text(encoding="utf-8")
     listed = re.findall(r"^- \[.+?\]\((\S+\.md)\)", text, re.M)
     pages = {page.name for page in (root / "docs").glob("*.md")} - {"index.md"}

@@ -1,14 +1,11 @@
 """Every `retrieval …` that the pages or `--help` show is one that the command line takes."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shlex
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -43,7 +40,7 @@ def parse(arguments: list[str]) -> click.Context:
     raise AssertionError
 
 
-def test_the_limits_on_the_operators_page_are_the_defaults(root: Path) -> None:
+def test_the_limits_on_the_operators_page_are_the_defaults(root):
     from retrieval.cli.serving import serve_command
 
     defaults = {each.opts[0]: each.default for each in serve_command.params}
@@ -56,11 +53,11 @@ def test_the_limits_on_the_operators_page_are_the_defaults(root: Path) -> None:
         assert int(number.replace(",", "")) * (1_000_000 if unit else 1) == defaults[option], option
 
 
-def test_commands_in_blocks_parse(command: str) -> None:
+def test_commands_in_blocks_parse(command):
     parse(shlex.split(command, comments=True))
 
 
-def test_commands_in_sentences_parse(page: Path) -> None:
+def test_commands_in_sentences_parse(page):
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for found in re.findall(r"`retrieval\s+([^`]+)`", text):
         words = [
@@ -73,9 +70,7 @@ def test_commands_in_sentences_parse(page: Path) -> None:
 
 
 @pytest.mark.parametrize("name", LEAVES)
-def test_help_shows_an_example_that_parses(
-    name: str, cli: Callable[..., Any], commands_in: Callable[[str], list[str]]
-) -> None:
+def test_help_shows_an_example_that_parses(name, cli, commands_in):
     shown = cli(*name.split(), "--help")
     assert shown.code == 0 and not shown.err
     assert "Example" in shown.out
@@ -108,9 +103,7 @@ def in_example(text: str, commands_in: Callable[[str], list[str]]) -> Iterator[s
         yield from commands_in(re.sub(r"^\s*[A-Z][\w ]*:\s+", "", line))
 
 
-def test_every_command_is_in_the_documentation(
-    root: Path, commands_in: Callable[[str], list[str]]
-) -> None:
+def test_every_command_is_in_the_documentation(root, commands_in):
     pages = [root / "README.md", *(root / "docs").glob("*.md")]
     lines = [line for page in pages for line in commands_in(page.read_text(encoding="utf-8"))]
     text = " ".join(" ".join(page.read_text(encoding="utf-8").split()) for page in pages)
@@ -127,7 +120,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "stores.md").read_text(encoding="utf-8")
 
 
-def test_every_line_of_the_table_names_tests_that_are_there() -> None:
+def test_every_line_of_the_table_names_tests_that_are_there():
     files = [*ROOT.glob("tests/stores/test_*.py"), *ROOT.glob("tests/serving/test_*.py")]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     tests = {*re.findall(r"^ *(?:async )?def (test_\w+)", text, re.M), *dir(testing.StoreSuite)}
@@ -144,7 +137,7 @@ def test_every_line_of_the_table_names_tests_that_are_there() -> None:
     ("package", "said"),
     [("milvus", "Milvus {}"), ("pymilvus", "pymilvus {}"), ("qdrant-client", "qdrant-client {}")],
 )
-def test_the_versions_are_those_that_are_tested(package: str, said: str) -> None:
+def test_the_versions_are_those_that_are_tested(package, said):
     pytest.importorskip({"qdrant-client": "qdrant_client"}.get(package, package))
     major, minor, *_ = version(package).split(".")
     assert re.search(re.escape(said.format(f"{major}.{minor}")) + r"\b", PAGE), version(package)
@@ -153,7 +146,7 @@ def test_the_versions_are_those_that_are_tested(package: str, said: str) -> None
 # README: two commands to set up, and a loss that works as it is printed.
 
 
-def test_set_up_is_two_lines_that_name_real_extras(root: Path, blocks: Callable[..., Any]) -> None:
+def test_set_up_is_two_lines_that_name_real_extras(root, blocks):
     shell = [block for block in blocks(root / "README.md") if block.language == "sh"]
     assert len(shell) == 2, "README has exactly two commands to set up"
     settings = configparser.ConfigParser()
@@ -167,13 +160,7 @@ def test_set_up_is_two_lines_that_name_real_extras(root: Path, blocks: Callable[
     assert shell[1].before == "<!-- test command -->"
 
 
-def test_the_loss_has_under_twenty_lines_and_trains(
-    root: Path,
-    blocks: Callable[..., Any],
-    commands_in: Callable[[str], list[str]],
-    reader: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_loss_has_under_twenty_lines_and_trains(root, blocks, commands_in, reader, monkeypatch):
     text = (
         (root / "README.md")
         .read_text(encoding="utf-8")
@@ -202,23 +189,21 @@ def test_the_loss_has_under_twenty_lines_and_trains(
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(root: Path, name: str) -> None:
+def test_links_lead_somewhere(root, name):
     text = (root / name).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert target.startswith("https://") or (root / target).exists(), f"{name} links {target}"
 
 
-def test_what_the_documentation_includes_links_no_neighbour(root: Path) -> None:
-    """Sphinx looks for a relative link beside the page that includes the text, where its target is
-    not.
-    """
+def test_what_the_documentation_includes_links_no_neighbour(root):
+    """Sphinx looks for a relative link beside the page that includes the text."""
     for page in [root / "CHANGELOG.md", *(root / "benchmarks" / "results").glob("*.md")]:
         for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
             picture = target.endswith(".png") and (page.parent / target).is_file()
             assert picture or target.startswith(("https://", "#")), f"{page.name} links {target}"
 
 
-def test_the_changelog_has_this_version_and_the_licence_is_what_setup_says(root: Path) -> None:
+def test_the_changelog_has_this_version_and_the_licence_is_what_setup_says(root):
     settings = configparser.ConfigParser()
     settings.read(root / "setup.cfg")
     assert re.search(

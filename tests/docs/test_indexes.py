@@ -1,14 +1,10 @@
 """The page of indexes: its commands run in order, and print what it shows."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 VARIES = re.compile(
     r"\d+\.\d+|\b[0-9a-f]{64}\b|\b[0-9a-f]{16}\b|(?<=bytes: )[\d,]+|(?<=transactions: )\d+|^…$",
@@ -29,9 +25,7 @@ def same(shown: str, printed: str) -> bool:
     return re.fullmatch(pattern, printed) is not None
 
 
-def test_indexes_shows_what_its_commands_print(
-    after_tutorial: Any, root: Path, blocks: Callable[..., Any]
-) -> None:
+def test_indexes_shows_what_its_commands_print(after_tutorial, root, blocks):
     printed, compared = "", 0
     with contextlib.chdir(after_tutorial.folder):
         for block in blocks(root / "docs" / "indexes.md"):

@@ -1,14 +1,9 @@
 """The operator's page names every metric, stage and check of the server, and no other."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import urllib.request
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import makers
 import pytest
@@ -28,7 +23,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl, which asks the server, is not here")
-def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: Any) -> None:
+def test_monitoring(reader, root, blocks, capfd):
     makers.write_digits(reader.folder / "photos", 20)
     create_index(
         reader.folder / "photos.index", makers.make_bundle(reader.folder / "bundle"), progress=False
@@ -81,7 +76,7 @@ def test_monitoring(reader: Any, root: Path, blocks: Callable[..., Any], capfd: 
     }
 
 
-def test_every_deployed_file_is_named(root: Path) -> None:
+def test_every_deployed_file_is_named(root):
     text = (root / "docs" / "operator.md").read_text(encoding="utf-8")
     for path in (root / "deploy").iterdir():
         if path.suffix in (".service",) or path.name in ("Dockerfile", "compose.yaml"):

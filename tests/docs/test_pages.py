@@ -1,8 +1,4 @@
-"""The pages as a reader follows them: files saved, code run, commands run, answers compared with
-those shown.
-"""
-
-from __future__ import annotations
+"""The pages as a reader follows them: files, code, commands, and answers as shown."""
 
 import contextlib
 import importlib
@@ -13,7 +9,6 @@ import re
 import runpy
 import shutil
 import tomllib
-from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -31,11 +26,11 @@ from retrieval.serving.http.openapi import document
 from retrieval.serving.http.routes import Routes
 
 
-def test_python_blocks_compile(python_block: Any) -> None:
+def test_python_blocks_compile(python_block):
     compile(python_block.body, str(python_block), "exec")
 
 
-def test_toml_blocks_are_recipes_or_tables_of_one(toml_block: Any) -> None:
+def test_toml_blocks_are_recipes_or_tables_of_one(toml_block):
     table = tomllib.loads(toml_block.body)
     unknown = set(table) - set(Recipe.model_fields)
     assert table and not unknown
@@ -46,7 +41,7 @@ def test_toml_blocks_are_recipes_or_tables_of_one(toml_block: Any) -> None:
             assert set(value) <= set(keys), f"{toml_block}: [{name}] has {set(value) - set(keys)}"
 
 
-def test_tutorial(tutorial: Any, root: Path) -> None:
+def test_tutorial(tutorial, root):
     lines = tutorial.ran
     for word in ("check", "train", "evaluate", "export", "index", "search", "serve"):
         assert any(line.startswith(f"retrieval {word} ") for line in lines), word
@@ -67,9 +62,7 @@ def test_tutorial(tutorial: Any, root: Path) -> None:
     assert second.loss is not None and second.loss.parameters["beta"] == 20 and second.seed == 1
 
 
-def test_tutorial_shows_the_sentences_that_come(
-    tutorial: Any, root: Path, blocks: Callable[..., Any]
-) -> None:
+def test_tutorial_shows_the_sentences_that_come(tutorial, root, blocks):
     page = root / "docs" / "tutorial.md"
     recipe = (tutorial.folder / "photos.toml").read_text(encoding="utf-8")
     wrong = recipe.replace("embedding_size", "embeding_size").replace(
@@ -88,7 +81,7 @@ def test_tutorial_shows_the_sentences_that_come(
     assert checked[:2] == shown[:2] and checked[-1] == shown[-1]
 
 
-def test_researcher(reader: Any, root: Path, shown: Callable[[Path, str], None]) -> None:
+def test_researcher(reader, root, shown):
     reader.follow(root / "docs" / "researcher.md")
     runs = {path.name for path in (reader.folder / "runs").iterdir()}
     assert runs == {"soft", "mined", "parts", "nearer", "mrr", "scaled", "seed1", "seed2"}
@@ -97,7 +90,7 @@ def test_researcher(reader: Any, root: Path, shown: Callable[[Path, str], None])
     assert bundle.manifest.rescorer is not None and not bundle.manifest.distance.exact
 
 
-def test_engineer(after_tutorial: Any, root: Path, shown: Callable[..., None]) -> None:
+def test_engineer(after_tutorial, root, shown):
     # the page says what to do from the start, so what the tutorial left of it goes
     for name in ("runs/photos", "runs/beta20"):
         shutil.rmtree(after_tutorial.folder / name)
@@ -109,13 +102,13 @@ def test_engineer(after_tutorial: Any, root: Path, shown: Callable[..., None]) -
     tomllib.loads((after_tutorial.folder / "lite0.toml").read_text(encoding="utf-8"))
 
 
-def test_operator(after_tutorial: Any, root: Path) -> None:
+def test_operator(after_tutorial, root):
     shutil.rmtree(after_tutorial.folder / "photos.index")
     after_tutorial.follow(root / "docs" / "operator.md")
     assert sum(line.startswith("curl ") for line in after_tutorial.ran) >= 2
 
 
-def test_http(after_tutorial: Any, root: Path) -> None:
+def test_http(after_tutorial, root):
     after_tutorial.follow(root / "docs" / "http.md")
     assert (after_tutorial.folder / "nearest.png").read_bytes().startswith(b"\x89PNG")
     assert (after_tutorial.folder / "small.jpg").read_bytes().startswith(b"\xff\xd8\xff")
@@ -126,11 +119,11 @@ def test_http(after_tutorial: Any, root: Path) -> None:
     assert all(path in shown for path in described if not path.startswith("/v1/item/"))
 
 
-def test_bundle(after_tutorial: Any, root: Path) -> None:
+def test_bundle(after_tutorial, root):
     after_tutorial.follow(root / "docs" / "bundle.md")
 
 
-def test_metrics(reader: Any, root: Path) -> None:
+def test_metrics(reader, root):
     reader.follow(root / "docs" / "metrics.md")
 
 
@@ -154,7 +147,7 @@ def notebook(reader: Any, blocks: list[Any]) -> tuple[list[str], list[str]]:
     return printed, shown
 
 
-def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+def test_learners(reader, root, blocks):
     printed, shown = notebook(reader, blocks(root / "docs" / "learners.md"))
     assert printed == shown and len(shown) == 5
     assert (reader.folder / "learners_map.png").read_bytes().startswith(b"\x89PNG")
@@ -163,7 +156,7 @@ def test_learners(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     assert run.recipe.learner is not None and run.recipe.learner.parameters["random_state"] == 1
 
 
-def test_python(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
+def test_python(reader, root, blocks):
     page = blocks(root / "docs" / "python.md")
     code = "".join(block.body for block in page if block.language == "python")
     assert len([line for line in code.splitlines() if line]) <= 30
@@ -173,9 +166,7 @@ def test_python(reader: Any, root: Path, blocks: Callable[..., Any]) -> None:
     assert len(list(reader.folder.glob("python_*.png"))) == 3
 
 
-def test_errors_shows_what_its_code_prints(
-    reader: Any, root: Path, blocks: Callable[..., Any]
-) -> None:
+def test_errors_shows_what_its_code_prints(reader, root, blocks):
     page = root / "docs" / "errors.md"
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -183,7 +174,7 @@ def test_errors_shows_what_its_code_prints(
     assert out.getvalue() == next(block.body for block in blocks(page) if block.language == "text")
 
 
-def test_indexes_shows_text_and_json_of_the_same_filter(root: Path) -> None:
+def test_indexes_shows_text_and_json_of_the_same_filter(root):
     rows = re.findall(
         r"^\| `([^|]+)` \| (`\{.+`) \|", (root / "docs" / "indexes.md").read_text("utf-8"), re.M
     )
@@ -194,7 +185,7 @@ def test_indexes_shows_text_and_json_of_the_same_filter(root: Path) -> None:
             assert filter_from_json(json.loads(form)) == same, text
 
 
-def test_what_stands_beside_another_librarys_call_exists(root: Path) -> None:
+def test_what_stands_beside_another_librarys_call_exists(root):
     import pytorch_metric_learning as theirs
     from retrieval.host.plugins import load_plugins
 
@@ -218,7 +209,7 @@ def test_what_stands_beside_another_librarys_call_exists(root: Path) -> None:
         assert hasattr(inner, name), name
 
 
-def test_the_notebook_is_the_python_page_executed(root: Path) -> None:
+def test_the_notebook_is_the_python_page_executed(root):
     made = runpy.run_path(str(root / "docs" / "notebook.py"))["cells"]
     file = root / "docs" / "python.ipynb"
     cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
@@ -233,7 +224,7 @@ def test_the_notebook_is_the_python_page_executed(root: Path) -> None:
     assert file.stat().st_size < 300_000
 
 
-def test_the_combiners_table_has_every_method_of_the_contract(root: Path) -> None:
+def test_the_combiners_table_has_every_method_of_the_contract(root):
     page = (root / "docs" / "researcher.md").read_text(encoding="utf-8")
     part = page[page.index("You must write three methods") : page.index("## A generator")]
     rows = re.findall(r"^\| (`.+?) \| (.+?) \|$", part, re.M)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def cache(tmp_path_factory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("RETRIEVAL_CACHE", str(folder))
@@ -43,19 +41,19 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def trained(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> retrieval.Run:
+def trained(cache, tmp_path_factory) -> retrieval.Run:
     """A run of the small recipe, trained once."""
     return retrieval.train(SMALL, tmp_path_factory.mktemp("runs") / "small", progress=False)
 
 
 @pytest.fixture(scope="session")
-def bundle(trained: retrieval.Run, tmp_path_factory: pytest.TempPathFactory) -> BundleEncoder:
+def bundle(trained, tmp_path_factory) -> BundleEncoder:
     """The bundle of that run, exported once."""
     return trained.export(tmp_path_factory.mktemp("bundles") / "bundle", progress=False)
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory) -> Path:
     """Digits as PNG files, one folder per class."""
     from PIL import Image
     from sklearn.datasets import load_digits

@@ -1,7 +1,5 @@
 """`names` and `create`: every plugin's parts without a recipe."""
 
-from __future__ import annotations
-
 import pytest
 import retrieval
 import torch
@@ -9,21 +7,21 @@ from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.losses import TripletMarginLoss
 
 
-def test_names_are_listed_by_kind() -> None:
+def test_names_are_listed_by_kind():
     found = retrieval.names("loss")
     assert "pml.triplet_margin" in found and found == sorted(found)
     assert retrieval.names("losses") == found
     assert "core.digits" in retrieval.names("dataset")
 
 
-def test_an_unknown_kind_is_refused_with_the_closest() -> None:
+def test_an_unknown_kind_is_refused_with_the_closest():
     with pytest.raises(
         retrieval.errors.PluginError, match=r"There is no kind 'los' .*Did you mean 'loss'\?"
     ):
         retrieval.names("los")
 
 
-def test_a_part_is_made_with_its_parameters() -> None:
+def test_a_part_is_made_with_its_parameters():
     loss = retrieval.create("loss", "pml.triplet_margin", margin=0.3)
     assert isinstance(loss, TripletMarginLoss) and loss.margin == 0.3
     again = retrieval.create("losses", "pml.triplet_margin", margin=0.3)
@@ -31,7 +29,7 @@ def test_a_part_is_made_with_its_parameters() -> None:
     assert float(loss(x, labels)) == float(again(x, labels)) > 0
 
 
-def test_parts_of_parts_are_names_tables_or_objects() -> None:
+def test_parts_of_parts_are_names_tables_or_objects():
     by_name = retrieval.create("loss", "pml.triplet_margin", distance="pml.cosine_similarity")
     by_table = retrieval.create(
         "loss", "pml.triplet_margin", distance={"name": "pml.cosine_similarity"}
@@ -44,14 +42,14 @@ def test_parts_of_parts_are_names_tables_or_objects() -> None:
     assert by_object.distance is own
 
 
-def test_what_training_gives_in_a_recipe_is_a_parameter_here() -> None:
+def test_what_training_gives_in_a_recipe_is_a_parameter_here():
     backbone = retrieval.create("backbone", "core.features", features=7)
     assert backbone.features == 7
     with pytest.raises(retrieval.errors.RecipeError, match=r"\[backbone\] features: is required"):
         retrieval.create("backbone", "core.features")
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_told_at_once():
     with pytest.raises(retrieval.errors.RecipeError) as caught:
         retrieval.create(
             "loss", "pml.triplet_margin", margn=0.1, swap="yes", distance="pml.cosin_similarity"

@@ -1,13 +1,7 @@
-"""Distillation: the loss against plain loops, a student that agrees with its teacher, and what is
-refused.
-"""
-
-from __future__ import annotations
+"""Distillation: its loss by plain loops, a student like its teacher, and refusals."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +24,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def digits(tmp_path_factory) -> Path:
     """300 digits in a folder per class."""
     folder = tmp_path_factory.mktemp("digits")
     images, labels = load_digits(return_X_y=True)
@@ -44,7 +38,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_loops(x: Tensor, teacher: Tensor, cosine: float, relational: float) -> float:
     """Park et al., CVPR 2019, equations 4 to 6, and the mean of 1 − cos."""
 
-    def distances(rows: list[list[float]]) -> list[float]:
+    def distances(rows):
         pairs = [(i, j) for i in range(len(rows)) for j in range(i + 1, len(rows))]
         lengths = [math.dist(rows[i], rows[j]) for i, j in pairs]
         mean = sum(lengths) / len(lengths)
@@ -62,7 +56,7 @@ def by_loops(x: Tensor, teacher: Tensor, cosine: float, relational: float) -> fl
     return cosine * sum(angles) / len(angles) + relational * relation
 
 
-def test_the_loss_is_that_of_the_loops() -> None:
+def test_the_loss_is_that_of_the_loops():
     random = torch.Generator().manual_seed(0)
     teacher = nn.functional.normalize(
         torch.randn(9, 5, generator=random, dtype=torch.float64) ** 3, dim=1
@@ -76,7 +70,7 @@ def test_the_loss_is_that_of_the_loops() -> None:
     assert torch.autograd.gradcheck(lambda rows: loss(rows, items), [x])
 
     class OfClasses(nn.Module):
-        def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        def forward(self, embeddings, labels):
             return (embeddings.sum(1) * labels).sum()
 
     with_classes = Distillation(teacher, torch.arange(9) % 3, 0.7, 2.0, OfClasses(), 0.5)
@@ -85,12 +79,8 @@ def test_the_loss_is_that_of_the_loops() -> None:
 
 
 def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
-    bundle: BundleEncoder,
-    digits: Path,
-    tmp_path: Path,
-    cli: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    bundle, digits, tmp_path, cli, monkeypatch
+):
     settings = [word for change in SMALL for word in ("--set", change)]
     call = ["distill", bundle.path, digits, "--run", tmp_path / "work", "--dimensions", "16"]
     call += [*settings, "--output", tmp_path / "small.bundle"]
@@ -107,7 +97,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     own, wanted = (encoder.encode(files, progress=False) for encoder in (student, bundle))
     assert own.shape[1] == 16
 
-    def correlation(a: Any, b: Any) -> float:
+    def correlation(a, b):
         pairs = np.triu_indices(len(files), 1)
         return float(np.corrcoef((a @ a.T)[pairs], (b @ b.T)[pairs])[0, 1])
 
@@ -119,7 +109,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     assert wrong.code == 2 and "'core.convnet'" in wrong.err and not (tmp_path / "none").exists()
     encode = BundleEncoder.encode
 
-    def embeds_again(encoder: BundleEncoder, images: Any, **options: Any) -> Any:
+    def embeds_again(encoder, images, **options):
         assert not isinstance(images, list), "the teacher's embeddings are there already"
         return encode(encoder, images, **options)
 
@@ -130,9 +120,7 @@ def test_a_student_learns_its_teacher_and_an_interrupted_one_goes_on(
     assert other.code == 2 and "different photos" in other.err
 
 
-def test_labels_are_learnt_too(
-    bundle: BundleEncoder, digits: Path, tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_labels_are_learnt_too(bundle, digits, tmp_path, cli):
     call = ["distill", bundle.path, digits, "--output", tmp_path / "small.bundle", "--labels"]
     call += ["--run", tmp_path / "work", "--set", "train.epochs=1", "--dimensions", "8"]
     done = cli(*call, *(word for change in SMALL for word in ("--set", change)))
@@ -145,9 +133,7 @@ def test_labels_are_learnt_too(
     assert list(classes) == list(run.labels("train"))
 
 
-def test_what_cannot_be_distilled_is_said(
-    bundle: BundleEncoder, tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_what_cannot_be_distilled_is_said(bundle, tmp_path, cli):
     (tmp_path / "few").mkdir()
     Image.new("L", (8, 8)).save(tmp_path / "few" / "a.png")
     few = cli("distill", bundle.path, tmp_path / "few", "-o", tmp_path / "small.bundle")

@@ -1,10 +1,6 @@
 """`retrieval init`: what it sees in a folder of photos, and recipes that run as they are."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +12,7 @@ FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=Fa
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     """Three classes of noise: one photo is in two of them, another cannot be read."""
     random = np.random.default_rng(0)
     for label in ("cup", "pot", "jug"):
@@ -30,9 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_it_says_what_the_folder_holds_and_its_recipe_runs(
-    folder: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_says_what_the_folder_holds_and_its_recipe_runs(folder, tmp_path, cli, monkeypatch):
     monkeypatch.setattr("retrieval.training.proposal.WEIGHTS", "not_installed")
     output = tmp_path / "recipes"
     done = cli("init", folder, "--output", output)
@@ -53,7 +47,7 @@ def test_it_says_what_the_folder_holds_and_its_recipe_runs(
     assert flat.code == 2 and "no class folder" in flat.err and not (tmp_path / "none").exists()
 
 
-def test_every_recipe_is_one_and_compares_the_same_split(tmp_path: Path) -> None:
+def test_every_recipe_is_one_and_compares_the_same_split(tmp_path):
     recipes = []
     for name, (_, lines) in recipes_for(FACTS, weights=True).items():
         file = tmp_path / f"{name}.toml"
@@ -70,7 +64,7 @@ def test_every_recipe_is_one_and_compares_the_same_split(tmp_path: Path) -> None
     assert recipes[0].split.by == "class" and recipes[0].split.validation_by == "class"
 
 
-def test_few_photos_are_not_for_a_net_from_scratch() -> None:
+def test_few_photos_are_not_for_a_net_from_scratch():
     few = Facts(Path("photos"), 120, 10, (3, 12, 20), 300, grey=True, divided=True, duplicates=None)
     recipes = recipes_for(few, weights=True)
     assert "scratch" not in recipes

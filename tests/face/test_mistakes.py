@@ -1,26 +1,20 @@
-"""Mistakes of somebody who works in Python: each is one sentence of this package, and says what to
-do in Python.
-"""
-
-from __future__ import annotations
+"""Mistakes of somebody who works in Python: one sentence each, and what to do in Python."""
 
 import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import retrieval
 from retrieval.errors import DataError, PluginError, StoreError
-from retrieval.results import BundleEncoder
 
 from .conftest import SMALL, Net
 
 
 @pytest.fixture
-def index(bundle: BundleEncoder, photos: Path, tmp_path: Path) -> Iterator[retrieval.Index]:
+def index(bundle, photos, tmp_path) -> Iterator[retrieval.Index]:
     with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
         yield opened
 
@@ -33,16 +27,16 @@ def index(bundle: BundleEncoder, photos: Path, tmp_path: Path) -> Iterator[retri
         ("3", "k must be a whole number, not '3'"),
     ],
 )
-def test_k_is_a_whole_number(index: retrieval.Index, photos: Path, k: Any, said: str) -> None:
+def test_k_is_a_whole_number(index, photos, k, said):
     query = next(photos.glob("*/*.png"))
     with pytest.raises(DataError, match=said):
         index.search(query, k=k)
     with pytest.raises(DataError, match="number of candidates must be a whole number"):
-        index.search(query, candidates="all")  # type: ignore[call-overload]
-    assert len(index.search(query, k=np.int64(2))) == 2  # type: ignore[call-overload]
+        index.search(query, candidates="all")
+    assert len(index.search(query, k=np.int64(2))) == 2
 
 
-def test_a_closed_index_says_so(index: retrieval.Index, photos: Path) -> None:
+def test_a_closed_index_says_so(index, photos):
     query = next(photos.glob("*/*.png"))
     index.close()
     for use in (
@@ -55,16 +49,16 @@ def test_a_closed_index_says_so(index: retrieval.Index, photos: Path) -> None:
         with pytest.raises(
             StoreError, match=r"was closed. Open it again with retrieval\.Index\.open"
         ):
-            use()  # type: ignore[no-untyped-call]
+            use()
 
 
 @pytest.mark.parametrize("port", [99999, -1, "8000"])
-def test_a_port_that_is_none_is_refused(index: retrieval.Index, port: Any) -> None:
+def test_a_port_that_is_none_is_refused(index, port):
     with pytest.raises(StoreError, match=r"port is a whole number from 0, .* to 65535, not"):
         retrieval.serve(index, port=port, wait=False)
 
 
-def test_a_side_that_a_run_does_not_have(trained: retrieval.Run) -> None:
+def test_a_side_that_a_run_does_not_have(trained):
     for measure in (trained.evaluate, trained.verify):
         with pytest.raises(DataError, match='"test" or "validation", not on \'tst\''):
             measure(side="tst", progress=False)
@@ -73,16 +67,14 @@ def test_a_side_that_a_run_does_not_have(trained: retrieval.Run) -> None:
     assert not list(trained.path.glob("*tst*"))
 
 
-def test_one_name_stands_for_a_list_of_one(trained: retrieval.Run, tmp_path: Path) -> None:
+def test_one_name_stands_for_a_list_of_one(trained, tmp_path):
     found = trained.evaluate(metrics="recall_at_1", progress=False)
     assert list(found.metrics["trained"]) == ["recall_at_1"]
     made = trained.export(tmp_path / "bundle", variants="fp16", progress=False)
     assert list(made.bundle.manifest.variants) == ["fp16"]
 
 
-def test_what_cannot_be_indexed_encoded_or_drawn(
-    bundle: BundleEncoder, photos: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
     from PIL import Image
 
     query = next(photos.glob("*/*.png"))
@@ -93,12 +85,12 @@ def test_what_cannot_be_indexed_encoded_or_drawn(
         with pytest.raises(DataError, match=said):
             retrieval.Index.create(
                 tmp_path / "index", sources, model=bundle, batch=batch, progress=False
-            )  # type: ignore[arg-type]
+            )
     assert not list(tmp_path.iterdir())
     with pytest.raises(DataError, match="images go to encode_images"):
-        bundle.bundle.encode([query])  # type: ignore[arg-type]
+        bundle.bundle.encode([query])
     with pytest.raises(DataError, match=r"retrieval\.Index\.open\(path\), queries"):
-        retrieval.plot.neighbours(str(tmp_path), query)  # type: ignore[arg-type]
+        retrieval.plot.neighbours(str(tmp_path), query)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +105,13 @@ def test_what_cannot_be_indexed_encoded_or_drawn(
         ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, and must be an object"),
     ],
 )
-def test_what_is_no_object_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+def test_what_is_no_object_is_refused(tmp_path, given, said):
     with pytest.raises(PluginError, match=said):
         retrieval.train(SMALL, tmp_path / "run", progress=False, **given)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_in_the_way_is_answered_in_python(
-    trained: retrieval.Run, index: retrieval.Index, bundle: BundleEncoder, photos: Path
-) -> None:
+def test_what_is_in_the_way_is_answered_in_python(trained, index, bundle, photos):
     with pytest.raises(
         DataError, match=r"larger train\.epochs.* in Python resume=True.* in Python replace=True"
     ):
@@ -134,9 +124,7 @@ def test_what_is_in_the_way_is_answered_in_python(
         retrieval.Index.open(bundle.path)
 
 
-def test_what_cannot_be_loaded_is_said(
-    index: retrieval.Index, bundle: BundleEncoder, tmp_path: Path
-) -> None:
+def test_what_cannot_be_loaded_is_said(index, bundle, tmp_path):
     for source, said in (
         (tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),
         (index.path, "is an index. Open it with retrieval.Index.open"),
@@ -157,7 +145,7 @@ def test_what_cannot_be_loaded_is_said(
         retrieval.load("core.convnet")
 
 
-def test_no_sentence_that_python_raises_names_only_an_option_of_the_command_line() -> None:
+def test_no_sentence_that_python_raises_names_only_an_option_of_the_command_line():
     package = Path(retrieval.__file__).parent
     floors = ("data", "evaluation", "export", "model", "recipe", "run", "serving", "training")
     only_commands = {"distill.py", "embedded.py", "proposal.py", "tables.py"}

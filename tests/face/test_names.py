@@ -1,12 +1,9 @@
 """What `import retrieval` offers: exactly these names, lightly, with their types."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,12 @@ MODULES = {"errors", "plot", "plugin", "results"}
 HELP = {"__version__"}
 
 
-def test_dir_shows_exactly_the_face() -> None:
+def test_dir_shows_exactly_the_face():
     assert set(dir(retrieval)) == VERBS | CLASSES | MODULES | HELP
     assert set(retrieval.__all__) == set(dir(retrieval)) and len(retrieval.__all__) <= 20
 
 
-def test_every_name_loads() -> None:
+def test_every_name_loads():
     for name in VERBS | CLASSES | MODULES | HELP:
         assert getattr(retrieval, name) is not None
     for module in (retrieval.plugin, retrieval.results):
@@ -38,18 +35,18 @@ def test_every_name_loads() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(VERBS))
-def test_each_function_says_what_it_does(name: str) -> None:
+def test_each_function_says_what_it_does(name):
     text = getattr(retrieval, name).__doc__
     assert text and text.splitlines()[0].endswith(".")
 
 
-def test_importing_and_listing_are_light(process: Callable[..., Any]) -> None:
+def test_importing_and_listing_are_light(process):
     done = process("-c", "import retrieval, sys; dir(retrieval); print(*sorted(sys.modules))")
     assert done.code == 0, done.err
     assert not {"torch", "faiss", "numpy", "pydantic", "PIL", "sklearn"} & set(done.out.split())
 
 
-def test_the_serving_half_needs_no_torch(process: Callable[..., Any]) -> None:
+def test_the_serving_half_needs_no_torch(process):
     code = (
         "import retrieval, sys; retrieval.Index.create, retrieval.Encoder, retrieval.load;"
         " print('torch' in sys.modules)"
@@ -72,7 +69,7 @@ def returned(owner: Any) -> set[str]:
     return {name for text in texts for name in re.findall(r"\b[A-Z]\w+", text)}
 
 
-def test_all_that_is_returned_is_public() -> None:
+def test_all_that_is_returned_is_public():
     names = {name for item in (*VERBS, *CLASSES) for name in returned(getattr(retrieval, item))}
     arrays = {"Embeddings", "Floats", "NDArray"}
     standard = {"AbstractContextManager", "Any", "Dict", "Iterator", "None", "Path", "Self"}
@@ -81,9 +78,7 @@ def test_all_that_is_returned_is_public() -> None:
     assert not names - public - arrays - standard
 
 
-def test_what_a_bare_install_lacks_is_said_in_python_and_on_the_command_line(
-    process: Callable[..., Any],
-) -> None:
+def test_what_a_bare_install_lacks_is_said_in_python_and_on_the_command_line(process):
     bare = """
 import importlib.abc, sys
 class Bare(importlib.abc.MetaPathFinder):
@@ -142,7 +137,7 @@ reveal_type(retrieval.trian)
 """
 
 
-def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
+def test_a_type_checker_sees_the_types(tmp_path):
     file = tmp_path / "typed.py"
     file.write_text(TYPED, encoding="utf-8")
     command = [
@@ -159,7 +154,7 @@ def test_a_type_checker_sees_the_types(tmp_path: Path) -> None:
     assert len(revealed) == 4 and all("def (" in text for text in revealed[:3])
 
 
-def test_opening_a_run_names_every_part_that_an_object_can_replace() -> None:
+def test_opening_a_run_names_every_part_that_an_object_can_replace():
     from retrieval.run.folder import WORDS
 
     assert set(WORDS.values()) <= inspect.signature(retrieval.Run.open).parameters.keys()

@@ -1,7 +1,5 @@
 """What may be encoded, added and searched; what comes back; progress."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +8,17 @@ import pytest
 import retrieval
 import torch
 from PIL import Image
-from retrieval.results import BundleEncoder
 
 from .conftest import SMALL
 
 
 @pytest.fixture
-def index(bundle: BundleEncoder, photos: Path, tmp_path: Path) -> Any:
+def index(bundle, photos, tmp_path) -> Any:
     with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
         yield opened
 
 
-def test_what_comes_back_says_what_it_is(
-    trained: retrieval.Run, bundle: BundleEncoder, index: retrieval.Index, photos: Path
-) -> None:
+def test_what_comes_back_says_what_it_is(trained, bundle, index, photos):
     said = [repr(trained), repr(bundle), repr(index)]
     assert index.summary is not None and index.summary.count == len(index) == 60
     assert (
@@ -42,25 +37,19 @@ def test_what_comes_back_says_what_it_is(
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_paths_are_text_or_paths(
-    kind: type[str] | type[Path], trained: retrieval.Run, photos: Path, tmp_path: Path
-) -> None:
-    run = retrieval.load(kind(trained.path))
+def test_paths_are_text_or_paths(kind, trained, photos, tmp_path):
+    run, quiet = retrieval.load(kind(trained.path)), {"progress": False}
     assert isinstance(run, retrieval.Run)
-    bundle = run.export(kind(tmp_path / "bundle"), progress=False)
-    assert retrieval.load(kind(bundle.path)).bundle.manifest.vector == 16
-    retrieval.Index.create(
-        kind(tmp_path / "i"), kind(photos), model=kind(bundle.path), progress=False
-    ).close()
+    bundle = kind(run.export(kind(tmp_path / "bundle"), **quiet).path)
+    assert retrieval.load(bundle).bundle.manifest.vector == 16
+    retrieval.Index.create(kind(tmp_path / "i"), kind(photos), model=bundle, **quiet).close()
     with retrieval.Index.open(kind(tmp_path / "i")) as index:
         assert len(index) == 60
-    run.evaluate(bundle=kind(bundle.path), progress=False)
-    run.verify(draw=40, folds=2, bundle=kind(bundle.path), progress=False)
+    run.evaluate(bundle=bundle, **quiet)
+    run.verify(draw=40, folds=2, bundle=bundle, **quiet)
 
 
-def test_whatever_holds_an_image_has_its_embedding(
-    trained: retrieval.Run, bundle: BundleEncoder, photos: Path
-) -> None:
+def test_whatever_holds_an_image_has_its_embedding(trained, bundle, photos):
     files = sorted(photos.glob("*/*.png"))[:3]
     pictures = [Image.open(file) for file in files]
     arrays = [np.array(picture) for picture in pictures]
@@ -94,16 +83,14 @@ def test_whatever_holds_an_image_has_its_embedding(
         ("gone.png", r"images\[1\]: gone.png cannot be read"),
     ],
 )
-def test_what_is_no_image_is_named(
-    trained: retrieval.Run, bundle: BundleEncoder, photos: Path, image: Any, said: str
-) -> None:
+def test_what_is_no_image_is_named(trained, bundle, photos, image, said):
     file = next(photos.glob("*/*.png"))
     for encoder in (trained, bundle):
         with pytest.raises(retrieval.errors.DataError, match=said):
             encoder.encode([file, image], progress=False)
 
 
-def test_a_side_is_encoded_in_the_order_of_its_labels(trained: retrieval.Run) -> None:
+def test_a_side_is_encoded_in_the_order_of_its_labels(trained):
     for side in ("train", "validation", "test", "gallery"):
         found, labels = trained.encode(side, progress=False), trained.labels(side)
         assert len(found) == len(labels) > 0
@@ -115,9 +102,7 @@ def test_a_side_is_encoded_in_the_order_of_its_labels(trained: retrieval.Run) ->
     assert trained.encode(images, progress=False) == pytest.approx(found[:4], abs=1e-6)
 
 
-def test_a_pretrained_backbone_encodes_and_is_exported(
-    cache: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_a_pretrained_backbone_encodes_and_is_exported(cache, photos, tmp_path):
     files = sorted(photos.glob("*/*.png"))[:3]
     parameters = {"size": 8, "width": 8, "depth": 2, "layers": 1}
     encoder = retrieval.load("core.convnet", parameters=parameters, random_weights=True)
@@ -129,61 +114,50 @@ def test_a_pretrained_backbone_encodes_and_is_exported(
         assert len(index) == 3  # exported for the index, which keeps its own bundle
 
 
-def test_images_from_memory_are_added(index: retrieval.Index, photos: Path) -> None:
+def test_images_from_memory_are_added(index, photos):
     pixels = np.array(Image.open(next(photos.glob("3/*.png"))))
-    added = index.add(
-        images=[pixels, 255 - pixels],
-        ids=["a", "b"],
-        labels=np.array([3, 4]),  # type: ignore[arg-type]
-        metadata=[{"hue": 1}, {}],
-        keep="copy",
-        progress=False,
-    )
+    images, quiet = [pixels, 255 - pixels], {"progress": False}
+    described = {"labels": np.array([3, 4]), "metadata": [{"hue": 1}, {}], "keep": "copy"}
+    added = index.add(images=images, ids=["a", "b"], **described, **quiet)
     assert (added.added, added.changed, len(index)) == (2, 0, 62)
     hit = index.search(255 - pixels, k=1)[0]
     assert (hit.id, hit.label) == ("b", "4") and hit.distance == pytest.approx(0, abs=1e-5)
     assert index.get("a")["a"].metadata == {"hue": 1} and index.store.original("a") is not None
-    assert index.add(images=255 - pixels, ids=["a"], progress=False).changed == 1
+    assert index.add(images=255 - pixels, ids=["a"], **quiet).changed == 1
     with pytest.raises(retrieval.errors.DataError, match="2 images need as many ids, not 1"):
         index.add(images=[pixels, pixels], ids=["c"])
-    with pytest.raises(
-        retrieval.errors.DataError, match=r"1 of 2 items .*\n.*images\[1\]: an image"
-    ):
-        index.add(images=[pixels, 5], ids=["c", "d"], progress=False)
+    says = r"1 of 2 items .*\n.*images\[1\]: an image"
+    with pytest.raises(retrieval.errors.DataError, match=says):
+        index.add(images=[pixels, 5], ids=["c", "d"], **quiet)
     assert len(index) == 63
 
 
-def test_progress_off_prints_nothing_and_lines_go_to_report(
-    cache: Path, photos: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    lines: list[str] = []
-    run = retrieval.train(SMALL, tmp_path / "run", progress=False, report=lines.append)
-    run.evaluate(progress=False)
-    run.verify(draw=40, folds=2, progress=False)
-    run.encode("test", progress=False)
-    bundle = run.export(progress=False)
-    retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False).close()
+def whole_path(folder: Path, photos: Path, progress, **options) -> None:
+    """Train, evaluate, verify, encode, export and index."""
+    run = retrieval.train(SMALL, folder / "run", progress=progress, **options)
+    run.evaluate(progress=progress)
+    run.verify(draw=40, folds=2, progress=progress)
+    run.encode("test", progress=progress)
+    bundle = run.export(progress=progress)
+    retrieval.Index.create(folder / "index", photos, model=bundle, progress=progress).close()
+
+
+def test_progress_off_prints_nothing_and_lines_go_to_report(cache, photos, tmp_path, capfd):
+    lines = []
+    whole_path(tmp_path, photos, False, report=lines.append)
     assert capfd.readouterr() == ("", "")
     assert any(line.startswith("epoch 1: loss") for line in lines)
 
 
-def test_progress_is_told_to_a_function(cache: Path, photos: Path, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-
-    def note(what: str, done: int, total: int) -> None:
-        told.append((what, done, total))
-
-    run = retrieval.train(SMALL, tmp_path / "run", progress=note)
-    assert ("training", 10, 10) in told
-    run.evaluate(progress=note)
-    assert any(what == "encoding" and done == total for what, done, total in told)
-    bundle = run.export(progress=note)
+def test_progress_is_told_to_a_function(cache, photos, tmp_path):
+    told = []
+    whole_path(tmp_path, photos, lambda *step: told.append(step))
+    assert ("training", 10, 10) in told and ("encoding", 60, 60) in told
+    assert any(what == "encoding" and done == total != 60 for what, done, total in told)
     assert any("bundle" in what for what, _, _ in told)
-    retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=note).close()
-    assert ("encoding", 60, 60) in told
 
 
-def test_a_query_is_whatever_encode_takes(index: retrieval.Index, photos: Path) -> None:
+def test_a_query_is_whatever_encode_takes(index, photos):
     file = next(photos.glob("3/*.png"))
     pixels = np.array(Image.open(file))
     nearest = index.search(file, k=1)[0].id
@@ -202,15 +176,13 @@ def test_a_query_is_whatever_encode_takes(index: retrieval.Index, photos: Path) 
         assert all(isinstance(hits, retrieval.results.Hits) for hits in answers)
 
 
-def test_a_vector_of_another_width_is_no_picture(index: retrieval.Index) -> None:
+def test_a_vector_of_another_width_is_no_picture(index):
     for vectors in (np.zeros((1, 15)), np.zeros(15), [[0.5] * 15]):
         with pytest.raises(retrieval.errors.RetrievalError, match="15"):
             index.search(vectors)
 
 
-def test_hits_show_pictures_and_numbers_of_four_digits(
-    index: retrieval.Index, photos: Path, tmp_path: Path
-) -> None:
+def test_hits_show_pictures_and_numbers_of_four_digits(index, photos, tmp_path):
     pixels = np.array(Image.open(next(photos.glob("3/*.png"))))
     added = index.add(images=[255 - pixels], ids=["kept"], keep="copy", progress=False)
     lost = index.add(images=[pixels], ids=["lost"], progress=False)

@@ -1,9 +1,6 @@
 """A recipe in Python: the file's checks, and the file's sentences."""
 
-from __future__ import annotations
-
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +19,7 @@ WRONG: dict[str, Any] = {
 }
 
 
-def test_a_file_and_python_give_equal_recipes(tmp_path: Path) -> None:
+def test_a_file_and_python_give_equal_recipes(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(SMALL), encoding="utf-8")
     read = retrieval.read_recipe(str(file))
@@ -30,7 +27,7 @@ def test_a_file_and_python_give_equal_recipes(tmp_path: Path) -> None:
     assert read == retrieval.read_recipe(SMALL) and isinstance(read, retrieval.Recipe)
 
 
-def test_the_sentences_are_the_files_and_all_at_once(tmp_path: Path) -> None:
+def test_the_sentences_are_the_files_and_all_at_once(tmp_path):
     file = tmp_path / "recipe.toml"
     file.write_text(tomli_w.dumps(WRONG), encoding="utf-8")
     with pytest.raises(retrieval.errors.RecipeError) as of_file:
@@ -43,7 +40,7 @@ def test_the_sentences_are_the_files_and_all_at_once(tmp_path: Path) -> None:
     assert len(of_file.value.problems) == 5
 
 
-def test_changes_are_applied_and_the_dictionary_stays_as_it_is() -> None:
+def test_changes_are_applied_and_the_dictionary_stays_as_it_is():
     before = deepcopy(SMALL)
     made = retrieval.read_recipe(SMALL, ["loss.margin=0.7", "train.epochs=3"])
     assert (
@@ -53,12 +50,12 @@ def test_changes_are_applied_and_the_dictionary_stays_as_it_is() -> None:
     assert retrieval.read_recipe(made, ["train.epochs=4"]).train.epochs == 4
 
 
-def test_a_value_that_no_file_can_hold_is_refused() -> None:
+def test_a_value_that_no_file_can_hold_is_refused():
     with pytest.raises(retrieval.errors.RecipeError, match=r"\[loss\] distance: is of type object"):
         retrieval.Recipe(**{**SMALL, "loss": {"name": "pml.triplet_margin", "distance": object()}})
 
 
-def test_an_object_stands_in_the_place_of_a_part(cache: Path, tmp_path: Path) -> None:
+def test_an_object_stands_in_the_place_of_a_part(cache, tmp_path):
     module = Net()
     made = retrieval.Recipe(**{**SMALL, "backbone": module})
     assert made.objects == {"backbone": module} and made.backbone.name == "object.Net"
@@ -76,7 +73,7 @@ def test_an_object_stands_in_the_place_of_a_part(cache: Path, tmp_path: Path) ->
     assert len(longer.metrics_file.read_text(encoding="utf-8").splitlines()) == 2
 
 
-def test_text_in_the_place_of_a_table_is_answered_in_both_languages() -> None:
+def test_text_in_the_place_of_a_table_is_answered_in_both_languages():
     with pytest.raises(
         retrieval.errors.RecipeError, match=r'or in Python data=\{"name": "core\.digits"\}\.'
     ):

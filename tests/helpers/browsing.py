@@ -16,3 +16,21 @@ def loaded(page) -> None:
         "() => [...document.querySelectorAll('.hit img')].every(image => image.complete &&"
         " image.naturalWidth > 0)"
     )
+
+
+def keys_of(page, place: str = ".hit") -> list[str]:
+    return page.locator(f"{place} .key").all_inner_texts()
+
+
+def count_is(page, count: int) -> None:
+    page.wait_for_function("count => document.querySelectorAll('.hit').length === count", arg=count)
+
+
+def search(page, image) -> None:
+    page.set_input_files("#file", str(image))
+    page.wait_for_selector(".hit")
+
+
+def fits(page) -> bool:
+    """Whether nothing is wider than the window."""
+    return page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")

@@ -21,9 +21,8 @@ def picture(path: Path, number: int) -> None:
     """Write a picture of its own for each number."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(number).integers(0, 256, (SIZE[1], SIZE[0], 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path, quality=95) if path.suffix == ".jpg" else Image.fromarray(
-        pixels
-    ).save(path)
+    options = {"quality": 95} if path.suffix == ".jpg" else {}
+    Image.fromarray(pixels).save(path, **options)
 
 
 def lines(path: Path, rows: Iterable[str]) -> None:
@@ -44,15 +43,16 @@ def cub(root: Path, classes: tuple[int, ...] = (1, 2, 100, 101, 200), each: int 
     return root
 
 
+BOX = {"bbox_x1": 3, "bbox_y1": 2, "bbox_x2": 13, "bbox_y2": 9}
+
+
 def annotations(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what `savemat` writes as a structure array, as the makers of Cars-196 did."""
-    names = list(rows[0])
-    table = np.zeros((1, len(rows)), dtype=[(name, object) for name in names])
+    table = np.zeros((1, len(rows)), dtype=[(name, object) for name in rows[0]])
     for i, row in enumerate(rows):
-        for name in names:
-            table[name][0, i] = (
-                row[name] if isinstance(row[name], str) else np.array([[row[name]]], np.uint8)
-            )
+        for name, value in row.items():
+            plain = isinstance(value, str)
+            table[name][0, i] = value if plain else np.array([[value]], np.uint8)
     return {"annotations": table}
 
 
@@ -61,43 +61,20 @@ def cars_whole(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     for number, c in enumerate(c for c in classes for _ in range(2)):
         path = f"car_ims/{number + 1:06d}.jpg"
         picture(root / path, number)
-        rows.append(
-            {
-                "relative_im_path": path,
-                "bbox_x1": 3,
-                "bbox_y1": 2,
-                "bbox_x2": 13,
-                "bbox_y2": 9,
-                "class": c,
-                "test": number % 2,
-            }
-        )
+        rows.append({"relative_im_path": path, **BOX, "class": c, "test": number % 2})
     savemat(root / "cars_annos.mat", annotations(rows), do_compression=True)
     return root
 
 
 def cars_divided(root: Path, classes: tuple[int, ...] = (1, 98, 99, 196)) -> Path:
     (root / "devkit").mkdir(parents=True)
-    for side, name in (
-        ("train", "cars_train_annos.mat"),
-        ("test", "cars_test_annos_withlabels.mat"),
-    ):
+    for side, name in (("train", "train_annos"), ("test", "test_annos_withlabels")):
         rows = []
         for number, c in enumerate(classes):
-            picture(
-                root / f"cars_{side}" / f"{number + 1:05d}.jpg", number + 100 * (side == "test")
-            )
-            rows.append(
-                {
-                    "bbox_x1": 3,
-                    "bbox_y1": 2,
-                    "bbox_x2": 13,
-                    "bbox_y2": 9,
-                    "class": c,
-                    "fname": f"{number + 1:05d}.jpg",
-                }
-            )
-        savemat(root / "devkit" / name, annotations(rows))
+            file = f"{number + 1:05d}.jpg"
+            picture(root / f"cars_{side}" / file, number + 100 * (side == "test"))
+            rows.append({**BOX, "class": c, "fname": file})
+        savemat(root / "devkit" / f"cars_{name}.mat", annotations(rows))
     return root
 
 
@@ -128,27 +105,19 @@ def in_shop(root: Path) -> Path:
             picture(root / path, 10 * item + view)
             rows.append(f"{path}    id_{item:08d}    {status}")
             boxes.append(f"{path} 1 2 4 5 14 12")
-    lines(
-        root / "Eval" / "list_eval_partition.txt",
-        [str(len(rows)), "image_name item_id evaluation_status", *rows],
-    )
-    lines(
-        root / "Anno" / "list_bbox_inshop.txt",
-        [str(len(rows)), "image_name clothes_type pose_type x_1 y_1 x_2 y_2", *boxes],
-    )
+    for name, head, table in (
+        ("Eval/list_eval_partition", "image_name item_id evaluation_status", rows),
+        ("Anno/list_bbox_inshop", "image_name clothes_type pose_type x_1 y_1 x_2 y_2", boxes),
+    ):
+        lines(root / f"{name}.txt", [str(len(table)), head, *table])
     return root
 
 
 def vehicle_id(root: Path) -> Path:
-    number = 0
-    for name, ids in (
-        ("train_list", (1, 2)),
-        ("test_list_800", (3, 4)),
-        ("test_list_1600", (5, 6)),
-        ("test_list_2400", (7, 8)),
-    ):
+    number, names = 0, ("train_list", "test_list_800", "test_list_1600", "test_list_2400")
+    for pair, name in enumerate(names):
         rows = []
-        for vehicle in ids:
+        for vehicle in (2 * pair + 1, 2 * pair + 2):
             for _ in range(3):
                 number += 1
                 picture(root / "image" / f"{number:07d}.jpg", number)
@@ -180,71 +149,50 @@ def veri(root: Path) -> Path:
 
 
 def inat(root: Path) -> Path:
-    number, sides = 0, {"train": ["Aves/10", "Fungi/11"], "test": ["Aves/12", "Plantae/13"]}
+    sides = {"train": ["Aves/10", "Fungi/11"], "test": ["Aves/12", "Plantae/13"]}
+    files: list[str] = []
     for side, species in sides.items():
         rows = []
-        for left in species:
-            for _ in range(2):
-                number += 1
-                picture(root / "train_val2018" / left / f"{number}.jpg", number)
-                rows.append(f"Inaturalist/train_val2018/{left}/{number}.jpg")
+        for left in (name for name in species for _ in range(2)):
+            files.append(f"train_val2018/{left}/{len(files) + 1}.jpg")
+            picture(root / files[-1], len(files))
+            rows.append(f"Inaturalist/{files[-1]}")
         lines(root / "Inat_dataset_splits" / f"Inat_{side}_set1.txt", rows)
     for name, ids in (("train", (1, 3, 5, 7)), ("val", (2, 4, 6, 8))):
-        species = [
-            "Aves/10",
-            "Aves/10",
-            "Fungi/11",
-            "Fungi/11",
-            "Aves/12",
-            "Aves/12",
-            "Plantae/13",
-            "Plantae/13",
-        ]
+        categories = {i: int(files[i - 1].split("/")[2]) for i in ids}
         content = {
-            "images": [
-                {"id": i, "file_name": f"train_val2018/{species[i - 1]}/{i}.jpg"} for i in ids
-            ],
-            "annotations": [
-                {"image_id": i, "category_id": int(species[i - 1].split("/")[1])} for i in ids
-            ],
+            "images": [{"id": i, "file_name": files[i - 1]} for i in ids],
+            "annotations": [{"image_id": i, "category_id": c} for i, c in categories.items()],
         }
         (root / f"{name}2018.json").write_text(json.dumps(content))
     return root
 
 
 def landmarks(root: Path) -> Path:
-    def image(side: str, number: int) -> str:
-        name = f"{number:03x}f{number:012x}"
-        picture(root / side / name[0] / name[1] / name[2] / f"{name}.jpg", number)
-        return name
+    def images(side: str, numbers: range) -> list[str]:
+        names = [f"{number:03x}f{number:012x}" for number in numbers]
+        for number, name in zip(numbers, names, strict=True):
+            picture(root / side / name[0] / name[1] / name[2] / f"{name}.jpg", number)
+        return names
 
-    train = [image("train", n) for n in range(4)]
-    index = [image("index", n) for n in range(20, 26)]
-    test = [image("test", n) for n in range(40, 43)]
-    lines(
-        root / "train_clean.csv",
-        ["landmark_id,images", f"7,{train[0]} {train[1]}", f"9,{train[2]} {train[3]}"],
-    )
-    lines(
-        root / "train.csv",
-        [
-            "id,url,landmark_id",
-            *(f"{name},http://x,{7 + 2 * (i > 1)}" for i, name in enumerate(train)),
-        ],
-    )
-    lines(
-        root / "index_image_to_landmark.csv",
-        ["id,landmark_id", *(f"{name},{3 + i % 2}" for i, name in enumerate(index))],
-    )
-    lines(
-        root / "retrieval_solution_v2.1.csv",
-        [
+    train, test = images("train", range(4)), images("test", range(40, 43))
+    index = images("index", range(20, 26))
+    tables = {
+        "train_clean": ["landmark_id,images", f"7,{train[0]} {train[1]}"],
+        "train": ["id,url,landmark_id"],
+        "index_image_to_landmark": ["id,landmark_id"],
+        "retrieval_solution_v2.1": [
             "id,images,Usage",
             f"{test[0]},{index[0]} {index[2]} {index[1]},Public",
             f"{test[1]},{index[1]},Private",
             f"{test[2]},None,Ignored",
         ],
-    )
+    }
+    tables["train_clean"].append(f"9,{train[2]} {train[3]}")
+    tables["train"] += [f"{name},http://x,{7 + 2 * (i > 1)}" for i, name in enumerate(train)]
+    tables["index_image_to_landmark"] += [f"{name},{3 + i % 2}" for i, name in enumerate(index)]
+    for name, rows in tables.items():
+        lines(root / f"{name}.csv", rows)
     return root
 
 

@@ -1,6 +1,4 @@
-"""The deep losses' formulas as plain Python loops over float64 numbers: what the tests compare
-with.
-"""
+"""The deep losses' formulas as plain Python loops over float64 numbers."""
 
 from __future__ import annotations
 

@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import functools
 import os
 import shutil
-import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +18,7 @@ PROGRAM = ("-m", "retrieval.cli")
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def photos(tmp_path_factory) -> Path:
     """200 handwritten digits as PNG files, one folder per class. Not to be changed."""
     folder = tmp_path_factory.mktemp("photos") / "digits"
     makers.write_digits(folder, 200)
@@ -29,17 +26,30 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle_path(tmp_path_factory) -> Path:
     """A bundle of images without a rescorer. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
 
 
 @pytest.fixture(scope="session")
-def index_path(tmp_path_factory: pytest.TempPathFactory, photos: Path, bundle_path: Path) -> Path:
+def index_path(tmp_path_factory, photos, bundle_path) -> Path:
     """An index of `photos`. Not to be changed."""
     path = tmp_path_factory.mktemp("index") / "digits.index"
     create_index(path, bundle_path, [photos], progress=False)
     return path
+
+
+@pytest.fixture
+def living(index_path, tmp_path) -> Path:
+    """A copy of that index, to be changed."""
+    return Path(shutil.copytree(index_path, tmp_path / "i"))
+
+
+@pytest.fixture
+def empty(bundle_path, tmp_path) -> Path:
+    """An index without items, to be changed."""
+    create_index(tmp_path / "i", bundle_path, progress=False)
+    return tmp_path / "i"
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +61,7 @@ def forker() -> Iterator[Forker]:
 
 
 @pytest.fixture
-def served(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
+def served(forker) -> Iterator[Callable[..., SimpleNamespace]]:
     """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
     gives its url and process. One that is to start as a user starts it is given its `program`.
     """
@@ -59,7 +69,7 @@ def served(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
 
 
 @pytest.fixture(scope="module")
-def shared(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
+def shared(forker) -> Iterator[Callable[..., SimpleNamespace]]:
     """As `served`, but the tests of a module share one server for each index and its options. Not
     to be stopped.
     """
@@ -70,14 +80,7 @@ def shared(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
 def _servers(forker: Forker) -> Iterator[Callable[..., SimpleNamespace]]:
     started, clients = [], []
 
-    def start(
-        index: Path,
-        *options: str,
-        python: str = sys.executable,
-        verify: ssl.SSLContext | bool = True,
-        wait: bool = True,
-        program: Sequence[str] = (),
-    ) -> SimpleNamespace:
+    def start(index, *options, python=sys.executable, verify=True, wait=True, program=()):
         words = ["serve", str(index), "--port", "0", *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         if program or python != sys.executable:
@@ -123,20 +126,3 @@ def _until_ready(client: httpx.Client) -> None:
     while (answer := client.get("/readyz")).status_code != 200:
         assert time.monotonic() < end, f"never ready: {answer.text}"
         time.sleep(0.02)
-
-
-@pytest.fixture(scope="session")
-def honest(tmp_path_factory: pytest.TempPathFactory, photos: Path) -> Path:
-    """An index of 20 items by inverted lists. Not to be changed."""
-    folder = tmp_path_factory.mktemp("honest")
-    bundle = makers.make_bundle(folder / "b")
-    create_index(
-        folder / "i", bundle, [photos / "1"], backend="ivf", options={"lists": 2}, progress=False
-    )
-    return folder / "i"
-
-
-@pytest.fixture
-def index(honest: Path, tmp_path: Path) -> Path:
-    """An index of one's own, to be spoilt."""
-    return Path(shutil.copytree(honest, tmp_path / "i"))

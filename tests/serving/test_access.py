@@ -1,11 +1,10 @@
 """Who may do what on a real server: keys, roles, limits, other sites, proxies."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import wire
 from retrieval.serving.http.keys import add_key, new_key, remove_key
 
 BODY = json.dumps({"vector": [0.25] * 16, "k": 1}).encode()
-METRICS = wire.get("/metrics")
 
 
 def made(path: Path, name: str, role="read", indexes=()) -> str:
@@ -22,11 +20,19 @@ def made(path: Path, name: str, role="read", indexes=()) -> str:
     return sent
 
 
-def search(
-    port: int, key: str | None = None, *headers: str, source: str = "127.0.0.1"
-) -> wire.Answer:
+def get(port: int, path: str, key: str, method: str = "GET") -> wire.Answer:
+    request = wire.get(path, f"Authorization: Bearer {key}")
+    return wire.ask(port, request.replace(b"GET", method.encode(), 1))
+
+
+def search(port: int, key: str | None = None, *headers: str, source="127.0.0.1") -> wire.Answer:
     reply = [] if key is None else [f"Authorization: Bearer {key}"]
     return wire.ask(port, wire.post(BODY, "application/json", *reply, *headers), source=source)
+
+
+def log_of(server) -> str:
+    server.process.terminate()
+    return server.process.communicate(timeout=20)[1]
 
 
 @pytest.fixture
@@ -40,82 +46,63 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
     for path in ("/", "/page.js", "/livez", "/readyz", "/v1/openapi.json"):
         assert wire.ask(port, wire.get(path)).status == 200, path
     # each route of the document: test_openapi.py
-    for request in (wire.post(BODY), wire.get("/v1/index"), wire.get("/nowhere"), METRICS):
+    for request in (wire.post(BODY), *map(wire.get, ("/v1/index", "/nowhere", "/metrics"))):
         answer = wire.ask(port, request)
-        assert (
-            answer.status == 401
-            and answer.headers["www-authenticate"] == 'Bearer realm="retrieval"'
-        ), request
+        assert answer.status == 401, request
+        assert answer.headers["www-authenticate"] == 'Bearer realm="retrieval"', request
         assert answer.headers["content-type"] == "application/problem+json"
-        assert (
-            answer.error.startswith("A key is needed for ")
-            and "Authorization: Bearer KEY" in answer.error
-        )
+        assert answer.error.startswith("A key is needed for ")
+        assert "Authorization: Bearer KEY" in answer.error
     assert len(wire.found(search(port, reader))) == 1
     assert wire.ask(port, wire.get("/v1/index", f"authorization: bearer  {reader}")).status == 200
     for method in ("PUT", "DELETE", "PATCH"):
-        request = wire.get("/v1/items/x", f"Authorization: Bearer {reader}").replace(
-            b"GET", method.encode()
-        )
-        answer = wire.ask(port, request)
+        answer = get(port, "/v1/items/x", reader, method)
         assert answer.status == 403, method
         assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
         assert "has the role read" in answer.error and "takes a key with the role" in answer.error
-    refused = wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {reader}"))
+    refused = get(port, "/metrics", reader)
     assert refused.status == 403 and "role admin" in refused.error
     admin = made(keys, "admin", "admin")
-    wire.until(
-        lambda: wire.ask(port, wire.get("/metrics", f"Authorization: Bearer {admin}")).status == 200
-    )
+    wire.until(lambda: get(port, "/metrics", admin).status == 200)
 
 
 def test_a_wrong_key_is_refused_and_shown_to_nobody(served, index_path, keys):
     reader, stranger = made(keys, "reader"), new_key("stranger", "admin")[0]
     server = served(index_path, "--keys", str(keys))
-    port = server.port
-    seen = b""
-    for header in (
-        f"Authorization: Bearer {stranger}",
-        f"Authorization: Bearer {reader}x",
-        "Authorization: Bearer",
-        f"Authorization: Basic {reader}",
-        f"Authorization: {reader}",
-        f"Authorization: Bearer {reader}\r\nAuthorization: Bearer {reader}",
-        f"Authorization: Bearer {reader} {reader}",
-        "Authorization: Bearer " + "x" * 20_000,
-        "Authorization: Bearer \xe9\xff",
+    port, seen = server.port, b""
+    for value in (
+        f" Bearer {stranger}",
+        f" Bearer {reader}x",
+        " Bearer",
+        f" Basic {reader}",
+        f" {reader}",
+        f" Bearer {reader}\r\nAuthorization: Bearer {reader}",
+        f" Bearer {reader} {reader}",
+        " Bearer " + "x" * 20_000,
+        " Bearer \xe9\xff",
     ):
-        answer = wire.ask(port, wire.get("/v1/index", header))
-        assert answer.status == 401 and 'error="invalid_' in answer.headers["www-authenticate"], (
-            header[:60]
-        )
+        answer = wire.ask(port, wire.get("/v1/index", f"Authorization:{value}"))
+        assert answer.status == 401, value[:60]
+        assert 'error="invalid_' in answer.headers["www-authenticate"], value[:60]
         seen += answer.body + str(answer.headers).encode()
     for header in (f"X-Key: {reader}", f"Cookie: key={reader}", "authorization : Bearer x"):
         assert wire.ask(port, wire.get("/v1/index", header)).status in (400, 401)
     assert wire.ask(port, wire.get(f"/v1/index?key={reader}")).status in (400, 401)
-    assert (
-        wire.ask(
-            port, wire.get("/v1/index", f"Authorization: Bearer {reader}", "X: " + "y" * 40_000)
-        ).status
-        == 431
-    )
+    large = wire.get("/v1/index", f"Authorization: Bearer {reader}", "X: " + "y" * 40_000)
+    assert wire.ask(port, large).status == 431
     server.process.terminate()
-    log = server.process.communicate(timeout=20)
-    for text in (seen.decode("latin-1"), *log):
-        assert reader not in text and stranger not in text
-        assert (
-            reader.split("_")[2] not in text
-            and json.loads(keys.read_text().splitlines()[1])["hash"] not in text
-        )
+    secrets = (reader, stranger, reader.split("_", 2)[2])
+    kept = json.loads(keys.read_text().splitlines()[1])["hash"]
+    for text in (seen.decode("latin-1"), *server.process.communicate(timeout=20)):
+        assert not any(secret in text for secret in (*secrets, kept))
 
 
 def test_a_changed_file_is_taken_up_with_no_failed_request(served, index_path, keys):
-    """While another client searches all the time, keys come, go and are damaged."""
     steady, gone = made(keys, "steady"), made(keys, "gone")
     server = served(index_path, "--keys", str(keys))
     port, stop, failed, done = server.port, threading.Event(), [], [0]
 
-    def search_on() -> None:
+    def search_on():
         while not stop.is_set():
             answer = search(port, steady)
             done[0] += 1
@@ -170,45 +157,33 @@ def test_everybody_reads_and_a_key_does_more(served, index_path, keys):
     writer = made(keys, "writer", "write")
     port = served(index_path, "--keys", str(keys), "--open", "read").port
     assert search(port).status == search(port, writer).status == 200
-    assert (
-        search(port, f"{writer}x").status == 401
-    )  # a mistyped key is no reason to go on without one
+    assert search(port, f"{writer}x").status == 401  # mistyped, it does not count as none
     delete = wire.get("/v1/index").replace(b"GET", b"DELETE")
     assert wire.ask(port, delete).status == 401
-    keyed = wire.get("/v1/index", f"Authorization: Bearer {writer}").replace(b"GET", b"DELETE")
-    assert wire.ask(port, keyed).status == 405
+    assert get(port, "/v1/index", writer, "DELETE").status == 405
 
 
 def test_a_key_of_one_index_uses_no_other(served, index_path, keys):
     key = made(keys, "one", indexes=["digits"])
     port = served(index_path, f"other={index_path}", "--keys", str(keys)).port
-    reply = f"Authorization: Bearer {key}"
-    assert wire.ask(port, wire.get("/v1/indexes/digits/index", reply)).status == 200
+    assert get(port, "/v1/indexes/digits/index", key).status == 200
     for name in ("other", "nowhere"):
-        answer = wire.ask(port, wire.get(f"/v1/indexes/{name}/index", reply))
+        answer = get(port, f"/v1/indexes/{name}/index", key)
         assert answer.status == 403 and answer.error == "This key is for other indexes.", name
-    assert json.loads(wire.ask(port, wire.get("/v1/indexes", reply)).body) == {
-        "indexes": ["digits"]
-    }
-    unnamed = wire.ask(port, wire.get("/v1/index", reply))
+    assert json.loads(get(port, "/v1/indexes", key).body) == {"indexes": ["digits"]}
+    unnamed = get(port, "/v1/index", key)
     assert unnamed.status == 404 and json.loads(unnamed.body)["indexes"] == ["digits"]
 
 
 def clients_of(server) -> list[str]:
-    server.process.terminate()
-    log = server.process.communicate(timeout=20)[1]
-    return [json.loads(line)["client"] for line in log.splitlines() if '"route"' in line]
+    return [json.loads(line)["client"] for line in log_of(server).splitlines() if '"route"' in line]
 
 
 @pytest.mark.parametrize(
-    ("host", "proxy"),
-    [
-        ("127.0.0.1", "127.0.0.0/24"),
-        ("::", "::ffff:127.0.0.1"),
-    ],
+    ("host", "proxy"), [("127.0.0.1", "127.0.0.0/24"), ("::", "::ffff:127.0.0.1")]
 )
 def test_a_proxy_that_is_named_says_who_asks(served, index_path, host, proxy):
-    """On a socket for both versions of IP too, where an IPv4 address has another form."""
+    """An IPv4 address has another form on a socket for both versions of IP."""
     options = ("--open", "read", "--log-format", "json", "--host", host)
     proxies = ("--proxy-header-from", proxy, "--proxy-header-from", "10.0.0.0/8")
     server = served(index_path, *options, *proxies)
@@ -229,15 +204,8 @@ def test_a_proxy_that_is_not_named_is_not_believed(served, index_path):
 
 
 def test_names_that_no_request_can_have_are_refused(index_path, served, cli):
-    for name in (
-        "*",
-        "*.example",
-        "https://photos.example",
-        "photos.example:8000",
-        "",
-        "a b",
-        "[::1]",
-    ):
+    odd = ("", "a b", "[::1]", "https://photos.example", "photos.example:8000")
+    for name in ("*", "*.example", *odd):
         refused = cli("serve", index_path, "--port", "0", "--allow-host", name)
         assert refused.code == 2 and "would never match" in refused.err, name
     port = served(index_path, "--allow-host", "Photos.example.").port
@@ -246,23 +214,22 @@ def test_names_that_no_request_can_have_are_refused(index_path, served, cli):
 
 
 def test_nobody_fills_the_server_with_wrong_keys(served, index_path, keys):
-    """The attack: a flood of made-up keys and addresses, while an honest client searches."""
     honest = made(keys, "honest")
     server = served(index_path, "--keys", str(keys))
-    port, answers = server.port, []
 
-    def flood(number: int) -> None:
-        for turn in range(150):
-            fake = f"rk_{turn:06x}{number:06x}_{'A' * 43}"
-            answers.append(search(port, fake, source=f"127.0.{number}.{turn % 250 + 1}").status)
+    def flood(number: int) -> list[int]:
+        fakes = (f"rk_{turn:06x}{number:06x}_{'A' * 43}" for turn in range(150))
+        sources = (f"127.0.{number}.{turn % 250 + 1}" for turn in range(150))
+        return [
+            search(server.port, fake, source=source).status
+            for fake, source in zip(fakes, sources, strict=True)
+        ]
 
-    threads = [threading.Thread(target=flood, args=(number,)) for number in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        assert search(port, honest).status == 200
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        floods = [pool.submit(flood, number) for number in range(1, 4)]
+        while not all(attack.done() for attack in floods):
+            assert search(server.port, honest).status == 200
+    answers = [status for attack in floods for status in attack.result()]
     assert set(answers) == {401} and len(answers) == 450
     server.process.terminate()
     assert server.process.wait(15) == 0

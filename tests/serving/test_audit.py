@@ -1,13 +1,11 @@
 """A real server's record of changes: what it holds, and no change without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import signal
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,17 +16,17 @@ from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Audit, Change
 from retrieval.serving.http.keys import add_key, new_key
 from retrieval.serving.http.problems import RequestError
-from retrieval.serving.index.index import create_index
 
 
 def change(what: str, ids=(), where=None) -> Change:
     return Change(what, "i", Caller("shop", "write", "192.0.2.1"), "request-1", ids, where)
 
 
-@pytest.fixture
-def living(bundle_path, photos, tmp_path) -> Path:
-    create_index(tmp_path / "living.index", bundle_path, [photos / "3"], progress=False)
-    return tmp_path / "living.index"
+VECTOR = {"vector": [0.25] * 16}
+
+
+def events(path: Path) -> list[tuple[str, list[str]]]:
+    return [(line["outcome"], line["ids"]) for line in lines(path)]
 
 
 def lines(path: Path) -> list[dict]:
@@ -39,27 +37,21 @@ def test_each_change_has_its_lines_before_its_answer(living, served, tmp_path):
     keys, audit = tmp_path / "keys", tmp_path / "audit.jsonl"
     sent, kept = new_key("importer", "write")
     add_key(keys, kept)
-    server = served(living, "--keys", str(keys), "--audit", str(audit))
+    client = served(living, "--keys", str(keys), "--audit", str(audit)).client
     assert stat.S_IMODE(audit.stat().st_mode) == 0o600
-    client = server.client
-    assert client.put("/v1/items/a", json={"vector": [0.25] * 16}).status_code == 401
-    assert client.post("/v1/search", json={"vector": [0.25] * 16}).status_code == 401
+    assert client.put("/v1/items/a", json=VECTOR).status_code == 401
+    assert client.post("/v1/search", json=VECTOR).status_code == 401
     client.headers["Authorization"] = f"Bearer {sent}"
-    assert client.post("/v1/search", json={"vector": [0.25] * 16}).status_code == 200
+    assert client.post("/v1/search", json=VECTOR).status_code == 200
     assert lines(audit) == []
-    answer = client.put("/v1/items/a", json={"vector": [0.25] * 16})
+    answer = client.put("/v1/items/a", json=VECTOR)
     begun, done = lines(audit)
     assert answer.status_code == 200, answer.text
     assert (begun["outcome"], done["outcome"], done["count"]) == ("begun", "done", 1)
+    who = {"key": "importer", "role": "write", "address": "127.0.0.1"}
+    what = {"index": "i", "what": "put", "ids": ["a"], "ids_left_out": 0}
     for line in (begun, done):
-        assert (line["key"], line["role"], line["address"]) == ("importer", "write", "127.0.0.1")
-        assert (line["index"], line["what"], line["ids"], line["ids_left_out"]) == (
-            "living",
-            "put",
-            ["a"],
-            0,
-        )
-        assert line["request"] == answer.headers["x-request-id"]
+        assert line | who | what | {"request": answer.headers["x-request-id"]} == line
     items = [{"id": f"n/{number}", "vector": [0.5] * 16} for number in range(100)]
     assert client.post("/v1/items", json={"items": items}).status_code == 200
     assert lines(audit)[-1]["count"] == 100 and lines(audit)[-1]["ids"][99] == "n/99"
@@ -71,8 +63,8 @@ def test_each_change_has_its_lines_before_its_answer(living, served, tmp_path):
     before = len(lines(audit))
     assert client.put("/v1/items/a", json={"vector": [0.25] * 15}).status_code == 422
     assert client.patch("/v1/items/new", json={"label": "x"}).status_code == 422
-    assert lines(audit)[-1]["what"] == "change"
-    assert lines(audit)[-1]["outcome"] == "failed" and "no item" in lines(audit)[-1]["reason"]
+    last = lines(audit)[-1]
+    assert (last["what"], last["outcome"]) == ("change", "failed") and "no item" in last["reason"]
     assert len(lines(audit)) == before + 2  # the first did not come as far as a change
     assert sent not in audit.read_text()
 
@@ -82,30 +74,26 @@ def test_a_full_disk_makes_no_change_and_rotation_loses_none(living, served, tmp
     with audit.open("wb") as file:
         file.truncate(1_000_000_000)  # sparse, and larger than any file of the index
     server = served(living, "--open", "admin", "--audit", str(audit))
-    size = audit.stat().st_size
-
-    def put(id: str) -> int:
-        return server.client.put(f"/v1/items/{id}", json={"vector": [0.25] * 16}).status_code
-
+    client, size = server.client, audit.stat().st_size
     for room in (0, 10):  # nothing fits, and a part of a line
-        resource.prlimit(
-            server.process.pid, resource.RLIMIT_FSIZE, (size + room, resource.RLIM_INFINITY)
-        )
-        answer = server.client.put("/v1/items/a", json={"vector": [0.25] * 16})
+        bounds = (size + room, resource.RLIM_INFINITY)
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, bounds)
+        answer = client.put("/v1/items/a", json=VECTOR)
         assert answer.status_code == 503 and "cannot record changes" in answer.json()["detail"]
-        assert server.client.delete("/v1/items/b").status_code == 503
-        assert server.client.get("/v1/items/a").status_code == 404
-        assert server.client.post("/v1/search", json={"vector": [0.25] * 16}).status_code == 200
+        assert client.delete("/v1/items/b").status_code == 503
+        assert client.get("/v1/items/a").status_code == 404
+        assert client.post("/v1/search", json=VECTOR).status_code == 200
         assert audit.stat().st_size == size
-    os.truncate(audit, 0)  # as logrotate's copytruncate does
-    assert put("a") == 200
-    assert [line["outcome"] for line in lines(audit)] == ["begun", "done"]
-
-    audit.rename(tmp_path / "audit.1")
-    server.process.send_signal(signal.SIGHUP)  # as logrotate's postrotate does
-    assert put("b") == 200 and [line["ids"] for line in lines(audit)] == [["b"], ["b"]]
-    audit.unlink()
-    assert put("d") == 200 and [line["ids"] for line in lines(audit)] == [["d"], ["d"]]
+    for id, rotate in (
+        ("a", lambda: os.truncate(audit, 0)),  # as logrotate's copytruncate does
+        ("b", lambda: audit.rename(tmp_path / "audit.1")),
+        ("d", audit.unlink),
+    ):
+        rotate()
+        if id == "b":
+            server.process.send_signal(signal.SIGHUP)  # as logrotate's postrotate does
+        assert client.put(f"/v1/items/{id}", json=VECTOR).status_code == 200
+        assert events(audit) == [("begun", [id]), ("done", [id])]
     server.process.terminate()
     assert "record of changes" in server.process.communicate(timeout=20)[1]
 
@@ -140,16 +128,12 @@ def test_many_threads_write_whole_lines(tmp_path):
             with audit.recording(change("put", [f"{number}.{turn}"])):
                 pass
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    written = lines(tmp_path / "a")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    written = events(tmp_path / "a")
     assert len(written) == 160
-    assert {line["ids"][0] for line in written if line["outcome"] == "done"} == {
-        f"{n}.{t}" for n in range(4) for t in range(20)
-    }
+    done = {ids[0] for outcome, ids in written if outcome == "done"}
+    assert done == {f"{n}.{t}" for n in range(4) for t in range(20)}
 
 
 def test_what_cannot_be_a_record_is_refused(tmp_path, cli, index_path):

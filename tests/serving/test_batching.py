@@ -1,7 +1,5 @@
 """Vector queries that wait for a thread at the same time are searched at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import closing
@@ -34,17 +32,17 @@ def answers(
     workers, sizes, trails = Workers(Settings(workers=1)), list[int](), [Trail() for _ in queries]
     search, served = index.search, Served("i", index, Settings(), workers)
 
-    def counted(vectors: np.ndarray, *given: int, **more: object) -> list[object]:
+    def counted(vectors, *given, **more):
         sizes.append(len(vectors))
         return search(vectors, *given, **more)
 
-    async def ask(query: Query, trail: Trail) -> object:
+    async def ask(query, trail):
         hits: list[object] = []
         TRAIL.set(trail)
         await served.search(query, lambda _, found, index: hits.extend(found[0]) or b"")
         return hits
 
-    async def ask_all() -> list[object]:
+    async def ask_all():
         gate = threading.Event()
         busy = asyncio.create_task(workers.searches.run(gate.wait))
         await asyncio.sleep(0.05)
@@ -62,8 +60,7 @@ def answers(
 
 
 def test_each_gets_the_hits_that_it_gets_alone(index_path, queries, monkeypatch):
-    other = queries[3]._replace(options=Options(k=2))
-    queries[3] = other
+    queries[3] = queries[3]._replace(options=Options(k=2))
     with Index.open(index_path, threads=1) as index:
         alone = [
             index.search(query.inputs[0].vector[None], query.options.k)[0] for query in queries
@@ -80,6 +77,5 @@ def test_an_invalid_vector_fails_alone(index_path, queries, monkeypatch):
     queries[2].inputs[0].vector[0] = 1e300  # beyond float32
     with Index.open(index_path, threads=1) as index:
         results, _, _ = answers(index, queries, monkeypatch)
-    assert [isinstance(result, DataError) for result in results] == [False] * 2 + [True] + [
-        False
-    ] * 5
+    refused = [isinstance(result, DataError) for result in results]
+    assert refused == [number == 2 for number in range(8)]

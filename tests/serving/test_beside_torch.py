@@ -1,11 +1,4 @@
-"""FAISS in a process where faiss.contrib.torch_utils has replaced its methods, as
-pytorch-metric-learning makes it.
-"""
-
-from __future__ import annotations
-
-import subprocess
-import sys
+"""FAISS where faiss.contrib.torch_utils has replaced its methods, as PML makes it."""
 
 CODE = """
 import numpy as np
@@ -21,11 +14,6 @@ assert np.allclose(distances[:, 0], 0, atol=1e-3)
 """
 
 
-def test_searching_works_beside_faiss_torch_utils() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_searching_works_beside_faiss_torch_utils(process):
+    done = process("-c", CODE)
+    assert done.code == 0, done.err

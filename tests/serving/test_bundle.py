@@ -1,17 +1,15 @@
-from __future__ import annotations
-
 import json
 import shutil
 from importlib import metadata
 from pathlib import Path
 
+import makers
 import numpy as np
 import onnx
 import pytest
 from retrieval.errors import BundleError, DataError, MissingDependency
 from retrieval.serving import runtime
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.manifest import checksum_of, read_manifest, write_manifest
 
 
 def copied(bundle: Path, folder: Path) -> Path:
@@ -20,10 +18,7 @@ def copied(bundle: Path, folder: Path) -> Path:
 
 def edited(bundle: Path, folder: Path, change) -> Path:
     path = copied(bundle, folder)
-    content = json.loads((path / "manifest.json").read_text())
-    change(content)
-    content["checksum"] = checksum_of(content)  # as a program that writes such a bundle would
-    (path / "manifest.json").write_text(json.dumps(content))
+    makers.change_manifest(path, change)  # its checksum, too, as a program that writes one would
     return path
 
 
@@ -161,16 +156,13 @@ def test_no_bundle_is_a_sentence(tmp_path):
         Bundle.open(tmp_path / "nowhere")
     with pytest.raises(BundleError, match="is not a bundle"):
         Bundle.open(tmp_path)
-    (tmp_path / "manifest.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(BundleError, match="is damaged: not JSON"):
-        Bundle.open(tmp_path)
-    (tmp_path / "manifest.json").write_text('{"format": 1' + "[" * 100_000)
-    with pytest.raises(BundleError, match="is damaged: not JSON"):
-        Bundle.open(tmp_path)
-    for content in ("[]", "{}", '{"format": "1"}', '{"format": true}'):
-        (tmp_path / "manifest.json").write_text(content)
-        with pytest.raises(BundleError, match="has no format number"):
-            Bundle.open(tmp_path)
+    broken = (b"\xff\xfe{", b'{"format": 1' + b"[" * 100_000)
+    unnumbered = (b"[]", b"{}", b'{"format": "1"}', b'{"format": true}')
+    for contents, says in ((broken, "damaged: not JSON"), (unnumbered, "has no format number")):
+        for content in contents:
+            (tmp_path / "manifest.json").write_bytes(content)
+            with pytest.raises(BundleError, match=says):
+                Bundle.open(tmp_path)
 
 
 def test_another_format_version_is_named(bundle_path, tmp_path):
@@ -228,18 +220,14 @@ def test_a_manifest_that_contradicts_itself_or_its_files(change, says, bundle_pa
         Bundle.open(edited(bundle_path, tmp_path, change))
 
 
-def test_a_graph_that_onnx_runtime_refuses_is_a_sentence(bundle_path, tmp_path):
+def test_a_graph_that_onnx_runtime_refuses_is_a_sentence(bundle_path, makers, tmp_path):
     path = copied(bundle_path, tmp_path)
-    (path / "encoder.onnx").write_bytes(b"not a graph")
-    write_manifest(path, read_manifest(path))
-    with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
-        Bundle.open(path)
-    model = onnx.load(bundle_path / "encoder.onnx")
+    model = onnx.load(path / "encoder.onnx")
     model.opset_import[0].version = 9999
-    onnx.save(model, path / "encoder.onnx")
-    write_manifest(path, read_manifest(path))
-    with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
-        Bundle.open(path)
+    for content in (b"not a graph", model.SerializeToString()):
+        makers.put_graph(path, content)
+        with pytest.raises(BundleError, match=r"ONNX Runtime .* cannot load .*encoder\.onnx"):
+            Bundle.open(path)
 
 
 def test_a_device_that_is_not_there(bundle_path):
@@ -265,18 +253,11 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
     distribution(tmp_path, "onnxruntime-gpu")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert metadata.version("onnxruntime-gpu") == "1.0"
+    both = r"{0} and {1} are both installed.*pip uninstall -y"
+    faiss = ("faiss-cpu", "faiss-gpu-cu12")
     for load, says in (
-        (
-            runtime.load_faiss,
-            (
-                "faiss-cpu and faiss-gpu-cu12 are both installed.*pip uninstall -y faiss-cpu"
-                " faiss-gpu-cu12"
-            ),
-        ),
-        (
-            runtime.load_onnxruntime,
-            "onnxruntime and onnxruntime-gpu are both installed.*pip uninstall -y",
-        ),
+        (runtime.load_faiss, both.format(*faiss) + " faiss-cpu faiss-gpu-cu12"),
+        (runtime.load_onnxruntime, both.format("onnxruntime", "onnxruntime-gpu")),
     ):
         with pytest.raises(MissingDependency, match=says):
             load.__wrapped__()

@@ -1,7 +1,5 @@
 """The commands as a user types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,111 +16,66 @@ from retrieval.serving.http.settings import Settings
 
 
 @pytest.fixture
-def retrieval(tmp_path):
-    def run(*arguments: object) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [sys.executable, "-m", "retrieval.cli", *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+def retrieval(process, tmp_path):
+    def run(*arguments: object):
+        return process("-m", "retrieval.cli", *arguments, cwd=tmp_path, OMP_NUM_THREADS="1")
 
     return run
+
+
+MISTAKES = [
+    ("index create i photos --bundle {bundle}", "i exists already"),
+    ("index create j photos --bundle {bundle}", "1 of 61 items cannot be used"),
+    ("index create j nowhere --bundle {bundle}", "nowhere does not exist"),
+    ("index create j photos --bundle nowhere", "nowhere is not a bundle"),
+    ("index create j photos --bundle {bundle} --set m", "is not KEY=VALUE"),
+    ("index create j photos --bundle {bundle} --backend falt", "Did you mean 'flat'"),
+    ("index create j photos --bundle {bundle} --variant int4", "no variant 'int4'"),
+    ("index create j photos --bundle {bundle} --batch 0", "--batch"),
+    ("index create j photos --bundle {bundle} --max-bytes 100B", "the limit is 100"),
+    ("index create j photos --bundle {bundle} --device gpu", "Did you mean 'cuda'?"),
+    ("index create j photos --bundle i", "bundles that embedded its items lie in i/bundles."),
+    ("search i photos/3/0003.png --device gpu", "Did you mean 'cuda'?"),
+    ("search i photos/bad.png", "is empty"),
+    ("search i photos", "is a folder; name the query images"),
+    ("search photos photos/3/0003.png", "is not an index"),
+    (
+        "search photos/3/0003.png i",
+        "the index comes first. Write: retrieval search i photos/3/0003.png",
+    ),
+    ("serve photos", "is not an index"),
+]
 
 
 def test_index_search_and_their_errors(retrieval, cli, monkeypatch, makers, bundle_path, tmp_path):
     monkeypatch.chdir(tmp_path)
     makers.write_digits(tmp_path / "photos", 60)
-    made = retrieval(
-        "index",
-        "create",
-        "i",
-        "photos",
-        "--bundle",
-        bundle_path,
-        "--backend",
-        "hnsw",
-        "--set",
-        "m=16",
-    )
-    assert made.returncode == 0, made.stderr
-    assert re.search(
-        r"Indexed 60 items in .* \(back end flat; hnsw from 20,000 items in a segment on\): i",
-        made.stdout,
-    )
+    create = ("index", "create", "i", "photos", "--bundle", bundle_path)
+    created = retrieval(*create, "--backend", "hnsw", "--set", "m=16")
+    assert created.code == 0, created.err
+    backends = r"\(back end flat; hnsw from 20,000 items in a segment on\): i"
+    assert re.search(rf"Indexed 60 items in .* {backends}", created.out)
     found = retrieval("search", "i", "photos/3/0003.png", "photos/0/0000.png", "-k", "3")
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
-    assert lines[0] == "Nearest to photos/3/0003.png:"
+    assert found.code == 0, found.err
+    lines = found.out.splitlines()
+    assert lines[0] == "Nearest to photos/3/0003.png:" and len(lines) == 11
     assert lines[1].split() == ["rank", "distance", "label", "id"]
     assert lines[2].split() == ["1", "0.0000", "3", "3/0003.png"]
-    assert len(lines) == 11
-    as_json = json.loads(cli("search", "i", "photos/3/0003.png", "-k", "3", "--json").out)
-    assert [hit["id"] for hit in as_json[0]["results"]] == [line.split()[3] for line in lines[2:5]]
-    assert as_json[0]["query"] == "photos/3/0003.png"
+    (as_json,) = json.loads(cli("search", "i", "photos/3/0003.png", "-k", "3", "--json").out)
+    assert [hit["id"] for hit in as_json["results"]] == [line.split()[3] for line in lines[2:5]]
+    assert as_json["query"] == "photos/3/0003.png"
     (tmp_path / "photos" / "bad.png").write_bytes(b"")
-    for arguments, says in (
-        (("index", "create", "i", "photos", "--bundle", bundle_path), "i exists already"),
-        (
-            ("index", "create", "j", "photos", "--bundle", bundle_path),
-            "1 of 61 items cannot be used",
-        ),
-        (("index", "create", "j", "nowhere", "--bundle", bundle_path), "nowhere does not exist"),
-        (("index", "create", "j", "photos", "--bundle", "nowhere"), "nowhere is not a bundle"),
-        (
-            ("index", "create", "j", "photos", "--bundle", bundle_path, "--set", "m"),
-            "is not KEY=VALUE",
-        ),
-        (
-            ("index", "create", "j", "photos", "--bundle", bundle_path, "--backend", "falt"),
-            "Did you mean 'flat'",
-        ),
-        (
-            ("index", "create", "j", "photos", "--bundle", bundle_path, "--variant", "int4"),
-            "no variant 'int4'",
-        ),
-        (("index", "create", "j", "photos", "--bundle", bundle_path, "--batch", "0"), "--batch"),
-        (("search", "i", "photos/bad.png"), "is empty"),
-        (("search", "i", "photos"), "is a folder; name the query images"),
-        (("search", "photos", "photos/3/0003.png"), "is not an index"),
-        (("serve", "photos"), "is not an index"),
-        (
-            ("search", "photos/3/0003.png", "i"),
-            "the index comes first. Write: retrieval search i photos/3/0003.png",
-        ),
-        (
-            ("index", "create", "j", "photos", "--bundle", "i"),
-            "The bundles that embedded its items lie in i/bundles.",
-        ),
-        (
-            ("index", "create", "j", "photos", "--bundle", bundle_path, "--max-bytes", "100B"),
-            "the limit is 100",
-        ),
-        (
-            ("index", "create", "j", "photos", "--bundle", bundle_path, "--device", "gpu"),
-            "Did you mean 'cuda'?",
-        ),
-        (("search", "i", "photos/3/0003.png", "--device", "gpu"), "Did you mean 'cuda'?"),
-    ):
-        run = cli(*arguments)
-        assert run.code == 2, (arguments, run.out)
-        assert says in run.err, (arguments, run.err)
-        assert "Traceback" not in run.err
-        assert run.out == ""
-    refused = retrieval(
-        "search", "i", "photos/bad.png"
-    )  # one of them as a user gets it, from a process
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "is empty" in refused.stderr and "Traceback" not in refused.stderr
+    for line, says in MISTAKES:
+        run = cli(*line.format(bundle=bundle_path).split())
+        assert (run.code, run.out) == (2, ""), (line, run.out)
+        assert says in run.err and "Traceback" not in run.err, (line, run.err)
+    refused = retrieval("search", "i", "photos/bad.png")  # as a user gets it, from a process
+    assert (refused.code, refused.out) == (2, "")
+    assert "is empty" in refused.err and "Traceback" not in refused.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i", "photos"]
-    skipped = cli(
-        "index", "create", "i", "photos", "--bundle", bundle_path, "--replace", "--skip-bad"
-    )
-    assert skipped.code == 0, skipped.err
-    assert "1 skipped" in skipped.out
-    assert "skipped: " in skipped.err
-    assert "bad.png is empty" in skipped.err
+    skipped = cli(*create, "--replace", "--skip-bad")
+    assert skipped.code == 0 and "1 skipped" in skipped.out, skipped.err
+    assert "skipped: " in skipped.err and "bad.png is empty" in skipped.err
 
 
 def test_every_fault_of_a_csv_is_listed_at_once(cli, makers, bundle_path, tmp_path):
@@ -159,39 +112,22 @@ main()
 
 def test_ctrl_c_prints_the_whole_command_to_go_on_with(retrieval, makers, bundle_path, tmp_path):
     makers.write_digits(tmp_path / "my photos", 40)
-    words = [
-        "index",
-        "create",
-        "i",
-        "my photos",
-        "--bundle",
-        str(bundle_path),
-        "--batch",
-        "16",
-        "--set",
-        "m=16",
-    ]
-    words += ["--backend", "hnsw"]
-    with subprocess.Popen(
-        [sys.executable, "-c", HANGING, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-    ) as running:
+    words = ["index", "create", "i", "my photos", "--bundle", str(bundle_path)]
+    words += ["--batch", "16", "--set", "m=16", "--backend", "hnsw"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    line = [sys.executable, "-c", HANGING, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(line, env=environment, cwd=tmp_path, **pipes) as running:
         assert running.stdout.readline() == "encoding\n"
         running.send_signal(signal.SIGINT)
         assert running.wait(60) == 130
         told = [line for line in running.stderr.read().splitlines() if line]
     command = shlex.join(["retrieval", *words])
-    assert told[-2:] == [
-        f"What was encoded is kept in i.partial. Go on with: {command}",
-        "Interrupted.",
-    ]
+    kept = f"What was encoded is kept in i.partial. Go on with: {command}"
+    assert told[-2:] == [kept, "Interrupted."]
     again = retrieval(*shlex.split(command)[1:])
-    assert again.returncode == 0, again.stderr
-    assert "Indexed 40 items" in again.stdout and "16 done by an interrupted run" in again.stdout
+    assert again.code == 0, again.err
+    assert "Indexed 40 items" in again.out and "16 done by an interrupted run" in again.out
 
 
 def test_a_time_is_a_number_within_bounds():

@@ -1,8 +1,4 @@
-"""The client against a real server: every method, waiting and in asyncio; folders pushed,
-interrupted and pushed on.
-"""
-
-from __future__ import annotations
+"""The client against a real server: every method, waiting and in asyncio; folders pushed."""
 
 import asyncio
 import dataclasses
@@ -22,7 +18,7 @@ import retrieval
 from PIL import Image
 from retrieval.client import AsyncClient, Client, Hit, NewItem
 from retrieval.errors import DataError, ServerError
-from retrieval.serving.index.index import create_index, open_index
+from retrieval.serving.index.index import open_index
 
 WRITE = "--open=admin"
 ID = "3/0003.png"
@@ -31,13 +27,7 @@ IDS += ["image", "é" * 900]
 
 
 @pytest.fixture
-def empty(bundle_path: Path, tmp_path: Path) -> Path:
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    return tmp_path / "i"
-
-
-@pytest.fixture
-def folder(photos: Path, tmp_path: Path) -> Path:
+def folder(photos, tmp_path) -> Path:
     """40 images in two folders, among other files."""
     place = tmp_path / "pictures"
     for label in ("0", "1"):
@@ -47,15 +37,9 @@ def folder(photos: Path, tmp_path: Path) -> Path:
     return place
 
 
-def push(server, folder, *options, **settings):
-    return subprocess.run(
-        [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url, *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=folder.parent,
-        **settings,
-    )
+def push(process, server, folder, *options, **environment):
+    words = ("-m", "retrieval.cli", "push", folder, server.url, *options)
+    return process(*words, seconds=60, cwd=folder.parent, **environment)
 
 
 def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path):
@@ -63,44 +47,34 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
     paths = sorted(photos.rglob("*.png"))[: len(IDS)]
     with Client(server.url) as client:
         for id, path in zip(IDS, paths, strict=True):
-            put = client.put(id, path, label="digit", metadata={"length": len(id)})
+            metadata = {"length": len(id)}
+            put = client.put(id, path, label="digit", metadata=metadata)
             assert (put.id, put.replaced) == (id, False)
             assert client.image(id) == path.read_bytes()
             assert client.thumbnail(id).startswith(b"\xff\xd8\xff")
             with urlopen(f"{server.url}/v1/items/{quote(id, safe='')}") as answer:
                 assert json.load(answer)["id"] == id
             item = client.get(id)
-            assert (item.id, item.label, item.metadata, item.vector) == (
-                id,
-                "digit",
-                {"length": len(id)},
-                None,
-            )
-        assert client.put(IDS[0], paths[0], keep="thumbnail").replaced is True
-        assert client.patch(IDS[0], label="other").replaced is True
-        assert client.get(IDS[0]).metadata == {}
-        assert client.patch(IDS[0], metadata={"length": 5}).replaced is True
-        assert client.get(IDS[0]).label == "other"
-        vector = client.get(IDS[1], vector=True).vector
-        with Image.open(paths[1]) as picture:
-            images = [
-                paths[1],
-                str(paths[1]),
-                paths[1].read_bytes(),
-                picture.copy(),
-                np.asarray(picture),
-            ]
+            seen = (item.id, item.label, item.metadata, item.vector)
+            assert seen == (id, "digit", metadata, None)
+        plain, second = IDS[:2]
+        assert client.put(plain, paths[0], keep="thumbnail").replaced is True
+        assert client.patch(plain, label="other").replaced is True
+        assert client.get(plain).metadata == {}
+        assert client.patch(plain, metadata={"length": 5}).replaced is True
+        assert client.get(plain).label == "other"
+        vector = client.get(second, vector=True).vector
+        path = paths[1]
+        with Image.open(path) as picture:
+            images = [path, str(path), path.read_bytes(), picture.copy(), np.asarray(picture)]
         for image in images:
             hits = client.search(image, k=2, filter={"label": "digit"}, fields=[], explain=True)
             first = hits[0]
-            assert (
-                isinstance(first, Hit)
-                and (first.id, first.metadata) == (IDS[1], {})
-                and hits.explain
-            )
-        assert client.search(vector=vector, k=1)[0].id == IDS[1]
-        assert client.search(vector=np.array(vector), k=1)[0].id == IDS[1]
-        assert IDS[1] not in {hit.id for hit in client.search(id=IDS[1])}
+            assert isinstance(first, Hit) and hits.explain
+            assert (first.id, first.metadata) == (second, {})
+        assert client.search(vector=vector, k=1)[0].id == second
+        assert client.search(vector=np.array(vector), k=1)[0].id == second
+        assert second not in {hit.id for hit in client.search(id=second)}
         batch = client.search_batch(paths[:3], k=1)
         assert [hits[0].id for hits in batch.answers] == IDS[:3]
         assert list(map(len, client.search_batch(ids=IDS[:2], k=2).answers)) == [2, 2]
@@ -109,10 +83,10 @@ def test_every_method_does_what_the_server_does(served, empty, photos, tmp_path)
             assert batch.answers[0]._repr_html_().count("<tr>") == 2
         assert len(client.search_batch(vectors=[vector], k=1).answers) == 1
         assert sorted(item.id for item in client.items(page=2)) == sorted(IDS)
-        assert [item.id for item in client.items("label = 'other'")] == [IDS[0]]
+        assert [item.id for item in client.items("label = 'other'")] == [plain]
         about = client.index()
         assert (about.items, about.input.kind, about.format) == (len(IDS), "image", 3)
-        added = client.add([NewItem("x", paths[0]), NewItem(IDS[1], paths[1])])
+        added = client.add([NewItem("x", paths[0]), NewItem(second, paths[1])])
         assert (added.added, added.replaced) == (1, 1)
         twice = [client.add([NewItem("y", paths[0])]) for _ in range(2)]
         assert [(entry.added, entry.replaced) for entry in twice] == [(1, 0), (0, 1)]
@@ -187,27 +161,24 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
 def test_a_folder_is_pushed_once_and_what_changed_again(served, empty, folder):
     server = served(empty, WRITE)
     images = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("[0-9]*.png"))
-    reports = []
+    reports, count = [], len(images)
     with Client(server.url) as client:
-        report = client.push(folder, connections=3, batch=5, progress=reports.append)
-        assert (report.added, report.replaced, report.unchanged, report.left_out) == (
-            len(images),
-            0,
-            0,
-            1,
-        )
-        assert report.bad == ()
-        assert max(entry.done for entry in reports) == reports[-1].total == len(images)
+        first = client.push(folder, connections=3, batch=5, progress=reports.append)
+        assert (first.added, first.replaced, first.unchanged, first.left_out) == (count, 0, 0, 1)
+        assert first.bad == ()
+        assert max(entry.done for entry in reports) == reports[-1].total == count
         items = {item.id: item for item in client.items()}
         assert sorted(items) == images
         assert all(item.label == id.partition("/")[0] for id, item in items.items())
         assert client.image(images[0]) == (folder / images[0]).read_bytes()
         shutil.copy(folder / images[-1], folder / images[0])
         again = client.push(folder)
-        assert (again.added, again.replaced, again.unchanged) == (0, 1, len(images) - 1)
+        assert (again.added, again.replaced, again.unchanged) == (0, 1, count - 1)
 
 
-def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, empty, folder):
+def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(
+    served, empty, folder, process
+):
     server = served(empty, WRITE, "--max-bytes", "5000")
     sound = len(list(folder.rglob("[0-9]*.png")))
     (folder / "0" / "text.png").write_text("text")
@@ -215,30 +186,24 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(served, e
     (folder / "empty.gif").touch()
     (folder / "gone.png").symlink_to("nowhere")
     (folder / os.fsdecode(b"\xff.png")).write_bytes(b"x")
-    done = push(server, folder, "--batch", "100")
-    assert done.returncode == 2, done.stderr
-    assert (
-        f"{sound} images added, 0 replaced, 0 there already, 5 refused; 1 file left out"
-        in done.stdout
-    )
-    for content in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
-        assert content in done.stderr
-    assert "Traceback" not in done.stderr and "5 of the images below" in done.stderr
+    done = push(process, server, folder, "--batch", "100")
+    assert done.code == 2, done.err
+    counts = f"{sound} images added, 0 replaced, 0 there already, 5 refused; 1 file left out"
+    assert counts in done.out
+    for name in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
+        assert name in done.err
+    assert "Traceback" not in done.err and "5 of the images below" in done.err
     with Client(server.url) as client:
         assert client.index().items == sound
 
 
-def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder):
+def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder, process):
     server = served(empty, WRITE)
     total = len(list(folder.rglob("[0-9]*.png")))
     command = [sys.executable, "-m", "retrieval.cli", "push", str(folder), server.url]
-    pushing = subprocess.Popen(
-        [*command, "--batch", "1", "--connections", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder.parent,
-    )
+    command += ["--batch", "1", "--connections", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pushing = subprocess.Popen(command, cwd=folder.parent, **pipes)
     with Client(server.url) as client:
         while client.index().items < 2:
             assert pushing.poll() is None, pushing.communicate()
@@ -246,21 +211,19 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder)
         _, content = pushing.communicate(timeout=30)
         assert pushing.returncode == 130, content
         assert "The same command goes on." in content and "Traceback" not in content
-        location = client.index().items
-        assert 2 <= location < total
-        done = push(server, folder)
-        assert done.returncode == 0, done.stderr
-        assert (
-            f"{total - location} images added, 0 replaced, {location} there already" in done.stdout
-        )
+        there = client.index().items
+        assert 2 <= there < total
+        done = push(process, server, folder)
+        assert done.code == 0, done.err
+        assert f"{total - there} images added, 0 replaced, {there} there already" in done.out
         assert client.index().items == total
 
 
-def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path):
+def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path, process):
     server = served(empty)
-    refused = push(server, folder, env={**os.environ, "RETRIEVAL_KEY": "rk_a_b"})
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "answered 403" in refused.stderr and "rk_a_b" not in refused.stderr + refused.stdout
+    refused = push(process, server, folder, RETRIEVAL_KEY="rk_a_b")
+    assert refused.code == 2 and "Traceback" not in refused.err
+    assert "answered 403" in refused.err and "rk_a_b" not in refused.err + refused.out
     (tmp_path / "none").mkdir()
     with Client(server.url) as client, pytest.raises(DataError, match="holds no image"):
         client.push(tmp_path / "none")
@@ -268,25 +231,12 @@ def test_a_push_that_cannot_be_says_so(served, empty, folder, tmp_path):
         client.push(tmp_path / "nowhere")  # no server is asked
 
 
-def test_the_names_are_of_the_face_and_light():
+def test_the_names_are_of_the_face_and_light(process):
     assert retrieval.client.Client is Client and retrieval.client.AsyncClient is AsyncClient
-    code = (
-        "import sys; from retrieval.client import Client; Client('http://a').close();"
-        " print(sorted(sys.modules))"
-    )
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    for heavy in (
-        "torch",
-        "faiss",
-        "onnxruntime",
-        "starlette",
-        "uvicorn",
-        "PIL",
-        "retrieval.serving",
-    ):
-        assert f"'{heavy}'" not in loaded
+    code = "from retrieval.client import Client; Client('http://a').close()"
+    done = process("-c", f"{code}; import sys; print(*sys.modules)")
+    heavy = ["torch", "faiss", "onnxruntime", "starlette", "uvicorn", "PIL", "retrieval.serving"]
+    assert done.code == 0 and not {*heavy} & {*done.out.split()}, done.err
 
 
 def test_no_proxy_stands_before_this_machine_itself(served, empty, monkeypatch):

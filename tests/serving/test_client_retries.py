@@ -1,30 +1,30 @@
 """When a client sends again, against a real HTTP server that drops, hangs, drips and refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
+import wire
 from retrieval.client import AsyncClient, Client, Retries, sending
 from retrieval.errors import DataError, ServerError
 
 SOON = Retries(times=3, seconds=20, first=0.01, longest=0.02)
 FOUND = {"results": [], "took_ms": 1.0, "new": "member"}
 BUSY = {"detail": "The server is busy.", "instance": "urn:uuid:1"}
+FINE = (200, {}, FOUND)
 
 
 class Server(ThreadingHTTPServer):
-    """Does, request by request, what `script` says, and its last entry from then on; remembers what
-    it was sent.
+    """Does, request by request, what `script` says, and its last entry from then on.
 
-    An entry: ("drop",), ("hang",), ("drip",), ("header",), ("half",), ("endless",), or (status,
-    headers, JSON). "drip" sends a body byte by byte, "header" a header that never ends.
+    An entry is (status, headers, JSON) or one word: "drop", "hang", "half", "endless"; "drip"
+    sends a body byte by byte, "header" a header that never ends.
     """
 
     daemon_threads = True
@@ -35,9 +35,6 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *fault):
         self.over.set()
@@ -58,43 +55,32 @@ class Handler(BaseHTTPRequestHandler):
     def act(self):
         server: Server = self.server
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        moment = time.monotonic()
-        server.seen.append(
-            SimpleNamespace(
-                method=self.command,
-                path=self.path,
-                headers=dict(self.headers),
-                body=body,
-                moment=moment,
-            )
-        )
+        server.seen.append(SimpleNamespace(path=self.path, body=body, moment=time.monotonic()))
         what = server.script[min(len(server.seen), len(server.script)) - 1]
         self.close_connection = True
-        if what[0] == "drop":
-            return
-        if what[0] == "hang":
-            server.over.wait(30)
-            return
-        if what[0] == "header":
-            self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
-            while not server.over.wait(0.05):
-                self.wfile.write(b"y")
-            return
-        if isinstance(what[0], str):
-            self.send_response(200)
-            self.send_header("Content-Length", "1000000000")
-            self.end_headers()
-            while what[0] != "half" and not server.over.wait(0.05 if what[0] == "drip" else 0):
-                self.wfile.write(b" " * (1 if what[0] == "drip" else 1_000_000))
-            return
-        status, headers, reply = what
-        content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+        match what:
+            case "drop":
+                return
+            case "hang":
+                server.over.wait(30)
+            case "header":
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+                while not server.over.wait(0.05):
+                    self.wfile.write(b"y")
+            case str():
+                self.answer(200, {"Content-Length": "1000000000"})
+                while what != "half" and not server.over.wait(0.05 if what == "drip" else 0):
+                    self.wfile.write(b" " * (1 if what == "drip" else 1_000_000))
+            case status, headers, reply:
+                content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                self.answer(status, {**headers, "Content-Length": str(len(content))})
+                self.wfile.write(content)
+
+    def answer(self, status, headers):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
 
     do_GET = do_POST = do_PUT = do_DELETE = act
 
@@ -112,67 +98,59 @@ def asyncio_run(url, work, **settings):
     return asyncio.run(run())
 
 
+def search_id(client):
+    return client.search(id="a")
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [
-        ("drop",),
-        ("half",),
-        (503, {"Retry-After": "0"}, BUSY),
-        (429, {}, BUSY),
-        (502, {}, b"<html>"),
-    ],
+    ["drop", "half", (503, {"Retry-After": "0"}, BUSY), (429, {}, BUSY), (502, {}, b"<html>")],
 )
 def test_a_search_is_sent_again_until_it_is_answered(wrong):
-    with Server(wrong, wrong, (200, {}, FOUND)) as server:
+    with Server(wrong, wrong, FINE) as server:
         assert waiting(server.url, lambda client: client.search(b"image", k=3)).results == ()
         assert len(server.seen) == 3
-        assert all(
-            b"image" in element.body and element.path == "/v1/search" for element in server.seen
-        )
+        assert all(b"image" in sent.body and sent.path == "/v1/search" for sent in server.seen)
 
 
 @pytest.mark.parametrize("ask", [waiting, asyncio_run])
 def test_a_server_that_hangs_is_left_and_asked_again(ask):
-    with Server(("hang",), (200, {}, FOUND)) as server:
-        assert ask(server.url, lambda client: client.search(id="a"), timeout=0.2).took_ms == 1
+    with Server("hang", FINE) as server:
+        assert ask(server.url, search_id, timeout=0.2).took_ms == 1
         assert len(server.seen) == 2
 
 
 @pytest.mark.parametrize("what", ["drip", "header", "hang"])
 def test_all_tries_together_are_bounded_in_time(what):
     bounded = Retries(times=100, seconds=0.6, first=0.01, longest=0.02)
-    with Server((what,)) as server:
+    with Server(what) as server:
         with pytest.raises(ServerError, match=r"did not answer in time|took too long") as fault:
-            waiting(server.url, lambda client: client.search(id="a"), timeout=0.3, retries=bounded)
+            waiting(server.url, search_id, timeout=0.3, retries=bounded)
         assert fault.value.status is None and len(server.seen) < 100
 
 
 def test_the_number_of_tries_is_bounded_and_the_servers_sentence_told():
+    sentence = r"503: The server is busy\. It was tried 4 times\."
     with Server((503, {"Retry-After": "0"}, BUSY)) as server:
-        with pytest.raises(
-            ServerError, match=r"503: The server is busy\. It was tried 4 times\."
-        ) as fault:
+        with pytest.raises(ServerError, match=sentence) as fault:
             waiting(server.url, lambda client: client.index())
-        assert (fault.value.status, fault.value.request_id, fault.value.detail) == (
-            503,
-            "urn:uuid:1",
-            "The server is busy.",
-        )
+        said = (fault.value.status, fault.value.request_id, fault.value.detail)
+        assert said == (503, "urn:uuid:1", "The server is busy.")
         assert len(server.seen) == 4
 
 
 def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
-    with Server((503, {"Retry-After": "1"}, BUSY), (200, {}, FOUND)) as server:
-        waiting(server.url, lambda client: client.search(id="a"))
+    with Server((503, {"Retry-After": "1"}, BUSY), FINE) as server:
+        waiting(server.url, search_id)
         assert server.seen[1].moment - server.seen[0].moment >= 1
     for later in ("3600", "Fri, 31 Dec 2100 23:59:59 GMT"):
         with Server((503, {"Retry-After": later}, BUSY)) as server:
             with pytest.raises(ServerError, match="It asks to retry after"):
-                waiting(server.url, lambda client: client.search(id="a"))
+                waiting(server.url, search_id)
             assert len(server.seen) == 1
 
 
-@pytest.mark.parametrize("wrong", [("drop",), (503, {}, BUSY)])
+@pytest.mark.parametrize("wrong", ["drop", (503, {}, BUSY)])
 def test_what_is_not_idempotent_is_sent_once(wrong):
     for work in (lambda client: client.delete_where("a = 1"), lambda client: client.snapshot()):
         with Server(wrong) as server:
@@ -190,23 +168,20 @@ def test_a_fault_of_the_request_is_told_at_once():
 
 
 def test_a_deletion_whose_answer_was_lost_is_done():
-    with Server(("drop",), (404, {}, BUSY)) as server:
+    with Server("drop", (404, {}, BUSY)) as server:
         assert waiting(server.url, lambda client: client.delete("a")) is None
 
 
 def test_no_answer_is_too_large_or_misread(monkeypatch):
     monkeypatch.setattr(sending, "MAX_ANSWER_BYTES", 5_000_000)
-    with (
-        Server(("endless",)) as server,
-        pytest.raises(ServerError, match="more than 5,000,000 bytes"),
-    ):
+    with Server("endless") as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
         waiting(server.url, lambda client: client.image("a"))
     for reply in (b"<html>", b"[" * 100_000, {"results": "none"}):
         with Server((200, {}, reply)) as server, pytest.raises(ServerError, match="not of /v1"):
-            waiting(server.url, lambda client: client.search(id="a"))
+            waiting(server.url, search_id)
     with Server((301, {"Location": "http://elsewhere.example/"}, b"")) as server:
         with pytest.raises(ServerError, match="sends on to http://elsewhere"):
-            waiting(server.url, lambda client: client.search(id="a"), key="secret")
+            waiting(server.url, search_id, key="secret")
         assert len(server.seen) == 1
 
 
@@ -218,14 +193,8 @@ def test_a_server_that_is_not_there():
 
 
 def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
-    for url in (
-        "photos",
-        "ftp://a",
-        "http://",
-        "http://me:secret@host",
-        "http://a?b=c",
-        "http://a b",
-    ):
+    odd = ("http://a b", "http://a?b=c", "http://me:secret@host")
+    for url in ("photos", "ftp://a", "http://", *odd):
         with pytest.raises(DataError, match="address"):
             Client(url)
     for key in ("", "a\nb", "é", " a"):
@@ -241,34 +210,23 @@ def test_settings_that_cannot_be_are_refused_and_no_key_is_told():
     "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 def test_a_client_that_waits_leaves_no_thread_behind():
-    """Closed, or only forgotten; and one that is closed says so."""
     before = threading.active_count()
-    with Server((200, {}, FOUND)) as server:
+    with Server(FINE) as server:
         client = Client(server.url)
-        client.search(id="a")
+        search_id(client)
         client.close()
         client.close()
         with pytest.raises(DataError, match="closed"):
-            client.search(id="a")
+            search_id(client)
         forgotten = Client(server.url, retries=SOON)
-        forgotten.search(id="a")
+        search_id(forgotten)
         del forgotten
         gc.collect()
-    end = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
+    wire.until(lambda: threading.active_count() <= before)
 
 
 def test_threads_share_a_client_that_waits():
-    with Server((200, {}, FOUND)) as server, Client(server.url, retries=SOON) as client:
-        milliseconds: list[float] = []
-        threads = [
-            threading.Thread(target=lambda: milliseconds.append(client.search(id="a").took_ms))
-            for _ in range(8)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-        assert milliseconds == [1.0] * 8
+    with Server(FINE) as server, Client(server.url, retries=SOON) as client:
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda _: search_id(client), range(8)))
+        assert [answer.took_ms for answer in answers] == [1.0] * 8

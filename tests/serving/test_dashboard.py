@@ -1,8 +1,4 @@
-"""The dashboard of `deploy/` shows every figure that the server gives, by the names and labels of
-the code.
-"""
-
-from __future__ import annotations
+"""The dashboard of `deploy/` shows every figure that the server gives."""
 
 import json
 import re
@@ -17,9 +13,7 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def exposed(path: Path) -> dict[str, set[str]]:
-    """Return the names of all samples that a server of two indexes gives, each with the labels that
-    it may have.
-    """
+    """The labels that each sample of a server of two indexes may have, by its name."""
     with Index.open(path, threads=1) as index:
         app = Application({"one": index, "other": index})
         trail = Trail()
@@ -29,13 +23,11 @@ def exposed(path: Path) -> dict[str, set[str]]:
         app._metrics.answered(trail, "POST", "/v1/search", 503, 1.0)
         text = app._metrics.text().decode()
         app.workers.close()
-    labels_by_name: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            labels_by_name.setdefault(sample.name, set()).update(sample.labels)
-    return {
-        name: labels for name, labels in labels_by_name.items() if not name.endswith("_created")
-    }
+    labels: dict[str, set[str]] = {}
+    for metric in text_string_to_metric_families(text):
+        for sample in metric.samples:
+            labels.setdefault(sample.name, set()).update(sample.labels)
+    return {name: own for name, own in labels.items() if not name.endswith("_created")}
 
 
 def family(name: str) -> str:
@@ -43,7 +35,7 @@ def family(name: str) -> str:
     return re.sub(r"_(bucket|sum|count)$", "", name)
 
 
-def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path) -> None:
+def test_the_dashboard_shows_every_figure_and_no_other(bundle_path, photos, tmp_path):
     create_index(tmp_path / "i", bundle_path, progress=False)
     with Index.open(tmp_path / "i", threads=1) as index:
         index.add([photos / "1"], progress=False)

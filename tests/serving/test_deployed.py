@@ -1,8 +1,4 @@
-"""What `deploy/` starts, for real: the server with the image's and compose's options, and nginx
-with its configuration in front.
-"""
-
-from __future__ import annotations
+"""What `deploy/` starts, for real: the server with compose's options, and nginx in front."""
 
 import contextlib
 import json
@@ -13,7 +9,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import wire
@@ -27,11 +22,8 @@ DEPLOY = ROOT / "deploy"
 
 
 def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
-    served: Any, index_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the service's name, as Prometheus asks; the same options on free ports, the keys in the
-    variable that both set.
-    """
+    served, index_path, tmp_path, monkeypatch
+):
     page = (ROOT / "docs" / "operator.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^docker run (.*)$", page)
     assert "-e RETRIEVAL_KEYS=/keys" in line and '-v "$PWD/keys.jsonl:/keys:ro"' in line
@@ -60,7 +52,7 @@ def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
 
 
 @pytest.fixture
-def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNamespace]:
+def proxied(served, index_path, tmp_path) -> Iterator[SimpleNamespace]:
     """A server behind nginx with the configuration of `deploy/`, on free ports, with a certificate
     of its own.
     """
@@ -78,7 +70,7 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
         },
     )
 
-    def ask(request: bytes) -> wire.Answer:
+    def ask(request):
         with proxy.open() as connection:
             connection.sendall(request)
             return wire.read_answer(connection)
@@ -87,9 +79,7 @@ def proxied(served: Any, index_path: Path, tmp_path: Path) -> Iterator[SimpleNam
     proxy.stop()
 
 
-def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connections(
-    proxied: Any,
-) -> None:
+def test_the_proxy_ends_tls_gathers_slow_requests_and_limits_rates_and_connections(proxied):
     search = wire.vector()
     assert wire.found(
         proxied.ask(search.replace(b"\r\n", b"\r\nX-Forwarded-For: 203.0.113.7\r\n", 1))

@@ -1,8 +1,4 @@
-"""`retrieval embed` on this machine: what it writes, what an index makes of it, what is refused,
-and going on after a kill.
-"""
-
-from __future__ import annotations
+"""`retrieval embed`: what it writes, what an index makes of it, and going on after a kill."""
 
 import json
 import os
@@ -10,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tomli_w
 from retrieval.errors import DataError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.embedding import embedding
@@ -30,8 +28,8 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(embedding, "_SMALLEST_PART", 30)
 
 
-def embedded(bundle: Path, sources: list[Path], folder: Path, **given):
-    return embed_sources(bundle, sources, folder, **{"batch": 8, "progress": False, **given})
+def embedded(bundle: Path, sources: list[Path], folder: Path, **options):
+    return embed_sources(bundle, sources, folder, **{"batch": 8, "progress": False, **options})
 
 
 def whole(folder: Path) -> dict[str, list]:
@@ -40,135 +38,114 @@ def whole(folder: Path) -> dict[str, list]:
     return pa.concat_tables([one.replace_schema_metadata() for one in tables]).to_pydict()
 
 
+def refuses(says: str, work, *words, **options) -> None:
+    with pytest.raises(DataError, match=says):
+        work(*words, **options)
+
+
 def test_tables_and_manifests_are_embedded_alike(photos, bundle_path, tmp_path):
     paths = sorted(photos.rglob("*.png"))[:40]
     table, manifest = tmp_path / "t.parquet", tmp_path / "m.csv"
-    pq.write_table(
-        pa.table(
-            {"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}
-        ),
-        table,
-    )
+    images = {"image": [path.read_bytes() for path in paths], "id": [path.name for path in paths]}
+    pq.write_table(pa.table(images), table)
     manifest.write_text("path,price\n" + "".join(f"{path},{at}\n" for at, path in enumerate(paths)))
-    wanted = Bundle.open(bundle_path, threads=1).encode_images(paths, progress=False)
+    bundle = Bundle.open(bundle_path, threads=1)
+    wanted = bundle.encode_images(paths, progress=False)
     for number, source in enumerate((table, manifest)):
         done = embedded(bundle_path, [source], tmp_path / str(number))
         found = whole(tmp_path / str(number))
         assert (done.items, done.bad, done.parts, len(found["key"])) == (40, 0, 2, 40)
         assert np.allclose(found["vector"], wanted, atol=1e-6)
-        assert set(found["bundle"]) == {Bundle.open(bundle_path).sha256}
+        assert set(found["bundle"]) == {bundle.sha256}
     assert [json.loads(text) for text in found["metadata"]] == [{"price": at} for at in range(40)]
 
 
 @pytest.mark.parametrize("kind", ["plain", "rescorer", "features"])
 def test_an_index_of_the_folder_is_the_index_of_the_sources(kind, photos, makers, tmp_path):
-    bundle = makers.make_bundle(
-        tmp_path / "b",
-        rescorer=kind == "rescorer",
-        kind="features" if kind == "features" else "image",
-    )
-    source = photos
-    if kind == "features":
-        source = tmp_path / "f.npz"
-        rng = np.random.default_rng(0)
-        np.savez(
-            source,
-            features=rng.normal(size=(100, 64)).astype(np.float32),
-            labels=np.arange(100) % 7,
-        )
-    embedded(bundle, [source], tmp_path / "v", features=kind == "features")
-    create_index(
-        tmp_path / "i", bundle, [tmp_path / "v"], progress=False, keep_features=kind == "features"
-    )
-    create_index(
-        tmp_path / "j", bundle, [source], progress=False, batch=8, keep_features=kind == "features"
-    )
+    features, source = kind == "features", photos
+    options = {"kind": "features"} if features else {"rescorer": kind == "rescorer"}
+    bundle = makers.make_bundle(tmp_path / "b", **options)
+    if features:
+        source, rng = tmp_path / "f.npz", np.random.default_rng(0)
+        rows = rng.normal(size=(100, 64)).astype(np.float32)
+        np.savez(source, features=rows, labels=np.arange(100) % 7)
+    embedded(bundle, [source], tmp_path / "v", features=features)
+    keep = {"progress": False, "keep_features": features}
+    create_index(tmp_path / "i", bundle, [tmp_path / "v"], **keep)
+    create_index(tmp_path / "j", bundle, [source], batch=8, **keep)
     with (
         open_index(tmp_path / "i", threads=1) as ours,
         open_index(tmp_path / "j", threads=1) as theirs,
     ):
         assert len(ours) == len(theirs) >= 100
-        names = ("id", "label", "metadata", "path", "bytes", "width", "height", "source")
-        facts = [
-            [[getattr(item, name) for name in names] for item in index.scan()]
-            for index in (ours, theirs)
-        ]
-        assert facts[0] == facts[1]
+        facts = attrgetter(
+            *["id", "label", "metadata", "path", "bytes", "width", "height", "source"]
+        )
+        assert list(map(facts, ours.scan())) == list(map(facts, theirs.scan()))
         keys = [item.id for item in ours.scan()]
         mine, other = ours.get(keys, arrays=True), theirs.get(keys, arrays=True)
         for key in keys:
-            assert set(mine[key].arrays) == set(other[key].arrays)
-            assert all(
-                np.allclose(mine[key].arrays[name], other[key].arrays[name], atol=1e-6)
-                for name in mine[key].arrays
-            )
-        if kind != "features":
-            some = sorted(photos.rglob("*.png"))[3]
-            assert [hit.id for hit in ours.search(some, k=5)] == [
-                hit.id for hit in theirs.search(some, k=5)
-            ]
+            own, arrays = mine[key].arrays, other[key].arrays
+            assert set(own) == set(arrays)
+            assert all(np.allclose(own[name], arrays[name], atol=1e-6) for name in own)
+        if not features:
+            query = sorted(photos.rglob("*.png"))[3]
+            hits = [[hit.id for hit in index.search(query, k=5)] for index in (ours, theirs)]
+            assert hits[0] == hits[1]
         # what an index has from its photographs is what the folder says of them
         again = theirs.add(tmp_path / "v", progress=False)
         assert (again.added, again.changed, again.unchanged) == (0, 0, len(keys))
 
 
 def test_an_index_refuses_the_vectors_of_another_bundle_and_of_unfinished_work(
-    photos, makers, bundle_path, tmp_path
+    photos, makers, empty, bundle_path, tmp_path
 ):
     other = makers.make_bundle(tmp_path / "other", seed=4)
     embedded(other, [photos / "1"], tmp_path / "v")
-    with pytest.raises(
-        DataError,
-        match=r"holds vectors of the bundle .*; this index is of .* Embed with the index's bundle",
-    ):
-        create_index(tmp_path / "i", bundle_path, [tmp_path / "v"], progress=False)
-    create_index(tmp_path / "i", bundle_path, progress=False)
+    says = r"holds vectors of the bundle .*; this index is of .* Embed with the index's bundle"
+    refuses(says, create_index, tmp_path / "j", bundle_path, [tmp_path / "v"], progress=False)
     embedded(bundle_path, [photos / "1"], tmp_path / "w")
-    with open_index(tmp_path / "i") as index:
-        with pytest.raises(DataError, match="this index is of"):
-            index.add(tmp_path / "v", progress=False)
-        with pytest.raises(DataError, match="one kind at a time"):
-            index.add([tmp_path / "w", photos], progress=False)
-        with pytest.raises(DataError, match="holds no originals"):
-            index.add(tmp_path / "w", keep="copy", progress=False)
-        said = json.loads((tmp_path / "w" / "embedding.json").read_text())
-        (tmp_path / "w" / "embedding.json").write_text(json.dumps({**said, "complete": False}))
-        with pytest.raises(DataError, match="is not complete"):
-            index.add(tmp_path / "w", progress=False)
+    with open_index(empty) as index:
+        for says, source, options in (
+            ("this index is of", tmp_path / "v", {}),
+            ("one kind at a time", [tmp_path / "w", photos], {}),
+            ("holds no originals", tmp_path / "w", {"keep": "copy"}),
+        ):
+            refuses(says, index.add, source, progress=False, **options)
+        file = tmp_path / "w" / "embedding.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "complete": False}))
+        refuses("is not complete", index.add, tmp_path / "w", progress=False)
         assert len(index) == 0
 
 
 def test_bad_items_are_named_in_a_file_of_their_own(photos, bundle_path, tmp_path, capfd):
-    folder = tmp_path / "p"
+    folder, out = tmp_path / "p", tmp_path / "v"
     folder.mkdir()
     for at, path in enumerate(sorted(photos.rglob("*.png"))[:50]):
-        (folder / path.name).write_bytes(
-            b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes()
-        )
-    done = embedded(bundle_path, [folder], tmp_path / "v")
+        content = b"\x89PNG\r\n\x1a\nno" if at % 10 == 3 else path.read_bytes()
+        (folder / path.name).write_bytes(content)
+    done = embedded(bundle_path, [folder], out)
     told = capfd.readouterr().err
-    bad = [json.loads(line) for line in (tmp_path / "v" / "bad.jsonl").read_text().splitlines()]
+    bad = [json.loads(line) for line in (out / "bad.jsonl").read_text().splitlines()]
     assert (done.items, done.bad, len(bad)) == (45, 5, 5)
-    assert all(set(one) == {"key", "source", "fault"} and len(one["fault"]) <= 500 for one in bad)
-    assert [told.count(one["fault"]) for one in bad] == [1] * 5
-    assert not {one["key"] for one in bad} & set(whole(tmp_path / "v")["key"])
-    assert embedded(bundle_path, [folder], tmp_path / "v").bad == 5
+    assert all(set(item) == {"key", "source", "fault"} for item in bad)
+    assert all(len(item["fault"]) <= 500 and told.count(item["fault"]) == 1 for item in bad)
+    assert not {item["key"] for item in bad} & set(whole(out)["key"])
+    assert embedded(bundle_path, [folder], out).bad == 5
 
 
 def test_other_work_in_the_same_folder_is_refused(photos, makers, bundle_path, tmp_path):
-    out = tmp_path / "v"
-    embedded(bundle_path, [photos / "1"], out)
+    out, ones = tmp_path / "v", [photos / "1"]
+    embedded(bundle_path, ones, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(DataError, match="vectors of another bundle"):
-        embedded(makers.make_bundle(tmp_path / "other", seed=3), [photos / "1"], out)
-    with pytest.raises(DataError, match="the embedding of other sources"):
-        embedded(bundle_path, [photos / "2"], out)
-    with pytest.raises(DataError, match="begun with other values of --batch"):
-        embedded(bundle_path, [photos / "1"], out, batch=4)
+    other = makers.make_bundle(tmp_path / "other", seed=3)
+    refuses("vectors of another bundle", embedded, other, ones, out)
+    refuses("the embedding of other sources", embedded, bundle_path, [photos / "2"], out)
+    refuses("begun with other values of --batch", embedded, bundle_path, ones, out, batch=4)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
-    with pytest.raises(DataError, match="is not empty, and holds no embedding"):
-        embedded(bundle_path, [photos / "1"], tmp_path / "full")
+    says = "is not empty, and holds no embedding"
+    refuses(says, embedded, bundle_path, ones, tmp_path / "full")
     assert before == {path.name: path.read_bytes() for path in out.iterdir()}
 
 
@@ -206,26 +183,17 @@ def test_after_a_kill_the_same_command_goes_on_and_each_item_is_there_once(
     assert sum(kept[name] != again[name] for name in kept) == 1  # the damaged one
 
 
-def test_a_run_trains_on_the_folder(makers, photos, tmp_path):
+def test_a_run_trains_on_the_folder(bundle_path, photos, tmp_path):
     from retrieval.training.train import train
 
-    bundle = makers.make_bundle(tmp_path / "b")
-    embedded(bundle, [photos], tmp_path / "v")
-    (tmp_path / "r.toml").write_text(
-        f"""
-[data]
-name = "core.parquet"
-path = {str(tmp_path / "v")!r}
-[split]
-by = "item"
-test = 0.3
-validation = 0.2
-[backbone]
-name = "core.features"
-[learner]
-name = "core.lda"
-"""
-    )
+    embedded(bundle_path, [photos], tmp_path / "v")
+    recipe = {
+        "data": {"name": "core.parquet", "path": str(tmp_path / "v")},
+        "split": {"by": "item", "test": 0.3, "validation": 0.2},
+        "backbone": {"name": "core.features"},
+        "learner": {"name": "core.lda"},
+    }
+    (tmp_path / "r.toml").write_text(tomli_w.dumps(recipe))
     run = train(tmp_path / "r.toml", tmp_path / "run", progress=False)
     assert run.dataset.kind == "features" and len(run.dataset.labels) == 200
 
@@ -250,43 +218,39 @@ def test_what_is_not_installed(hidden, code, sentence, photos, bundle_path, tmp_
     assert (tmp_path / "v").exists() == (code == 0)
 
 
-def test_parts_that_mean_harm_are_sentences(photos, bundle_path, tmp_path, monkeypatch):
+def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path, monkeypatch):
     embedded(bundle_path, [photos / "1"], tmp_path / "v")
-    create_index(tmp_path / "i", bundle_path, progress=False)
     part = tmp_path / "v" / "part-000000.parquet"
-    honest = pq.read_table(part)
-    width = len(honest["vector"][0])
+    sound = pq.read_table(part)
+    width, rows = len(sound["vector"][0]), len(sound)
 
-    def column(name: str, values: pa.Array) -> pa.Table:
-        return honest.set_column(honest.schema.get_field_index(name), name, values)
+    def column(name: str, value, *kind) -> pa.Table:
+        values = pa.array([value] * rows, *kind)
+        return sound.set_column(sound.schema.get_field_index(name), name, values)
 
-    rows = len(honest)
-    wide = pa.array([[0.5] * (width + 1)] * rows, pa.list_(pa.float32()))
-    nan = pa.array([[float("nan")] * width] * rows, pa.list_(pa.float32(), width))
-    spoilt = [
-        (column("vector", wide), "numbers instead of"),
-        (column("vector", nan), "holds NaN or infinity"),
-        (column("bundle", pa.array(["0" * 64] * rows)), "vectors of another bundle"),
-        (column("metadata", pa.array(["[" * 100_000] * rows)), "is not an embedded item"),
-        (column("key", pa.array(["\0"] * rows)), "NUL"),
-        (honest.drop_columns(["stamp"]), "it has no column 'stamp'"),
-    ]
-    with open_index(tmp_path / "i") as index:
-        for table, sentence in spoilt:
+    with open_index(empty) as index:
+        for table, says in (
+            (column("vector", [0.5] * (width + 1), pa.list_(pa.float32())), "numbers instead of"),
+            (
+                column("vector", [float("nan")] * width, pa.list_(pa.float32(), width)),
+                "holds NaN or infinity",
+            ),
+            (column("bundle", "0" * 64), "vectors of another bundle"),
+            (column("metadata", "[" * 100_000), "is not an embedded item"),
+            (column("key", "\0"), "NUL"),
+            (sound.drop_columns(["stamp"]), "it has no column 'stamp'"),
+        ):
             pq.write_table(table, part)
-            with pytest.raises(DataError, match=sentence):
-                index.add(tmp_path / "v", progress=False)
-        pq.write_table(honest, part)
+            refuses(says, index.add, tmp_path / "v", progress=False)
+        pq.write_table(sound, part)
         with monkeypatch.context() as patch:
             patch.setattr("retrieval.serving.index.parquet._GROUP_BYTES", 100)
-            with pytest.raises(DataError, match="Write it with smaller row groups"):
-                index.add(tmp_path / "v", progress=False)
+            says = "Write it with smaller row groups"
+            refuses(says, index.add, tmp_path / "v", progress=False)
         part.unlink()
-        with pytest.raises(DataError, match="cannot be read"):
-            index.add(tmp_path / "v", progress=False)
+        refuses("cannot be read", index.add, tmp_path / "v", progress=False)
         (tmp_path / "v" / "embedding.json").write_bytes(b" " * 2_000_000)
-        with pytest.raises(DataError, match="larger than any"):
-            index.add(tmp_path / "v", progress=False)
+        refuses("larger than any", index.add, tmp_path / "v", progress=False)
         assert len(index) == 0
 
 

@@ -1,7 +1,6 @@
 """Work that hangs in a real server: deadlines, turns, clients that leave, and an end in time."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import signal
 import threading
@@ -43,35 +42,34 @@ sys.exit(main())
 def sleepy(served, index_path, photos, tmp_path):
     """A server whose searches hang while `hang` exists."""
     (tmp_path / "sleepy.py").write_text(SLEEPY)
+    hang = tmp_path / "hang"
 
     def start(*options: str) -> SimpleNamespace:
-        words = [str(tmp_path / "sleepy.py"), str(tmp_path)]
-        server = served(
-            index_path, "--workers", "1", "--images", str(photos), *options, program=words
-        )
-        server.hang, server.begun = tmp_path / "hang", tmp_path / "begun"
+        program = [str(tmp_path / "sleepy.py"), str(tmp_path)]
+        options = ("--workers", "1", "--images", str(photos), *options)
+        server = served(index_path, *options, program=program)
+        server.hang, server.begun = hang, tmp_path / "begun"
         return server
 
     yield start
-    (tmp_path / "hang").unlink(missing_ok=True)
+    hang.unlink(missing_ok=True)
 
 
 def test_an_answer_has_a_deadline_and_readiness_knows(sleepy):
     server = sleepy("--deadline", "1")
-    port = server.port
+    port, ready = server.port, wire.get("/readyz")
     assert wire.found(wire.ask(port, wire.vector()))
     server.hang.touch()
     late = wire.ask(port, wire.vector())
     assert (late.status, late.headers["retry-after"]) == (503, "1")
     assert "no answer within 1 seconds" in late.error
-    unready = wire.until(lambda: (a := wire.ask(port, wire.get("/readyz"))).status == 503 and a)
+    unready = wire.until(lambda: (a := wire.ask(port, ready)).status == 503 and a)
     assert unready.error == "Searches take longer than 1 seconds."
-    assert wire.ask(port, LIVE).status == 200
-    assert (
-        wire.ask(port, wire.get("/v1/items/3%2F0003.png/image")).status == 200
-    )  # the gallery has threads of its own
+    # the gallery has threads of its own
+    for request in (LIVE, wire.get("/v1/items/3%2F0003.png/image")):
+        assert wire.ask(port, request).status == 200
     server.hang.unlink()
-    wire.until(lambda: wire.ask(port, wire.get("/readyz")).status == 200)
+    wire.until(lambda: wire.ask(port, ready).status == 200)
     assert wire.found(wire.ask(port, wire.vector()))
     assert figure(port, 'retrieval_refused_total{reason="deadline"}') >= 1
 
@@ -106,17 +104,17 @@ def test_what_clients_left_is_not_begun(sleepy):
 
 def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
     server = sleepy("--deadline", "20")
-    port = server.port
+    port, search = server.port, wire.vector()
+    head, _, body = search.partition(b"\r\n\r\n")
+    queue = 'retrieval_queue_length{queue="searches"}'
     server.hang.touch()
-    crowd = [wire.connect(port) for _ in range(WAITING_PER_WORKER + 2)]
-    for connection in crowd:
-        connection.sendall(wire.vector())
-    wire.until(
-        lambda: figure(port, 'retrieval_queue_length{queue="searches"}') == WAITING_PER_WORKER
-    )
-    head = wire.vector().partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
-    with wire.connect(port) as early:
-        early.sendall(head)  # and nothing of the body
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(wire.connect(port)) for _ in range(WAITING_PER_WORKER + 2)]
+        for connection in crowd:
+            connection.sendall(search)
+        wire.until(lambda: figure(port, queue) == WAITING_PER_WORKER)
+        early = stack.enter_context(wire.connect(port))
+        early.sendall(head + b"\r\n\r\n")  # and nothing of the body
         answer = wire.read_answer(early)
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
         assert answer.headers["content-type"] == "application/problem+json"
@@ -124,12 +122,8 @@ def test_a_full_queue_refuses_before_the_body_is_read(sleepy):
         server.hang.unlink()
         answers = [wire.read_answer(connection).status for connection in crowd]
         assert set(answers) <= {200, 503} and answers.count(200) >= WAITING_PER_WORKER
-        early.sendall(
-            wire.vector().partition(b"\r\n\r\n")[2] + wire.vector()
-        )  # the connection goes on
+        early.sendall(body + search)  # the connection goes on
         assert wire.found(wire.read_answer(early))
-    for connection in crowd:
-        connection.close()
 
 
 def test_it_ends_in_time_whatever_hangs(sleepy, photos):
@@ -159,60 +153,46 @@ def test_it_ends_in_time_whatever_hangs(sleepy, photos):
 # was told is there is there.
 
 
-WIDTH = 16
-
-
 @pytest.fixture
-def writing(served, bundle_path, tmp_path) -> SimpleNamespace:
+def writing(served, empty) -> SimpleNamespace:
     """A server that is written to by four clients, each of which keeps what was acknowledged."""
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", "--open", "admin")
-    acknowledged: list[str] = []
-    statuses: list[int] = []
+    server, acknowledged, statuses = served(empty, "--open", "admin"), [], []
 
     def write(number: int) -> None:
+        vector = {"vector": [float(number + 1)] * 16}
         with httpx.Client(base_url=server.url, timeout=30) as client:
             for turn in range(100_000):
-                id = f"{number}-{turn}"
                 try:
-                    answer = client.put(
-                        f"/v1/items/{id}", json={"vector": [float(number + 1)] * WIDTH}
-                    )
+                    answer = client.put(f"/v1/items/{number}-{turn}", json=vector)
                 except (httpx.ConnectError, httpx.RemoteProtocolError, httpx.ReadError):
                     return  # it takes no new connection, and closes those that wait for a request
                 if answer.status_code != 200:
                     statuses.append(answer.status_code)
                     return
-                acknowledged.append(id)
+                acknowledged.append(f"{number}-{turn}")
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     return SimpleNamespace(
-        server=server,
-        path=tmp_path / "i",
-        acknowledged=acknowledged,
-        statuses=statuses,
-        threads=threads,
+        server=server, path=empty, acknowledged=acknowledged, statuses=statuses, threads=threads
     )
 
 
 def test_what_was_accepted_is_written(writing):
-    end = time.monotonic() + 20
-    while len(writing.acknowledged) < 20 and time.monotonic() < end:
-        time.sleep(0.02)
+    wire.until(lambda: len(writing.acknowledged) >= 20)
     writing.server.process.send_signal(signal.SIGTERM)
     assert writing.server.process.wait(15) == 0
     for thread in writing.threads:
         thread.join(15)
         assert not thread.is_alive()
-    assert len(writing.acknowledged) >= 20 and set(writing.statuses) <= {503}
+    assert set(writing.statuses) <= {503}
     with Index.open(writing.path, threads=1) as index:
         stored = {item.id for item in index.scan(limit=100_000)}
-    assert set(writing.acknowledged) <= stored
-    assert len(stored - set(writing.acknowledged)) <= len(
-        writing.threads
-    )  # written, and the answer was cut off
+    acknowledged = set(writing.acknowledged)
+    assert acknowledged <= stored
+    # written, and the answer was cut off
+    assert len(stored - acknowledged) <= len(writing.threads)
     assert writing.server.process.stderr.read() == ""
 
 
@@ -227,10 +207,10 @@ def snapshotting(served, bundle_path, photos, tmp_path):
     copies.mkdir()
     answers: list[httpx.Response | None] = []
 
-    def start(*options: str) -> SimpleNamespace:
+    def start(*options):
         server = served(tmp_path / "i", "--open", "admin", "--snapshots", str(copies), *options)
 
-        def ask() -> None:
+        def ask():
             try:
                 answers.append(httpx.post(f"{server.url}/v1/snapshots", timeout=60))
             except httpx.TransportError:

@@ -1,19 +1,18 @@
 """Readiness by parts: each that is broken is named, with a sentence, and the others are not."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import wire
 from retrieval.errors import BundleError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.decoding import Undecodable
@@ -25,69 +24,58 @@ from retrieval.serving.index.index import Index, create_index, open_index
 from retrieval.serving.manifest import read_manifest, write_manifest
 from retrieval.serving.probe import coded, probe_fault, probe_of, vector_of
 
-PARTS = {"index", "disk", "search", "model"}
+OK = dict.fromkeys(("index", "disk", "search", "model"), "ok")
 
 
 @contextmanager
 def readiness_of(index: Any, **settings: Any) -> Iterator[Readiness]:
     content = Settings(deadline=5.0, **settings)
-    workers = Workers(content)
-    try:
+    with closing(Workers(content)) as workers:
         yield Readiness(Served("i", index, content, workers))
-    finally:
-        workers.close()
+
+
+def checked(readiness: Readiness) -> dict[str, str]:
+    asyncio.run(readiness.probe())
+    return readiness.checks()
 
 
 @pytest.fixture
 def probed(index_path) -> Iterator[SimpleNamespace]:
     with open_index(index_path, threads=1) as index, readiness_of(index) as readiness:
-
-        def probe() -> dict[str, str]:
-            asyncio.run(readiness.probe())
-            return readiness.checks()
-
-        yield SimpleNamespace(index=index, readiness=readiness, probe=probe)
+        decoders = readiness._served.workers.decoders
+        yield SimpleNamespace(
+            probe=lambda: checked(readiness), readiness=readiness, decoders=decoders
+        )
 
 
 def test_every_part_is_named(probed):
     assert "has not been run" in probed.readiness.reason()
-    assert probed.probe() == dict.fromkeys(PARTS, "ok")
+    assert probed.probe() == OK
     assert probed.readiness.reason() is None
 
 
 def test_decoders_that_were_killed_are_replaced(probed):
     probed.probe()
-    decoders = probed.readiness._served.workers.decoders
-    for pid in decoders.pids:
+    for pid in probed.decoders.pids:
         os.kill(pid, signal.SIGKILL)
-    assert until(lambda: probed.probe() == dict.fromkeys(PARTS, "ok"))
+    wire.until(lambda: probed.probe() == OK)
 
 
 def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(probed, caplog):
-    decoders = probed.readiness._served.workers.decoders
+    decoders, denied = probed.decoders, (13, "Permission denied", "/root/python")
 
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise Undecodable("none starts") from PermissionError(
-            13, "Permission denied", "/root/python"
-        )
+    def refuse(*arguments, **more):
+        raise Undecodable("none starts") from PermissionError(*denied)
 
     for pid in decoders.pids:
         os.kill(pid, signal.SIGKILL)
-    assert until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
+    wire.until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
     decoders._start = refuse
     content = probed.probe()
     assert "decodes no images" in content["search"] and content["index"] == "ok"
     assert "Permission denied: '/root/python'" in caplog.text
     del decoders._start
-    assert probed.probe() == dict.fromkeys(PARTS, "ok")
-
-
-def until(what: Callable[[], bool]) -> bool:
-    for _ in range(200):
-        if what():
-            return True
-        asyncio.run(asyncio.sleep(0.02))
-    return False
+    assert probed.probe() == OK
 
 
 @contextmanager
@@ -113,17 +101,12 @@ def test_a_disk_that_takes_no_writes_any_more(bundle_path, photos, tmp_path):
         with Index.open(disk / "i", threads=1) as index:
             index.add([photos / "1"], progress=False)
             with readiness_of(index, open="write") as readiness:
-
-                def probe() -> dict[str, str]:
-                    asyncio.run(readiness.probe())
-                    return readiness.checks()
-
-                assert probe() == dict.fromkeys(PARTS, "ok")
+                assert checked(readiness) == OK
                 (disk / "filler").write_bytes(bytes(10_000_000))
-                content = probe()
+                content = checked(readiness)
                 assert "full" in content.pop("disk") and set(content.values()) == {"ok"}
                 (disk / "filler").unlink()
-                assert probe() == dict.fromkeys(PARTS, "ok")
+                assert checked(readiness) == OK
 
 
 @pytest.mark.skipif(
@@ -141,7 +124,7 @@ def test_a_reader_needs_no_room(tmp_path):
 def probing(makers, tmp_path) -> Callable[..., Path]:
     """Make a bundle with a probe, whose vector (of a variant) may be spoilt."""
 
-    def make(name: str, spoil: float = 0.0, of: str | None = None, **options: Any) -> Path:
+    def make(name, spoil=0.0, of=None, **options):
         path = makers.make_bundle(tmp_path / name, **options)
         manifest = read_manifest(path)
         opened = {
@@ -199,8 +182,7 @@ def test_a_model_that_is_wrong_from_the_start_is_not_served(probing, photos, tmp
     done = cli("serve", tmp_path / "i", "--port", "0")
     assert done.code == 2 and "is not served. The model is broken" in done.err
     with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:
-        asyncio.run(readiness.probe())  # as after a migration to such a bundle
-    content = readiness.checks()
+        content = checked(readiness)  # as after a migration to such a bundle
     assert "bundle's probe" in content.pop("model") and set(content.values()) == {"ok"}
 
 
@@ -210,8 +192,6 @@ def test_a_model_that_becomes_wrong_is_seen_by_the_probe(
     create_index(tmp_path / "i", probing("right"), [photos / "1"], progress=False)
     other = Bundle.open(makers.make_bundle(tmp_path / "other", seed=9), threads=1)
     with open_index(tmp_path / "i", threads=1) as index, readiness_of(index) as readiness:
-        asyncio.run(readiness.probe())
-        assert readiness.reason() is None
+        assert checked(readiness) == OK
         monkeypatch.setattr(index.bundle, "encode", other.encode)
-        asyncio.run(readiness.probe())
-    assert "model is broken" in readiness.checks()["model"]
+        assert "model is broken" in checked(readiness)["model"]

@@ -1,7 +1,5 @@
 """Building and searching, against plain loops in float64."""
 
-from __future__ import annotations
-
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +17,8 @@ from retrieval.serving.store import structure
 
 def plain_nearest(query, vectors, distance, k):
     """Rows and distances of the k nearest, one pair at a time; ties by row."""
-    found = sorted((distance(query, vector), row) for row, vector in enumerate(vectors.tolist()))[
-        :k
-    ]
-    return [row for _, row in found], [value for value, _ in found]
+    apart = sorted((distance(query, vector), row) for row, vector in enumerate(vectors.tolist()))
+    return [row for _, row in apart[:k]], [value for value, _ in apart[:k]]
 
 
 def euclidean(a, b):
@@ -92,20 +88,17 @@ def test_answers_are_those_of_a_plain_loop(backend, kind, distance, output, buil
 
 def test_bad_queries_are_sentences(index_path, build):
     with open_index(index_path, threads=1) as index:
-        for bad, says in (
-            (np.zeros(5), "has 16 numbers, not 5"),
-            (np.full(16, np.nan), "NaN"),
-            (np.full(16, 1e300), "beyond float32"),
-            (np.array(["a"] * 16), "real numbers"),
+        for bad, k, says in (
+            (np.zeros(5), 10, "has 16 numbers, not 5"),
+            (np.full(16, np.nan), 10, "NaN"),
+            (np.full(16, 1e300), 10, "beyond float32"),
+            (np.array(["a"] * 16), 10, "real numbers"),
+            (np.zeros(16), 0, "k must be at least 1, not 0"),
         ):
             with pytest.raises(DataError, match=says):
-                index.search(bad)
-        with pytest.raises(DataError, match="k must be at least 1, not 0"):
-            index.search(np.zeros(16), 0)
-    with (
-        build(rescorer=True) as index,
-        pytest.raises(DataError, match="needs the query's code: give an image"),
-    ):
+                index.search(bad, k)
+    says = "needs the query's code: give an image"
+    with build(rescorer=True) as index, pytest.raises(DataError, match=says):
         index.search(np.zeros(16))
 
 
@@ -138,22 +131,17 @@ def test_auto_is_exact_while_small():
 
 def test_recall_is_measured_honestly():
     vectors = np.random.default_rng(0).normal(size=(3000, 24)).astype(np.float32)
-    poor = make_backend("ivf", {"lists": 60, "probes": 2})
+    poor, exact = make_backend("ivf", {"lists": 60, "probes": 2}), make_backend("flat", {})
     poor.build(vectors, int)
-    sample = np.sort(np.random.default_rng(0).choice(3000, 200, replace=False))
+    exact.build(vectors, int)
     found = 0
-    for row in sample:
+    for row in np.random.default_rng(0).choice(3000, 200, replace=False):
         squared = ((vectors.astype(np.float64) - vectors[row]) ** 2).sum(axis=1)
         squared[row] = np.inf
-        true = set(np.argsort(squared)[:10].tolist())
-        found += len(
-            true & (set(poor.search(vectors[row : row + 1], 11)[1][0].tolist()) - {int(row)})
-        )
+        nearest = set(np.argsort(squared)[:10].tolist())
+        found += len(nearest & set(poor.search(vectors[row : row + 1], 11)[1][0].tolist()))
     measured = recall_at_10(poor, "ivf", vectors)
-    assert measured == pytest.approx(found / 2000, abs=0.003)
-    assert measured < 0.8
-    exact = make_backend("flat", {})
-    exact.build(vectors, int)
+    assert measured == pytest.approx(found / 2000, abs=0.003) and measured < 0.8
     assert recall_at_10(exact, "flat", vectors) == 1.0
     assert recall_at_10(exact, "flat", vectors[:1]) == 1.0
 
@@ -216,59 +204,51 @@ def retrieval_indexes():
 
 
 def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
-    plugin = tmp_path / "mine.py"
-    plugin.write_text(PLUGIN.replace("BREAK", "pass"))
-    options = {"backend": "mine.brute", "options": {"block": 3}, "plugins": [str(plugin)]}
-    summary = create_index(tmp_path / "i", bundle_path, [photos], progress=False, **options)
+    def create(name: str, instead: str, options=None):
+        plugin = tmp_path / f"{name}.py"
+        plugin.write_text(PLUGIN.replace("BREAK", instead))
+        given = {"backend": f"{name}.brute", "options": options, "plugins": [str(plugin)]}
+        return create_index(tmp_path / f"{name}.i", bundle_path, [photos], progress=False, **given)
+
+    summary = create("mine", "pass", {"block": 3})
     assert summary.backend == "mine.brute"
     assert summary.recall_at_10 == 1.0  # it doesn't claim to be exact, so it is measured
     with (
-        open_index(tmp_path / "i", threads=1, plugins=[str(plugin)]) as index,
+        open_index(tmp_path / "mine.i", threads=1, plugins=[str(tmp_path / "mine.py")]) as index,
         open_index(index_path, threads=1) as flat,
     ):
-        assert index.search(flat.vector("1/0001.png"), 9) == flat.search(
-            flat.vector("1/0001.png"), 9
-        )
-    broken = tmp_path / "broken.py"
-    broken.write_text(PLUGIN.replace("BREAK", "return np.zeros((1, 1)), np.full((1, 1), 999)"))
-    options = {"backend": "broken.brute", "plugins": [str(broken)], "progress": False}
+        query = flat.vector("1/0001.png")
+        assert index.search(query, 9) == flat.search(query, 9)
     with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
-        create_index(tmp_path / "j", bundle_path, [photos], **options)
-    assert not (tmp_path / "j").exists()
-    assert not list(tmp_path.glob("*.partial"))
+        create("broken", "return np.zeros((1, 1)), np.full((1, 1), 999)")
+    assert not (tmp_path / "broken.i").exists() and not list(tmp_path.glob("*.partial"))
 
 
-@pytest.mark.parametrize("method", ["build", "save", "search", "load"])
-def test_a_back_end_that_raises_is_named(method, bundle_path, photos, tmp_path, caplog):
-    plugin, broken = tmp_path / "mine.py", "raise KeyError('no such key')"
-    given = {
-        "build": "self.vectors = np.array(vectors)",
-        "search": "BREAK",
-        "save": 'with path.open("wb") as file:',
-        "load": "self.vectors = np.load(path, allow_pickle=False)",
-    }[method]
-    whole = PLUGIN.replace("BREAK", "pass") if method != "search" else PLUGIN
-    replacement = "if {}['no such key']:" if given.startswith("with") else broken
-    text = whole.replace(given, replacement)
-    line = 1 + text.splitlines().index(
-        next(each for each in text.splitlines() if "no such key" in each)
-    )
-    plugin.write_text(text)
-
-    def build():
-        options = {"backend": "mine.brute", "plugins": [str(plugin)], "progress": False}
-        return create_index(tmp_path / "i", bundle_path, [photos], **options)
-
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("build", "self.vectors = np.array(vectors)"),
+        ("search", "BREAK"),
+        ("save", 'with path.open("wb") as file:'),
+        ("load", "self.vectors = np.load(path, allow_pickle=False)"),
+    ],
+)
+def test_a_back_end_that_raises_is_named(method, given, bundle_path, photos, tmp_path, caplog):
+    broken = "if {}['no such key']:" if method == "save" else "raise KeyError('no such key')"
+    text = PLUGIN.replace(given, broken).replace("BREAK", "pass")
+    line = next(n for n, line in enumerate(text.splitlines(), 1) if "no such key" in line)
+    (tmp_path / "mine.py").write_text(text)
+    options = {"backend": "mine.brute", "plugins": [str(tmp_path / "mine.py")], "progress": False}
     named = (
         rf"he index back end mine\.brute, asked to {method}, failed: KeyError: 'no such key'"
         rf" \(.*mine\.py, line {line}\)\."
     )
     if method == "load":  # searched exactly, and the log says why
-        build()
+        create_index(tmp_path / "i", bundle_path, [photos], **options)
         assert re.search(named, caplog.text)
     else:
         with pytest.raises(PluginError, match=named):
-            build()
+            create_index(tmp_path / "i", bundle_path, [photos], **options)
         assert not list(tmp_path.glob("i*"))
 
 

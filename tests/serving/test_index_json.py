@@ -1,12 +1,7 @@
-"""`retrieval index VERB --json`: one object, which begins with the index as it was named, and says
-what the sentence says.
-"""
-
-from __future__ import annotations
+"""`retrieval index VERB --json`: one object, which begins with the index as it was named."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -18,7 +13,7 @@ def say(tmp_path, cli, monkeypatch):
     """Run a verb on `d.index` with --json, and return what it prints but the index."""
     monkeypatch.chdir(tmp_path)
 
-    def run(verb: str, *words: str | Path, named: str = "d.index") -> dict[str, Any]:
+    def run(verb, *words, named="d.index"):
         done = cli("index", verb, *words, "--json")
         assert done.code == 0, done.err
         said = json.loads(done.out)

@@ -1,7 +1,5 @@
 """`retrieval index` and its verbs, as an operator types them, on handwritten digits."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -94,41 +92,34 @@ def test_missing_originals_stop_a_migration_and_change_nothing(photos, cli, make
 @pytest.mark.parametrize("keep", ["copy", "nothing"])
 def test_what_is_kept_of_originals(keep, tmp_path, cli, makers, bundle_path):
     makers.write_digits(tmp_path / "digits", 20)
-    index = tmp_path / "i"
-    words = ("index", "create", index, tmp_path / "digits", "--bundle", bundle_path)
-    assert cli(*words, "--keep", keep).code == 0
+    words = (tmp_path / "i", tmp_path / "digits", "--bundle", bundle_path, "--keep", keep)
+    assert cli("index", "create", *words).code == 0
     for path in (tmp_path / "digits").rglob("*.png"):
         path.unlink()
-    done = cli("index", "migrate", index, makers.make_bundle(tmp_path / "other", seed=5))
+    done = cli("index", "migrate", tmp_path / "i", makers.make_bundle(tmp_path / "other", seed=5))
     assert (done.code == 0) == (keep == "copy"), done.err
 
 
 def test_copies_of_one_moment(photos, cli):
-    index = photos / "d.index"
-    assert cli("index", "snapshot", index, photos / "s").code == 0
-    assert "exists already" in cli("index", "snapshot", index, photos / "s").err
-    cli("index", "delete", index, "--where", "label = '1'")
-    assert "MB now" in cli("index", "compact", index).out
-    assert cli("index", "restore", photos / "s", photos / "r").code == 0
-    told = cli(
-        "index", "restore", photos / "s", photos / "r"
-    )  # the place that is taken is the target
-    assert (
-        told.code == 2
-        and f"{photos / 'r'} exists already. Name a folder that does not exist yet" in told.err
-    )
-    assert "for the snapshot" not in told.err
-    assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, index))
+    def index(verb, *names):
+        return cli("index", verb, *(photos / name for name in names))
+
+    assert index("snapshot", "d.index", "s").code == 0
+    assert "exists already" in index("snapshot", "d.index", "s").err
+    cli("index", "delete", photos / "d.index", "--where", "label = '1'")
+    assert "MB now" in index("compact", "d.index").out
+    assert index("restore", "s", "r").code == 0
+    told = index("restore", "s", "r")  # the place that is taken is the target
+    taken = f"{photos / 'r'} exists already. Name a folder that does not exist yet"
+    assert told.code == 2 and taken in told.err and "for the snapshot" not in told.err
+    assert len(ids(cli, photos / "r")) == 60 > len(ids(cli, photos / "d.index"))
     (segment,) = (photos / "s" / "arrays").glob("*.vector")
     content = bytearray(segment.read_bytes())
     content[500] ^= 4
     segment.write_bytes(content)
-    told = cli("index", "check", photos / "s")
+    told = index("check", "s")
     assert told.code == 2 and "was altered" in told.err
-    assert (
-        cli("index", "restore", photos / "s", photos / "x").code == 2
-        and not (photos / "x").exists()
-    )
+    assert index("restore", "s", "x").code == 2 and not (photos / "x").exists()
 
 
 @pytest.mark.parametrize(

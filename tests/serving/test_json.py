@@ -1,7 +1,5 @@
 """The quick reading of JSON bodies gives what the strict one gives, or leaves the text to it."""
 
-from __future__ import annotations
-
 import pytest
 from retrieval.serving.files import strict_json
 from retrieval.serving.files.strict_json import strict_loads

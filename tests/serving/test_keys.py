@@ -1,11 +1,9 @@
 """API keys: the file, the command, and how fast and how well a key is known again."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from retrieval.errors import RetrievalError
@@ -28,22 +26,9 @@ def test_a_key_is_known_and_nothing_else_is():
     keys = Keys([kept])
     assert keys.find(sent) == kept
     id, secret = sent.split("_", 2)[1:]
-    for wrong in (
-        other,
-        sent[:-1],
-        f"{sent}A",
-        f"{sent}\n",
-        f" {sent}",
-        sent.upper(),
-        f"rk_{id}_{'A' * 43}",
-        f"rk_{id}_",
-        f"rk_{'0' * 12}_{secret}",
-        kept.hash,
-        "",
-        "rk__",
-        "é" * 43,
-        "x" * 100_000,
-    ):
+    near = (sent[:-1], f"{sent}A", f"{sent}\n", f" {sent}", sent.upper(), kept.hash)
+    forged = (f"rk_{id}_{'A' * 43}", f"rk_{id}_", f"rk_{'0' * 12}_{secret}", "rk__")
+    for wrong in (other, *near, *forged, "", "é" * 43, "x" * 100_000):
         assert keys.find(wrong) is None, wrong
     assert len({new_key("a", "read")[0] for _ in range(100)}) == 100
 
@@ -59,19 +44,8 @@ def test_what_is_kept_says_nothing_of_the_secret():
 def test_the_command_makes_lists_and_removes(cli, tmp_path):
     path = tmp_path / "keys.jsonl"
     fresh = cli("keys", "add", "shop", "--output", path)
-    limited = cli(
-        "keys",
-        "add",
-        "importer",
-        "--role",
-        "write",
-        "--index",
-        "photos",
-        "--index",
-        "shoes",
-        "-o",
-        path,
-    )
+    options = ("--role", "write", "--index", "photos", "--index", "shoes", "-o", path)
+    limited = cli("keys", "add", "importer", *options)
     assert (fresh.code, limited.code) == (0, 0), limited.err
     sent = fresh.out.strip()
     assert "\n" not in sent and sent not in path.read_text() and sent not in fresh.err
@@ -84,15 +58,14 @@ def test_the_command_makes_lists_and_removes(cli, tmp_path):
     assert "shop" in listed and "importer  write" in listed and "photos, shoes" in listed
     assert key.hash not in listed and key.salt not in listed
     shown = json.loads(cli("keys", "list", path, "--json").out)
-    assert [element["name"] for element in shown] == ["shop", "importer"] and "hash" not in shown[0]
+    assert [entry["name"] for entry in shown] == ["shop", "importer"] and "hash" not in shown[0]
     path.chmod(0o640)
     text = path.read_text().replace("# Keys", "# Mine: Keys")
     path.write_text(text)
     assert cli("keys", "remove", "shop", "--output", path).code == 0
     assert [key.name for key in read_keys(path)] == ["importer"]
-    assert path.read_text() == "".join(
-        line for line in text.splitlines(True) if '"shop"' not in line
-    )
+    kept = [line for line in text.splitlines(True) if '"shop"' not in line]
+    assert path.read_text() == "".join(kept)
     assert stat.S_IMODE(path.stat().st_mode) == 0o640  # a server that may read it may go on
     assert cli("keys", "remove", "importer", "--output", path).code == 0
     assert len(read_keys(path)) == 0
@@ -121,41 +94,34 @@ def test_mistakes_are_sentences(cli, tmp_path):
 def test_every_fault_of_a_file_is_told_without_what_is_there():
     sent, kept = new_key("shop", "read")
     sound = json.loads(kept.line())
-    lines = [
-        "# a comment",
-        "",
-        json.dumps(sound),
-        json.dumps(sound),
-        "nonsense rk_secret",
-        json.dumps({**sound, "name": "b", "id": "a" * 12, "role": "god"}),
-        json.dumps({**sound, "name": "c", "id": "b" * 12, "hash": sent}),
-        json.dumps({**sound, "name": "d", "id": "c" * 12, "created": 3}),
-        json.dumps({**sound, "name": "e", "id": "d" * 12, "expires": sent}),
-        json.dumps({**sound, "name": "f", "id": "e" * 12})[:-1] + ', "created": NaN}',
-        '{"name": "g", "name": "h"}',
-        "[]",
-    ]
+
+    def other(name: str, digit: str, **fields) -> str:
+        return json.dumps({**sound, "name": name, "id": digit * 12, **fields})
+
+    lines = {
+        "# a comment": "",
+        "": "",
+        json.dumps(sound): "",
+        f"{json.dumps(sound)} ": "line 4 has the name shop of line 3 again",
+        "nonsense rk_secret": "line 5 is not",
+        other("b", "a", role="god"): "line 6: role",
+        other("c", "b", hash=sent): "line 7: hash",
+        other("d", "c", created=3): "line 8: created",
+        other("e", "d", expires=sent): "line 9: expires",
+        other("f", "e")[:-1] + ', "created": NaN}': "line 10",
+        '{"name": "g", "name": "h"}': "line 11",
+        "[]": "line 12",
+    }
     with pytest.raises(RetrievalError) as caught:
         parse_keys("\n".join(lines).encode(), "keys.jsonl")
     text = str(caught.value)
-    for says in (
-        "line 4 has the name shop of line 3 again",
-        "line 5 is not",
-        "line 6: role",
-        "line 7: hash",
-        "line 8: created",
-        "line 9: expires",
-        "line 10",
-        "line 11",
-        "line 12",
-    ):
+    for says in lines.values():
         assert says in text, (says, text)
     assert sent not in text and "rk_secret" not in text and sound["hash"] not in text
 
 
 def test_a_file_is_bounded(tmp_path, monkeypatch):
     path = tmp_path / "keys"
-    _, kept = new_key("shop", "read")
     with path.open("wb") as file:
         file.truncate(100_000_000_000)  # a sparse file: reading it would not end
     for text, says in ((None, "too large"), (b"", "is empty"), (b" \n\n", "is empty")):
@@ -163,23 +129,17 @@ def test_a_file_is_bounded(tmp_path, monkeypatch):
             path.write_bytes(text)
         with pytest.raises(RetrievalError, match=says):
             read_keys(path)
-    for hostile in (
-        b"[" * 500_000,
-        b'{"a":' * 100_000,
-        b'"' * 900_000,
-        b"\xff" * 1000,
-        b"9" * 900_000,
-        b"{}\n" * 300_000,
-    ):
+    long = (b'"' * 900_000, b"9" * 900_000, b"{}\n" * 300_000)
+    for hostile in (b"[" * 500_000, b'{"a":' * 100_000, b"\xff" * 1000, *long):
         with pytest.raises(RetrievalError) as caught:
             parse_keys(hostile, "keys")
         assert len(str(caught.value)) < 5000
     monkeypatch.setattr(module, "MAX_KEYS", 3)
-    many = tmp_path / "many"
-    for number in range(3):
-        add_key(many, new_key(f"k{number}", "read")[1])
+    many, keys = tmp_path / "many", [new_key(f"k{number}", "read")[1] for number in range(4)]
+    for key in keys[:3]:
+        add_key(many, key)
     with pytest.raises(RetrievalError, match="has 4 keys; the limit is 3"):
-        add_key(many, kept)
+        add_key(many, keys[3])
     assert len(read_keys(many)) == 3
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(RetrievalError, match="not a regular file"):
@@ -191,21 +151,17 @@ def test_a_file_is_bounded(tmp_path, monkeypatch):
 def test_two_commands_at_once_lose_no_key(tmp_path):
     path, faults = tmp_path / "keys", []
 
-    def add(number: int) -> None:
+    def add(name: str) -> None:
         for _ in range(100):
             try:
-                add_key(path, new_key(f"k{number}", "read")[1])
+                return add_key(path, new_key(name, "read")[1])
             except RetrievalError as fault:
                 faults.append(str(fault))
-            else:
-                return
 
-    threads = [threading.Thread(target=add, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {key.name for key in read_keys(path)} == {f"k{number}" for number in range(5)}
+    names = [f"k{number}" for number in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        list(pool.map(add, names))
+    assert {key.name for key in read_keys(path)} == set(names)
     assert all("Another process is changing these keys" in fault for fault in faults)
 
 
@@ -238,21 +194,20 @@ def test_a_changed_file_is_taken_up_and_a_broken_one_is_not(tmp_path, caplog):
 
 
 def test_a_link_is_followed_as_where_secrets_are_mounted(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    key, kept = new_key("one", "read")
-    add_key(tmp_path / "a" / "keys", kept)
-    two, kept = new_key("two", "read")
-    add_key(tmp_path / "b" / "keys", kept)
+    sent = {}
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        sent[name], kept = new_key(name, "read")
+        add_key(tmp_path / name / "keys", kept)
     (tmp_path / "now").symlink_to("a")
     (tmp_path / "keys").symlink_to("now/keys")
     keys = KeySource(tmp_path / "keys")
-    assert keys.keys.find(key)
+    assert keys.keys.find(sent["a"])
     (tmp_path / "next").symlink_to("b")
     (tmp_path / "next").rename(tmp_path / "now")
     keys.look()
     keys.look()
-    assert keys.keys.find(two) and not keys.keys.find(key)
+    assert keys.keys.find(sent["b"]) and not keys.keys.find(sent["a"])
 
 
 def test_keys_of_the_environment(monkeypatch, tmp_path):

@@ -1,14 +1,10 @@
-"""A living index over HTTP: any id, what it keeps of originals, filters, damage, and a folder that
-is replaced."""
-
-from __future__ import annotations
+"""A living index over HTTP: kept originals, filters, damage, and a folder that is replaced."""
 
 import asyncio
 import io
 import shutil
 import threading
 import time
-from pathlib import Path
 
 import httpx
 import numpy as np
@@ -24,6 +20,7 @@ from retrieval.serving.index.index import Index, create_index
 from retrieval.serving.store.contract import Item
 
 WIDTH = 16
+ONES = {"vector": np.ones(WIDTH, np.float32)}
 
 
 def with_limits(**limits: float) -> list[str]:
@@ -31,12 +28,6 @@ def with_limits(**limits: float) -> list[str]:
     changes = "; ".join(f"settings.{name} = {value}" for name, value in limits.items())
     imports = "from retrieval.serving.http import settings"
     return ["-c", f"{imports}; {changes}; from retrieval.cli.app import main; main()"]
-
-
-@pytest.fixture
-def living(bundle_path: Path, photos: Path, tmp_path: Path) -> Path:
-    create_index(tmp_path / "i", bundle_path, [photos], progress=False)
-    return tmp_path / "i"
 
 
 def post(server, **content):
@@ -49,47 +40,43 @@ def found(server, **content):
     return answer.json()["results"]
 
 
-def test_the_tag_changes_with_the_item(makers, bundle_path, served, tmp_path):
+def test_the_tag_changes_with_the_item(makers, empty, served, tmp_path):
     paths = makers.write_digits(tmp_path / "photos", 4)
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", "--images", str(tmp_path / "photos"))
-    vector = {"vector": np.ones(WIDTH, np.float32)}
+    client = served(empty, "--images", str(tmp_path / "photos")).client
 
     def tag(known=None):
         headers = {} if known is None else {"If-None-Match": known}
-        answer = server.client.get("/v1/items/one/image", headers=headers)
+        answer = client.get("/v1/items/one/image", headers=headers)
         return answer.status_code, answer.headers.get("etag")
 
-    with Index.open(tmp_path / "i", threads=1) as index:
-        states = [
-            Item("one", path=paths[0], arrays=vector),
-            Item("one", path=paths[1], arrays=vector),
-            Item("one", keep="copy", original=paths[3].read_bytes(), arrays=vector),
-            Item("one", keep="copy", original=paths[2].read_bytes(), arrays=vector),
-        ]
-        seen = []
-        for item in states:
-            index.upsert([item])
+    states = [
+        {"path": paths[0]},
+        {"path": paths[1]},
+        {"keep": "copy", "original": paths[3].read_bytes()},
+        {"keep": "copy", "original": paths[2].read_bytes()},
+    ]
+    seen = []
+    with Index.open(empty, threads=1) as index:
+        for state in states:
+            index.upsert([Item("one", arrays=ONES, **state)])
             status, now = tag(seen[-1] if seen else None)
-            assert status == 200 and now not in seen
-            assert tag(now) == (304, now)
+            assert status == 200 and now not in seen and tag(now) == (304, now)
             seen.append(now)
 
 
-def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, served, tmp_path):
+def test_kept_originals_are_shown_when_the_files_are_gone(empty, served, tmp_path):
     colours = np.random.default_rng(0).integers(0, 256, (300, 400, 3), dtype=np.uint8)
     contents = {}
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with Index.open(empty, threads=1) as index:
         for keep in ("copy", "thumbnail", "reference", "nothing"):
             folder = tmp_path / keep
             folder.mkdir()
-            Image.fromarray(colours).save(folder / f"{keep}.png")
-            Image.fromarray(colours).save(folder / f"{keep}.tiff")
+            for end in ("png", "tiff"):
+                Image.fromarray(colours).save(folder / f"{keep}.{end}")
             contents[keep] = (folder / f"{keep}.png").read_bytes()
             index.add([folder], keep=keep, progress=False)
     assert len(contents["copy"]) > 262_144  # more than one piece of an answer
-    server = served(tmp_path / "i", "--max-bytes", "1000000", "--images", str(tmp_path))
+    server = served(empty, "--max-bytes", "1000000", "--images", str(tmp_path))
 
     def image(name):
         return server.client.get(f"/v1/items/{name}/image")
@@ -100,10 +87,8 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
     for keep in contents:
         shutil.rmtree(tmp_path / keep)
     assert image("copy.png").content == contents["copy"]
-    shown = Image.open(io.BytesIO(image("copy.tiff").content))
-    assert np.array_equal(
-        np.asarray(shown), colours
-    )  # decoded in a process of its own, within its limits
+    shown = Image.open(io.BytesIO(image("copy.tiff").content))  # decoded in another process
+    assert np.array_equal(np.asarray(shown), colours)
     small = Image.open(io.BytesIO(image("thumbnail.png").content))
     assert small.format == "JPEG" and max(small.size) == 256
     assert "no longer where" in image("reference.png").json()["detail"]
@@ -112,55 +97,40 @@ def test_kept_originals_are_shown_when_the_files_are_gone(makers, bundle_path, s
     assert urls["nothing.png"] is None and urls["copy.png"] and urls["thumbnail.png"]
 
 
-def test_a_kept_original_that_is_too_much(makers, bundle_path, served, tmp_path):
-    """One that browsers do not show is decoded within the server's limits; bytes wait in the memory
-    that uploads may take.
-    """
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    vector = {"vector": np.ones(WIDTH, np.float32)}
+def test_a_kept_original_that_is_too_much(empty, served):
+    """TIFF is decoded within the server's limits; bytes wait in the memory of uploads."""
     bomb = io.BytesIO()
     Image.new("1", (20_000, 20_000)).save(bomb, "TIFF", compression="group4")
-    with Index.open(tmp_path / "i", threads=1) as index:
+    cases = {
+        "bomb": (bomb.getvalue(), 404, "cannot be shown"),
+        "text": (b"<script>alert(1)</script>", 404, "cannot be shown"),
+        "large": (b"\x89PNG\r\n\x1a\n" + bytes(3_000_000), 503, "memory"),
+        "long": (b"II*\0" + bytes(1_500_000), 404, "too large to be shown"),
+    }
+    with Index.open(empty, threads=1) as index:
         index.upsert(
             [
-                Item("bomb", keep="copy", original=bomb.getvalue(), arrays=vector),
-                Item("text", keep="copy", original=b"<script>alert(1)</script>", arrays=vector),
-                Item(
-                    "large",
-                    keep="copy",
-                    original=b"\x89PNG\r\n\x1a\n" + bytes(3_000_000),
-                    arrays=vector,
-                ),
-                Item("long", keep="copy", original=b"II*\0" + bytes(1_500_000), arrays=vector),
+                Item(id, keep="copy", original=content, arrays=ONES)
+                for id, (content, *_) in cases.items()
             ]
         )
-    server = served(
-        tmp_path / "i", "--max-bytes", "1000000", program=with_limits(BODY_MEMORY=2_000_000)
-    )
-    for id, status, says in (
-        ("bomb", 404, "cannot be shown"),
-        ("text", 404, "cannot be shown"),
-        ("large", 503, "memory"),
-        ("long", 404, "too large to be shown"),
-    ):
+    limits = with_limits(BODY_MEMORY=2_000_000)
+    server = served(empty, "--max-bytes", "1000000", program=limits)
+    for id, (_, status, says) in cases.items():
         answer = server.client.get(f"/v1/items/{id}/image")
         assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text
     assert len(found(server)) == 4
 
 
 def test_filters(living, photos, served):
-    """In a form and in JSON, as text and as an object; what is none is refused (the rest:
-    filters/test_bounds.py).
-    """
     server = served(living)
     image = next(photos.rglob("*.png")).read_bytes()
 
     def form(where):
-        return server.client.post(
-            "/v1/search", files={"image": ("q", image)}, data={"filter": where, "k": "300"}
-        )
+        data = {"filter": where, "k": "300"}
+        return server.client.post("/v1/search", files={"image": ("q", image)}, data=data)
 
-    wanted = sum(1 for path in photos.rglob("*.png") if path.parent.name in "37")
+    chosen = sum(1 for path in photos.rglob("*.png") if path.parent.name in "37")
     for answer in (
         post(server, filter={"label": {"in": ["3", "7"]}}, k=300),
         post(server, filter="label in ('3', '7')", k=300),
@@ -168,7 +138,7 @@ def test_filters(living, photos, served):
         form('{"label": {"in": ["3", "7"]}}'),
     ):
         hits = answer.json()["results"]
-        assert len(hits) == wanted and {hit["label"] for hit in hits} == {"3", "7"}
+        assert len(hits) == chosen and {hit["label"] for hit in hits} == {"3", "7"}
     assert len(form("").json()["results"]) == len(found(server, filter=None, k=300)) == 200
     for where, status, says in (
         ("label ==", 400, "filter"),
@@ -190,13 +160,12 @@ def test_filters(living, photos, served):
     assert len(found(server)) == 10
 
 
-def test_an_empty_index_is_ready(bundle_path, served, photos, tmp_path):
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", program=with_limits(PROBE_SECONDS=0.1))
+def test_an_empty_index_is_ready(empty, served, photos):
+    server = served(empty, program=with_limits(PROBE_SECONDS=0.1))
     assert found(server) == []
     ready = server.client.get("/readyz").json()
     assert (ready["status"], ready["items"]) == ("ready", 0)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with Index.open(empty, threads=1) as index:
         index.add([photos / "1"], progress=False)
         count = len(index)
         wire.until(lambda: server.client.get("/readyz").json()["items"] == count)
@@ -214,76 +183,68 @@ def test_damage_is_said_without_a_path(living, served):
     server = served(living, program=with_limits(PROBE_SECONDS=0.1), wait=False)
     wire.until(lambda: "damaged" in server.client.get("/readyz").text)
     answer = server.client.get("/readyz")
-    assert (
-        answer.status_code == 503
-        and str(living) not in answer.text
-        and segment.name not in answer.text
-    )
+    assert answer.status_code == 503
+    assert str(living) not in answer.text and segment.name not in answer.text
 
 
-def test_damage_found_while_serving(bundle_path, served, tmp_path):
-    living = tmp_path / "i"
-    create_index(living, bundle_path, progress=False)
-    with Index.open(living, threads=1) as index:
+def test_damage_found_while_serving(empty, served):
+    with Index.open(empty, threads=1) as index:
         vectors = np.random.default_rng(0).normal(size=(200, WIDTH)).astype(np.float32)
         long = {"text": "x" * 20_000}  # pages that a search reads only where it finds the item
         index.upsert(
             [Item(f"id{n}", None, long, arrays={"vector": v}) for n, v in enumerate(vectors)]
         )
-    server = served(living, program=with_limits(PROBE_SECONDS=0.1))
+    server = served(empty, program=with_limits(PROBE_SECONDS=0.1))
     assert len(found(server)) == 10
-    record = living / "items.sqlite"
+    record = empty / "items.sqlite"
     content = record.read_bytes().replace(b"x" * 1000, b"y" * 1000)
     with record.open("r+b") as file:
         file.write(content)
     answer = post(server, k=200)
     assert answer.status_code == 503
-    assert "damaged" in answer.json()["detail"] and str(living) not in answer.text
-    assert wire.not_ready(server) and str(living) not in wire.not_ready(server)
+    assert "damaged" in answer.json()["detail"] and str(empty) not in answer.text
+    assert wire.not_ready(server) and str(empty) not in wire.not_ready(server)
     time.sleep(0.5)  # probes of one item succeed or fail: the search that failed is repeated
     assert wire.not_ready(server)
     assert server.client.get("/livez").status_code == 200
 
 
-def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(bundle_path, served, tmp_path):
-    create_index(tmp_path / "i", bundle_path, progress=False)
+def test_a_hostile_filter_holds_a_worker_no_longer_than_the_deadline(empty, served):
     tags = {"tags": [f"tag {n}" for n in range(10_000)]}
-    with Index.open(tmp_path / "i", threads=1) as index:
-        vector = {"vector": np.ones(WIDTH, np.float32)}
-        index.upsert([Item(f"id{n}", metadata=tags, arrays=vector) for n in range(600)])
-    server = served(tmp_path / "i", "--workers", "1", "--deadline", "2")
+    with Index.open(empty, threads=1) as index:
+        index.upsert([Item(f"id{n}", metadata=tags, arrays=ONES) for n in range(300)])
+    server = served(empty, "--workers", "1", "--deadline", "1")
     slow = {"or": [{"tags": f"y{n}"} for n in range(100)]}
     answer = post(server, filter=slow, k=1)
     assert answer.status_code == 503 and "retry-after" in answer.headers
     wire.until(lambda: post(server, k=1).status_code == 200, 10)
 
 
-def test_queries_together_are_answered_as_one_by_one(bundle_path, tmp_path):
-    """To the last bit, and in the same order where distances are equal; answers are the asker's
-    own.
-    """
+def test_queries_together_are_answered_as_one_by_one(empty):
     random = np.random.default_rng(0)
     vectors = random.integers(-2, 3, (60, WIDTH)).astype(np.float32)
     vectors[30:] = vectors[:30]
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    with Index.open(tmp_path / "i", threads=1) as index:
+    with Index.open(empty, threads=1) as index:
         index.upsert(
             [
                 Item(f"{n * 7 % 60}", metadata={"n": n, "of": [n]}, arrays={"vector": v})
                 for n, v in enumerate(vectors)
             ]
         )
-        asked = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
-        for where, k in ((None, 7), ("n < 11", 5), ("n < 3", 10), ("n < 0", 4), (None, 100)):
-            together = index.search(asked, k, where=where)
-            assert together == [index.search(one, k, where=where) for one in asked]
-            assert {len(hits) for hits in together} == {
-                min(k, {None: 60, "n < 11": 11, "n < 3": 3, "n < 0": 0}[where])
-            }
-        together[0][0].metadata["of"].append("mine")
-        assert all(
-            "mine" not in hit.metadata["of"] for hits in index.search(asked, 100) for hit in hits
-        )
+        queries = vectors[::4] + random.integers(0, 2, (15, WIDTH)).astype(np.float32) / 3
+        for where, k, count in (
+            (None, 7, 7),
+            ("n < 11", 5, 5),
+            ("n < 3", 10, 3),
+            ("n < 0", 4, 0),
+            (None, 100, 60),
+        ):
+            together = index.search(queries, k, where=where)
+            assert together == [index.search(query, k, where=where) for query in queries]
+            assert {len(hits) for hits in together} == {count}
+        together[0][0].metadata["of"].append("mine")  # the asker's own
+        again = index.search(queries, 100)
+        assert all("mine" not in hit.metadata["of"] for hits in again for hit in hits)
 
 
 # A folder that is removed, or replaced by another index, while a server has it open.
@@ -300,7 +261,6 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
 def test_a_folder_that_is_replaced_is_taken_up_without_a_failed_request(
     makers, living, bundle_path, photos, served, tmp_path
 ):
-    """Also one with another bundle, and back again, under searches and after a write."""
     other = makers.make_bundle(tmp_path / "other", seed=7)
     server = served(living, "--open", "admin", "--workers", "2")
     image = next(photos.rglob("*.png")).read_bytes()
@@ -352,9 +312,7 @@ def test_a_store_whose_folder_was_replaced_writes_nothing(living, bundle_path, p
 def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
     does, living, bundle_path, photos, monkeypatch
 ):
-    """Two requests meet the old folder at a time; the second to notice finds the new one served
-    already.
-    """
+    """Two requests meet the old folder; the second finds the new one served already."""
     count = len(list((photos / "1").iterdir()))
     old = Index.open(living, threads=1)
     create_index(living, bundle_path, [photos / "1"], replace=True, progress=False)
@@ -366,18 +324,13 @@ def test_who_fails_once_another_has_taken_up_the_new_folder_is_answered(
         raise StoreError("The folder was replaced or removed.")
 
     monkeypatch.setattr(old, "search", late)
+    query = Query((QueryInput(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
     try:
         if does == "search":
-            query = Query((QueryInput(vector=np.full(WIDTH, 0.5)),), Options(k=100), None)
-            found = asyncio.run(
-                searcher.search(query, lambda query, hits, index: b"%d" % len(hits[0]))
-            )
-            assert found == b"%d" % count
+            work = searcher.search(query, lambda query, hits, index: b"%d" % len(hits[0]))
         else:
-            assert (
-                asyncio.run(searcher.read(lambda index: late() if index is old else len(index)))
-                == count
-            )
+            work = searcher.read(lambda index: late() if index is old else len(index))
+        assert int(asyncio.run(work)) == count
         assert searcher.index is not old
     finally:
         searcher.index.close()

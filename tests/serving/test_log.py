@@ -1,8 +1,4 @@
-"""The server's log: a line a request, by whose id an answer is found, and none that acts on a
-terminal.
-"""
-
-from __future__ import annotations
+"""The server's log: a line a request, and none that acts on a terminal."""
 
 import io
 import json
@@ -21,15 +17,11 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 
-def lines_of(server) -> list[dict]:
-    """Stop the server and return its log, in JSON."""
+def log_of(server) -> list[str]:
+    """Stop the server and return its log's lines."""
     server.process.terminate()
     assert server.process.wait(15) == 0
-    return [
-        json.loads(line)
-        for line in server.process.stderr.read().splitlines()
-        if line.startswith("{")
-    ]
+    return server.process.stderr.read().splitlines()
 
 
 def test_a_line_a_request(served, index_path, photos):
@@ -38,12 +30,13 @@ def test_a_line_a_request(served, index_path, photos):
     answer = wire.ask(server.port, image)
     missing = wire.ask(server.port, wire.get("/v1/items/nobody/image", f"traceparent: {PARENT}"))
     wire.ask(server.port, wire.get("/livez"))
-    lines = [line for line in lines_of(server) if "route" in line]
-    assert [(line["method"], line["route"], line["status"]) for line in lines] == [
-        ("POST", "/v1/search", 200),
-        ("GET", "/v1/items/{id}/image", 404),
-    ]
-    search, item = lines
+    lines = [json.loads(line) for line in log_of(server) if line.startswith("{")]
+    search, item = [line for line in lines if "route" in line]
+    for line, *request in (
+        (search, "POST", "/v1/search", 200),
+        (item, "GET", "/v1/items/{id}/image", 404),
+    ):
+        assert [line["method"], line["route"], line["status"]] == request
     assert search["request_id"] == answer.headers["x-request-id"]
     assert search["client"] == "127.0.0.1" and search["level"] == "INFO"
     assert search["bytes_out"] == len(answer.body) and search["bytes_in"] > 100
@@ -51,11 +44,8 @@ def test_a_line_a_request(served, index_path, photos):
     assert 0 < sum(search["stages"].values()) <= 1.5 * search["ms"]
     # An answer that is an error has its id, and a trace's id is the request's own
     assert item["trace_id"] == TRACE and "trace_id" not in search
-    assert (
-        json.loads(missing.body)["instance"]
-        == item["request_id"]
-        == missing.headers["x-request-id"]
-    )
+    instance = json.loads(missing.body)["instance"]
+    assert instance == item["request_id"] == missing.headers["x-request-id"]
     assert item["request_id"].replace("-", "").endswith(TRACE)
     assert missing.headers["traceparent"] == PARENT
 
@@ -63,78 +53,51 @@ def test_a_line_a_request(served, index_path, photos):
 def test_as_text(served, index_path):
     server = served(index_path, "--log-format", "text")
     answer = wire.ask(server.port, wire.vector())
-    server.process.terminate()
-    assert server.process.wait(15) == 0
-    (line,) = [line for line in server.process.stderr.read().splitlines() if "/v1/search" in line]
+    (line,) = [line for line in log_of(server) if "/v1/search" in line]
     assert "INFO POST /v1/search 200 ms=" in line and answer.headers["x-request-id"] in line
 
 
-@pytest.mark.parametrize(
-    "parent",
-    [
-        "",
-        "x",
-        PARENT.upper(),
-        PARENT[:-1],
-        PARENT + "-more",
-        PARENT.replace("00-", "ff-", 1),
-        f"00-{'0' * 32}-00f067aa0ba902b7-01",
-        f"00-{TRACE}-{'0' * 16}-01",
-        PARENT.replace("4", "g"),
-        "٠" * 55,
-        PARENT + "\n",
-    ],
-)
-def test_a_parent_that_is_none_is_not_taken(parent):
-    assert trace_id([(b"traceparent", parent.encode("utf-8"))]) == ""
-
-
-def test_a_parent_of_a_later_version_is_taken():
-    assert trace_id([(b"traceparent", PARENT.encode())]) == TRACE
-    assert trace_id([(b"traceparent", f"01-{TRACE}-00f067aa0ba902b7-01-more".encode())]) == TRACE
+def test_a_parent_is_taken_where_it_is_one():
+    odd = (PARENT[:-1], PARENT + "-more", PARENT + "\n", PARENT.upper(), PARENT.replace("4", "g"))
+    version = PARENT.replace("00-", "ff-", 1)
+    zeros = (f"00-{'0' * 32}-00f067aa0ba902b7-01", f"00-{TRACE}-{'0' * 16}-01")
+    for parent in ("", "x", "٠" * 55, version, *odd, *zeros):
+        assert trace_id([(b"traceparent", parent.encode())]) == "", parent
+    for parent in (PARENT, f"01-{TRACE}-00f067aa0ba902b7-01-more"):  # also of a later version
+        assert trace_id([(b"traceparent", parent.encode())]) == TRACE
     assert trace_id([(b"traceparent", PARENT.encode())] * 2) == ""
 
 
 @pytest.fixture
-def written() -> Iterator[io.StringIO]:
-    names = ("retrieval.serving.http", "uvicorn.error", "asyncio")
-    before = {
-        name: (logging.getLogger(name).handlers, logging.getLogger(name).propagate)
-        for name in names
-    }
-    yield io.StringIO()
-    for name, (handlers, propagate) in before.items():
-        logging.getLogger(name).handlers, logging.getLogger(name).propagate = handlers, propagate
-
-
-def request(**content) -> None:
-    logging.getLogger("retrieval.serving.http").info("request", extra={"request": content})
+def loggers() -> Iterator[logging.Logger]:
+    """The server's logger; it and its like are put back as they were."""
+    kept = list(map(logging.getLogger, ("retrieval.serving.http", "uvicorn.error", "asyncio")))
+    before = [(logger.handlers, logger.propagate) for logger in kept]
+    yield kept[0]
+    for logger, (handlers, propagate) in zip(kept, before, strict=True):
+        logger.handlers, logger.propagate = handlers, propagate
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_what_acts_on_a_terminal_is_escaped(form, written):
+def test_what_acts_on_a_terminal_is_escaped(form, loggers):
+    written = io.StringIO()
     with redirect_stderr(written):
         log = start_log(form)
     hostile = "x\x1b[2J\x07\r\n2026 INFO forged\u202e\x85"
-    request(method="GET", route="/", status=200, key=hostile)
-    logging.getLogger("retrieval.serving.http").warning("Not ready. %s", hostile)
+    request = {"method": "GET", "route": "/", "status": 200, "key": hostile}
+    loggers.info("request", extra={"request": request})
+    loggers.warning("Not ready. %s", hostile)
     log.stop()
-    text = written.getvalue()
-    assert len(text.splitlines()) == 2
-    assert all(sign.isprintable() for line in text.splitlines() for sign in line)
+    lines = written.getvalue().splitlines()
+    assert len(lines) == 2 and all(sign.isprintable() for line in lines for sign in line)
     if form == "json":
-        line, event = map(json.loads, text.splitlines())
-        assert (
-            line["key"] == hostile
-            and event["level"] == "WARNING"
-            and "Not ready" in event["message"]
-        )
+        line, event = map(json.loads, lines)
+        assert line["key"] == hostile
+        assert event["level"] == "WARNING" and "Not ready" in event["message"]
 
 
 def test_nobody_waits_for_who_reads_the_log():
-    """Standard error is a full pipe that nobody reads: lines are dropped, and the one who writes
-    goes on.
-    """
+    """Standard error is a full pipe that nobody reads: lines are dropped."""
     code = """
 import logging, os
 from retrieval.serving.http import monitoring

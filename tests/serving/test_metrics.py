@@ -1,14 +1,11 @@
 """The metrics under load, by Prometheus's own parser; no client can add series."""
 
-from __future__ import annotations
-
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import wire
 from prometheus_client.parser import text_string_to_metric_families
-from retrieval.serving.index.index import create_index
 from retrieval.serving.stages import STAGES
 
 
@@ -27,91 +24,72 @@ def scrape(port: int) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def test_under_load_every_request_is_counted(served, index_path, photos):
-    server = served(index_path, "--workers", "2", "--images", str(photos))
+    port = served(index_path, "--workers", "2", "--images", str(photos)).port
     image = wire.post(wire.form((photos / "3" / "0003.png").read_bytes(), "3"), wire.FORM)
-    before = scrape(server.port)["retrieval_requests_total"]
-    searches = [
-        image,
-        wire.vector(),
-        wire.get("/v1/items/3%2F0003.png/image"),
-        wire.get("/v1/items/x/image"),
-        wire.vector(width=3),
-    ]
+    before = scrape(port)["retrieval_requests_total"]
+    pictures = [wire.get(f"/v1/items/{id}/image") for id in ("3%2F0003.png", "x")]
+    requests = [image, wire.vector(), *pictures, wire.vector(width=3)]
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda request: wire.ask(server.port, request), searches * 20))
-        during = [threads.submit(scrape, server.port) for _ in range(5)]
+        answers = list(threads.map(lambda request: wire.ask(port, request), requests * 20))
+        during = [threads.submit(scrape, port) for _ in range(5)]
         assert all(entry.result() for entry in during)
-    now = scrape(server.port)
-    requests = now["retrieval_requests_total"]
-    search, image_of = "/v1/search", "/v1/items/{id}/image"
+    now = scrape(port)
+    counts = now["retrieval_requests_total"]
+    search, image_of, metrics = "/v1/search", "/v1/items/{id}/image", ("GET", "/metrics", "200")
     assert [answer.status for answer in answers] == [200, 200, 200, 404, 422] * 20
-    assert requests["POST", search, "200"] == 40 and requests["POST", search, "422"] == 20
-    assert requests["GET", image_of, "200"] == requests["GET", image_of, "404"] == 20
-    assert requests["GET", "/metrics", "200"] - before.get(("GET", "/metrics", "200"), 0) == 6
+    assert counts["POST", search, "200"] == 40 and counts["POST", search, "422"] == 20
+    assert counts["GET", image_of, "200"] == counts["GET", image_of, "404"] == 20
+    assert counts[metrics] - before.get(metrics, 0) == 6
     assert now["retrieval_refused_total"]["404",] == now["retrieval_refused_total"]["422",] == 20
     # By stage: what was asked for went through each as often
-    stages = now["retrieval_stage_seconds_count"]
+    stages, seconds = now["retrieval_stage_seconds_count"], now["retrieval_stage_seconds_sum"]
     assert set(stages) == {(stage,) for stage in STAGES}
     assert stages["read",] == 60 and stages["decode",] == stages["encode",] == 20
     assert stages["search",] == 40  # a vector of another width is refused before
     assert stages["items",] == 40 and stages["write",] == 0
     assert now["retrieval_encode_batch_count"][()] == now["retrieval_encode_batch_sum"][()] == 20
-    took = now["retrieval_request_seconds_sum"][search,]
-    parts = sum(
-        now["retrieval_stage_seconds_sum"][stage,]
-        for stage in ("decode", "encode", "search", "items")
-    )
-    assert 0 < parts < took
+    parts = sum(seconds[stage,] for stage in ("decode", "encode", "search", "items"))
+    assert 0 < parts < now["retrieval_request_seconds_sum"][search,]
     # And how the server is
-    queues = now["retrieval_queue_length"]
-    assert queues == {("searches",): 0, ("images",): 0, ("pictures",): 0, ("changes",): 0}
+    queues = {("searches",): 0, ("images",): 0, ("pictures",): 0, ("changes",): 0}
+    assert now["retrieval_queue_length"] == queues
     assert now["retrieval_index_items"][()] == 200
     assert now["retrieval_decode_processes"][()] >= 1
-    assert (
-        now["process_resident_memory_bytes"][()] > 20e6 and now["process_cpu_seconds_total"][()] > 0
-    )
+    assert now["process_resident_memory_bytes"][()] > 20e6
+    assert now["process_cpu_seconds_total"][()] > 0
 
 
 def test_no_client_multiplies_the_series(served, index_path, photos):
-    server = served(index_path, "--images", str(photos))
-    scrape(server.port)
-    once = (
-        wire.ask(server.port, wire.get("/nothing0")),
-        wire.ask(server.port, wire.get("/v1/items/3%2F0003.png/image")),
-    )
+    port, image = served(index_path, "--images", str(photos)).port, "/v1/items/3%2F0003.png/image"
+    scrape(port)
+    once = (wire.ask(port, wire.get("/nothing0")), wire.ask(port, wire.get(image)))
     assert [answer.status for answer in once] == [404, 200]
-    wire.ask(server.port, b"PURGE / HTTP/1.1\r\nHost: localhost\r\n\r\n")
-    wire.ask(server.port, b"nonsense\r\n\r\n")
-    before = scrape(server.port)
+    wire.ask(port, b"PURGE / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    wire.ask(port, b"nonsense\r\n\r\n")
+    before = scrape(port)
     for number in range(30):
-        wire.ask(server.port, wire.get(f"/nothing{number}"))
-        wire.ask(server.port, wire.get("/v1/items/3%2F0003.png/image", f"X-Request-Id: {number}"))
-        wire.ask(
-            server.port,
-            wire.get("/").replace(b"GET", [b"PROPFIND", b"LOCK", b"MKCOL"][number % 3], 1),
-        )
-        wire.ask(server.port, b"nonsense\r\n\r\n")
-    after = scrape(server.port)
-    assert {name: set(values) for name, values in after.items()} == {
-        name: set(values) for name, values in before.items()
-    }
+        method = (b"PROPFIND", b"LOCK", b"MKCOL")[number % 3]
+        wire.ask(port, wire.get(f"/nothing{number}"))
+        wire.ask(port, wire.get(image, f"X-Request-Id: {number}"))
+        wire.ask(port, wire.get("/").replace(b"GET", method, 1))
+        wire.ask(port, b"nonsense\r\n\r\n")
+    after = scrape(port)
+    series = [{name: set(values) for name, values in now.items()} for now in (before, after)]
+    assert series[0] == series[1]
     assert after["retrieval_requests_total"]["GET", "other", "404"] == 31
 
 
-def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
-    """A picture, a vector, several and again, and a deletion: each is written once, and what is
-    refused never.
-    """
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    server = served(tmp_path / "i", "--open", "write")
+def test_changes_have_their_stages(empty, served, photos):
+    server = served(empty, "--open", "write")
+    client = server.client
     picture = {"image": (photos / "3" / "0003.png").read_bytes()}
     batch = {"items": [{"id": "b", "vector": [0.5] * 16}, {"id": "c", "vector": [0.25] * 16}]}
-    assert server.client.put("/v1/items/a", files=picture).status_code == 200
-    assert server.client.patch("/v1/items/a", json={"label": "three"}).status_code == 200
+    assert client.put("/v1/items/a", files=picture).status_code == 200
+    assert client.patch("/v1/items/a", json={"label": "three"}).status_code == 200
     for _ in range(2):
-        assert server.client.post("/v1/items", json=batch).status_code == 200
-    assert server.client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
-    assert server.client.delete("/v1/items/b").json() == {"deleted": 1}
+        assert client.post("/v1/items", json=batch).status_code == 200
+    assert client.put("/v1/items/d", json={"vector": [0.5]}).status_code == 422
+    assert client.delete("/v1/items/b").json() == {"deleted": 1}
     now = scrape(server.port)
     stages = now["retrieval_stage_seconds_count"]
     assert stages["write",] == 5 and now["retrieval_stage_seconds_sum"]["write",] > 0
@@ -120,18 +98,17 @@ def test_changes_have_their_stages(bundle_path, served, photos, tmp_path):
 
 
 def test_why_work_was_refused(served, index_path):
-    """One worker: of 150 batches at once, some are told that the queue is full."""
-    server = served(index_path, "--workers", "1", "--max-bytes", "1000")
-    big = wire.post(wire.form(bytes(3000)), wire.FORM)
-    assert wire.ask(server.port, big).status == 413
-    assert wire.ask(server.port, wire.post(b"x", "text/plain")).status == 415
+    port = served(index_path, "--workers", "1", "--max-bytes", "1000").port
+
+    def refused() -> dict:
+        return scrape(port)["retrieval_refused_total"]
+
+    assert wire.ask(port, wire.post(wire.form(bytes(3000)), wire.FORM)).status == 413
+    assert wire.ask(port, wire.post(b"x", "text/plain")).status == 415
     queries = json.dumps({"queries": [{"vector": [0.25] * 16}] * 100, "k": 1}).encode()
     batch = wire.post(queries).replace(b"/v1/search", b"/v1/search/batch", 1)
     end = time.monotonic() + 60
-    while ("queue",) not in scrape(server.port)[
-        "retrieval_refused_total"
-    ] and time.monotonic() < end:
+    while ("queue",) not in refused() and time.monotonic() < end:  # of 150 at once, some wait
         with ThreadPoolExecutor(150) as threads:
-            list(threads.map(lambda _: wire.ask(server.port, batch), range(300)))
-    refused = scrape(server.port)["retrieval_refused_total"]
-    assert refused["413",] == refused["415",] == 1 and refused["queue",] >= 1
+            list(threads.map(lambda _: wire.ask(port, batch), range(300)))
+    assert refused()["413",] == refused()["415",] == 1 and refused()["queue",] >= 1

@@ -1,8 +1,4 @@
-"""No URL of a request is fetched, and no path of one reaches the file system: a server is watched
-from inside while it is asked for both.
-"""
-
-from __future__ import annotations
+"""No URL of a request is fetched, and no path of one reaches the file system."""
 
 import json
 import socket
@@ -36,21 +32,62 @@ def watched(monkeypatch, tmp_path) -> Path:
     return tmp_path / "events"
 
 
-def request(
-    method: str, path: str, body: bytes = b"", kind: str = "application/json", *headers: str
-) -> bytes:
-    lines = [
-        f"{method} {path} HTTP/1.1",
-        "Host: localhost",
-        f"Content-Type: {kind}",
-        f"Content-Length: {len(body)}",
-    ]
-    return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1") + body
+def request(method: str, path: str, body=b"", kind="application/json", *headers: str) -> bytes:
+    """A request with a body, which is given as bytes or as what becomes JSON."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", f"Content-Type: {kind}"]
+    lines += [f"Content-Length: {len(content)}", *headers, "", ""]
+    return "\r\n".join(lines).encode("latin-1") + content
+
+
+def of_text(text: str, image: bytes):
+    """Every place of a request that could be taken for a path or an address."""
+    quoted, vector = quote(text, safe=""), [0.25] * 16
+    item, index = f"/v1/items/{quoted}", f"/v1/indexes/{quoted}/index"
+    for path in (
+        *(f"/{text}", f"/{quoted}", f"/page.js/../{text}", index),
+        *(item, f"{item}/image", f"{item}/thumbnail"),
+        *(f"/v1/item?id={quoted}", f"/v1/item/image?id={quoted}"),
+        *(f"/v1/items?filter={quoted}", f"/v1/items?cursor={quoted}"),
+    ):
+        if path.isascii() and path.isprintable() and " " not in path:
+            yield request("GET", path)
+    metadata = {"path": text, "image": text, "url": text}
+    named = {"id": f"v {text}", "label": text, "metadata": metadata, "vector": vector}
+    for path, content in (
+        ("/v1/search", {"image": text}),
+        ("/v1/search", {"url": text}),
+        ("/v1/search", {"vector": text}),
+        ("/v1/search", {"id": text}),
+        ("/v1/search", {"id": text, "filter": text}),
+        ("/v1/search", {"vector": vector, "fields": [text], "filter": {"id": text}}),
+        ("/v1/search/batch", {"queries": [{"id": text}, {"image": text}]}),
+        ("/v1/items", {"items": [{"id": text, "image": text}]}),
+        ("/v1/items", {"items": [{"id": text, "path": text, "vector": vector}]}),
+        ("/v1/items", {"items": [named]}),
+        ("/v1/delete", {"ids": [text]}),
+        ("/v1/delete", {"filter": {"metadata": text}}),
+        ("/v1/snapshots", {"path": text, "name": text, "folder": text}),
+    ):
+        yield request("POST", path, content)
+    yield request("PUT", item, {"image": text, "path": text, "vector": vector})
+    yield request("PUT", item, {"vector": vector})
+    yield request("GET", f"{item}/image")
+    if text.isprintable():
+        name = text.replace("\\", "\\\\").replace('"', "'")
+        yield request("PUT", item, wire.form(image, filename=name), wire.FORM)
+        yield request("POST", "/v1/search", wire.form(image, filename=name), wire.FORM)
+        headers = [f"X-Original-URL: {text}", f"X-Rewrite-URL: {text}", f"Referer: {text}"]
+        headers += [f"X-Forwarded-Host: {MARK}", f"Forwarded: for={MARK}"]
+        authorization = f"Authorization: Bearer {text}"
+        yield request("GET", "/v1/index", b"", "text/plain", *headers, authorization)
+    yield request("POST", "/v1/search", wire.form(text.encode(), filename=None), wire.FORM)
+    yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)
 
 
 def attacks(url: str, folder: Path, image: bytes):
-    """Every place of a request that could be taken for a path or an address."""
-    paths = [
+    """Paths, addresses, images that name files, and filters that call SQLite's functions."""
+    for text in (
         f"../../../../{folder}/{MARK}",
         f"{folder}/{MARK}",
         f"..\\..\\{MARK}",
@@ -68,77 +105,8 @@ def attacks(url: str, folder: Path, image: bytes):
         f"{MARK}; touch {folder}/{MARK}",
         f"$(touch {folder}/{MARK})",
         f"data:image/png;base64,{MARK}",
-    ]
-    for text in paths:
-        quoted = quote(text, safe="")
-        for path in (
-            f"/{text}",
-            f"/{quoted}",
-            f"/page.js/../{text}",
-            f"/v1/items/{quoted}",
-            f"/v1/items/{quoted}/image",
-            f"/v1/items/{quoted}/thumbnail",
-            f"/v1/item?id={quoted}",
-            f"/v1/item/image?id={quoted}",
-            f"/v1/indexes/{quoted}/index",
-            f"/v1/items?filter={quoted}",
-            f"/v1/items?cursor={quoted}",
-        ):
-            if path.isascii() and path.isprintable() and " " not in path:
-                yield request("GET", path)
-        for path, content in (
-            ("/v1/search", {"image": text}),
-            ("/v1/search", {"url": text}),
-            ("/v1/search", {"vector": text}),
-            ("/v1/search", {"id": text}),
-            ("/v1/search", {"id": text, "filter": text}),
-            ("/v1/search", {"vector": [0.25] * 16, "fields": [text], "filter": {"id": text}}),
-            ("/v1/search/batch", {"queries": [{"id": text}, {"image": text}]}),
-            ("/v1/items", {"items": [{"id": text, "image": text}]}),
-            ("/v1/items", {"items": [{"id": text, "path": text, "vector": [0.25] * 16}]}),
-            (
-                "/v1/items",
-                {
-                    "items": [
-                        {
-                            "id": f"v {text}",
-                            "label": text,
-                            "metadata": {"path": text, "image": text, "url": text},
-                            "vector": [0.25] * 16,
-                        }
-                    ]
-                },
-            ),
-            ("/v1/delete", {"ids": [text]}),
-            ("/v1/delete", {"filter": {"metadata": text}}),
-            ("/v1/snapshots", {"path": text, "name": text, "folder": text}),
-        ):
-            yield request("POST", path, json.dumps(content).encode())
-        yield request(
-            "PUT",
-            f"/v1/items/{quoted}",
-            json.dumps({"image": text, "path": text, "vector": [0.25] * 16}).encode(),
-        )
-        yield request("PUT", f"/v1/items/{quoted}", json.dumps({"vector": [0.25] * 16}).encode())
-        yield request("GET", f"/v1/items/{quoted}/image")
-        if text.isprintable():
-            named = text.replace("\\", "\\\\").replace('"', "'")
-            yield request("PUT", f"/v1/items/{quoted}", wire.form(image, filename=named), wire.FORM)
-            yield request("POST", "/v1/search", wire.form(image, filename=named), wire.FORM)
-            yield request(
-                "GET",
-                "/v1/index",
-                b"",
-                "text/plain",
-                f"X-Original-URL: {text}",
-                f"X-Rewrite-URL: {text}",
-                f"X-Forwarded-Host: {MARK}",
-                f"Referer: {text}",
-                f"Forwarded: for={MARK}",
-                f"Authorization: Bearer {text}",
-            )
-        yield request("POST", "/v1/search", wire.form(text.encode(), filename=None), wire.FORM)
-        yield request("POST", "/v1/search", wire.form(text.encode()), wire.FORM)
+    ):
+        yield from of_text(text, image)
     for text in (
         f'<svg xmlns="http://www.w3.org/2000/svg"><image href="{url}/{MARK}"/></svg>',
         f"#EXTM3U\n{url}/{MARK}\n",
@@ -155,10 +123,12 @@ def attacks(url: str, folder: Path, image: bytes):
         f"id in (select '{MARK}')",
         f"id = 'x'; attach '{folder}/{MARK}' as y",
     ):
-        yield request("POST", "/v1/delete", json.dumps({"filter": text}).encode())
-        yield request(
-            "POST", "/v1/search", json.dumps({"vector": [0.25] * 16, "filter": text}).encode()
-        )
+        yield request("POST", "/v1/delete", {"filter": text})
+        yield request("POST", "/v1/search", {"vector": [0.25] * 16, "filter": text})
+
+
+CALLS = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "subprocess")
+CALLS += ("os.system", "os.exec", "urllib", "http")
 
 
 def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, served, tmp_path):
@@ -167,17 +137,13 @@ def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, 
     with socket.create_server(("127.0.0.1", 0)) as trap:
         url = f"http://127.0.0.1:{trap.getsockname()[1]}"
         options = ("--open", "admin", "--snapshots", str(tmp_path / "copies"))
-        server = served(tmp_path / "i", *options, program=("-m", "retrieval.cli"))
+        port = served(tmp_path / "i", *options, program=("-m", "retrieval.cli")).port
         image = (photos / "3" / "0003.png").read_bytes()
-        assert (
-            wire.ask(
-                server.port, request("PUT", "/v1/items/plain", wire.form(image), wire.FORM)
-            ).status
-            == 200
-        )
+        plain = request("PUT", "/v1/items/plain", wire.form(image), wire.FORM)
+        assert wire.ask(port, plain).status == 200
         begun = watched.read_text()
         assert "open " in begun and "sitecustomize" not in begun.splitlines()[-1]  # the watch works
-        sent = [wire.ask(server.port, each).status for each in attacks(url, tmp_path, image)]
+        sent = [wire.ask(port, attack).status for attack in attacks(url, tmp_path, image)]
         trap.settimeout(0.2)
         with pytest.raises(TimeoutError):
             trap.accept()
@@ -185,17 +151,6 @@ def test_no_request_opens_a_file_or_calls_anybody(bundle_path, photos, watched, 
     assert sent.count(200) > 50  # some of it are good requests: ids and file names may be anything
     events = watched.read_text()[len(begun) :].splitlines()
     assert [event for event in events if MARK in event] == []
-    calls = (
-        "socket.connect",
-        "socket.getaddrinfo",
-        "socket.gethostbyname",
-        "subprocess",
-        "os.system",
-        "os.exec",
-        "urllib",
-        "http",
-    )
-    started = [event for event in events if event.startswith(calls) and "retrieval" not in event]
-    assert started == []
+    assert [event for event in events if event.startswith(CALLS) and "retrieval" not in event] == []
     assert not list(tmp_path.rglob(f"*{MARK}*"))
-    assert wire.ask(server.port, wire.get("/readyz")).status == 200
+    assert wire.ask(port, wire.get("/readyz")).status == 200

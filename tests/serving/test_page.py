@@ -1,7 +1,5 @@
 """The page in a real headless Chromium."""
 
-from __future__ import annotations
-
 import csv
 import os
 import re
@@ -11,7 +9,7 @@ from urllib.parse import unquote
 
 import numpy as np
 import pytest
-from browsing import MARKUP, first_is, loaded
+from browsing import MARKUP, count_is, first_is, fits, keys_of, loaded, search
 from PIL import Image
 from retrieval.serving.index.index import create_index
 
@@ -33,35 +31,42 @@ def shot(page, name: str) -> None:
         page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
 
 
-def test_a_chosen_image_shows_its_neighbours(page, shared, index_path, photos):
-    server = shared(index_path, "--images", str(photos))
-    page.goto(server.url)
+def results(server, index: str = "", **request) -> list[dict]:
+    """The hits that the server gives, by a request of `httpx`."""
+    return server.client.post(f"/v1{index}/search", **request).json()["results"]
+
+
+def shows(page, hits: list[dict], place: str = ".hit") -> bool:
+    return keys_of(page, place) == [hit["key"] for hit in hits]
+
+
+@pytest.fixture
+def digits(shared, index_path, photos):
+    return shared(index_path, "--images", str(photos))
+
+
+def test_a_chosen_image_shows_its_neighbours(page, digits, photos):
+    page.goto(digits.url)
     page.wait_for_selector("text=digits: 200 items, euclidean distance")
     shot(page, "empty")
     query = photos / "3" / "0003.png"
-    page.set_input_files("#file", str(query))
-    page.wait_for_selector(".hit")
+    search(page, query)
     loaded(page)
     shot(page, "light")
     assert page.locator(".hit").count() == 10
     first = page.locator(".hit").first
-    assert first.locator(".label").inner_text() == "3"
-    assert first.locator(".distance").inner_text() == "0.0000"
-    assert first.locator(".key").inner_text() == "3/0003.png"
-    assert re.fullmatch(
-        r"10 nearest items, found in \d+\.\d ms", page.locator("#status").inner_text()
-    )
-    expected = server.client.post("/v1/search", files={"image": query.read_bytes()}).json()[
-        "results"
-    ]
-    assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in expected]
+    for part, text in (("label", "3"), ("distance", "0.0000"), ("key", "3/0003.png")):
+        assert first.locator(f".{part}").inner_text() == text
+    status = page.locator("#status").inner_text()
+    assert re.fullmatch(r"10 nearest items, found in \d+\.\d ms", status)
+    expected = results(digits, files={"image": query.read_bytes()})
+    assert shows(page, expected)
     page.select_option("#k", "5")
-    page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
+    count_is(page, 5)
     page.locator(".hit button.frame").nth(2).click()  # a result as the next query
-    requests = {"id": expected[2]["id"], "k": 5}
-    neighbours = server.client.post("/v1/search", json=requests).json()["results"]
+    neighbours = results(digits, json={"id": expected[2]["id"], "k": 5})
     first_is(page, neighbours[0]["key"])
-    assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in neighbours]
+    assert shows(page, neighbours)
     page.locator("#stages summary").click()
     rows = page.locator("#stages tbody tr").all_inner_texts()
     assert any(re.fullmatch(r"search\s+\d+\.\d\d", row) for row in rows), rows
@@ -70,9 +75,8 @@ def test_a_chosen_image_shows_its_neighbours(page, shared, index_path, photos):
     shot(page, "dark")
     page.set_viewport_size({"width": 390, "height": 800})
     shot(page, "narrow")
-    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.faults == []
-    assert all(url.startswith((server.url, "blob:", "data:")) for url in page.asked)
+    assert fits(page) and page.faults == []
+    assert all(url.startswith((digits.url, "blob:", "data:")) for url in page.asked)
 
 
 def test_a_dropped_image_and_a_bad_one(page, served, index_path, photos):
@@ -80,9 +84,10 @@ def test_a_dropped_image_and_a_bad_one(page, served, index_path, photos):
     page.goto(server.url)
     page.wait_for_selector("text=200 items")
     query = photos / "5" / "0005.png"
-    page.evaluate(DROP, [query.name, list(query.read_bytes())])
+    sound = [query.name, list(query.read_bytes())]
+    page.evaluate(DROP, sound)
     page.wait_for_selector(".hit")
-    assert page.locator(".hit .key").first.inner_text() == "5/0005.png"
+    assert keys_of(page)[0] == "5/0005.png"
     assert page.locator("#preview").is_visible()
     page.evaluate(DROP, ["notes.txt", list(b"no image at all")])
     page.wait_for_selector("#error:not([hidden])")
@@ -91,13 +96,13 @@ def test_a_dropped_image_and_a_bad_one(page, served, index_path, photos):
     shot(page, "error")
     page.evaluate(DROP, ["large.png", [0] * 6000])
     page.wait_for_selector("text=The image has 6,000 bytes; the limit is 5,000.")
-    page.evaluate(DROP, [query.name, list(query.read_bytes())])
+    page.evaluate(DROP, sound)
     page.wait_for_selector(".hit")
     assert page.locator("#error").is_hidden()
     assert [fault for fault in page.faults if "422" not in fault] == []
     server.process.terminate()
     server.process.wait(15)
-    page.evaluate(DROP, [query.name, list(query.read_bytes())])
+    page.evaluate(DROP, sound)
     page.wait_for_selector("text=The server cannot be reached. Is it still running?")
 
 
@@ -112,48 +117,38 @@ PASTE = """async ([name, bytes, type]) => {
 }"""
 
 
-def test_a_pasted_image_and_a_photo(browser, shared, index_path, photos):
+@pytest.mark.parametrize("touch", [False, True])
+def test_a_pasted_image_and_a_photo(touch, browser, digits, photos):
     """On a phone, which has a camera: the button that takes a photo is there, and only there."""
-    server = shared(index_path, "--images", str(photos))
     five, three = (photos / name for name in ("5/0005.png", "3/0003.png"))
-    for touch in (False, True):
-        context = browser.new_context(
-            viewport={"width": 390, "height": 800}, has_touch=touch, is_mobile=touch
-        )
-        page = context.new_page()
-        page.set_default_timeout(10_000)
-        page.goto(server.url)
-        page.wait_for_selector("text=200 items")
-        assert not page.evaluate(PASTE, ["", [], ""])  # text goes where it would have gone
-        assert page.evaluate(PASTE, [five.name, list(five.read_bytes()), "image/png"])
-        first_is(page, "5/0005.png")
-        photo = page.locator("label[for=photo]")
-        assert (photo.is_visible(), photo.inner_text() if touch else "") == (
-            touch,
-            "Take a photo" if touch else "",
-        )
-        if touch:
-            assert page.locator("#photo").get_attribute("capture") == "environment"
-            with page.expect_file_chooser() as chooser:
-                photo.tap()
-            chooser.value.set_files(str(three))
-            first_is(page, "3/0003.png")
-            assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-        context.close()
+    size = {"width": 390, "height": 800}
+    context = browser.new_context(viewport=size, has_touch=touch, is_mobile=touch)
+    page = context.new_page()
+    page.set_default_timeout(10_000)
+    page.goto(digits.url)
+    page.wait_for_selector("text=200 items")
+    assert not page.evaluate(PASTE, ["", [], ""])  # text goes where it would have gone
+    assert page.evaluate(PASTE, [five.name, list(five.read_bytes()), "image/png"])
+    first_is(page, "5/0005.png")
+    photo = page.locator("label[for=photo]")
+    assert photo.is_visible() == touch
+    if touch:
+        assert photo.inner_text() == "Take a photo"
+        assert page.locator("#photo").get_attribute("capture") == "environment"
+        with page.expect_file_chooser() as chooser:
+            photo.tap()
+        chooser.value.set_files(str(three))
+        first_is(page, "3/0003.png")
+        assert fits(page)
+    context.close()
 
 
-def test_the_keyboard_and_the_names_of_things(page, shared, index_path, photos):
-    server = shared(index_path, "--images", str(photos))
-    page.goto(server.url)
-    page.set_input_files("#file", str(photos / "3" / "0003.png"))
-    page.wait_for_selector(".hit")
+def test_the_keyboard_and_the_names_of_things(page, digits, photos):
+    page.goto(digits.url)
+    search(page, photos / "3" / "0003.png")
     tree = page.locator("body").aria_snapshot()
-    for name in (
-        'button "Choose an image"',
-        'combobox "Results"',
-        "status",
-        'list "Nearest items, nearest first"',
-    ):
+    results_list = 'list "Nearest items, nearest first"'
+    for name in ('button "Choose an image"', 'combobox "Results"', "status", results_list):
         assert name in tree, tree
     assert page.locator("html").get_attribute("lang") == "en"
     for _ in range(20):
@@ -164,22 +159,18 @@ def test_the_keyboard_and_the_names_of_things(page, shared, index_path, photos):
     assert image.endswith("/thumbnail")  # the original may have 20 MB
     id = unquote(image.split("/")[-2])
     page.keyboard.press("Enter")
-    neighbours = server.client.post("/v1/search", json={"id": id, "k": 10}).json()["results"]
-    first_is(page, neighbours[0]["key"])
+    first_is(page, results(digits, json={"id": id, "k": 10})[0]["key"])
 
 
-def test_names_from_files_are_text_and_never_markup(page, served, makers, bundle_path, tmp_path):
-    folder = tmp_path / "<img src=x onerror=alert(1)>"
+def test_names_from_files_are_text_and_never_markup(page, served, photos, bundle_path, tmp_path):
+    folder, path = tmp_path / MARKUP, photos / "0" / "0000.png"
     folder.mkdir()
-    path = makers.write_digits(tmp_path / "d", 1)[0]
     shutil.copy(path, folder / "<b>bold.png")
     create_index(tmp_path / "i", bundle_path, [folder], progress=False)
-    server = served(tmp_path / "i", "--images", str(folder))
-    page.goto(server.url)
-    page.set_input_files("#file", str(path))
-    page.wait_for_selector(".hit")
-    assert page.locator(".hit .key").inner_text() == "<b>bold.png"
-    assert page.locator(".hit .label").inner_text() == "<img src=x onerror=alert(1)>"
+    page.goto(served(tmp_path / "i", "--images", str(folder)).url)
+    search(page, path)
+    assert keys_of(page) == ["<b>bold.png"]
+    assert page.locator(".hit .label").inner_text() == MARKUP
     assert page.faults == []
 
 
@@ -188,13 +179,12 @@ def test_features_are_asked_for_as_numbers(page, served, makers, tmp_path):
     features = np.random.default_rng(0).normal(size=(30, 64)).round(3)
     np.savez(tmp_path / "f.npz", features=features)
     create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
-    server = served(tmp_path / "i")
-    page.goto(server.url)
+    page.goto(served(tmp_path / "i").url)
     page.wait_for_selector("#vector")
     page.fill("#vector", str(features[11].tolist()))
     page.click("text=Search >> nth=-1")
     page.wait_for_selector(".hit")
-    assert page.locator(".hit .key").first.inner_text() == "f/11"
+    assert keys_of(page)[0] == "f/11"
     shot(page, "vector")
     page.fill("#vector", "1, two")
     page.click("#numbers button")
@@ -207,6 +197,7 @@ window.fetch = (address, request) => {
   if (request?.body instanceof FormData) window.sent = request.body.get("image").type;
   return real(address, request);
 }"""
+BOX = ("x", "y", "width", "height")
 
 
 @pytest.fixture(scope="module")
@@ -225,39 +216,30 @@ def described(bundle_path, photos, tmp_path_factory) -> Path:
 
 
 def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, shared, described):
-    server = shared(described)
+    server, image = shared(described), described.parent / "<b>3.png"
     page.goto(server.url)
     page.wait_for_function("() => document.querySelectorAll('#field option').length === 4")
     assert page.locator("#field option").all_text_contents() == ["label", "id", "made by", "price"]
-    page.set_input_files("#file", str(described.parent / "<b>3.png"))
-    page.wait_for_selector(".hit")
+    search(page, image)
     page.click("#conditions summary")
-    for field, relation, value in (
-        ("label", "=", "it's"),
-        ("made by", "!=", "us"),
-        ("price", ">=", "0"),
-    ):
-        page.select_option("#field", field)
-        page.select_option("#relation", relation)
-        page.fill("#value", value)
+    for condition in (("label", "=", "it's"), ("made by", "!=", "us"), ("price", ">=", "0")):
+        for selector, word in zip(("#field", "#relation"), condition, strict=False):
+            page.select_option(selector, word)
+        page.fill("#value", condition[2])
         page.click("#add-condition")
     text = page.input_value("#filter")
     assert text.startswith("label = 'it''s' and \"made by\" != 'us' and price >= ")
-    content = {"k": "10", "filter": text}
-    expected = server.client.post(
-        "/v1/search", files={"image": (described.parent / "<b>3.png").read_bytes()}, data=content
-    ).json()["results"]
-    assert expected
+    form = {"files": {"image": image.read_bytes()}, "data": {"k": "10", "filter": text}}
+    expected = results(server, **form)
     first_is(page, expected[0]["key"])
-    assert page.locator(".hit .key").all_inner_texts() == [hit["key"] for hit in expected]
+    assert shows(page, expected)
     assert f"made by: {MARKUP}" in page.locator(".hit").first.locator("li").all_inner_texts()
     page.fill("#filter", "price < < 3")
     page.press("#filter", "Enter")
     page.wait_for_selector("#error:not([hidden])")
-    wrong = server.client.post(
-        "/v1/search", json={"id": expected[0]["id"], "filter": "price < < 3"}
-    )
-    assert page.locator("#error").text_content() == wrong.json()["detail"]
+    wrong = {"id": expected[0]["id"], "filter": "price < < 3"}
+    sentence = server.client.post("/v1/search", json=wrong).json()["detail"]
+    assert page.locator("#error").text_content() == sentence
     page.fill("#filter", f"label = '{MARKUP}'")
     page.click("#apply")
     page.wait_for_selector(".hit")
@@ -265,40 +247,29 @@ def test_filters_are_built_from_the_metadata_and_markup_stays_text(page, shared,
     assert [fault for fault in page.faults if "400" not in fault] == []
 
 
-def test_a_part_is_searched_for_by_pointer_and_by_keyboard(
-    page, shared, index_path, tmp_path, photos
-):
-    server = shared(index_path, "--images", str(photos))
-    three, five = (Image.open(photos / name) for name in ("3/0003.png", "5/0005.png"))
+def test_a_part_is_searched_for_by_pointer_and_by_keyboard(page, digits, tmp_path, photos):
     both = Image.new("L", (16, 8))
-    both.paste(three, (0, 0))
-    both.paste(five, (8, 0))
+    for left, name in ((0, "3/0003.png"), (8, "5/0005.png")):
+        both.paste(Image.open(photos / name), (left, 0))
     both.save(tmp_path / "both.bmp")
     page.add_init_script(SPY)
-    page.goto(server.url)
-    page.set_input_files("#file", str(tmp_path / "both.bmp"))
-    page.wait_for_selector(".hit")
+    page.goto(digits.url)
+    search(page, tmp_path / "both.bmp")
     loaded(page)
-    frame = page.locator("#view").bounding_box()
-    y, height = frame["y"], frame["height"]
-    page.mouse.move(frame["x"] + frame["width"] / 2, y + 0.1)
+    x, y, width, height = (page.locator("#view").bounding_box()[n] for n in BOX)
+    page.mouse.move(x + width / 2, y + 0.1)
     page.mouse.down()
-    page.mouse.move(frame["x"] + frame["width"] - 0.1, y + height - 0.1, steps=4)
+    page.mouse.move(x + width - 0.1, y + height - 0.1, steps=4)
     page.mouse.up()
-    assert [page.input_value(f"#{edge}") for edge in ("left", "top", "right", "bottom")] == [
-        "50",
-        "0",
-        "100",
-        "100",
-    ]
+    edges = [page.input_value(f"#{edge}") for edge in ("left", "top", "right", "bottom")]
+    assert edges == ["50", "0", "100", "100"]
     page.click("#cut")
     first_is(page, "5/0005.png")
     assert page.evaluate("() => window.sent") == "image/png"
     assert page.locator(".hit .distance").first.inner_text() == "0.0000"
-    page.focus("#left")
-    page.keyboard.press("Home")
-    page.focus("#right")
-    page.keyboard.press("Home")  # as far as it goes: one percent
+    for edge in ("#left", "#right"):
+        page.focus(edge)
+        page.keyboard.press("Home")  # as far as it goes: one percent, on the right
     assert page.input_value("#right") == "1"
     for _ in range(49):
         page.keyboard.press("ArrowRight")
@@ -311,67 +282,57 @@ def test_a_part_is_searched_for_by_pointer_and_by_keyboard(
 
 
 def test_an_address_says_what_is_searched_for_and_never_the_image(page, shared, described):
-    server = shared(described)
-    page.goto(server.url)
-    page.set_input_files("#file", str(described.parent / "<b>3.png"))
-    page.wait_for_selector(".hit")
-    assert page.url == f"{server.url}/"
+    url = shared(described).url
+    page.goto(url)
+    search(page, described.parent / "<b>3.png")
+    assert page.url == f"{url}/"
     page.fill("#filter", "price > 5")
     page.select_option("#k", "5")
-    page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
-    assert page.url == f"{server.url}/#filter=price+%3E+5&k=5"
-    name = page.locator(".hit .key").nth(1).inner_text()
+    count_is(page, 5)
+    assert page.url == f"{url}/#filter=price+%3E+5&k=5"
+    name = keys_of(page)[1]
     with page.expect_response("**/v1/search"):
         page.locator(".hit button.frame").nth(1).click()
     address = page.url
     page.wait_for_function(
         "() => document.querySelector('#status').textContent.startsWith('5 nearest')"
     )
-    keys = page.locator(".hit .key").all_inner_texts()
+    keys = keys_of(page)
     assert name not in keys
     page.go_back()
     page.goto("about:blank")
     page.goto(address)
-    page.wait_for_function("() => document.querySelectorAll('.hit').length === 5")
-    assert page.locator(".hit .key").all_inner_texts() == keys
+    count_is(page, 5)
+    assert keys_of(page) == keys
     assert page.input_value("#filter") == "price > 5" and page.input_value("#k") == "5"
     assert all("#" not in url and "price" not in url for url in page.asked if url != address)
     page.goto("about:blank")
-    page.goto(f"{server.url}/#id=nobody%3Cb%3E&k=7")
+    page.goto(f"{url}/#id=nobody%3Cb%3E&k=7")
     page.wait_for_selector("text=There is no such item.")
     assert page.input_value("#k") == "7"
 
 
 def test_two_indexes_side_by_side(page, shared, index_path, described, photos):
-    server = shared(
-        index_path,
-        f"priced={described}",
-        "--images",
-        str(photos),
-        "--images",
-        str(described.parent),
-    )
+    folders = ("--images", str(photos), "--images", str(described.parent))
+    server, image = shared(index_path, f"priced={described}", *folders), photos / "3" / "0003.png"
     page.goto(server.url)
     page.wait_for_selector("#beside")
     page.select_option("#beside", "priced")
-    page.set_input_files("#file", str(photos / "3" / "0003.png"))
+    page.set_input_files("#file", str(image))
     page.wait_for_selector("#others .hit")
     for name, place in (("digits", "#results"), ("priced", "#others")):
-        hits = server.client.post(
-            f"/v1/indexes/{name}/search", files={"image": (photos / "3" / "0003.png").read_bytes()}
-        ).json()["results"]
-        assert page.locator(f"{place} .key").all_inner_texts() == [hit["key"] for hit in hits]
+        hits = results(server, f"/indexes/{name}", files={"image": image.read_bytes()})
+        assert shows(page, hits, place)
     assert page.locator("section h2").all_inner_texts() == ["digits", "priced"]
     assert page.url.endswith("#index=digits&beside=priced")
     shot(page, "beside")
-    page.locator(
-        "#others .hit button"
-    ).first.click()  # an item that the first index lacks: by its image there
+    # an item that the first index lacks: by its image there
+    page.locator("#others .hit button").first.click()
     page.wait_for_function(
         "() => document.querySelector('#results .hit .distance').textContent === '0.0000'"
     )
     page.set_viewport_size({"width": 390, "height": 800})
-    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
+    assert fits(page)
 
 
 def test_axe_finds_nothing(page, shared, described, index_path):
@@ -402,15 +363,11 @@ def test_axe_finds_nothing(page, shared, described, index_path):
     assert axe.run(page).violations_count > 0  # it does look
 
 
-def test_its_picture_in_the_docs_is_what_it_shows(
-    page, shared, index_path, photos, shown, tmp_path
-):
-    server = shared(index_path, "--images", str(photos))
+def test_its_picture_in_the_docs_is_what_it_shows(page, digits, photos, shown, tmp_path):
     page.set_viewport_size({"width": 900, "height": 860})
-    page.goto(server.url)
+    page.goto(digits.url)
     page.wait_for_selector("text=200 items")
-    page.set_input_files("#file", str(photos / "3" / "0003.png"))
-    page.wait_for_selector(".hit")
+    search(page, photos / "3" / "0003.png")
     loaded(page)
     page.screenshot(path=str(tmp_path / "page.png"))
     shown(tmp_path / "page.png", "page.png")

@@ -1,7 +1,5 @@
 """The page where the operator gives keys, in a real headless Chromium."""
 
-from __future__ import annotations
-
 import pytest
 from browsing import MARKUP, first_is, loaded
 from retrieval.serving.index.index import create_index

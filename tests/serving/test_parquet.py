@@ -1,14 +1,9 @@
-"""Parquet tables in a living index: images, paths and features; added, changed, embedded again; and
-tables that mean harm.
-"""
-
-from __future__ import annotations
+"""Parquet tables in a living index: images, paths and features; and tables that mean harm."""
 
 import datetime
 import io
 import os
 import resource
-import subprocess
 import sys
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +12,6 @@ import numpy as np
 import pytest
 from PIL import Image
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.index import Index, create_index, open_index
 from retrieval.serving.index.sources import collect
 
@@ -45,66 +39,48 @@ def images(makers, tmp_path) -> Path:
     return path
 
 
-def created(path: Path, bundle: Path, sources: list[Path], **given) -> Index:
-    create_index(path, bundle, sources, progress=False, **given)
+def created(path: Path, bundle: Path, sources: list[Path], **options) -> Index:
+    create_index(path, bundle, sources, progress=False, **options)
     return open_index(path, threads=1)
 
 
-def test_images_in_a_table_are_indexed_as_the_same_files_are(images, makers, bundle_path, tmp_path):
+def test_an_index_of_a_table_is_that_of_its_images_and_follows_it(
+    images, makers, bundle_path, tmp_path
+):
+    content, other = png(makers, 33), makers.make_bundle(tmp_path / "other", seed=5)
     with created(tmp_path / "i", bundle_path, [images]) as index:
         assert len(index) == 50
         item = index.get("item 33", arrays=True)["item 33"]
         assert (item.label, item.metadata, item.path) == ("3", {"price": 33}, None)
         assert item.source == f"{images}#33"
-        assert (item.width, item.height, item.bytes) == (8, 8, len(png(makers, 33)))
-        pixels = Image.open(io.BytesIO(png(makers, 33)))
-        assert item.vector == pytest.approx(
-            Bundle.open(bundle_path, threads=1).encode_each([pixels]).vector[0]
-        )
-
-
-def test_a_second_run_passes_over_what_is_there_and_sync_follows_the_table(
-    images, bundle_path, tmp_path
-):
-    with created(tmp_path / "i", bundle_path, [images]) as index:
+        assert (item.width, item.height, item.bytes) == (8, 8, len(content))
+        own = index.bundle.encode_each([Image.open(io.BytesIO(content))]).vector[0]
+        assert item.vector == pytest.approx(own)
         again = index.add(images, progress=False)
         assert (again.added, again.changed, again.unchanged) == (0, 0, 50)
-        table = pq.read_table(images)
-        pq.write_table(table.slice(0, 20), images)
+        pq.write_table(pq.read_table(images).slice(0, 20), images)
         less = index.add(images, sync=True, progress=False)
         assert (less.added, less.changed, less.removed, len(index)) == (0, 20, 30, 20)
+        pq.write_table(pq.read_table(images).slice(1), images)
+        says = r"has changed since its items were found\. Add it again"
+        with pytest.raises(DataError, match=says):
+            index.migrate(other, progress=False)
+        assert index.generation.number == 1
 
 
 @pytest.mark.parametrize("keep", ["reference", "copy"])
 def test_a_migration_embeds_from_the_table_again(keep, images, makers, bundle_path, tmp_path):
     other = makers.make_bundle(tmp_path / "other", seed=5)
-    with created(tmp_path / "i", bundle_path, [images], keep=keep) as index:
-        kept = index.store.original("item 40")
+    with (
+        created(tmp_path / "i", bundle_path, [images], keep=keep) as index,
+        created(tmp_path / "f", other, [images]) as fresh,
+    ):
+        original = png(makers, 40) if keep == "copy" else None
+        assert index.store.original("item 40") == original
         if keep == "copy":
-            assert kept == png(makers, 40)
             images.unlink()
-        else:
-            assert kept is None
         assert index.migrate(other, progress=False).embedded == 50
-        fresh = (
-            create_index(tmp_path / "f", other, [images], progress=False)
-            if keep != "copy"
-            else None
-        )
-        if fresh:
-            with open_index(tmp_path / "f", threads=1) as frozen:
-                assert index.vector("item 40") == pytest.approx(frozen.vector("item 40"))
-
-
-def test_a_table_that_has_changed_is_not_embedded_from(images, makers, bundle_path, tmp_path):
-    other = makers.make_bundle(tmp_path / "other", seed=5)
-    with created(tmp_path / "i", bundle_path, [images]) as index:
-        pq.write_table(pq.read_table(images).slice(1), images)
-        with pytest.raises(
-            DataError, match=r"has changed since its items were found\. Add it again"
-        ):
-            index.migrate(other, progress=False)
-        assert index.generation.number == 1
+        assert index.vector("item 40") == pytest.approx(fresh.vector("item 40"))
 
 
 def test_paths_are_relative_to_the_table(photos, bundle_path, tmp_path):
@@ -119,48 +95,33 @@ def test_paths_are_relative_to_the_table(photos, bundle_path, tmp_path):
         assert index.get(shown[2])[shown[2]].label is None
 
 
-def test_values_of_every_type_are_json(makers, bundle_path, tmp_path):
+def test_values_of_every_type_are_json(makers, empty, tmp_path):
     when = datetime.datetime(2024, 5, 6, 7, 8, 9, tzinfo=datetime.UTC)
-    columns = {
-        "key": [7],
-        "image": [png(makers, 0)],
-        "whole": [2**40],
-        "float": [1.5],
-        "nan": [float("nan")],
-        "infinite": [float("inf")],
-        "truth": [True],
-        "nothing": pa.nulls(1),
-        "list": [[1, 2, None]],
-        "nested": [{"a": {"b": [{"c": float("nan")}]}}],
-        "when": pa.array([when], pa.timestamp("ns", "Europe/Paris")),
-        "day": [datetime.date(2024, 5, 6)],
-        "took": pa.array([1_500_000_000], pa.duration("ns")),
-        "price": [Decimal("12.30")],
-        "kind": pa.array(["red"]).dictionary_encode(),
-        "raw": [b"\0\1"],
+    paris, nan = pa.timestamp("ns", "Europe/Paris"), float("nan")
+    values = {
+        "whole": ([2**40], 2**40),
+        "float": ([1.5], 1.5),
+        "nan": ([nan], None),
+        "infinite": ([float("inf")], None),
+        "truth": ([True], True),
+        "nothing": (pa.nulls(1), None),
+        "list": ([[1, 2, None]], [1, 2, None]),
+        "nested": ([{"a": {"b": [{"c": nan}]}}], {"a": {"b": [{"c": None}]}}),
+        "when": (pa.array([when], paris), "2024-05-06T07:08:09+00:00"),
+        "day": ([datetime.date(2024, 5, 6)], "2024-05-06"),
+        "took": (pa.array([1_500_000_000], pa.duration("ns")), "0:00:01.500000"),
+        "price": ([Decimal("12.30")], "12.30"),
+        "kind": (pa.array(["red"]).dictionary_encode(), "red"),
     }
-    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    with open_index(tmp_path / "i", threads=1) as index:
-        added = index.add(tmp_path / "t.parquet", progress=False)
-        assert added.left_out == (
-            f"{tmp_path}/t.parquet: the column 'raw' is left out, being binary, which is no JSON.",
-        )
-        assert index.get("7")["7"].metadata == {
-            "whole": 2**40,
-            "float": 1.5,
-            "nan": None,
-            "infinite": None,
-            "truth": True,
-            "nothing": None,
-            "list": [1, 2, None],
-            "nested": {"a": {"b": [{"c": None}]}},
-            "when": "2024-05-06T07:08:09+00:00",
-            "day": "2024-05-06",
-            "took": "0:00:01.500000",
-            "price": "12.30",
-            "kind": "red",
-        }
+    columns = {name: column for name, (column, _) in values.items()}
+    columns |= {"key": [7], "image": [png(makers, 0)], "raw": [b"\0\1"]}
+    table = tmp_path / "t.parquet"
+    pq.write_table(pa.table(columns), table)
+    with open_index(empty, threads=1) as index:
+        added = index.add(table, progress=False)
+        left_out = "the column 'raw' is left out, being binary, which is no JSON."
+        assert added.left_out == (f"{table}: {left_out}",)
+        assert index.get("7")["7"].metadata == {name: text for name, (_, text) in values.items()}
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -173,19 +134,13 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
         table = pa.table({"vector": column, "label": [row % 3 for row in range(len(column))]})
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=300)
     np.savez(tmp_path / "three.npz", features=features[:5])
-    sources = [tmp_path / "one.parquet", tmp_path / "three.npz", tmp_path / "two.parquet"]
+    sources = [tmp_path / name for name in ("one.parquet", "three.npz", "two.parquet")]
+    rows = {"one/0": 0, "one/699": 699, "three/4": 4, "two/1": 701, "two/599": 1299}
     with created(tmp_path / "i", bundle, sources) as index:
         assert len(index) == 1305
-        for key, row in (
-            ("one/0", 0),
-            ("one/699", 699),
-            ("three/4", 4),
-            ("two/1", 701),
-            ("two/599", 1299),
-        ):
-            assert index.vector(key) == pytest.approx(
-                index.bundle.encode(features[row : row + 1]).vector[0], abs=1e-5
-            )
+        for key, row in rows.items():
+            own = index.bundle.encode(features[row : row + 1]).vector[0]
+            assert index.vector(key) == pytest.approx(own, abs=1e-5)
         assert index.get("two/1")["two/1"].label == "1"
         assert index.add(sources, progress=False).unchanged == 1305
 
@@ -254,9 +209,6 @@ def test_bad_features_are_sentences(vectors, says, makers, tmp_path):
 
 
 def test_damaged_tables_are_sentences(images, bundle_path, tmp_path):
-    """Bytes that are cut off, turned over, or no table at all: a sentence, or the items; never
-    anything else.
-    """
     whole = images.read_bytes()
     random = np.random.default_rng(0)
     kinds, told = set(), {True}
@@ -291,21 +243,15 @@ except DataError as fault:
 
 
 @pytest.mark.skipif(not hasattr(resource, "RLIMIT_AS"), reason="the system has no limit on memory")
-def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path):
-    text = "x" * 3_000_000  # 4.8 GB in 1,600 rows, and some kB in the file
+def test_a_small_table_of_huge_texts_takes_little_memory(tmp_path, process):
+    text, file = "x" * 3_000_000, tmp_path / "t.parquet"  # 4.8 GB in 1,600 rows, some kB in a file
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 1600, pa.int32()), [text])
     table = pa.table({"path": [f"{row}.png" for row in range(1600)], "note": column})
-    pq.write_table(table, tmp_path / "t.parquet", compression="zstd")
-    assert (tmp_path / "t.parquet").stat().st_size < 1_000_000
-    done = subprocess.run(
-        [sys.executable, "-c", BOMB, str(tmp_path / "t.parquet"), str(4 << 30), "image"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"},
-    )
-    assert "row 0: has more than 1,000,000 characters" in done.stdout, done.stderr[-500:]
+    pq.write_table(table, file, compression="zstd")
+    assert file.stat().st_size < 1_000_000
+    environment = {"OMP_NUM_THREADS": "1", "ARROW_DEFAULT_MEMORY_POOL": "system"}
+    done = process("-c", BOMB, file, 4 << 30, "image", cwd=tmp_path, seconds=200, **environment)
+    assert "row 0: has more than 1,000,000 characters" in done.out, done.err[-500:]
 
 
 def test_without_pyarrow_there_is_a_sentence(tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """`retrieval serve --processes N`: stock worker processes, one of which is killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import wire
-from retrieval.serving.index.index import create_index
 
 SEARCH = wire.post(
     json.dumps({"vector": [0.5] * 16, "k": 1}).encode(), "application/json", "Connection: close"
@@ -22,27 +19,13 @@ SEARCH = wire.post(
 
 
 @contextmanager
-def two_processes(folder: Path, *options: str) -> Iterator[SimpleNamespace]:
-    words = [
-        "serve",
-        str(folder / "i"),
-        "--processes",
-        "2",
-        "--workers",
-        "1",
-        "--port",
-        "0",
-        *options,
-    ]
+def two_processes(folder: Path) -> Iterator[SimpleNamespace]:
+    words = ["serve", str(folder / "i"), "--processes", "2", "--workers", "1", "--port", "0"]
+    command = [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "retrieval.cli", *words, "--log-format", "json"],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": log, "text": True}
+        process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
     try:
         line = process.stdout.readline()
         assert line.startswith("Serving 200 items"), line + (folder / "log").read_text()
@@ -61,7 +44,7 @@ def answering(server: SimpleNamespace, count: int) -> set[int]:
     """Return the processes that answered searches since this was asked, when there are so many."""
     before = len(server.log.read_text().splitlines())
 
-    def pids() -> set[int]:
+    def pids():
         assert wire.ask(server.port, SEARCH).status == 200
         lines = map(json.loads, server.log.read_text().splitlines()[before:])
         pids = {line["process"] for line in lines if line.get("route") == "/v1/search"}
@@ -71,9 +54,8 @@ def answering(server: SimpleNamespace, count: int) -> set[int]:
 
 
 @pytest.fixture
-def folder(bundle_path, photos, tmp_path) -> Path:
-    create_index(tmp_path / "i", bundle_path, [photos], progress=False)
-    return tmp_path
+def folder(living) -> Path:
+    return living.parent
 
 
 def requests_counted(server: SimpleNamespace) -> float:

@@ -1,8 +1,4 @@
-"""On which device a graph runs: what is tried, what stands in for it, who says so; values that stay
-where they are computed.
-"""
-
-from __future__ import annotations
+"""On which device a graph runs: what is tried, what stands in for it, who says so."""
 
 import asyncio
 import contextlib
@@ -52,7 +48,7 @@ class WithoutDriver:
 
 
 @pytest.fixture
-def without_driver(monkeypatch: Any) -> WithoutDriver:
+def without_driver(monkeypatch) -> WithoutDriver:
     runtime = WithoutDriver()
     monkeypatch.setattr(sessions, "load_onnxruntime", lambda: runtime)
     load_libraries.cache_clear()
@@ -60,8 +56,8 @@ def without_driver(monkeypatch: Any) -> WithoutDriver:
 
 
 def test_auto_falls_back_and_says_so_and_a_named_device_is_refused(
-    without_driver: WithoutDriver, bundle_path: Path, makers: Any, capfd: Any
-) -> None:
+    without_driver, bundle_path, makers, capfd
+):
     bundle = Bundle.open(bundle_path)
     assert bundle.device == "cpu" and "runs on the CPU. `retrieval doctor` says" in str(
         bundle.fallback
@@ -76,9 +72,9 @@ def test_auto_falls_back_and_says_so_and_a_named_device_is_refused(
 
 
 def test_a_graph_that_no_device_can_load_is_the_graphs_fault(
-    without_driver: WithoutDriver, split_path: Path, monkeypatch: Any
-) -> None:
-    def refused(*_: Any, **__: Any) -> Any:
+    without_driver, split_path, monkeypatch
+):
+    def refused(*_, **__):
         raise RuntimeError("[ONNXRuntimeError] : 10 : INVALID_GRAPH")
 
     monkeypatch.setattr(without_driver, "InferenceSession", refused, raising=False)
@@ -87,21 +83,19 @@ def test_a_graph_that_no_device_can_load_is_the_graphs_fault(
 
 
 @pytest.fixture
-def split_path(makers: Any, tmp_path: Path) -> Path:
+def split_path(makers, tmp_path) -> Path:
     path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / "b"))
     return path
 
 
-def test_a_fault_of_a_run_is_a_sentence(split_path: Path) -> None:
+def test_a_fault_of_a_run_is_a_sentence(split_path):
     split = Bundle.open(split_path, threads=1)._sessions.split
     assert split is not None
     with pytest.raises(BundleError, match=r"ONNX Runtime cannot run .*\.onnx: "):
         split.backbone(["features"], {"input": np.zeros((1, 2), np.uint8)})
 
 
-def test_the_log_says_once_that_the_cpu_stands_in(
-    without_driver: WithoutDriver, index_path: Path, caplog: Any
-) -> None:
+def test_the_log_says_once_that_the_cpu_stands_in(without_driver, index_path, caplog):
     with open_index(index_path, threads=1) as index:
         workers = Workers(Settings())
         with contextlib.closing(workers):

@@ -1,6 +1,4 @@
-"""What a search takes: images, features and vectors, alone and in lists; and images encoded by the
-thousand.
-"""
+"""What a search takes: images, features and vectors, alone and in lists."""
 
 import threading
 
@@ -34,14 +32,21 @@ def of_features(makers, tmp_path):
         yield opened, rows
 
 
-def test_one_image_in_every_form_gives_one_list_of_hits(index, paths):
+def forms(path):
+    """An image in every form in which a search takes one."""
+    with Image.open(path) as image:
+        return [path, str(path), path.read_bytes(), image.copy(), np.asarray(image)]
+
+
+def test_an_image_in_every_form_gives_one_list_of_hits_and_a_list_may_mix_them(index, paths):
     for path in paths:
         expected = index.search(index.bundle.encode_image(path), 4)[0]
-        with Image.open(path) as image:
-            image.load()
-        for query in (path, str(path), path.read_bytes(), image, np.asarray(image)):
+        for query in forms(path):
             assert index.search(query, 4) == expected
         assert expected[0].path == path
+    mixed = [forms(path)[form] for form, path in enumerate(paths)]
+    assert [hits[0].path for hits in index.search(mixed, 3)] == paths
+    assert index.search(paths[:1], 3) == [index.search(paths[0], 3)]
 
 
 def test_one_vector_gives_one_list_and_an_array_a_list_of_lists(index):
@@ -54,20 +59,6 @@ def test_one_vector_gives_one_list_and_an_array_a_list_of_lists(index):
         assert [hits[0].id for hits in index.search(several, 5)] == ids
         assert index.search(several, 5)[1] == alone
     assert index.search([]) == []
-
-
-def test_a_list_may_hold_images_in_several_forms(index, paths):
-    with Image.open(paths[2]) as image:
-        image.load()
-    mixed = [
-        paths[0],
-        paths[1].read_bytes(),
-        image,
-        np.asarray(Image.open(paths[3])),
-        str(paths[4]),
-    ]
-    assert [hits[0].path for hits in index.search(mixed, 3)] == paths
-    assert index.search(paths[:1], 3) == [index.search(paths[0], 3)]
 
 
 def test_features_are_encoded_where_the_bundle_takes_features(of_features):
@@ -107,18 +98,15 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
 
 
 def test_images_are_encoded_to_the_vectors_of_one_at_a_time(index, photos):
-    paths = sorted(photos.rglob("*.png"))[:70]
-    one_by_one = np.concatenate([index.bundle.encode_image(path).vector for path in paths])
-    told = []
-    vectors = index.bundle.encode_images(paths, batch=16, progress=lambda *said: told.append(said))
-    assert vectors.dtype == np.float32
-    assert vectors.shape == (70, 16)
-    np.testing.assert_allclose(vectors, one_by_one, atol=1e-6)
-    assert told == [("encoding", done, 70) for done in (16, 32, 48, 64, 70)]
-    assert index.bundle.encode_images([], progress=False).shape == (0, 16)
-    np.testing.assert_allclose(
-        index.bundle.encode_images(str(paths[0]), progress=False), one_by_one[:1], atol=1e-6
-    )
+    paths, bundle, steps = sorted(photos.rglob("*.png"))[:70], index.bundle, []
+    alone = np.concatenate([bundle.encode_image(path).vector for path in paths])
+    vectors = bundle.encode_images(paths, batch=16, progress=lambda *step: steps.append(step))
+    assert vectors.dtype == np.float32 and vectors.shape == (70, 16)
+    np.testing.assert_allclose(vectors, alone, atol=1e-6)
+    assert steps == [("encoding", done, 70) for done in (16, 32, 48, 64, 70)]
+    assert bundle.encode_images([], progress=False).shape == (0, 16)
+    single = bundle.encode_images(str(paths[0]), progress=False)
+    np.testing.assert_allclose(single, alone[:1], atol=1e-6)
 
 
 def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
@@ -134,19 +122,17 @@ def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
 
 
 def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
-    """Decoding waits for the encoder: never more images decoded than two batches and the one being
-    put together.
-    """
+    """Decoding waits for the encoder: two batches at most, and the one being put together."""
     bundle = Bundle.open(bundle_path, threads=1)
-    lock, made, used, most = threading.Lock(), 0, 0, 0
+    lock, decoded, used, most = threading.Lock(), 0, 0, 0
     decode, graph = bundle_module.decode, type(bundle._sessions.encoder)
     run = graph.__call__
 
     def counted(data):
-        nonlocal made, most
+        nonlocal decoded, most
         with lock:
-            made += 1
-            most = max(most, made - used)
+            decoded += 1
+            most = max(most, decoded - used)
         return decode(data)
 
     def encoder(self, names, feeds):
@@ -158,5 +144,5 @@ def test_few_images_are_in_memory_at_a_time(bundle_path, paths, monkeypatch):
     monkeypatch.setattr(bundle_module, "decode", counted)
     monkeypatch.setattr(graph, "__call__", encoder)
     vectors = bundle.encode_images([paths[0]] * 200, batch=4, threads=4, progress=False)
-    assert len(vectors) == used == made == 200
+    assert len(vectors) == used == decoded == 200
     assert most <= 3 * 4

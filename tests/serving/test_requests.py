@@ -1,8 +1,4 @@
-"""Requests that are not what they should be, to a real server over real sockets: a sentence, and
-never a 500.
-"""
-
-from __future__ import annotations
+"""Requests that are not what they should be: a sentence, and never a 500."""
 
 import json
 
@@ -15,89 +11,53 @@ LIVE = wire.get("/livez")
 
 
 @pytest.fixture(scope="module")
-def port(shared, index_path) -> int:
+def port(shared, index_path):
     return shared(index_path).port
 
 
 # --- framing, headers, hosts
 
+HEAD = b"POST /v1/search HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+GET = b"GET /livez HTTP/1.1\r\n"
+HOSTED = GET + b"Host: localhost\r\n"
+VECTOR = b'\r\n\r\n{"vector": [1]}'
+AMBIGUOUS = {
+    "both lengths": HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "both, in the other order": HEAD
+    + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "a list of lengths": HEAD + b"Content-Length: 0, 0\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 15\r\nContent-Length: 15" + VECTOR,
+    "a signed length": HEAD + b"Content-Length: +15" + VECTOR,
+    "twice chunked": HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+    "another encoding": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "a bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "a chunk without its length": HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc",
+    "a bare line feed": b"GET /livez HTTP/1.1\nHost: localhost\n\n",
+    "a bare line feed in a header": GET + b"Host: localhost\nX: y\r\n\r\n",
+    "a folded header": HOSTED + b"X: a\r\n b\r\n\r\n",
+    "space before the colon": GET + b"Host : localhost\r\n\r\n",
+    "a null in a header": HOSTED + b"X: a\0b\r\n\r\n",
+    "no host": GET + b"\r\n",
+    "two hosts": HOSTED + b"Host: localhost\r\n\r\n",
+    "no HTTP at all": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100),
+}
+TOO_LARGE = {
+    "many headers": HOSTED + b"X: y\r\n" * 100 + b"\r\n",
+    "a large header": HOSTED + b"X: " + b"y" * 40_000 + b"\r\n\r\n",
+    "a header without an end": HOSTED + b"X: " + b"y" * 400_000,
+    "a long address": b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
 
 def test_ambiguous_framing_is_refused(port):
-    """Whatever a proxy before this server might read in another way."""
-    line, host, end = b"POST /v1/search HTTP/1.1\r\n", b"Host: localhost\r\n", b"\r\n"
-    kind, body = b"Content-Type: application/json\r\n", b'{"vector": [1]}'
-    for name, request, status in (
-        (
-            "both lengths",
-            line
-            + host
-            + kind
-            + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        (
-            "both, in the other order",
-            line
-            + host
-            + kind
-            + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        ("a list of lengths", line + host + kind + b"Content-Length: 0, 0\r\n\r\n", 400),
-        (
-            "two lengths",
-            line + host + kind + b"Content-Length: 15\r\nContent-Length: 15\r\n\r\n" + body,
-            400,
-        ),
-        ("a signed length", line + host + kind + b"Content-Length: +15\r\n\r\n" + body, 400),
-        (
-            "twice chunked",
-            line + host + kind + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        (
-            "another encoding",
-            line + host + kind + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-            400,
-        ),
-        ("a bare line feed", b"GET /livez HTTP/1.1\nHost: localhost\n\n", 400),
-        (
-            "a bare line feed in a header",
-            b"GET /livez HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
-            400,
-        ),
-        ("a folded header", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n", 400),
-        ("space before the colon", b"GET /livez HTTP/1.1\r\nHost : localhost\r\n\r\n", 400),
-        ("a null in a header", b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: a\0b\r\n\r\n", 400),
-        ("no host", b"GET /livez HTTP/1.1\r\n\r\n", 400),
-        ("two hosts", b"GET /livez HTTP/1.1\r\n" + host + host + end, 400),
-        ("a bad chunk", line + host + kind + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
-        (
-            "a chunk without its length",
-            line + host + kind + b"Transfer-Encoding: chunked\r\n\r\n1\r\nabc",
-            400,
-        ),
-        ("many headers", b"GET /livez HTTP/1.1\r\n" + host + b"X: y\r\n" * 100 + end, 431),
-        (
-            "a large header",
-            b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 40_000 + b"\r\n\r\n",
-            431,
-        ),
-        (
-            "a header without an end",
-            b"GET /livez HTTP/1.1\r\n" + host + b"X: " + b"y" * 400_000,
-            431,
-        ),
-        ("a long address", b"GET /" + b"y" * 40_000 + b" HTTP/1.1\r\n" + host + end, 431),
-        ("no HTTP at all", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), 400),
-    ):
-        answer = wire.ask(port, request)
-        assert answer.status == status, (name, answer)
-        assert answer.error.endswith("."), name
-        assert answer.headers["connection"] == "close", name
-    many = b"".join([LIVE] * 50)
+    for status, requests in ((400, AMBIGUOUS), (431, TOO_LARGE)):
+        for name, request in requests.items():
+            answer = wire.ask(port, request)
+            assert answer.status == status, (name, answer)
+            assert answer.error.endswith("."), name
+            assert answer.headers["connection"] == "close", name
     with wire.connect(port) as connection:
-        connection.sendall(many)
+        connection.sendall(LIVE * 50)
         answers = b"".join(iter(lambda: connection.recv(65_536), b""))
     assert answers.count(b"HTTP/1.1 200 OK") <= 10
     assert b"without waiting for an answer" in answers
@@ -112,48 +72,32 @@ def test_a_large_trailer_ends_the_connection(port):
 
 def test_only_known_hosts_are_answered_and_none_is_reflected(served, index_path):
     port = served(index_path, "--allow-host", "Photos.example").port
-    for host in (
-        "localhost",
-        f"localhost:{port}",
-        "127.0.0.1",
-        f"[::1]:{port}",
-        "10.1.2.3",
-        "photos.example:80",
-        "LOCALHOST.",
-    ):
+    known = ["localhost", "127.0.0.1", "10.1.2.3", "photos.example:80", "LOCALHOST."]
+    for host in (*known, f"localhost:{port}", f"[::1]:{port}"):
         assert wire.ask(port, wire.get("/v1/index", host=host)).status == 200, host
-    for host in (
-        "evil.example",
-        "localhost.evil.example",
-        "127.0.0.1.evil.example",
-        "photos.example.evil.example",
-        "a@localhost",
-    ):
+    evil = ("", "localhost.", "127.0.0.1.", "photos.example.")
+    for host in (*(f"{name}evil.example" for name in evil), "a@localhost"):
         answer = wire.ask(port, wire.get("/v1/index", host=host))
-        assert answer.status == 421, host
-        assert "--allow-host" in answer.error
+        assert answer.status == 421 and "--allow-host" in answer.error, host
     for path in ("/v1/search/", "/v1/index/", "//evil.example/", "/nowhere-of-mine"):
         answer = wire.ask(port, wire.get(path))
-        assert answer.status == 404, path
-        assert "location" not in answer.headers
+        assert answer.status == 404 and "location" not in answer.headers, path
         assert b"example" not in answer.body + str(answer.headers).encode()
         assert b"nowhere-of-mine" not in answer.body
 
 
 def test_other_sites_pages_cannot_search_or_show(port):
-    body = json.dumps({"vector": [0.25] * 16}).encode()
+    body, host = json.dumps({"vector": [0.25] * 16}).encode(), f"localhost:{port}"
     for headers, status in (
         ((), 200),
-        ((f"Origin: http://localhost:{port}", "Sec-Fetch-Site: same-origin"), 200),
+        ((f"Origin: http://{host}", "Sec-Fetch-Site: same-origin"), 200),
         (("Sec-Fetch-Site: none",), 200),
         (("Sec-Fetch-Site: cross-site",), 403),
-        (("Sec-Fetch-Site: same-site", f"Origin: http://localhost:{port}"), 403),
+        (("Sec-Fetch-Site: same-site", f"Origin: http://{host}"), 403),
         (("Origin: http://evil.example",), 403),
         (("Origin: null",), 403),
     ):
-        answer = wire.ask(
-            port, wire.post(body, "application/json", *headers, host=f"localhost:{port}")
-        )
+        answer = wire.ask(port, wire.post(body, "application/json", *headers, host=host))
         assert answer.status == status, (headers, answer)
     for path in ("/", "/page.js", "/v1/items/x/image", "/v1/index", "/nowhere", "/v1/index?x=1"):
         answer = wire.ask(port, wire.get(path))
@@ -163,78 +107,57 @@ def test_other_sites_pages_cannot_search_or_show(port):
 
 # --- what a client sends is never a 500
 
+NUMBERS = ["1" * 4301, "9" * 20_000, "1" * 19, "²", "%C2%B2", "1_0", "+1", "%201", "0x1", "1e3"]
+BODIES = [
+    b'{"vector": [1e999]}',
+    b'{"vector": [' + b"9" * 5000 + b"]}",
+    b'{"vector": [1], "k": ' + b"9" * 5000 + b"}",
+    b'{"k": 1, "k": 2, "vector": [1]}',
+    b'{"vector": ' + b"[" * 60_000,
+    *(b'"\\ud800"', b"\xff\xfe{}", b"\x00", b"nul"),
+]
+PART = b"--b\r\nContent-Disposition: form-data"
+END = b"\r\n\r\nx\r\n--b--\r\n"
+FORMS = {
+    "no name": PART + END,
+    "no disposition": b"--b" + END,
+    "many parts": (PART + b'; name="k"\r\n\r\n\r\n') * 20_000,
+    "many headers": b"--b\r\n" + b"X: y\r\n" * 20_000 + b"\r\nx\r\n--b--\r\n",
+    "a long header": PART + b"; name=" + b"x" * 60_000 + END,
+    "nothing": b"",
+}
+
 
 def test_no_request_is_the_servers_fault(served, index_path, photos):
     server = served(index_path)
     port, sound = server.port, (photos / "3" / "0003.png").read_bytes()
+    image, three = wire.form(sound), wire.form(sound, "3")
+
+    def post(body: bytes, kind: str = wire.FORM) -> wire.Answer:
+        return wire.ask(port, wire.post(body, kind))
+
     for charset in ("undefined", "punycode", "idna", "rot13", "x" * 1000, "utf-8\\"):
-        answer = wire.ask(
-            port,
-            wire.post(wire.form(sound, "3"), f"multipart/form-data; boundary=b; charset={charset}"),
-        )
+        answer = post(three, f"multipart/form-data; boundary=b; charset={charset}")
         assert answer.status in (200, 400), (charset, answer)
-    for number in (
-        "1" * 4301,
-        "9" * 20_000,
-        "1" * 19,
-        "²",
-        "%C2%B2",
-        "1_0",
-        "+1",
-        " 1",
-        "0x1",
-        "1e3",
-    ):
-        assert wire.ask(port, wire.get(f"/v1/items/{number}/image".replace(" ", "%20"))).status in (
-            400,
-            404,
-        ), number
-    for body in (
-        b'{"vector": [1e999]}',
-        b'{"vector": [' + b"9" * 5000 + b"]}",
-        b'{"vector": [1], "k": ' + b"9" * 5000 + b"}",
-        b'{"k": 1, "k": 2, "vector": [1]}',
-        b'{"vector": ' + b"[" * 60_000,
-        b'"\\ud800"',
-        b"\xff\xfe{}",
-        b"\x00",
-        b"nul",
-    ):
-        answer = wire.ask(port, wire.post(body))
+    for number in NUMBERS:
+        answer = wire.ask(port, wire.get(f"/v1/items/{number}/image"))
+        assert answer.status in (400, 404), number
+    for body in BODIES:
+        answer = post(body, "application/json")
         assert answer.status in (400, 422), (body[:50], answer)
-    for name, body in (
-        (
-            "a field too many",
-            wire.form(sound).replace(
-                b"--b--", b'--b\r\nContent-Disposition: form-data; name="kk"\r\n\r\n3\r\n--b--'
-            ),
-        ),
-        (
-            "k twice",
-            wire.form(sound, "3").replace(
-                b"--b--", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n3\r\n--b--'
-            ),
-        ),
-        ("no end", wire.form(sound)[:-10]),
-        ("no name", b"--b\r\nContent-Disposition: form-data\r\n\r\nx\r\n--b--\r\n"),
-        ("no disposition", b"--b\r\n\r\nx\r\n--b--\r\n"),
-        ("many parts", b'--b\r\nContent-Disposition: form-data; name="k"\r\n\r\n\r\n' * 20_000),
-        ("many headers", b"--b\r\n" + b"X: y\r\n" * 20_000 + b"\r\nx\r\n--b--\r\n"),
-        (
-            "a long header",
-            b"--b\r\nContent-Disposition: form-data; name="
-            + b"x" * 60_000
-            + b"\r\n\r\nx\r\n--b--\r\n",
-        ),
-        ("nothing", b""),
-    ):
-        answer = wire.ask(port, wire.post(body, wire.FORM))
+    for name, body in {
+        **FORMS,
+        "a field too many": image.replace(b"--b--", PART + b'; name="kk"\r\n\r\n3\r\n--b--'),
+        "k twice": three.replace(b"--b--", PART + b'; name="k"\r\n\r\n3\r\n--b--'),
+        "no end": image[:-10],
+    }.items():
+        answer = post(body)
         assert answer.status == 400, (name, answer)
-    unknown = wire.ask(port, wire.post(wire.form(sound, "3").replace(b'"k"', b'"K"'), wire.FORM))
+    unknown = post(three.replace(b'"k"', b'"K"'))
     assert unknown.status == 400 and "unknown field" in unknown.error
-    query = wire.post(wire.form(sound, "3"), wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
+    query = wire.post(three, wire.FORM).replace(b"/v1/search ", b"/v1/search?k=1 ")
     assert "query string" in wire.ask(port, query).error
-    assert len(wire.found(wire.ask(port, wire.post(wire.form(sound, "3"), wire.FORM)))) == 3
+    assert len(wire.found(post(three))) == 3
     server.process.terminate()
     assert server.process.wait(15) == 0
     assert server.process.stderr.read().count("\n") < 40

@@ -1,8 +1,6 @@
 """What can be indexed: folders, CSV manifests, features, odd names."""
 
-from __future__ import annotations
-
-import csv
+import math
 import os
 from pathlib import Path
 
@@ -16,19 +14,15 @@ from retrieval.serving.index.index import create_index, open_index
 def test_a_csv_manifest_keeps_its_columns(photos, bundle_path, tmp_path):
     table = tmp_path / "items.csv"
     paths = sorted(photos.rglob("*.png"))[:5]
-    with table.open("w", newline="", encoding="utf-8-sig") as file:
-        writer = csv.writer(file)
-        writer.writerow(["label", "path", "colour", "price"])
-        for number, path in enumerate(paths):
-            shown = path if number else os.path.relpath(path, tmp_path)  # relative to the CSV
-            writer.writerow([f"día {number}" if number else "", shown, "grün, hell", number])
+    lines = ["label,path,colour,price", f',{os.path.relpath(paths[0], tmp_path)},"grün, hell",0']
+    lines += [f'día {n},{path},"grün, hell",{n}' for n, path in enumerate(paths) if n]
+    table.write_text("\n".join(lines), encoding="utf-8-sig")
     summary = create_index(tmp_path / "i", bundle_path, [table, paths[1]], progress=False)
     assert (summary.count, summary.repeated) == (5, 1)
     with open_index(tmp_path / "i", threads=1) as index:
         items = {item.path.resolve(): item for item in index.scan()}
         item = items[paths[2].resolve()]
-        assert item.label == "día 2"
-        assert item.metadata == {"colour": "grün, hell", "price": 2}
+        assert (item.label, item.metadata) == ("día 2", {"colour": "grün, hell", "price": 2})
         assert (item.width, item.height) == (8, 8)
         assert items[paths[0].resolve()].label is None
 
@@ -59,29 +53,20 @@ def test_a_bad_csv_is_a_sentence(content, says, bundle_path, tmp_path):
 def test_features_are_indexed_and_searched(makers, tmp_path):
     bundle = makers.make_bundle(tmp_path / "b", kind="features", normalized=False, features=20)
     features = np.random.default_rng(0).normal(size=(90, 20))
-    np.savez(
-        tmp_path / "f.npz",
-        features=features,
-        labels=np.arange(90) % 4,
-        keys=np.array([f"k{n}" for n in range(90)]),
-    )
+    keys = np.array([f"k{n}" for n in range(90)])
+    np.savez(tmp_path / "f.npz", features=features, labels=np.arange(90) % 4, keys=keys)
     np.savez(tmp_path / "g.npz", vectors=features[:3] + 9)
     create_index(tmp_path / "i", bundle, [tmp_path / "f.npz", tmp_path / "g.npz"], progress=False)
+    projected = features @ makers.weights(0, 20).astype(np.float64)
+    against = [math.dist(projected[4], row) for row in projected]
+    rows = sorted(range(90), key=against.__getitem__)[:5]
     with open_index(tmp_path / "i", threads=1) as index:
         assert len(index) == 93
-        projected = features @ makers.weights(0, 20).astype(np.float64)
-        against = [
-            sum((float(x) - float(y)) ** 2 for x, y in zip(projected[4], row, strict=True)) ** 0.5
-            for row in projected
-        ]
-        rows = sorted(range(90), key=against.__getitem__)[:5]
         hits = index.search(index.bundle.encode(features[4:5]), 5)[0]
         assert [hit.id for hit in hits] == [f"k{row}" for row in rows]
-        assert [hit.distance for hit in hits] == pytest.approx(
-            [against[row] for row in rows], rel=1e-4, abs=1e-5
-        )
-        assert hits[0].label == "0"
-        assert hits[0].path is None
+        nearest = [against[row] for row in rows]
+        assert [hit.distance for hit in hits] == pytest.approx(nearest, rel=1e-4, abs=1e-5)
+        assert hits[0].label == "0" and hits[0].path is None
         assert index.get("g/1")
 
 

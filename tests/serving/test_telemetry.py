@@ -1,8 +1,4 @@
-"""No telemetry: a search asks for no name, opens no connection and leaves nothing in the home
-folder.
-"""
-
-from __future__ import annotations
+"""No telemetry: a search opens no connection and leaves nothing in the home folder."""
 
 import os
 import shutil
@@ -25,9 +21,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return kept | {"HOME": str(home), "OMP_NUM_THREADS": "1"} | more
 
 
-def test_a_search_calls_nobody_and_leaves_the_home_folder_alone(
-    index_path: Path, photos: Path, tmp_path: Path
-) -> None:
+def test_a_search_calls_nobody_and_leaves_the_home_folder_alone(index_path, photos, tmp_path):
     home, trace = tmp_path / "home", tmp_path / "trace"
     home.mkdir()
     query = next((photos / "3").glob("*.png"))
@@ -47,15 +41,11 @@ def test_a_search_calls_nobody_and_leaves_the_home_folder_alone(
 
 @pytest.mark.parametrize(
     ("module", "setting", "stays"),
-    [
-        ("retrieval", "0", "0"),
-        ("retrieval", None, "1"),
-        ("retrieval_core", None, "1"),
-    ],
+    [("retrieval", "0", "0"), ("retrieval", None, "1"), ("retrieval_core", None, "1")],
 )
 def test_every_module_turns_it_off_unless_the_user_has_said_otherwise(
-    module: str, setting: str | None, stays: str, tmp_path: Path
-) -> None:
+    module, setting, stays, tmp_path
+):
     code = (
         f"import sys, os, {module}; print('onnxruntime' in sys.modules,"
         " os.environ['ORT_DISABLE_TELEMETRY'])"

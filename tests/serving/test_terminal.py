@@ -1,14 +1,8 @@
-"""Names from outside never steer the terminal: file names, labels, keys and folders are printed
-with their escapes.
-"""
-
-from __future__ import annotations
+"""Names from outside never steer the terminal: they are printed with their escapes."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,7 +18,7 @@ def harmless(outcome: Any) -> str:
 
 
 @pytest.fixture
-def photos(makers: ModuleType, tmp_path: Path) -> Path:
+def photos(makers, tmp_path) -> Path:
     """Digits of which some have a label, and one a file name, that clear a terminal and set its
     title.
     """
@@ -37,27 +31,18 @@ def photos(makers: ModuleType, tmp_path: Path) -> Path:
     return folder
 
 
-def test_index_and_search(
-    photos: Path, bundle_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_index_and_search(photos, bundle_path, cli, monkeypatch):
     monkeypatch.chdir(photos.parent)
     refused = cli("index", "create", "i", "photos", "--bundle", bundle_path)
     assert refused.code == 2 and f"bad{SHOWN}.png" in harmless(refused)
     made = cli("index", "create", f"i{EVIL}", "photos", "--bundle", bundle_path, "--skip-bad")
-    assert (
-        made.code == 0
-        and f"bad{SHOWN}.png" in harmless(made)
-        and made.out.endswith(f": i{SHOWN}\n")
-    )
+    assert made.code == 0 and f"bad{SHOWN}.png" in harmless(made)
+    assert made.out.endswith(f": i{SHOWN}\n")
     query = f"photos/0/{EVIL}.png"
     found = cli("search", f"i{EVIL}", query, "-k", "40")
     assert found.code == 0
-    table = harmless(found)
-    assert (
-        f"Nearest to photos/0/{SHOWN}.png" in table
-        and f"0/{SHOWN}.png" in table
-        and f" {SHOWN} " in table
-    )
+    for text in (f"Nearest to photos/0/{SHOWN}.png", f"0/{SHOWN}.png", f" {SHOWN} "):
+        assert text in harmless(found)
     as_json = cli("search", f"i{EVIL}", query, "-k", "40", "--json")
     harmless(as_json)
     (answer,) = json.loads(as_json.out)
@@ -66,27 +51,15 @@ def test_index_and_search(
     assert gone.code == 2 and SHOWN in harmless(gone)
 
 
-def test_other_commands_and_mistyped_ones(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_commands_and_mistyped_ones(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path(f"{EVIL}.toml").write_text(
+    recipe = f"{EVIL}.toml"
+    Path(recipe).write_text(
         f'[loss]\nname = {json.dumps(EVIL + ".x")}\n"{json.dumps(EVIL)[1:-1]}" = 1\n'
     )
-    calls = [
-        ["check", f"{EVIL}.toml"],
-        ["train", f"{EVIL}.toml"],
-        ["evaluate", EVIL],
-        ["export", EVIL],
-        ["serve", EVIL],
-        [EVIL],
-        ["evaluate", "x", f"--{EVIL}"],
-        ["evaluate", "x", "--split", EVIL],
-        ["check", f"{EVIL}.toml", "--set", EVIL],
-    ]
-    for call in calls:
-        outcome = cli(*call)
-        assert outcome.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(outcome), (
-            call,
-            outcome,
-        )
+    words = [["check", recipe], ["train", recipe], ["check", recipe, "--set", EVIL]]
+    words += [["evaluate", "x", *more] for more in ([f"--{EVIL}"], ["--split", EVIL])]
+    words += [[verb, EVIL] for verb in ("evaluate", "export", "serve")] + [[EVIL]]
+    for call in words:
+        run = cli(*call)
+        assert run.code == 2 and "owned\\x07\\x9b31m\\u202e" in harmless(run), (call, run)

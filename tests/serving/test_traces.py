@@ -1,7 +1,5 @@
 """A span of each request, below its client's span, for OpenTelemetry; none where nobody asked."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx
@@ -32,7 +30,7 @@ def test_a_request_is_a_span_below_its_clients(index_path, environment, monkeypa
     monkeypatch.setattr(export, "BatchSpanProcessor", export.SimpleSpanProcessor)
     environment.setenv("OTEL_TRACES_EXPORTER", "console")
 
-    async def ask(app: Application) -> httpx.Response:
+    async def ask(app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             headers = {"traceparent": f"00-{TRACE}-{SPAN}-01"}

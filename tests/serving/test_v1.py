@@ -1,167 +1,108 @@
-"""The routes of /v1 over real HTTP: what is written is found, listed, shown and deleted; keys,
-cursors, limits.
-"""
-
-from __future__ import annotations
+"""The routes of /v1 over real HTTP."""
 
 import base64
 import json
-import shutil
-from pathlib import Path
 from urllib.parse import quote
 
 import numpy as np
-import pytest
 import wire
-from retrieval.serving.index.index import Index, create_index, open_index
+from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.store.contract import Item
 
 WIDTH = 16
+SEARCH, BATCH, ITEMS = "/v1/search", "/v1/search/batch", "/v1/items"
+PNG = {"Content-Type": "image/png"}
 
 
-@pytest.fixture
-def empty(bundle_path: Path, tmp_path: Path) -> Path:
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    return tmp_path / "i"
+def ids(answer) -> list[str]:
+    return [hit["id"] for hit in answer.json()["results"]]
 
 
-@pytest.fixture
-def living(index_path: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(index_path, tmp_path / "i"))
-
-
-def path_of(id: str, end: str = "") -> str:
-    """Return an item's address; a client tidies dots away, so these two go behind the question
-    mark.
-    """
-    if id in (".", ".."):
-        return f"/v1/item{end}?id={id}"
-    return f"/v1/items/{quote(id, safe='')}{end}"
+def refuses(client, path: str, *cases, method="POST") -> None:
+    """Send requests of `httpx`, each of which is refused with a status and a sentence."""
+    for request, status, says in cases:
+        wire.refused(client.request(method, path, **request), status, says)
 
 
 def test_a_search_takes_an_image_in_three_ways_a_vector_or_an_id(shared, index_path, photos):
-    server = shared(index_path)
+    client = shared(index_path).client
     path = sorted(photos.rglob("*.png"))[5]
     image, key = path.read_bytes(), path.relative_to(photos).as_posix()
-    form = server.client.post(
-        "/v1/search", files={"image": image}, data={"k": "5", "filter": "label = '0'"}
-    )
-    raw = server.client.post(
-        "/v1/search",
-        params={"k": "5", "filter": '{"label": "0"}'},
-        content=image,
-        headers={"Content-Type": "image/png"},
-    )
-    vector = server.client.get(path_of(key), params={"vector": "true"}).json()["vector"]
-    numbers = server.client.post(
-        "/v1/search", json={"vector": vector, "k": 5, "filter": {"label": "0"}}
-    )
+    vector = client.get(f"/v1/items/{quote(key, safe='')}?vector=true").json()["vector"]
     with open_index(index_path, threads=1) as index:
         expected = [hit.id for hit in index.search(path, 6, where="label = '0'")]
     assert expected[0] == key
-    for answer in (form, raw, numbers):
-        assert [hit["id"] for hit in answer.json()["results"]] == expected[:5], answer.text
-    neighbours = server.client.post(
-        "/v1/search", json={"id": key, "k": 5, "filter": {"label": "0"}}
+    for request in (
+        {"files": {"image": image}, "data": {"k": "5", "filter": "label = '0'"}},
+        {"params": {"k": "5", "filter": '{"label": "0"}'}, "content": image, "headers": PNG},
+        {"json": {"vector": vector, "k": 5, "filter": {"label": "0"}}},
+    ):
+        answer = client.post(SEARCH, **request)
+        assert ids(answer) == expected[:5], answer.text
+    neighbours = client.post(SEARCH, json={"id": key, "k": 5, "filter": {"label": "0"}})
+    assert ids(neighbours) == expected[1:]
+    refuses(
+        client,
+        SEARCH,
+        ({"json": {"id": "nobody"}}, 404, "no such item"),
+        ({"json": {"id": key, "vector": vector}}, 400, "JSON must be"),
+        ({"params": {"k": 1}, "files": {"image": image}}, 400, "query string"),
+        ({"params": {"kk": 1}, "content": image, "headers": PNG}, 400, "no parameter 'kk'"),
     )
-    assert [hit["id"] for hit in neighbours.json()["results"]] == expected[1:]
-    wire.refused(server.client.post("/v1/search", json={"id": "nobody"}), 404, "no such item")
-    wire.refused(
-        server.client.post("/v1/search", json={"id": key, "vector": vector}), 400, "JSON must be"
-    )
-    wire.refused(server.client.post("/v1/search?k=1", files={"image": image}), 400, "query string")
-    wrong = server.client.post(
-        "/v1/search?kk=1", content=image, headers={"Content-Type": "image/png"}
-    )
-    wire.refused(wrong, 400, "no parameter 'kk'")
 
 
 def test_explain_says_what_was_done_and_fields_what_is_told(served, empty):
     with Index.open(empty, threads=1) as index:
-        from retrieval.serving.store.contract import Item
-
         vectors = np.eye(3, WIDTH, dtype=np.float32)
         index.upsert(
             [Item(f"i{n}", "x", {"a": n, "b": -n}, arrays={"vector": vectors[n]}) for n in range(3)]
         )
-    server = served(empty)
-    requests = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
-    reply = server.client.post("/v1/search", json=requests).json()
+    client = served(empty).client
+    request = {"vector": [1.0] * WIDTH, "explain": True, "fields": ["b", "none"], "candidates": 20}
+    reply = client.post(SEARCH, json=request).json()
     assert [hit["metadata"] for hit in reply["results"]] == [{"b": -n} for n in range(3)]
     stages, searched = reply["explain"]["stages_ms"], reply["explain"]["searched"]
     assert set(stages) >= {"read", "wait", "search"} and all(ms >= 0 for ms in stages.values())
-    assert reply["took_ms"] > 0
-    assert (
-        searched["items"],
-        searched["generation"],
-        searched["rows"],
-        searched["candidates"],
-    ) == (3, 1, 3, 20)
-    assert (
-        server.client.post("/v1/search", json={**requests, "fields": []}).json()["results"][0][
-            "metadata"
-        ]
-        == {}
-    )
+    wanted = {"items": 3, "generation": 1, "rows": 3, "candidates": 20}
+    assert reply["took_ms"] > 0 and searched | wanted == searched
+    bare = client.post(SEARCH, json={**request, "fields": []}).json()
+    assert bare["results"][0]["metadata"] == {}
 
 
 def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
-    server = shared(index_path)
+    client = shared(index_path).client
     paths = sorted(photos.rglob("*.png"))[:40:5]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
-    together = server.client.post("/v1/search/batch", files=images, data={"k": "3"}).json()[
-        "answers"
-    ]
-    alone = [
-        server.client.post("/v1/search", files=[image], data={"k": "3"}).json() for image in images
-    ]
-    assert [element["results"] for element in together] == [element["results"] for element in alone]
+    together = client.post(BATCH, files=images, data={"k": "3"}).json()["answers"]
+    alone = [client.post(SEARCH, files=[image], data={"k": "3"}).json() for image in images]
+    assert [answer["results"] for answer in together] == [answer["results"] for answer in alone]
     key = together[0]["results"][0]["id"]
     mixed = [{"vector": [0.5] * WIDTH}, {"id": key}, {"vector": [-0.5] * WIDTH}]
-    hits = server.client.post("/v1/search/batch", json={"queries": mixed, "k": 2}).json()["answers"]
-    for element, fields in zip(hits, mixed, strict=True):
-        single = server.client.post("/v1/search", json={**fields, "k": 2}).json()["results"]
-        assert [hit["id"] for hit in element["results"]] == [hit["id"] for hit in single]
-    for answer, status, says in (
-        (server.client.post("/v1/search/batch", files=images * 13), 400, "100 at most"),
-        (
-            server.client.post("/v1/search/batch", json={"queries": mixed * 34}),
-            400,
-            "102 queries; 100 are the most",
+    answers = client.post(BATCH, json={"queries": mixed, "k": 2}).json()["answers"]
+    for answer, query in zip(answers, mixed, strict=True):
+        single = client.post(SEARCH, json={**query, "k": 2})
+        assert [hit["id"] for hit in answer["results"]] == ids(single)
+    refuses(
+        client,
+        BATCH,
+        ({"files": images * 13}, 400, "100 at most"),
+        ({"files": [images[0], ("image", ("x", b"no image"))]}, 422, "Image 2"),
+        *(
+            ({"json": {"queries": queries}}, status, says)
+            for queries, status, says in (
+                (mixed * 34, 400, "102 queries; 100 are the most"),
+                ([], 400, '"queries" must be'),
+                ([{}], 400, "JSON must be"),
+                ([{"vector": [1]}, {"vector": [True]}], 400, 'entry 1: "vector" must be a list'),
+                ([{"vector": [1]}, {"vector": [1, 2]}], 422, "same number"),
+                ([{"id": key}, {"id": "no"}], 404, "Query 2"),
+            )
         ),
-        (server.client.post("/v1/search/batch", json={"queries": []}), 400, '"queries" must be'),
-        (server.client.post("/v1/search/batch", json={"queries": [{}]}), 400, "JSON must be"),
-        (
-            server.client.post(
-                "/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [True]}]}
-            ),
-            400,
-            'entry 1: "vector" must be a list',
-        ),
-        (
-            server.client.post(
-                "/v1/search/batch", json={"queries": [{"vector": [1]}, {"vector": [1, 2]}]}
-            ),
-            422,
-            "same number",
-        ),
-        (
-            server.client.post("/v1/search/batch", json={"queries": [{"id": key}, {"id": "no"}]}),
-            404,
-            "Query 2",
-        ),
-        (
-            server.client.post(
-                "/v1/search/batch", files=[images[0], ("image", ("x", b"no image"))]
-            ),
-            422,
-            "Image 2",
-        ),
-    ):
-        wire.refused(answer, status, says)
+    )
 
 
 def test_many_items_come_together_or_not_at_all(served, empty, photos):
-    server = served(empty, "--open", "admin")
+    client = served(empty, "--open", "admin").client
     paths = sorted(photos.rglob("*.png"))[:12]
     images = [("image", (path.name, path.read_bytes())) for path in paths]
     named = [
@@ -169,80 +110,57 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         for n, path in enumerate(paths)
     ]
 
-    def add(items, files, **more):
-        return server.client.post(
-            "/v1/items", data={"items": json.dumps(items)}, files=files, **more
-        )
+    def form(items, files):
+        return {"data": {"items": json.dumps(items)}, "files": files}
 
-    assert add(named, images).json() == {"added": 12, "replaced": 0}
-    assert add(named[:5], images[:5]).json() == {"added": 0, "replaced": 5}
+    def plain(*items):
+        return {"json": {"items": items}}
+
+    def add(request):
+        return client.post(ITEMS, **request).json()
+
+    assert add(form(named, images)) == {"added": 12, "replaced": 0}
+    assert add(form(named[:5], images[:5])) == {"added": 0, "replaced": 5}
+    vectors = [{"id": f"v{n}", "vector": [float(n)] * WIDTH} for n in range(3)]
+    assert add(plain(*vectors)) == {"added": 3, "replaced": 0}
+    relabelled = {"id": "p0", "label": "other", "metadata": {"n": -1}}
+    assert add(plain(relabelled)) == {"added": 0, "replaced": 1}
+    item = client.get("/v1/items/p0").json()
+    assert (item["label"], item["metadata"], item["keep"]) == ("other", {"n": -1}, "copy")
+    assert client.get("/v1/items/p0/image").content == images[0][1][1]
     broken = [*images[:3], ("image", ("x.png", images[3][1][1][:40]))]
     fresh = [{"id": f"q{n}"} for n in range(4)]
-    wire.refused(add(fresh, broken), 422, "Image 4")
-    vectors = [{"id": f"v{n}", "vector": [float(n)] * WIDTH} for n in range(3)]
-    assert server.client.post("/v1/items", json={"items": vectors}).json() == {
-        "added": 3,
-        "replaced": 0,
-    }
-    relabelled = [{"id": "p0", "label": "other", "metadata": {"n": -1}}]
-    assert server.client.post("/v1/items", json={"items": relabelled}).json() == {
-        "added": 0,
-        "replaced": 1,
-    }
-    item = server.client.get("/v1/items/p0").json()
-    assert (item["label"], item["metadata"], item["keep"]) == ("other", {"n": -1}, "copy")
-    assert server.client.get("/v1/items/p0/image").content == images[0][1][1]
-    for answer, status, says in (
-        (add(fresh[:3], images[:4]), 400, "each of the 4 images"),
-        (add([fresh[0]] * 2, images[:2]), 400, "an id twice"),
-        (add(fresh, []), 415, "multipart/form-data"),
-        (
-            server.client.post("/v1/items", files={"items": (None, "[]")}),
-            400,
-            'a file in its field "image"',
-        ),
-        (add([{"id": "x", "vector": [1.0] * WIDTH}], images[:1]), 400, "without vectors"),
-        (add([{"id": ""}], images[:1]), 400, '"id" must be text'),
-        (add([{"id": "x\0"}], images[:1]), 400, "NUL"),
-        (
-            server.client.post("/v1/items", json={"items": [{"id": f"w{n}"} for n in range(101)]}),
-            400,
-            "100 are the most",
-        ),
-        (
-            server.client.post("/v1/items", json={"items": [{"id": "nobody", "label": "x"}]}),
-            422,
-            "no item 'nobody'",
-        ),
-        (
-            server.client.post("/v1/items", json={"items": [{"id": "x", "vector": [1.0]}]}),
-            422,
-            "has 16 numbers, not 1",
-        ),
-        (
-            server.client.post(
-                "/v1/items",
-                json={"items": [vectors[0] | {"id": "x"}, {"id": "y", "vector": [1e300] * WIDTH}]},
-            ),
-            422,
-            "beyond float32",
-        ),
-    ):
-        wire.refused(answer, status, says)
-    assert server.client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
+    huge = {"id": "y", "vector": [1e300] * WIDTH}
+    refuses(
+        client,
+        ITEMS,
+        (form(fresh, broken), 422, "Image 4"),
+        (form(fresh[:3], images[:4]), 400, "each of the 4 images"),
+        (form([fresh[0]] * 2, images[:2]), 400, "an id twice"),
+        (form(fresh, []), 415, "multipart/form-data"),
+        ({"files": {"items": (None, "[]")}}, 400, 'a file in its field "image"'),
+        (form([vectors[0]], images[:1]), 400, "without vectors"),
+        (form([{"id": ""}], images[:1]), 400, '"id" must be text'),
+        (form([{"id": "x\0"}], images[:1]), 400, "NUL"),
+        (plain(*({"id": f"w{n}"} for n in range(101))), 400, "100 are the most"),
+        (plain({"id": "nobody", "label": "x"}), 422, "no item 'nobody'"),
+        (plain({"id": "x", "vector": [1.0]}), 422, "has 16 numbers, not 1"),
+        (plain(vectors[0] | {"id": "x"}, huge), 422, "beyond float32"),
+    )
+    assert client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
 
 
 def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
-    """A label alone never empties the metadata, and metadata alone never the label."""
-    server = served(empty, "--open", "write")
+    client = served(empty, "--open", "write").client
     image = next(photos.rglob("*.png")).read_bytes()
     fields = {"label": "L", "metadata": json.dumps({"price": 1})}
+    a, vector = "/v1/items/a", {"vector": [0.5] * WIDTH}
 
     def now() -> tuple:
-        item = server.client.get("/v1/items/a").json()
+        item = client.get(a).json()
         return item["label"], item["metadata"], item["keep"]
 
-    assert server.client.put("/v1/items/a", files={"image": image}, data=fields).status_code == 200
+    assert client.put(a, files={"image": image}, data=fields).status_code == 200
     for reply, expected in (
         ({"label": "M"}, ("M", {"price": 1}, "copy")),
         ({"metadata": {"x": 1}}, ("M", {"x": 1}, "copy")),
@@ -250,52 +168,41 @@ def test_put_replaces_and_patch_changes_what_it_names(served, empty, photos):
         ({"label": None}, (None, {"x": 1}, "copy")),
         ({"label": "N", "metadata": {}}, ("N", {}, "copy")),
     ):
-        changed = server.client.patch("/v1/items/a", json=reply)
+        changed = client.patch(a, json=reply)
         assert changed.json() == {"id": "a", "replaced": True}, changed.text
         assert now() == expected, reply
     many = {"items": [{"id": "a", "metadata": {"y": 2}}]}
-    assert server.client.post("/v1/items", json=many).json() == {"added": 0, "replaced": 1}
-    assert now() == ("N", {"y": 2}, "copy")
-    for reply in ({"label": "M"}, {"metadata": {"x": 1}}, {}):  # the rest of the item would be lost
-        wire.refused(server.client.put("/v1/items/a", json=reply), 400, '"vector" (needed)')
-    assert (
-        now() == ("N", {"y": 2}, "copy") and server.client.get("/v1/items/a/image").content == image
-    )
-    assert (
-        server.client.put("/v1/items/a", json={"vector": [0.5] * WIDTH}).json()["replaced"] is True
-    )
+    assert client.post(ITEMS, json=many).json() == {"added": 0, "replaced": 1}
+    bare = ({"label": "M"}, {"metadata": {"x": 1}}, {})  # the rest of the item would be lost
+    refuses(client, a, *(({"json": body}, 400, '"vector" (needed)') for body in bare), method="PUT")
+    assert now() == ("N", {"y": 2}, "copy") and client.get(f"{a}/image").content == image
+    assert client.put(a, json=vector).json()["replaced"] is True
     assert now() == (None, {}, "nothing")
-    wire.refused(server.client.patch("/v1/items/b", json={"label": "x"}), 422, "no item 'b'")
-    wire.refused(
-        server.client.patch("/v1/items/a", json={"vector": [0.5] * WIDTH}), 400, "JSON must be"
-    )
-    wire.refused(
-        server.client.patch("/v1/items/a", files={"image": image}), 415, "application/json"
-    )
+    wire.refused(client.patch("/v1/items/b", json={"label": "x"}), 422, "no item 'b'")
+    wire.refused(client.patch(a, json=vector), 400, "JSON must be")
+    wire.refused(client.patch(a, files={"image": image}), 415, "application/json")
 
 
 def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
-    server = shared(index_path)
+    client = shared(index_path).client
 
     def pages(**reply):
-        hits, cursor = [], None
+        hits, cursor = [], {}
         while True:
-            page = server.client.get(
-                "/v1/items", params={**reply, **({"cursor": cursor} if cursor else {})}
-            ).json()
+            page = client.get(ITEMS, params={**reply, **cursor}).json()
             hits += [item["id"] for item in page["items"]]
-            cursor = page["cursor"]
-            if cursor is None:
+            if page["cursor"] is None:
                 return hits
+            cursor = {"cursor": page["cursor"]}
 
     with open_index(index_path, threads=1) as index:
         everything = [item.id for item in index.scan(limit=1000)]
         sevens = [item.id for item in index.scan("label = '7'", limit=1000)]
     assert pages(limit=30) == pages() == everything and len(everything) == 200
     assert pages(limit=7, filter="label = '7'") == pages(filter='{"label": "7"}') == sevens
-    cursor = server.client.get("/v1/items", params={"limit": 3}).json()["cursor"]
+    cursor = client.get(ITEMS, params={"limit": 3}).json()["cursor"]
     forged = base64.urlsafe_b64encode(b'["' + b"[" * 5000 + b'", ""]').decode()
-    for reply, status, says in (
+    for parameters, status, says in (
         ({"cursor": cursor, "filter": "label = '7'"}, 400, "cursor"),
         *(
             ({"cursor": bad}, 400, "cursor")
@@ -305,6 +212,7 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
             ({"limit": bad}, 400, "1 to 1000")
             for bad in ("0", "1001", "-1", "x", "9" * 20, "1.5", "²")
         ),
+        ({"limit": ["1", "2"]}, 400, "twice"),
         ({"filter": "label ="}, 400, "filter"),
         ({"filter": "lable = '7'"}, 422, "No item of this index has a field 'lable'"),
         ({"filter": "{"}, 400, "not JSON"),
@@ -313,24 +221,21 @@ def test_a_list_comes_in_pages_and_its_cursor_is_its_own(shared, index_path):
         ({"fields": "[1]"}, 400, "100 names"),
         ({"offset": "3"}, 400, "no parameter 'offset'"),
     ):
-        wire.refused(server.client.get("/v1/items", params=reply), status, says)
-    wire.refused(server.client.get("/v1/items?limit=1&limit=2"), 400, "twice")
+        wire.refused(client.get(ITEMS, params=parameters), status, says)
 
 
 def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
-    server = served(living, "--open", "admin")
+    client = served(living, "--open", "admin").client
 
     def delete(**reply):
-        return server.client.post("/v1/delete", json=reply)
+        return client.post("/v1/delete", json=reply)
 
-    sevens = server.client.get("/v1/items", params={"filter": "label = '7'", "limit": 1000}).json()[
-        "items"
-    ]
+    def listed(**parameters):
+        return [item["id"] for item in client.get(ITEMS, params=parameters).json()["items"]]
+
+    sevens = listed(filter="label = '7'", limit=1000)
     assert delete(filter="label = '7'").json() == {"deleted": len(sevens)}
-    ids = [
-        item["id"] for item in server.client.get("/v1/items", params={"limit": 3}).json()["items"]
-    ]
-    assert delete(ids=[*ids, "nobody"]).json() == {"deleted": 3}
+    assert delete(ids=[*listed(limit=3), "nobody"]).json() == {"deleted": 3}
     for reply, status, says in (
         ({}, 400, "one of"),
         ({"filter": {}}, 400, "empty object"),
@@ -344,42 +249,37 @@ def test_deleting_by_filter_ids_or_all_and_never_by_accident(served, living):
         ({"filter": "lable = '7'"}, 422, "field 'lable'"),
     ):
         wire.refused(delete(**reply), status, says)
-    assert server.client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
+    assert client.get("/v1/index").json()["items"] == 200 - len(sevens) - 3
     assert delete(all=True).json() == {"deleted": 200 - len(sevens) - 3}
-    assert server.client.get("/v1/index").json()["items"] == 0
+    assert client.get("/v1/index").json()["items"] == 0
 
 
 def test_a_server_is_read_only_unless_told_otherwise(shared, index_path):
     body = {"items": [{"id": "a", "vector": [1.0] * WIDTH}]}
-
-    def writes(server):
-        yield server.client.post("/v1/items", json=body)
-        yield server.client.put("/v1/items/a", json={"vector": [1.0] * WIDTH})
-        yield server.client.delete("/v1/items/a")
-        yield server.client.post("/v1/delete", json={"all": True})
-        yield server.client.post("/v1/snapshots")
-
-    for answer in writes(shared(index_path)):
+    for method, path, content in (
+        ("POST", ITEMS, body),
+        ("PUT", "/v1/items/a", {"vector": [1.0] * WIDTH}),
+        ("DELETE", "/v1/items/a", None),
+        ("POST", "/v1/delete", {"all": True}),
+        ("POST", "/v1/snapshots", None),
+    ):
+        answer = shared(index_path).client.request(method, path, json=content)
         wire.refused(answer, 403, "read-only")
-    foreign = {"Origin": "http://evil.example", "Content-Type": "application/json"}
-    answer = shared(index_path, "--open", "admin").client.post(
-        "/v1/items", json=body, headers=foreign
-    )
-    wire.refused(answer, 403, "another site's page")
+    foreign = {"json": body, "headers": {"Origin": "http://evil.example"}}
+    admin = shared(index_path, "--open", "admin").client
+    refuses(admin, ITEMS, (foreign, 403, "another site's page"))
 
 
 def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
     (tmp_path / "copies").mkdir()
-    server = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies"))
-    wire.refused(server.client.post("/v1/snapshots?name=../x"), 400, "query string")
-    snapshots = [
-        server.client.post("/v1/snapshots", json={"path": "/etc/x", "name": ".."}) for _ in range(2)
-    ]
-    names = [answer.json()["snapshot"] for answer in snapshots]
-    assert [answer.status_code for answer in snapshots] == [201, 201] and len(set(names)) == 2
-    assert sorted(
-        path.name for path in (tmp_path / "copies").iterdir() if not path.name.startswith(".")
-    ) == sorted(names)
+    client = served(living, "--open", "admin", "--snapshots", str(tmp_path / "copies")).client
+    refuses(client, "/v1/snapshots?name=../x", ({}, 400, "query string"))
+    hostile = {"path": "/etc/x", "name": ".."}
+    answers = [client.post("/v1/snapshots", json=hostile) for _ in range(2)]
+    names = [answer.json()["snapshot"] for answer in answers]
+    assert [answer.status_code for answer in answers] == [201, 201] and len(set(names)) == 2
+    visible = (path.name for path in (tmp_path / "copies").iterdir() if path.name[0] != ".")
+    assert sorted(visible) == sorted(names)
     with open_index(tmp_path / "copies" / names[0], threads=1) as copy:
         assert len(copy) == 200
     wire.refused(served(living, "--open", "admin").client.post("/v1/snapshots"), 403, "--snapshots")
@@ -388,20 +288,21 @@ def test_snapshots_go_where_the_operator_says(served, living, tmp_path, cli):
 
 
 def test_other_bodies_are_refused(served, empty):
-    """Depth, duplicates, sizes and kinds of bodies, on every route that takes one."""
     server = served(empty, "--open", "admin", "--max-bytes", "100000")
+    client, head = server.client, {"Content-Type": "application/json"}
     deep = '{"items": [{"id": "x", "metadata": ' + '{"a":' * 100 + "1" + "}" * 100 + "}]}"
     nan = '{"items": [{"id": "x", "vector": [' + "NaN," * 15 + "NaN]}]}"
-    large = '{"metadata": {"a": NaN}, "vector": [' + ",".join(["1"] * WIDTH) + "]}"
+    no_json = '{"metadata": {"a": NaN}, "vector": [' + ",".join(["1"] * WIDTH) + "]}"
+    large = json.dumps({"vector": [1.0] * WIDTH, "metadata": {"a": "x" * 1_100_000}})
     for method, path, body, status in (
-        ("POST", "/v1/items", deep, 400),
-        ("POST", "/v1/items", nan, 400),
-        ("POST", "/v1/items", '{"items": [], "items": []}', 400),
-        ("POST", "/v1/items", "[" * 200_000, 400),
+        ("POST", ITEMS, deep, 400),
+        ("POST", ITEMS, nan, 400),
+        ("POST", ITEMS, '{"items": [], "items": []}', 400),
+        ("POST", ITEMS, "[" * 200_000, 400),
         ("PUT", "/v1/items/x", "{" * 2_400_000, 413),
-        ("POST", "/v1/search", " " * 2_400_000, 413),
-        ("POST", "/v1/search/batch", '{"queries": [{"vector": [1e999]}]}', 400),
-        ("PUT", "/v1/items/x", large, 422),
+        ("POST", SEARCH, " " * 2_400_000, 413),
+        ("POST", BATCH, '{"queries": [{"vector": [1e999]}]}', 400),
+        ("PUT", "/v1/items/x", no_json, 422),
         ("PUT", "/v1/items/x", '{"label": 5}', 400),
         ("PUT", "/v1/items/x", '{"metadata": []}', 400),
         ("PUT", "/v1/items/x", '{"path": "/etc/passwd"}', 400),
@@ -410,21 +311,16 @@ def test_other_bodies_are_refused(served, empty):
         ("PUT", "/v1/items/%ff%fe", "{}", 400),
         ("PUT", "/v1/item", "{}", 400),
         ("PUT", "/v1/item?id=", "{}", 400),
-        (
-            "PUT",
-            "/v1/items/x",
-            json.dumps({"vector": [1.0] * WIDTH, "metadata": {"a": "x" * 1_100_000}}),
-            422,
-        ),
+        ("PUT", "/v1/items/x", large, 422),
         ("POST", "/v1/delete", "null", 400),
         ("POST", "/v1/delete", '{"filter": ' + '{"not":' * 60 + "1" + "}" * 61, 400),
     ):
-        head = {"Content-Type": "application/json"}
-        answer = server.client.request(method, path, content=body, headers=head)
+        answer = client.request(method, path, content=body, headers=head)
         assert answer.status_code == status, (path[:40], body[:60], answer.text[:300])
         assert answer.json()["detail"].endswith("."), answer.text
-    for path in ("/v1/items", "/v1/delete", "/v1/search/batch"):
-        answer = server.client.post(path, content=b"x", headers={"Content-Type": "text/plain"})
-        assert answer.status_code == 415
-    assert server.client.get("/v1/index").json()["items"] == 0
+    for path in (ITEMS, "/v1/delete", BATCH):
+        refuses(
+            client, path, ({"content": b"x", "headers": {"Content-Type": "text/plain"}}, 415, "")
+        )
+    assert client.get("/v1/index").json()["items"] == 0
     assert wire.ask(server.port, wire.get("/v1/items/..%2F..%2Fetc%2Fpasswd")).status == 404

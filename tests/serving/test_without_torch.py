@@ -1,7 +1,5 @@
 """The serving side in an environment that has no torch, and the direction of imports."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -35,126 +33,79 @@ WORK = textwrap.dedent("""
 """)  # noqa: E501
 
 
+def clean() -> dict[str, str]:
+    """This environment, without what would lead to other packages."""
+    return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+
+
+OFFLINE = ("No matching distribution", "Could not find a version", "NewConnectionError")
+OFFLINE += ("Max retries", "ConnectionError")
+
+
 @pytest.fixture(scope="module")
 def light_python(tmp_path_factory) -> Path:
     """A virtual environment with `retrieval[cpu,serve]` from this source tree, and nothing else."""
     folder = tmp_path_factory.mktemp("light")
-    source = folder / "source"
+    source, ignored = folder / "source", shutil.ignore_patterns("__pycache__", "*.egg-info")
     source.mkdir()
     for name in ("retrieval", "plugins"):  # a copy, since building writes beside what it builds
-        shutil.copytree(
-            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-        )
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, source / name)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "PYTHONHOME")
-    }
-    subprocess.run(
-        [sys.executable, "-m", "venv", str(folder / "venv")], check=True, env=environment
-    )
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, env=clean())
     python = folder / "venv" / "bin" / "python"
-    command = [
-        str(python),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-compile",
-    ]
-    install = subprocess.run(
-        [*command, f"{source}[cpu,serve]"], capture_output=True, text=True, env=environment
-    )
-    if install.returncode:
-        offline = (
-            "No matching distribution",
-            "Could not find a version",
-            "NewConnectionError",
-            "Max retries",
-            "ConnectionError",
-        )
-        if any(word in install.stderr for word in offline):
-            pytest.skip(
-                f"the package registry cannot be reached: {install.stderr.strip().splitlines()[-1]}"
-            )
-        pytest.fail(install.stderr)
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-compile", f"{source}[cpu,serve]"]
+    install = subprocess.run(command, capture_output=True, text=True, env=clean())
+    if install.returncode and any(word in install.stderr for word in OFFLINE):
+        last = install.stderr.strip().splitlines()[-1]
+        pytest.skip(f"the package registry cannot be reached: {last}")
+    assert not install.returncode, install.stderr
     return python
 
 
 @pytest.mark.long
 def test_everything_works_without_torch(
-    light_python, bundle_path, index_path, photos, served, tmp_path, capfd
+    light_python, bundle_path, index_path, photos, served, tmp_path
 ):
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.index.index import open_index
 
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "PYTHONHOME")
-    }
-    query = photos / "4" / "0004.png"
-    out = tmp_path / "i"
-    command = [
-        str(light_python),
-        "-W",
-        "error",
-        "-c",
-        WORK,
-        str(bundle_path),
-        str(photos),
-        str(out),
-        str(query),
-    ]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert run.returncode == 0, run.stderr
-    vector, hits = json.loads(run.stdout)
-    assert vector == pytest.approx(
-        Bundle.open(bundle_path, threads=1).encode_image(query).vector[0].tolist(), abs=1e-6
-    )
+    def run(*words: object) -> str:
+        options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": clean()}
+        done = subprocess.run(list(map(str, words)), **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    query, out = photos / "4" / "0004.png", tmp_path / "i"
+    lines = run(light_python, "-W", "error", "-c", WORK, bundle_path, photos, out, query)
+    vector, hits = json.loads(lines)
+    own = Bundle.open(bundle_path, threads=1).encode_image(query).vector[0]
+    assert vector == pytest.approx(own.tolist(), abs=1e-6)
     with open_index(index_path, threads=1) as index:
         expected = index.search(index.bundle.encode_image(query), 3)[0]
     assert [key for key, _ in hits] == [hit.id for hit in expected]
-    listed = subprocess.run(
-        [str(light_python), "-m", "pip", "list", "--format=json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    names = {package["name"].lower() for package in json.loads(listed.stdout)}
+    listed = json.loads(run(light_python, "-m", "pip", "list", "--format=json"))
+    names = {package["name"].lower() for package in listed}
     assert "torch" not in names
     assert {"faiss-cpu", "onnxruntime", "starlette", "embedding-retrieval"} <= names
-
-    program = light_python.with_name("retrieval")
-    found = subprocess.run(
-        [str(program), "search", str(out), str(query)],
-        capture_output=True,
-        text=True,
-        env=environment,
-    )
-    assert found.returncode == 0, found.stderr
-    assert "4/0004.png" in found.stdout
+    assert "4/0004.png" in run(light_python.with_name("retrieval"), "search", out, query)
     server = served(out, python=str(light_python))
     answer = server.client.post("/v1/search", files={"image": query.read_bytes()}).json()
     assert answer["results"][0]["key"] == "4/0004.png"
     assert "<title>Image search" in server.client.get("/").text  # the page is in the package
-    lines = Path(f"/proc/{server.process.pid}/maps").read_text() if sys.platform == "linux" else ""
-    assert "libtorch" not in lines
+    maps = Path(f"/proc/{server.process.pid}/maps")
+    assert "libtorch" not in (maps.read_text() if sys.platform == "linux" else "")
 
 
-def test_a_server_without_its_extra_says_what_to_install(index_path, tmp_path):
-    """Hide what `serve` needs: the sentence names the command that mends it."""
+def test_a_server_without_its_extra_says_what_to_install(index_path, process):
     code = (
         "import sys\n"
         "for name in ('uvicorn', 'starlette', 'python_multipart'): sys.modules[name] = None\n"
         f"sys.argv = ['retrieval', 'serve', {str(index_path)!r}]\n"
         "from retrieval.cli.app import main\nmain()\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 2
-    assert "pip install 'embedding-retrieval[serve]'" in run.stderr
-    assert "Traceback" not in run.stderr
+    run = process("-c", code)
+    assert run.code == 2 and "pip install 'embedding-retrieval[serve]'" in run.err
+    assert "Traceback" not in run.err

@@ -1,8 +1,4 @@
-"""Changes that wait: how many may, whose turn it is, and what an upload of which only a small
-picture is kept leaves behind.
-"""
-
-from __future__ import annotations
+"""Changes that wait, and uploads of which only a small picture is kept."""
 
 import io
 import json
@@ -14,19 +10,12 @@ from pathlib import Path
 
 import httpx
 import numpy as np
-import pytest
 import wire
 from PIL import Image
-from retrieval.serving.index.index import Index, create_index
+from retrieval.serving.index.index import Index
 
 WIDTH = 16
 _BUSY = "too many changes are waiting"
-
-
-@pytest.fixture
-def empty(bundle_path: Path, tmp_path: Path) -> Path:
-    create_index(tmp_path / "i", bundle_path, progress=False)
-    return tmp_path / "i"
 
 
 @contextmanager
@@ -52,7 +41,7 @@ class Writers:
     def put(self, id: str, key: str | None = None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
 
-        def write() -> None:
+        def write():
             self.answers[id] = httpx.put(
                 f"{self._url}/v1/items/{id}",
                 json={"vector": [0.5] * WIDTH},
@@ -101,9 +90,6 @@ def photo(seed: int, size: tuple[int, int] = (900, 600)) -> bytes:
 
 
 def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tmp_path, cli):
-    """Its answers say so and show it, also after a change of its label and a restart; no byte more
-    of it is on the disk.
-    """
     server, image = served(empty, "--open", "write"), photo(1)
     content = {"files": {"image": image}, "data": {"keep": "thumbnail", "label": "a"}}
     assert server.client.put("/v1/items/a%2Fb", **content).json() == {
@@ -114,7 +100,7 @@ def test_of_an_upload_only_a_small_picture_may_be_kept(served, empty, makers, tm
     plain = {"label": "b", "metadata": {"price": 3}}
     assert server.client.patch("/v1/items/a%2Fb", json=plain).status_code == 200
 
-    def look(client: httpx.Client) -> None:
+    def look(client):
         item = client.get("/v1/items/a%2Fb").json()
         assert (item["keep"], item["bytes"], item["width"], item["height"]) == (
             "thumbnail",

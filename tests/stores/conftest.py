@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,29 +12,29 @@ _running: list[Any] = []
 
 
 @pytest.fixture(scope="session")
-def plain_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain_bundle(tmp_path_factory) -> Path:
     """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
 
 
 @pytest.fixture(scope="session")
-def other_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def other_bundle(tmp_path_factory) -> Path:
     """Another one, whose vectors are as wide. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
 
 
 @pytest.fixture
-def bundle(plain_bundle: Path) -> Bundle:
+def bundle(plain_bundle) -> Bundle:
     return Bundle.open(plain_bundle, threads=1)
 
 
 @pytest.fixture
-def other(other_bundle: Path) -> Bundle:
+def other(other_bundle) -> Bundle:
     return Bundle.open(other_bundle, threads=1)
 
 
 @pytest.fixture(scope="session")
-def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def milvus(tmp_path_factory) -> Iterator[Any]:
     """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or
     one started for this session.
     """

@@ -1,11 +1,7 @@
-"""What a local store measures while it searches is the answer's distance: each answer is that of
-plain arithmetic, whatever lies where."""
-
-from __future__ import annotations
+"""Each answer of a local store is that of plain arithmetic, whatever lies where."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,18 +25,17 @@ WIDTH = 16
 class Known:
     """An index beside what is in it."""
 
-    def __init__(self, folder: Path, bundle: Path, wanted: StructureChoice | None = None) -> None:
-        opened = Bundle.open(bundle, threads=1)
-        create_local(folder, opened, widths_of(opened), structure=wanted or StructureChoice("flat"))
-        index = open_index(folder, threads=1)
-        self.index, self.items = index, dict[str, tuple[Any, int]]()
+    def __init__(self, folder: Path, bundle: Bundle, structure: StructureChoice) -> None:
+        create_local(folder, bundle, widths_of(bundle), structure=structure)
+        self.index, self.items = open_index(folder, threads=1), dict[str, tuple[Any, int]]()
 
     def put(self, ids: Sequence[str], vectors: Any) -> None:
-        items = [
-            Item(id, metadata={"turn": at % 3, "tags": [at]}, arrays={"vector": vectors[at]})
-            for at, id in enumerate(ids)
-        ]
-        self.index.upsert(items)
+        self.index.upsert(
+            [
+                Item(id, metadata={"turn": at % 3, "tags": [at]}, arrays={"vector": vectors[at]})
+                for at, id in enumerate(ids)
+            ]
+        )
         self.items |= {id: (vectors[at], at % 3) for at, id in enumerate(ids)}
 
     def delete(self, ids: Sequence[str]) -> None:
@@ -58,22 +53,15 @@ class Known:
         return [(chosen[at], float(far[at])) for at in np.argsort(far, kind="stable")[:k]]
 
     def agrees(self, queries: Any, k: int = 10) -> None:
-        proposed = self.index.store.propose(queries, k, self.index.bundle.sha256)
-        assert {len(entry.items) for entry in proposed} == {
-            min(k, len(self.items))
-        }  # of a structure's more, the nearest
-        matching = sum(turn == 1 for _, turn in self.items.values())
-        proposed = self.index.store.propose(
-            queries, k, self.index.bundle.sha256, where=parse_filter("turn = 1")
-        )
-        assert {len(entry.items) for entry in proposed} == {min(k, matching)}
-        for turn in (None, 1):
-            found = self.index.search(queries, k, where=None if turn is None else f"turn = {turn}")
-            alone = [
-                self.index.search(entry, k, where=None if turn is None else f"turn = {turn}")
-                for entry in queries
-            ]
-            assert found == alone
+        store, sha256 = self.index.store, self.index.bundle.sha256
+        for turn, where in ((None, None), (1, "turn = 1")):
+            count = sum(turn in (None, own) for _, own in self.items.values())
+            chosen = None if where is None else parse_filter(where)
+            proposed = store.propose(queries, k, sha256, where=chosen)
+            # of a structure's more, the nearest
+            assert {len(entry.items) for entry in proposed} == {min(k, count)}
+            found = self.index.search(queries, k, where=where)
+            assert found == [self.index.search(query, k, where=where) for query in queries]
             for query, hits in zip(queries, found, strict=True):
                 assert [(hit.id, hit.distance) for hit in hits] == self.nearest(query, k, turn)
                 assert all(hit.metadata["turn"] == self.items[str(hit.id)][1] for hit in hits)
@@ -103,40 +91,33 @@ def names(numbers: range, seed: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("wanted", ["flat", "hnsw"])
 @pytest.mark.parametrize("large", [False, True])
-def test_items_come_change_and_go(
-    wanted: str, large: bool, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal vectors lie in a segment, in another, and among fresh items; some change places, some
-    go.
-    """
+def test_items_come_change_and_go(wanted, large, tmp_path, bundle, monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 500)
     monkeypatch.setattr(exact, "_BLOCK_PAIRS", 5000 if large else 1 << 21)
-    monkeypatch.setattr(
-        masks, "_SMALL", 100 if large else 20_000
-    )  # a filter is tried on the nearest, or looked up
+    # a filter is tried on the nearest, or looked up
+    monkeypatch.setattr(masks, "_SMALL", 100 if large else 20_000)
     options = {"ef_search": 4096, "m": 64} if wanted == "hnsw" else {}
-    known = Known(tmp_path / "i", plain_bundle, StructureChoice(wanted, options))
+    known = Known(tmp_path / "i", bundle, StructureChoice(wanted, options))
     base = vectors(300)
     queries = np.concatenate([base[::60], vectors(4, seed=2)])
     with known.index as index:
-        ids = names(range(1200))
+        ids, fresh = names(range(1200)), names(range(1200, 1500))
         known.put(ids, np.tile(base, (4, 1)))  # each vector four times
         index.store.compact()
         known.agrees(queries)
         known.delete(ids[5:300:9])
         known.agrees(queries)
-        known.put(names(range(1200, 1500)), base)  # and once more, fresh
+        known.put(fresh, base)  # and once more, fresh
         known.agrees(queries, k=25)
         known.put(ids[300:330], base[100:130])  # others take their places
-        known.delete(names(range(1200, 1500))[::4])
+        known.delete(fresh[::4])
         known.agrees(queries)
         known.agrees(queries[:1], k=2000)
         index.store.compact()
         known.agrees(queries)
 
 
-def test_a_pair_has_one_distance_whoever_measures_it() -> None:
-    """The very same double, in whatever batch."""
+def test_a_pair_has_one_distance_whoever_measures_it():
     random = np.random.default_rng(0)
     for width in (1, 2, 3, 7, 8, 16, 31, 128, 300):
         some = random.normal(size=(50, width)).astype(np.float32)
@@ -158,72 +139,50 @@ def test_a_pair_has_one_distance_whoever_measures_it() -> None:
     [{"rescorer": True}, {"subspaces": True}, {"inner": True}, {}],
     ids=["rescorer", "sub-spaces", "inner", "plain"],
 )
-def test_whatever_a_bundle_measures(
-    options: dict[str, Any], tmp_path: Path, makers: ModuleType
-) -> None:
-    """As where the store hands over items and the index measures: the same answers, ties by id."""
+def test_whatever_a_bundle_measures(options, tmp_path, makers):
     bundle = Bundle.open(makers.make_bundle(tmp_path / "b", kind="features", **options), threads=1)
-    features = (
-        np.random.default_rng(3)
-        .normal(size=(40, bundle.manifest.input.shape[0]))
-        .astype(np.float32)
-    )
+    features = np.random.default_rng(3).normal(size=(40, 64)).astype(np.float32)
     encoded = bundle.encode(np.tile(features, (3, 1)))
+    arrays = {"vector": encoded.vector, "code": encoded.code}
+    items = [
+        Item(id, arrays={name: rows[n] for name, rows in arrays.items() if rows is not None})
+        for n, id in enumerate(names(range(120)))
+    ]
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with Index.open(tmp_path / "i", threads=1) as index:
-        index.upsert(
-            [
-                Item(
-                    id,
-                    arrays={"vector": encoded.vector[n]}
-                    | ({} if encoded.code is None else {"code": encoded.code[n]}),
-                )
-                for n, id in enumerate(names(range(120)))
-            ]
-        )
+        index.upsert(items)
         index.store.compact()
         queries = features[:6] + np.float32(0.01)
-        found = [index.search(queries, k) for k in (1, 4, 50)]
-        with pytest.MonkeyPatch.context() as patch:
+        measured = [index.search(queries, k) for k in (1, 4, 50)]
+        with pytest.MonkeyPatch.context() as patch:  # as where the index itself measures
             patch.setattr(type(index.store), "propose", handed_over)
-            assert [index.search(queries, k) for k in (1, 4, 50)] == found
+            assert [index.search(queries, k) for k in (1, 4, 50)] == measured
 
 
 # Near-duplicates, on handwritten digits.
 
 
 @pytest.fixture
-def digits(tmp_path: Path, plain_bundle: Path) -> Iterator[tuple[Index, np.ndarray]]:
-    """1,797 digits by the bundle's own vectors, the first twenty of them twice, and once more a
-    little apart.
-    """
+def digits(tmp_path, bundle) -> Iterator[tuple[Index, np.ndarray]]:
+    """1,797 digits, the first twenty of them twice, and once more a little apart."""
     images, labels = load_digits(return_X_y=True)
-    bundle = Bundle.open(plain_bundle, threads=1)
     pixels = (images.reshape(-1, 1, 8, 8) * 15.9).astype(np.uint8)
     vectors = bundle.encode(pixels).vector
+    apart = vectors[:20].copy()
+    apart[:, 0] += 1e-3
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
-        index.upsert(
-            [
-                Item(f"{n:04}", str(labels[n]), arrays={"vector": vectors[n]})
-                for n in range(len(vectors))
-            ]
-        )
-        index.upsert(
-            [
-                Item(f"{n:04}-again", str(labels[n]), arrays={"vector": vectors[n]})
-                for n in range(20)
-            ]
-        )
-        apart = vectors[:20].copy()
-        apart[:, 0] += 1e-3
-        index.upsert(
-            [Item(f"{n:04}-apart", str(labels[n]), arrays={"vector": apart[n]}) for n in range(20)]
-        )
+        for end, rows in (("", vectors), ("-again", vectors[:20]), ("-apart", apart)):
+            index.upsert(
+                [
+                    Item(f"{n:04}{end}", str(labels[n]), arrays={"vector": row})
+                    for n, row in enumerate(rows)
+                ]
+            )
         yield index, vectors
 
 
-def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
+def test_duplicates_are_all_found(digits):
     index, vectors = digits
     limit = 0.002
     squared = ((vectors[:, None, :] - vectors[None, :20, :]) ** 2).sum(-1)
@@ -239,14 +198,13 @@ def test_duplicates_are_all_found(digits: tuple[Index, np.ndarray]) -> None:
     assert len(only) == 2 and all(group.ids[0] in ("0003", "0013") for group in only)
 
 
-def test_chains_join_and_many_equal_ones_are_one_group(digits: tuple[Index, np.ndarray]) -> None:
+def test_chains_join_and_many_equal_ones_are_one_group(digits):
     index, vectors = digits
     chain = np.repeat(10 + vectors[:1], 60, axis=0)
     chain[:, 0] += np.arange(60) * 0.01
     index.upsert([Item(f"chain-{n:02}", arrays={"vector": chain[n]}) for n in range(60)])
     index.upsert([Item(f"equal-{n:02}", arrays={"vector": vectors[0] - 10}) for n in range(40)])
     groups = {group.ids[0]: group for group in index.duplicates(0.0101, progress=False)}
-    assert len(groups["chain-00"].ids) == 60 and groups["chain-00"].largest == pytest.approx(
-        0.01, rel=1e-3
-    )
-    assert len(groups["equal-00"].ids) == 40 and groups["equal-00"].largest == 0
+    chained, equal = groups["chain-00"], groups["equal-00"]
+    assert len(chained.ids) == 60 and chained.largest == pytest.approx(0.01, rel=1e-3)
+    assert len(equal.ids) == 40 and equal.largest == 0

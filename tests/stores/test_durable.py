@@ -1,14 +1,11 @@
 """The local store when calls overlap, are cut short, or meet damage."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from retrieval.errors import StoreError
@@ -23,19 +20,20 @@ from stored import VECTORS, items
 
 
 @pytest.fixture
-def store(tmp_path: Path, bundle: Bundle) -> Iterator[LocalStore]:
+def store(tmp_path, bundle) -> Iterator[LocalStore]:
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with LocalStore(tmp_path / "i", upkeep=False) as opened:
         yield opened
 
 
-def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_path: Path) -> None:
+def test_altered_arrays_are_not_given(store, bundle, tmp_path):
     store.upsert(items(range(5000)), bundle.sha256)
     store.close()
     (array,) = (tmp_path / "i" / "arrays").iterdir()
     content = bytearray(array.read_bytes())
     content[4096 + 100] ^= 1
     array.write_bytes(content)
+    altered = r"The index .* is damaged: arrays/[0-9a-f]+\.vector was altered"
     with LocalStore(tmp_path / "i") as opened:
         assert opened.get(["id5"])["id5"].label == "5" and opened.count() == 5000
         for ask in (
@@ -43,25 +41,19 @@ def test_altered_arrays_are_not_given(store: LocalStore, bundle: Bundle, tmp_pat
             lambda: opened.search(VECTORS[:1], 5, bundle.sha256),
             lambda: (opened.delete(["id1"]), opened.compact()),
         ):
-            with pytest.raises(
-                StoreError, match=r"The index .* is damaged: arrays/[0-9a-f]+\.vector was altered"
-            ):
+            with pytest.raises(StoreError, match=altered):
                 ask()
     array.unlink()
-    with (
-        LocalStore(tmp_path / "i", upkeep=False) as opened,
-        pytest.raises(StoreError, match="is missing"),
-    ):
+    opened = LocalStore(tmp_path / "i", upkeep=False)
+    with opened, pytest.raises(StoreError, match="is missing"):
         opened.compact()
 
 
 @pytest.mark.parametrize("left", ["cut", "zeros"])
-def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(
-    store: LocalStore, bundle: Bundle, tmp_path: Path, left: str
-) -> None:
-    """A few rows are synced with the record only, until the file is; then the record drops them."""
+def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(store, bundle, tmp_path, left):
+    """A few rows are synced with the record only, until their file is."""
 
-    def unsynced() -> int:
+    def unsynced():
         with store.record.reading() as connection:
             return int(value(connection, "select count(*) from unsynced"))
 
@@ -83,8 +75,8 @@ def test_a_small_add_that_a_power_cut_took_from_its_file_is_restored(
 
 
 def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
-    store: LocalStore, bundle: Bundle, other: Bundle, tmp_path: Path
-) -> None:
+    store, bundle, other, tmp_path
+):
     kept = tmp_path / "i" / "bundles" / other.sha256[:16]
     store.upsert(items(range(3)), bundle.sha256)
     kept.mkdir()  # all that a kill left of it
@@ -100,15 +92,13 @@ def test_the_rest_of_a_bundle_that_was_being_deleted_is_not_taken_for_one(
         assert [path.name for path in kept.parent.iterdir()] == [bundle.sha256[:16]]
 
 
-def test_a_snapshot_is_of_one_moment(
-    store: LocalStore, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_of_one_moment(store, bundle, tmp_path, monkeypatch):
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     store.delete(["id0"])
     real = folder.backup
 
-    def meanwhile(*arguments: object) -> None:
+    def meanwhile(*arguments):
         real(*arguments)
         with LocalStore(tmp_path / "i", upkeep=False) as other:
             other.compact()
@@ -121,12 +111,8 @@ def test_a_snapshot_is_of_one_moment(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no locks that a killed process lets go")
 def test_what_a_killed_snapshot_left_goes_with_the_next(
-    store: LocalStore,
-    bundle: Bundle,
-    tmp_path: Path,
-    killed: Callable[[Callable[[], object]], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    store, bundle, tmp_path, killed, monkeypatch
+):
     store.upsert(items(range(50)), bundle.sha256)
     store.compact()
     snapshots = tmp_path / "snapshots"
@@ -141,8 +127,8 @@ def test_what_a_killed_snapshot_left_goes_with_the_next(
 
 
 def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
-    store: LocalStore, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    store, bundle, tmp_path, monkeypatch
+):
     store.upsert(items(range(5000)), bundle.sha256)
     store.restructure(StructureChoice("hnsw"))
     store.close()
@@ -153,37 +139,30 @@ def test_a_structure_that_is_the_first_work_of_a_writer_is_kept(
 
 
 @pytest.mark.parametrize("how", ["cut", "gone", "emptied", "altered"])
-def test_a_last_transaction_that_is_lost_from_the_log_is_missed(
-    bundle: Bundle, store: LocalStore, tmp_path: Path, how: str
-) -> None:
+def test_a_last_transaction_that_is_lost_from_the_log_is_missed(bundle, store, tmp_path, how):
     for number in range(5):
         store.upsert(items(range(number, number + 1)), bundle.sha256)
-    shutil.copytree(tmp_path / "i", tmp_path / "stopped")  # as a kill leaves it
-    log = tmp_path / "stopped" / "items.sqlite-wal"
+    stopped, log = tmp_path / "stopped", tmp_path / "stopped" / "items.sqlite-wal"
+    shutil.copytree(tmp_path / "i", stopped)  # as a kill leaves it
     content = bytearray(log.read_bytes())
-    with LocalStore(tmp_path / "stopped", upkeep=False) as stopped:
-        assert stopped.count() == 5
+    with LocalStore(stopped, upkeep=False) as opened:
+        assert opened.count() == 5
     content[-100] ^= how == "altered"
+    shutil.copyfile(tmp_path / "i" / "items.sqlite", stopped / "items.sqlite")
     if how == "gone":
         log.unlink(missing_ok=True)
-    shutil.copyfile(tmp_path / "i" / "items.sqlite", tmp_path / "stopped" / "items.sqlite")
-    if how != "gone":
+    else:
         log.write_bytes(content[: {"cut": -5000, "emptied": 0, "altered": None}[how]])
-    with pytest.raises(
-        StoreError, match=r"the last \d of \d transactions are missing from its record"
-    ):
-        LocalStore(tmp_path / "stopped")
-    (tmp_path / "stopped" / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
-    with LocalStore(tmp_path / "stopped") as stopped:
-        assert stopped.count() < 5
+    says = r"the last \d of \d transactions are missing from its record"
+    with pytest.raises(StoreError, match=says):
+        LocalStore(stopped)
+    (stopped / "acknowledged").write_bytes(b"\0" * 20)  # as a power cut may leave it
+    with LocalStore(stopped) as opened:
+        assert opened.count() < 5
 
 
-def test_a_record_that_was_cut_short_beside_its_log_is_refused(
-    store: LocalStore, bundle: Bundle, tmp_path: Path
-) -> None:
-    """SQLite reads zeros beyond the end of its file, without a checksum: originals once came back
-    as other bytes.
-    """
+def test_a_record_that_was_cut_short_beside_its_log_is_refused(store, bundle, tmp_path):
+    """SQLite reads zeros beyond the end of its file: originals came back as other bytes."""
     kept = [
         dataclasses.replace(item, original=bytes([n]) * 9000, keep="copy")
         for n, item in enumerate(items(range(60)))

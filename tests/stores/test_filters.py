@@ -1,11 +1,6 @@
-"""Filters say of a local index what `matches` says, whether they are asked of the record or of
-columns in memory.
-"""
-
-from __future__ import annotations
+"""Filters say of a local index what `matches` says, by the record or by columns."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,13 +22,13 @@ KINDS = [*SCALARS, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True], {}, {"x": 7
 
 
 @pytest.fixture(autouse=True)
-def large(monkeypatch: pytest.MonkeyPatch) -> None:
+def large(monkeypatch) -> None:
     monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
     monkeypatch.setattr(masks, "_PAGE", 7)
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[LocalStore]:
+def store(tmp_path) -> Iterator[LocalStore]:
     create_local(tmp_path / "i", opened(), widths_of(opened()))
     with LocalStore(tmp_path / "i", upkeep=False) as created:
         yield created
@@ -46,12 +41,12 @@ def hits(store: LocalStore, where: Any) -> set[str]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_columns_agree_with_python(store: LocalStore, data: st.DataObject) -> None:
+def test_columns_agree_with_python(store, data):
     agree(store, data)
 
 
 @pytest.mark.parametrize("op", ["=", "!=", "<", "<=", ">", ">="])
-def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> None:
+def test_every_kind_of_value_against_every_other(store, op):
     arrays = {"vector": np.ones(WIDTH, np.float32)}
     items = [Item(f"kind {n}", None, {"x": kind}, arrays=arrays) for n, kind in enumerate(KINDS)]
     items += [Item(f"label {text}", text, {}, arrays=arrays) for text in ("7", "shoe", "Z")]
@@ -64,7 +59,7 @@ def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> 
                 Compare(field, op, value),
                 In(field, (value, "shoe", True)),
                 Exists(field),
-            ):  # type: ignore[arg-type]
+            ):
                 expected = {
                     entry.id
                     for entry in items
@@ -73,7 +68,7 @@ def test_every_kind_of_value_against_every_other(store: LocalStore, op: str) -> 
                 assert hits(store, where) == expected, where
 
 
-def test_columns_grow_and_forget(store: LocalStore) -> None:
+def test_columns_grow_and_forget(store):
     arrays = {"vector": np.ones(WIDTH, np.float32)}
     where, present = parse_filter("x >= 5 and y = 1"), dict[str, int]()
     for turn in range(6):
@@ -94,16 +89,16 @@ def test_columns_grow_and_forget(store: LocalStore) -> None:
         }
 
 
-def test_an_open_index_finds_the_one_item_that_was_added(tmp_path: Path) -> None:
+def test_an_open_index_finds_the_one_item_that_was_added(tmp_path):
     """A column that a search has read goes on with the very next item."""
     create_local(tmp_path / "i", opened(), widths_of(opened()))
     with retrieval.Index.open(tmp_path / "i", device="cpu") as index:
 
-        def add(ids: list[str], labels: list[str]) -> None:
+        def add(ids, labels):
             features = np.ones((len(ids), FEATURES), np.float32)
             index.add(images=features, ids=ids, labels=labels, progress=False)
 
-        def found(where: str) -> set[str]:
+        def found(where):
             return {hit.id for hit in index.search(np.ones(FEATURES), 100, where=where)}
 
         add(["shoe 0", "boot 0"], ["shoe", "boot"])
@@ -116,9 +111,7 @@ def test_an_open_index_finds_the_one_item_that_was_added(tmp_path: Path) -> None
             assert found("label = 'boot'") == {"boot 0"}
 
 
-def test_a_field_that_does_not_fit_is_asked_of_the_record(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_field_that_does_not_fit_is_asked_of_the_record(store, monkeypatch):
     monkeypatch.setattr(masks, "_TEXTS", 10)
     arrays = {"vector": np.ones(WIDTH, np.float32)}
     items = [

@@ -1,21 +1,18 @@
-"""A disk that is full at any write: the call is refused with a sentence, nothing is damaged, and
-the same store writes again once there is room.
-"""
-
-from __future__ import annotations
+"""A disk that is full at any write: a sentence, no damage, and writes again with room."""
 
 import logging
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import wire
 from limits import files_of_at_most
 from retrieval.errors import RetrievalError, StoreError
 from retrieval.serving.bundle import Bundle
@@ -27,16 +24,26 @@ from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.structure import StructureChoice
 from stored import VECTORS, items
 
+HNSW = StructureChoice("hnsw")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch) -> None:
+    monkeypatch.setattr(structure, "MIN_ROWS", 60)
+
+
+def numbered(numbers) -> set[str]:
+    return {f"id{number}" for number in numbers}
+
 
 def holds(store: LocalStore, bundle: Bundle, ids: set[str]) -> None:
     """Compare what a store holds and finds with what it should."""
-    assert {entry.id for entry in store.scan(limit=20_000)} == ids and store.count() == len(ids)
+    assert {item.id for item in store.scan(limit=20_000)} == ids and store.count() == len(ids)
     vectors = {id: VECTORS[int(id[2:])] for id in ids}
     for query in VECTORS[:3]:
         nearest = sorted(ids, key=lambda id: float(((vectors[id] - query) ** 2).sum()))[:5]
-        assert {entry.id for entry in store.search(query[None], 5, bundle.sha256)[0]} == set(
-            nearest
-        )
+        hits = store.search(query[None], 5, bundle.sha256)[0]
+        assert {item.id for item in hits} == set(nearest)
 
 
 def embed(store: LocalStore, other: Bundle) -> None:
@@ -71,13 +78,9 @@ CHANGED = {"upsert": {*range(8000, 8050)}, "large": {*range(4500, 9000)}}
 
 
 @pytest.mark.parametrize("name", ["large", "compact", "snapshot"])
-def test_a_write_that_finds_no_room_changes_nothing(
-    name: str, tmp_path: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(structure, "MIN_ROWS", 60)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
-    ids = {f"id{n}" for n in range(100)}
-    message: list[RetrievalError] = []
+def test_a_write_that_finds_no_room_changes_nothing(name, tmp_path, bundle, other):
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=HNSW)
+    ids, faults = numbered(range(100)), []
     with LocalStore(tmp_path / "i", upkeep=False) as store:
         store.upsert(items(range(60)), bundle.sha256)
         if name != "compact":
@@ -89,24 +92,23 @@ def test_a_write_that_finds_no_room_changes_nothing(
                     CALLS[name](store, bundle, other, tmp_path)
                 break
             except RetrievalError as fault:
-                message.append(fault)
+                faults.append(fault)
             holds(store, bundle, ids)
-            left = [path.name for path in tmp_path.iterdir()]
-            assert sorted(entry for entry in left if entry not in ("i", ".i.lock")) == []
-        assert len(message) >= 3
-        assert all(isinstance(fault, StoreError) or name == "compact" for fault in message)
-        assert all("\n" not in str(fault).strip() and len(str(fault)) > 20 for fault in message)
-        ids = {f"id{n}" for n in CHANGED.get(name, set()) | {*range(100)}}
+            assert {path.name for path in tmp_path.iterdir()} <= {"i", ".i.lock"}
+        assert len(faults) >= 3
+        assert all(isinstance(fault, StoreError) or name == "compact" for fault in faults)
+        assert all("\n" not in str(fault).strip() and len(str(fault)) > 20 for fault in faults)
+        ids |= numbered(CHANGED.get(name, set()))
         holds(store, bundle, ids)
         store.upsert(items(range(200, 210)), bundle.sha256)
-        ids |= {f"id{n}" for n in range(200, 210)}
+        ids |= numbered(range(200, 210))
         holds(store, bundle, ids)
     with LocalStore(tmp_path / "i") as again:
         holds(again, bundle, ids)
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path) -> Iterator[Path]:
     """A disk of its own, of 20 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -134,12 +136,9 @@ WHOLE = range(1500)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_full_disk_is_said_and_changes_nothing(
-    name: str, disk: Path, bundle: Bundle, other: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(structure, "MIN_ROWS", 60)
-    create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
-    message: list[str] = []
+def test_a_full_disk_is_said_and_changes_nothing(name, disk, bundle, other):
+    create_local(disk / "i", bundle, widths_of(bundle), structure=HNSW)
+    faults = []
     with LocalStore(disk / "i", upkeep=False) as store:
         for start in range(0, len(WHOLE), 750):
             store.upsert(items(range(start, start + 750)), bundle.sha256)
@@ -154,21 +153,17 @@ def test_a_full_disk_is_said_and_changes_nothing(
                     CALLS[name](store, bundle, other, disk)
                     break
                 except StoreError as fault:
-                    message.append(str(fault))
-                holds(store, bundle, {f"id{n}" for n in WHOLE})  # searches go on
+                    faults.append(str(fault))
+                holds(store, bundle, numbered(WHOLE))  # searches go on
             assert sorted(path.name for path in disk.iterdir()) == before
-        assert message and all(
-            "the disk is full" in entry and "Free some space and try again." in entry
-            for entry in message
-        )
-        assert not any(
-            "\n" in entry or ".part" in entry or "cannot be read" in entry
-            for entry in message
-            if "/whole " not in entry
-        )
+        assert faults
+        for fault in faults:
+            assert "the disk is full" in fault and "Free some space and try again." in fault
+            odd = ("\n", ".part", "cannot be read")
+            assert "/whole " in fault or not any(text in fault for text in odd)
         served = other if name == "switch" else bundle
-        gone = {*range(40)} if name == "delete" else set()
-        ids = {f"id{n}" for n in {*WHOLE} - gone | CHANGED.get(name, set())}
+        gone = set(range(40)) if name == "delete" else set()
+        ids = numbered({*WHOLE} - gone | CHANGED.get(name, set()))
         holds(store, served, ids)
         store.upsert(items([4400]), served.sha256)
         holds(store, served, ids | {"id4400"})
@@ -177,28 +172,28 @@ def test_a_full_disk_is_said_and_changes_nothing(
 
 
 def test_what_failed_for_want_of_room_is_tried_again_though_nobody_writes(
-    disk: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(structure, "MIN_ROWS", 60)
+    disk, bundle, monkeypatch, caplog
+):
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 60)
     monkeypatch.setattr(upkeep, "_PAUSE", 0.02)
-    create_local(disk / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw"))
+    create_local(disk / "i", bundle, widths_of(bundle), structure=HNSW)
+    left = numbered(range(500, 1500))
     with LocalStore(disk / "i") as store:
         store.upsert(items(range(1500)), bundle.sha256)
         wait(lambda: store.stats().details["structure"] == "hnsw")
         with room(disk, 120_000), caplog.at_level(logging.WARNING, "retrieval.serving.store"):
-            store.delete([f"id{n}" for n in range(500)])  # so many that it is to be compacted
+            store.delete(numbered(range(500)))  # so many that it is to be compacted
             wait(lambda: caplog.text.count("the disk is full") >= 3)
             assert "tried again in 0.08 seconds" in caplog.text
-            holds(store, bundle, {f"id{n}" for n in range(500, 1500)})
+            holds(store, bundle, left)
         wait(lambda: store.stats().details["deleted"] == 0)
-        holds(store, bundle, {f"id{n}" for n in range(500, 1500)})
+        holds(store, bundle, left)
         wait(lambda: len(list((disk / "i" / "arrays").iterdir())) == 2)  # tries leave nothing
     with LocalStore(disk / "i") as again:
-        holds(again, bundle, {f"id{n}" for n in range(500, 1500)})
+        holds(again, bundle, left)
 
 
-def test_a_reader_that_finds_no_room_says_so(disk: Path, bundle: Bundle) -> None:
+def test_a_reader_that_finds_no_room_says_so(disk, bundle):
     """SQLite needs memory beside the record, also to read it."""
     create_local(disk / "i", bundle, widths_of(bundle))
     with LocalStore(disk / "i", upkeep=False) as store:
@@ -212,11 +207,7 @@ def test_a_reader_that_finds_no_room_says_so(disk: Path, bundle: Bundle) -> None
         holds(again, bundle, {f"id{n}" for n in range(100)})
 
 
-def wait(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+wait = partial(wire.until, seconds=60)
 
 
 VERBS: dict[str, tuple[str, ...]] = {
@@ -232,36 +223,22 @@ VERBS: dict[str, tuple[str, ...]] = {
 
 
 def test_each_command_says_that_the_disk_is_full_and_does_it_later(
-    disk: Path,
-    plain_bundle: Path,
-    other_bundle: Path,
-    makers: Any,
-    cli: Callable[..., Any],
-    tmp_path: Path,
-) -> None:
-    makers.write_digits(tmp_path / "photos", 40)
-    makers.write_digits(tmp_path / "more", 60)
-    names = {
-        "disk": disk,
-        "photos": tmp_path / "photos",
-        "more": tmp_path / "more",
-        "bundle": plain_bundle,
-        "other": other_bundle,
-    }
-    assert (
-        cli("index", "create", disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle).code
-        == 0
-    )
+    disk, plain_bundle, other_bundle, makers, cli, tmp_path
+):
+    names = {"disk": disk, "bundle": plain_bundle, "other": other_bundle}
+    for name, count in (("photos", 40), ("more", 60)):
+        makers.write_digits(tmp_path / name, count)
+        names[name] = tmp_path / name
+    words = (disk / "i.index", tmp_path / "photos", "--bundle", plain_bundle)
+    assert cli("index", "create", *words).code == 0
     for verb, words in VERBS.items():
         line = [word.format(**names) for word in words]
         with room(disk, 0):
             result = cli("index", *line)
         assert result.code == 2, verb
-        assert "the disk is full" in result.err and "Free some space and try again" in result.err, (
-            result.err
-        )
-        assert "Traceback" not in result.err and len(result.err.strip().splitlines()) == 1, (
-            result.err
-        )
+        for text in ("the disk is full", "Free some space and try again"):
+            assert text in result.err, result.err
+        assert "Traceback" not in result.err, result.err
+        assert len(result.err.strip().splitlines()) == 1, result.err
         assert cli("index", *line).code == 0, verb
         assert cli("index", "check", disk / "i.index").code == 0

@@ -1,8 +1,4 @@
-"""Answers while an index changes: recorded, and compared with the states that the index had
-meanwhile.
-"""
-
-from __future__ import annotations
+"""Answers while an index changes, compared with the states that it had meanwhile."""
 
 from pathlib import Path
 from types import ModuleType
@@ -15,16 +11,14 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def histories(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def histories(monkeypatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import histories
 
     return histories
 
 
-def test_every_answer_is_of_a_state_between_its_question_and_itself(
-    histories: ModuleType, tmp_path: Path
-) -> None:
+def test_every_answer_is_of_a_state_between_its_question_and_itself(histories, tmp_path):
     hits = histories.run(tmp_path, 4, 0, threads=4, processes=2)
     assert hits["wrong"] == []
     assert hits["from threads"] > 50 and hits["from processes"] > 50
@@ -47,12 +41,11 @@ def answers(
     ]
 
 
-def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
-    """Too old, too new, of a part of an operation, or of the other bundle."""
+def test_an_answer_of_another_state_is_found(histories):
     random = np.random.default_rng(0)
     maps = [random.integers(-9, 10, (histories.NUMBERS, 12)).astype(float) for _ in range(2)]
 
-    def items(*numbers: int) -> dict[str, Any]:
+    def items(*numbers):
         return {
             f"id {n}": (tuple(random.integers(-9, 10, histories.NUMBERS).tolist()), n % 5)
             for n in numbers
@@ -84,10 +77,7 @@ def test_an_answer_of_another_state_is_found(histories: ModuleType) -> None:
         bad = histories.wrong(history, answers(histories, states[kept], maps, moment, moment), maps)
         assert {entry.kind for entry in bad} <= kinds and {"search"} <= {
             entry.kind for entry in bad
-        }, (
-            kept,
-            moment,
-        )
+        }, (kept, moment)
     half = histories.State(0, dict(states[1].items))
     half.apply(("delete", ["id 2"]))
     bad = histories.wrong(history, answers(histories, half, maps, 1, 3), maps)

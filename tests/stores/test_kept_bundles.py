@@ -1,13 +1,8 @@
-"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence; whatever the
-store gives.
-"""
-
-from __future__ import annotations
+"""Bundles that a store keeps in pieces: what comes back is the bundle, or a sentence."""
 
 import io
 import tarfile
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from retrieval.errors import StoreError
@@ -18,7 +13,7 @@ from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
 
 
 @pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
 
@@ -35,14 +30,14 @@ def packed(
     return out.getvalue()
 
 
-def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle: Path) -> None:
+def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle):
     bundle = Bundle.open(plain_bundle, threads=1)
     pieces = list(bundle_pieces(bundle, 1000))
     assert all(len(piece) == 1000 for piece in pieces[:-1]) and 0 < len(pieces[-1]) <= 1000
     assert pieces == list(bundle_pieces(bundle, 1000))
     questions = []
 
-    def give() -> list[bytes]:
+    def give():
         questions.append(1)
         return pieces
 
@@ -57,12 +52,12 @@ def test_a_bundle_comes_back_and_is_fetched_once(plain_bundle: Path) -> None:
 
 
 def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
-    plain_bundle: Path, other_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    plain_bundle, other_bundle, tmp_path, monkeypatch
+):
     whole = b"".join(bundle_pieces(Bundle.open(plain_bundle, threads=1)))
     sha256 = Bundle.open(plain_bundle, threads=1).sha256
 
-    def link(info: tarfile.TarInfo) -> None:
+    def link(info):
         info.type, info.linkname, info.size = tarfile.SYMTYPE, str(tmp_path / "outside"), 0
 
     files = [(path.name, path.read_bytes()) for path in sorted(plain_bundle.iterdir())]
@@ -81,19 +76,19 @@ def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
         "many": packed(*[(f"f{n}", b"") for n in range(1200)]),
     }.items():
         with pytest.raises(StoreError, match="it is damaged"):
-            kept_bundle(sha256, lambda content=content: [content])  # type: ignore[misc]
+            kept_bundle(sha256, lambda content=content: [content])
         assert not (tmp_path / "outside").exists(), what
         assert not list((cache_folder() / "bundles").iterdir()), what
     monkeypatch.setattr(bundles, "BUNDLE_BYTES", 10_000)
     given = []
 
-    def endless() -> object:
+    def endless():
         while True:
             given.append(1)
             yield b"x" * 1000
 
     with pytest.raises(StoreError, match="more than"):
-        kept_bundle(sha256, endless)  # type: ignore[arg-type]
+        kept_bundle(sha256, endless)
     assert len(given) == 11
     monkeypatch.setenv("RETRIEVAL_CACHE", str(plain_bundle / "manifest.json"))
     with pytest.raises(StoreError, match="RETRIEVAL_CACHE names another"):

@@ -1,12 +1,9 @@
 """The local store against brute force, through what a user has in hand: an opened index."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import apsw
 import numpy as np
@@ -35,14 +32,14 @@ def item(number: int, vector: np.ndarray | None = None) -> Item:
 
 
 @pytest.fixture
-def living(tmp_path: Path, plain_bundle: Path) -> Iterator[Index]:
+def living(tmp_path, plain_bundle) -> Iterator[Index]:
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:
         yield index
 
 
-def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
+def test_a_field_stays_known_when_its_last_item_goes(living):
     """A filter that was good yesterday finds nothing today; it does not become an error."""
     living.upsert([item(1), Item("sale", None, {"discount": 5}, arrays={"vector": VECTORS[2]})])
     assert [hit.id for hit in living.search(VECTORS[0], 5, where="discount > 1")] == ["sale"]
@@ -58,7 +55,7 @@ def test_a_field_stays_known_when_its_last_item_goes(living: Index) -> None:
         living.store.compact()
 
 
-def test_a_record_with_other_tables_says_what_to_do(living: Index, tmp_path: Path) -> None:
+def test_a_record_with_other_tables_says_what_to_do(living, tmp_path):
     living.close()
     file = tmp_path / "i" / "items.sqlite"
     with apsw.Connection(str(file), vfs="cksmvfs") as connection:
@@ -78,22 +75,20 @@ class Hasty(Flat):
     search_selected = IndexBackend.search_selected
 
 
-def test_a_back_end_without_the_method_that_it_promises_is_named() -> None:
+def test_a_back_end_without_the_method_that_it_promises_is_named():
     backend = Hasty()
     backend.build(VECTORS[:50], lambda count: None)
     with pytest.raises(PluginError, match=r"mine\.hasty.*has no search_selected\. Implement it"):
         checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 
-def test_closing_waits_for_the_search_that_runs(
-    living: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closing_waits_for_the_search_that_runs(living, monkeypatch):
     living.upsert([item(number) for number in range(50)])
     reader = open_index(living.path, threads=1)  # one that writes waits for its log, too
     running, go = threading.Event(), threading.Event()
     search = View.search
 
-    def slow(*arguments: object) -> object:
+    def slow(*arguments):
         running.set()
         assert go.wait(30)
         return search(*arguments)
@@ -112,9 +107,7 @@ def test_closing_waits_for_the_search_that_runs(
         reader.search(VECTORS[3], 1)
 
 
-def test_an_index_of_a_newer_format_says_which_version_reads_it(
-    living: Index, tmp_path: Path
-) -> None:
+def test_an_index_of_a_newer_format_says_which_version_reads_it(living, tmp_path):
     living.close()
     file = tmp_path / "i" / "index.json"
     message = json.loads(file.read_text())

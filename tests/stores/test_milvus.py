@@ -1,8 +1,4 @@
-"""Milvus as a store, on a real server: every case of the contract, filters, the verbs of the
-command line, and a server that goes away.
-"""
-
-from __future__ import annotations
+"""Milvus as a store, on a real server that also goes away."""
 
 import hashlib
 import itertools
@@ -10,7 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,7 +18,6 @@ from agreeing import agree
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from retrieval.plugin import stores, testing
-from retrieval.serving.bundle import Bundle
 from retrieval.serving.filters import parse_filter
 from retrieval.serving.store.testing.bench import item, normal, some
 from retrieval.serving.store.testing.bundles import opened
@@ -76,7 +71,7 @@ class Spares:
 
 
 @pytest.fixture(scope="module")
-def spares(milvus: Any) -> Iterator[Spares]:
+def spares(milvus) -> Iterator[Spares]:
     created = Spares(milvus)
     yield created
     created.drop()
@@ -94,13 +89,13 @@ class TestMilvus(testing.StoreSuite):
     taken: dict[Path, stores.Address]
 
     @pytest.fixture(autouse=True)
-    def _server(self, milvus: Any, spares: Spares) -> None:
+    def _server(self, milvus, spares) -> None:
         type(self).milvus, type(self).spares, type(self).taken = milvus, spares, {}
 
-    def store_at(self, place: Path) -> MilvusPlace:
+    def store_at(self, place):
         return MilvusPlace(self.taken.get(place) or address(self.milvus, str(place)))
 
-    def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> stores.Store:
+    def create(self, place, bundle, widths):
         plain = (bundle.sha256, widths) == (opened().sha256, stores.widths_of(opened()))
         if not plain or place in self.taken:
             return super().create(place, bundle, widths)
@@ -109,7 +104,7 @@ class TestMilvus(testing.StoreSuite):
 
 
 @pytest.fixture
-def index(spares: Spares) -> Iterator[stores.RemoteStore]:
+def index(spares) -> Iterator[stores.RemoteStore]:
     """An empty index."""
     place = MilvusPlace(spares.take())
     with place.open() as store:
@@ -119,17 +114,11 @@ def index(spares: Spares) -> Iterator[stores.RemoteStore]:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RemoteStore, data: st.DataObject) -> None:
-    """Whatever is written in a filter means what the filter language says, and nothing of it
-    becomes Milvus's.
-    """
+def test_filters_agree_with_the_language(index, data):
     agree(index, data)
 
 
-def test_another_index_in_the_same_server(index: stores.RemoteStore, milvus: Any) -> None:
-    """Names that begin alike are two indexes; one that Milvus cannot have is refused, and so is a
-    collection of somebody else's.
-    """
+def test_another_index_in_the_same_server(index, milvus):
     longer = MilvusPlace(stores.Address.parse(f"{index.address}_more"))
     assert not longer.exists()
     with longer.create(opened(), stores.widths_of(opened())) as other:
@@ -142,10 +131,7 @@ def test_another_index_in_the_same_server(index: stores.RemoteStore, milvus: Any
             MilvusPlace(stores.Address.parse(f"milvus://{milvus.place}/{name}"))
 
 
-def test_what_is_long(index: stores.RemoteStore) -> None:
-    """Originals are kept in pieces; an item whose texts are longer than a row is refused by name,
-    and nothing changes.
-    """
+def test_what_is_long(index):
     original = bytes(range(256)) * 900
     index.upsert([item("kept", original=original), *some(20)], opened().sha256)
     assert index.original("kept") == original
@@ -159,8 +145,7 @@ def test_what_is_long(index: stores.RemoteStore) -> None:
     assert index.original("kept") is None
 
 
-def test_a_graph_finds_most_of_what_is_nearest(milvus: Any) -> None:
-    """Its search is as broad as what is asked for, in every generation that it makes."""
+def test_a_graph_finds_most_of_what_is_nearest(milvus):
     place = MilvusPlace(address(milvus, "graph", options="?exact=false"), exact=False)
     with place.create(opened(), stores.widths_of(opened())) as index:
         index.upsert(some(400), opened().sha256)
@@ -173,10 +158,8 @@ def test_a_graph_finds_most_of_what_is_nearest(milvus: Any) -> None:
     place.drop()
 
 
-def test_filters_that_milvus_cannot_decide_are_refused(index: stores.RemoteStore) -> None:
-    """It compares one value only: an order on a field that has held a list is refused, by whoever
-    has the index open.
-    """
+def test_filters_that_milvus_cannot_decide_are_refused(index):
+    """It compares one value only."""
     index.upsert([item("one", metadata={"a": 1, "b": {"c": 1}})], opened().sha256)
     where = parse_filter("a > 1 and b.c = 2")
     with MilvusPlace(stores.Address.parse(index.address)).open() as other:
@@ -190,9 +173,7 @@ def test_filters_that_milvus_cannot_decide_are_refused(index: stores.RemoteStore
                 other.count(parse_filter(text))
 
 
-def test_more_items_than_milvus_finds(
-    index: stores.RemoteStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_items_than_milvus_finds(index, monkeypatch):
     index.upsert(some(10), opened().sha256)
     monkeypatch.setattr(type(index), "most_found", 5)
     with pytest.raises(retrieval.errors.StoreError, match="at most 5 items"):
@@ -200,17 +181,17 @@ def test_more_items_than_milvus_finds(
 
 
 @pytest.fixture
-def verb(milvus: Any, tmp_path: Path, cli: Any, makers: Any, plain_bundle: Path) -> Iterator[Any]:
+def verb(milvus, tmp_path, cli, makers, plain_bundle) -> Iterator[Any]:
     """The verb of `retrieval index` at an index of thirty digits, as JSON where it gives that."""
     makers.write_digits(tmp_path / "digits", 30)
     where = str(address(milvus, str(tmp_path)))
 
-    def call(verb: str, *words: Any, code: int = 0, json_: bool = True) -> Any:
+    def call(verb, *words, code=0, json_=True):
         done = cli("index", verb, where, *words, *(["--json"] if json_ else []))
         assert done.code == code, done.err
         return json.loads(done.out) if json_ and code == 0 else done
 
-    call.address = where  # type: ignore[attr-defined]
+    call.address = where
     created = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
     assert "Indexed 30 items" in created.out and where in created.out
     yield call
@@ -230,9 +211,7 @@ def _nearest(url: str, image: Path) -> dict[str, Any]:
         return hits
 
 
-def test_the_verbs_of_the_command_line(
-    verb: Any, tmp_path: Path, cli: Any, plain_bundle: Path, other_bundle: Path
-) -> None:
+def test_the_verbs_of_the_command_line(verb, tmp_path, cli, plain_bundle, other_bundle):
     digits = sorted((tmp_path / "digits").rglob("*.png"))
     again = verb("add", tmp_path / "digits")
     assert (again["index"], again["added"], again["unchanged"]) == (verb.address, 0, 30)
@@ -261,8 +240,7 @@ def test_the_verbs_of_the_command_line(
     )
 
 
-def test_nobody_answers(cli: Any) -> None:
-    """A server that is not there is a sentence, soon."""
+def test_nobody_answers(cli):
     result = cli("index", "list", "milvus://127.0.0.1:9/photos?timeout=1")
     assert result.code == 2 and "does not answer" in result.err and "Traceback" not in result.err
     with pytest.raises(stores.StoreUnavailable):
@@ -271,11 +249,7 @@ def test_nobody_answers(cli: Any) -> None:
         ).exists()
 
 
-def test_a_server_that_goes_away_comes_back(milvus: Any, verb: Any, tmp_path: Path) -> None:
-    """Meanwhile whoever has the index open is told so; afterwards they go on.
-
-    What was written just before the kill is there.
-    """
+def test_a_server_that_goes_away_comes_back(milvus, verb, tmp_path):
     if not hasattr(milvus, "kill"):
         pytest.skip("the server of MILVUS_URI is not ours to end")
     image = sorted((tmp_path / "digits").rglob("*.png"))[3]

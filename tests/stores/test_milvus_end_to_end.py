@@ -1,8 +1,4 @@
-"""From images to two processes that serve one index on a real server of Milvus, which is migrated,
-written to, and ended in the middle of it.
-"""
-
-from __future__ import annotations
+"""Two processes serve an index in Milvus, which migrates, is written to, and ends meanwhile."""
 
 import os
 import shutil
@@ -192,14 +188,14 @@ class Scene:
         """Searches and writes are refused meanwhile, and go on."""
         loads, ended = self.loads(), threading.Event()
 
-        def end(what: str, done: int, total: int) -> None:
+        def end(what, done, total):
             if what == "embedding" and not ended.is_set():
                 ended.set()
                 writer.start()
                 until(lambda: len(writer.kept) > 2)
                 self.milvus.kill()
                 for load in loads:
-                    until(lambda load=load: load.answers[-1][1] == 503)  # type: ignore[misc]
+                    until(lambda load=load: load.answers[-1][1] == 503)
                 self.milvus.start()
 
         with running(*loads):
@@ -226,11 +222,8 @@ class Scene:
 
 
 def test_two_processes_serve_an_index_that_migrates_and_loses_its_server(
-    milvus: Any, makers: Any, plain_bundle: Path, other_bundle: Path, tmp_path: Path
-) -> None:
-    """No search fails while the index migrates; while the server is away they are told 503; no
-    acknowledged item is lost; answers are those of a folder.
-    """
+    milvus, makers, plain_bundle, other_bundle, tmp_path
+):
     if not hasattr(milvus, "kill"):
         pytest.skip("the server of MILVUS_URI is not ours to end")
     images = makers.write_digits(tmp_path / "all", 60)

@@ -1,12 +1,9 @@
 """The commands of the page of stores, word by word on a real server."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import retrieval
@@ -19,15 +16,8 @@ SHOWN = "db.example:19530"
 
 
 def test_the_commands_of_the_page(
-    milvus: Any,
-    makers: Any,
-    plain_bundle: Path,
-    other_bundle: Path,
-    cli: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each does what it says; the one that serves is called from Python."""
+    milvus, makers, plain_bundle, other_bundle, cli, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     images = makers.write_digits(tmp_path / "photos", 12)
     (tmp_path / "more" / "9").mkdir(parents=True)

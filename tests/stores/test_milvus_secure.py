@@ -1,8 +1,4 @@
-"""A server of Milvus that asks for a password and talks over TLS: the token is the environment's,
-and each refusal is a sentence.
-"""
-
-from __future__ import annotations
+"""Milvus with a password and over TLS: the token is the environment's."""
 
 import datetime
 import json
@@ -51,13 +47,13 @@ def certify(folder: Path) -> tuple[Path, Path]:
     return certificate, private
 
 
-def test_tls_where_there_is_none(milvus: Any, cli: Any) -> None:
+def test_tls_where_there_is_none(milvus, cli):
     result = cli("index", "list", f"milvus://{milvus.place}/photos?tls=true")
     assert result.code == 2 and "does not speak TLS" in result.err and "Traceback" not in result.err
 
 
 @pytest.fixture(scope="module")
-def guarded(milvus: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def guarded(milvus, tmp_path_factory) -> Iterator[Any]:
     """A server with users, over TLS: its `place`, its certificate `ca`."""
     if not hasattr(milvus, "beside"):
         pytest.skip("the server of MILVUS_URI is not ours to set up")
@@ -80,15 +76,12 @@ def guarded(milvus: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
 
 
 @pytest.fixture
-def token(monkeypatch: pytest.MonkeyPatch) -> None:
+def token(monkeypatch) -> None:
     """The token of the first user that every server has."""
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", "root:Milvus")
 
 
-def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) -> None:
-    """An index is made, written, searched and deleted; one of the same name in another database is
-    another one.
-    """
+def test_an_index_in_a_database_over_tls(guarded, token, cli):
     client = MilvusClient(
         f"https://{guarded.place}",
         token="root:Milvus",
@@ -117,10 +110,7 @@ def test_an_index_in_a_database_over_tls(guarded: Any, token: None, cli: Any) ->
 
 
 @pytest.mark.parametrize("text", ["root:no", "nobody:Milvus", "", "nonsense"])
-def test_a_token_that_is_refused(
-    text: str, guarded: Any, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is said at once, and not repeated."""
+def test_a_token_that_is_refused(text, guarded, cli, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", text)
     result = cli("index", "list", f"milvus://{guarded.place}/photos{guarded.options}")
     assert (
@@ -154,10 +144,7 @@ def test_a_token_that_is_refused(
         ("?tls=true&ca={ca}&database=nowhere", "database not found[database=nowhere]"),
     ],
 )
-def test_what_is_refused(
-    options: str, said: str, guarded: Any, token: None, cli: Any, tmp_path: Path
-) -> None:
-    """A certificate, a database, or no TLS where the server speaks it: each is a sentence."""
+def test_what_is_refused(options, said, guarded, token, cli, tmp_path):
     (tmp_path / "nonsense.pem").write_text("nonsense")
     words = {"folder": tmp_path, "ca": guarded.ca, "port": guarded.place.partition(":")[2]}
     result = cli("index", "list", f"milvus://{guarded.place}/photos{options.format(**words)}")
@@ -166,7 +153,7 @@ def test_what_is_refused(
     ), result.err
 
 
-def test_another_hosts_certificate(guarded: Any, token: None, cli: Any) -> None:
+def test_another_hosts_certificate(guarded, token, cli):
     result = cli(
         "index",
         "list",

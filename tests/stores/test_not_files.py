@@ -1,8 +1,4 @@
-"""What lies in an index's folder under a file's name, and is no file, is never waited for, followed
-or read.
-"""
-
-from __future__ import annotations
+"""What lies under a file's name, and is no file, is never waited for, followed or read."""
 
 import os
 import shutil
@@ -39,7 +35,7 @@ KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
 
 
 @pytest.fixture
-def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def index(tmp_path, plain_bundle, monkeypatch) -> Path:
     monkeypatch.setattr(structure, "MIN_ROWS", 1000)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw", {}))
@@ -56,10 +52,8 @@ def index(tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_is_no_file_is_not_read(
-    kind: Callable[[Path], None], index: Path, tmp_path: Path
-) -> None:
-    def answers() -> list[str]:
+def test_what_is_no_file_is_not_read(kind, index, tmp_path):
+    def answers():
         with open_index(index, threads=1) as opened:
             query = opened.store.get(["id7"], arrays=True)["id7"].vector
             return [hit.id for hit in opened.search(query, 5)]

@@ -1,11 +1,4 @@
-"""Back ends of a GPU up to the device: threads that take turns, CAGRA's file on a CPU, sentences
-for what a GPU refuses.
-"""
-
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
+"""Back ends of a GPU up to the device: threads, CAGRA's file on a CPU, and refusals."""
 
 import numpy as np
 import pytest
@@ -33,10 +26,8 @@ def built(backend: FaissBackend) -> FaissBackend:
 
 
 @pytest.mark.parametrize("saved", ["save", "save_beside"])
-def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
-    tmp_path: Path, saved: str
-) -> None:
-    """What a GPU builds has no upper levels; FAISS writes and reads it as it does one of a CPU."""
+def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(tmp_path, saved):
+    """What a GPU builds has no upper levels."""
     faiss = load_faiss()
     _, exact = built(Flat()).search(VECTORS[:100], 10)
     for by_gpu in (False, True):
@@ -65,7 +56,7 @@ def test_cagra_is_searched_on_a_cpu_from_the_same_file_whoever_built_it(
     assert faiss.downcast_index(again._index.storage).ntotal == len(VECTORS)
 
 
-def test_which_codes_a_gpu_takes() -> None:
+def test_which_codes_a_gpu_takes():
     assert not IvfPq()._fits_gpu(
         built(IvfPq(bytes=8))._index
     )  # of 4 bits: too few vectors for more
@@ -105,18 +96,18 @@ def test_which_codes_a_gpu_takes() -> None:
         ),
     ],
 )
-def test_what_a_gpu_refuses_is_a_sentence(text: str, words: str) -> None:
+def test_what_a_gpu_refuses_is_a_sentence(text, words):
     with pytest.raises(StoreError) as refused, on_the_gpu(1500, 16):
         raise RuntimeError(text)
     said = str(refused.value)
     assert words in said and "project" not in said and ".cpp" not in said
 
 
-def test_a_search_for_more_than_a_gpu_selects_is_the_cpus() -> None:
+def test_a_search_for_more_than_a_gpu_selects_is_the_cpus():
     flat = built(Flat())
 
     class Gpu:
-        def search(self, queries: Any, k: int) -> Any:
+        def search(self, queries, k):
             assert k <= 5
             return np.zeros((len(queries), k), np.float32), np.zeros((len(queries), k), np.int64)
 

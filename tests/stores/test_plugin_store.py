@@ -1,12 +1,6 @@
-"""A store that a plugin brings, as `retrieval plugins new --kind store` writes it: every verb of
-the command line, and HTTP, at its address."""
-
-from __future__ import annotations
+"""A store that a plugin brings: every verb of the command line, and HTTP."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -28,95 +22,79 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Call, makers: Any, plain_bundle: Path
-) -> Call:
-    """The verb of `retrieval index` at `journal://…/d.journal`, which holds thirty digits, as JSON
-    where it gives that.
-    """
+def journal(tmp_path, monkeypatch, cli, makers, plain_bundle) -> Call:
+    """The verb of `retrieval index` at a journal of thirty digits, as JSON where it gives that."""
     monkeypatch.syspath_prepend(str(write_package("acme", tmp_path / "package", "store")))
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     makers.write_digits(tmp_path / "digits", 30)
     address = f"journal://{tmp_path}/d.journal?sync=false"
 
-    def call(verb: str, *words: Any, code: int = 0, json_: bool = True) -> Any:
-        done = cli(
-            "index",
-            verb,
-            address,
-            *words,
-            "--plugin",
-            "retrieval_acme",
-            *(["--json"] if json_ else []),
-        )
+    def call(verb, *words, code=0, json_=True):
+        more = ("--plugin", "retrieval_acme", *(["--json"] if json_ else []))
+        done = cli("index", verb, address, *words, *more)
         assert done.code == code, done.err
         return json.loads(done.out) if json_ and code == 0 else done
 
-    call.address = address  # type: ignore[attr-defined]
+    call.address = address
     created = call("create", tmp_path / "digits", "--bundle", plain_bundle, json_=False)
-    assert (
-        "Indexed 30 items" in created.out
-        and "back end journal" in created.out
-        and address in created.out
-    )
+    for text in ("Indexed 30 items", "back end journal", address):
+        assert text in created.out
     return call
 
 
-def test_the_verbs_of_the_command_line(
-    journal: Any, tmp_path: Path, cli: Call, makers: Any, plain_bundle: Path
-) -> None:
+def nearest_to(url: str, image: Path) -> tuple[str, str, bytes, str]:
+    """A search for an image, as `_asked` takes it."""
+    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
+    body = head + image.read_bytes() + b"\r\n--x--\r\n"
+    return f"{url}v1/search", "POST", body, "multipart/form-data; boundary=x"
+
+
+def test_the_verbs_of_the_command_line(journal, tmp_path, cli, plain_bundle):
     digits = sorted((tmp_path / "digits").rglob("*.png"))
     assert journal("list")["count"] == 30
     again = journal("add", tmp_path / "digits")
     assert (again["index"], again["added"], again["unchanged"]) == (journal.address, 0, 30)
     first = journal("list", "--limit", 1)["items"][0]["id"]
-    shown = journal("show", first)
-    assert len(shown["vector"]) == 16 and journal("show")["items"] == 30
-    hits = cli(
-        "search", journal.address, digits[4], "-k", "1", "--json", "--plugin", "retrieval_acme"
-    )
+    assert len(journal("show", first)["vector"]) == 16 and journal("show")["items"] == 30
+    options = ("-k", "1", "--json", "--plugin", "retrieval_acme")
+    hits = cli("search", journal.address, digits[4], *options)
     (hit,) = json.loads(hits.out)[0]["results"]
     assert str(digits[4]).endswith(hit["id"]) and hit["distance"] == pytest.approx(0, abs=1e-3)
     assert journal("delete", first)["deleted"] == 1 and journal("list")["count"] == 29
     assert journal("add", tmp_path / "digits", "--sync")["added"] == 1
     assert journal("check")["damaged"] == []
+    create = (digits[0], "--bundle", plain_bundle)
     for verb, words, message in [
         ("compact", (), "A journal keeps every transaction"),
-        ("create", (digits[0], "--bundle", plain_bundle), "exists already"),
-        (
-            "create",
-            (digits[0], "--bundle", plain_bundle, "--backend", "hnsw", "--replace"),
-            "Only an index in a folder",
-        ),
+        ("create", create, "exists already"),
+        ("create", (*create, "--backend", "hnsw", "--replace"), "Only an index in a folder"),
         ("migrate", (), "Name the bundle"),
         ("show", ("nobody",), "has no item 'nobody'"),
     ]:
         result = journal(verb, *words, code=2, json_=False)
         assert message in result.err and "Traceback" not in result.err, (verb, result.err)
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    result = journal(
-        "create", tmp_path / "bad.png", digits[0], "--bundle", plain_bundle, "--replace", code=2
-    )
-    assert "bad.png" in result.err
-    assert (
-        journal("list", code=2).err.count("There is no index at") == 1
-    )  # what was there went first, as --replace says
+    bad = tmp_path / "bad.png"
+    bad.write_bytes(b"no image")
+    assert "bad.png" in journal("create", bad, *create, "--replace", code=2).err
+    # what was there went first, as --replace says
+    assert journal("list", code=2).err.count("There is no index at") == 1
 
 
-def test_snapshots_go_both_ways(journal: Any, tmp_path: Path, cli: Call) -> None:
-    journal("snapshot", tmp_path / "s.index")
-    assert json.loads(cli("index", "list", tmp_path / "s.index", "--json").out)["count"] == 30
-    second = f"journal://{tmp_path}/second.journal"
-    done = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
+def test_snapshots_go_both_ways(journal, tmp_path, cli):
+    copy, second = tmp_path / "s.index", f"journal://{tmp_path}/second.journal"
+    plugins = ["retrieval_acme"]
+    journal("snapshot", copy)
+    assert json.loads(cli("index", "list", copy, "--json").out)["count"] == 30
+    done = cli("index", "restore", copy, second, "--plugin", *plugins)
     assert done.code == 0 and f"Restored {second}" in done.out
     with (
-        retrieval.Index.open(journal.address, plugins=["retrieval_acme"]) as entry,
-        retrieval.Index.open(second, plugins=["retrieval_acme"]) as other,
+        retrieval.Index.open(journal.address, plugins=plugins) as entry,
+        retrieval.Index.open(second, plugins=plugins) as other,
     ):
         assert str(other.path) == second and entry.identity == other.identity and len(other) == 30
         query = sorted((tmp_path / "digits").rglob("*.png"))[3]
         assert entry.search(query) == other.search(query)
-    result = cli("index", "restore", tmp_path / "s.index", second, "--plugin", "retrieval_acme")
+    result = cli("index", "restore", copy, second, "--plugin", *plugins)
     assert result.code == 2 and "exists already" in result.err
 
 
@@ -139,62 +117,41 @@ create_index(sys.argv[1], sys.argv[2], [sys.argv[3]], plugins=["retrieval_acme"]
 
 
 def test_what_a_killed_create_left_is_added_to(
-    journal: Any, tmp_path: Path, plain_bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, 0
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tmp_path / "package"), *sys.path]),
-    }
-    line = [sys.executable, "-c", KILLED, address, str(plain_bundle), str(tmp_path / "digits")]
-    assert subprocess.run(line, env=environment).returncode == 9
+    journal, tmp_path, plain_bundle, monkeypatch, process
+):
+    address, encode, encoded = f"journal://{tmp_path}/second.journal", Bundle.encode, []
+    digits, options = tmp_path / "digits", {"plugins": ["retrieval_acme"], "progress": False}
+    path = tmp_path / "package"
+    assert process("-c", KILLED, address, plain_bundle, digits, path=path).code == 9
 
-    def counted(self: Bundle, *given: Any, **named: Any) -> Any:
-        nonlocal encoded
-        encoded += len(given[0])
-        return encode(self, *given, **named)
+    def counted(self, inputs, *given, **named):
+        encoded.append(len(inputs))
+        return encode(self, inputs, *given, **named)
 
     monkeypatch.setattr(Bundle, "encode", counted)
-    options: dict[str, Any] = {"plugins": ["retrieval_acme"], "progress": False}
     with pytest.raises(StoreError, match=r"exists already\. Add to it with 'retrieval index add'"):
-        create_index(address, plain_bundle, [tmp_path / "digits"], **options)
+        create_index(address, plain_bundle, [digits], **options)
     with retrieval.Index.open(address, plugins=["retrieval_acme"]) as index:
         present = len(index)
         assert 0 < present < 30
-        added = index.add(tmp_path / "digits", progress=False)
+        added = index.add(digits, progress=False)
         assert (added.added, added.unchanged, len(index)) == (30 - present, present, 30)
-    assert encoded == 30 - present
-    replaced = create_index(address, plain_bundle, [tmp_path / "digits"], replace=True, **options)
+    assert sum(encoded) == 30 - present
+    replaced = create_index(address, plain_bundle, [digits], replace=True, **options)
     assert (replaced.count, replaced.resumed) == (30, 0)
 
 
 def test_two_servers_of_one_address_follow_a_migration(
-    journal: Any, tmp_path: Path, plain_bundle: Path, other_bundle: Path
-) -> None:
+    journal, tmp_path, plain_bundle, other_bundle
+):
     image = sorted((tmp_path / "digits").rglob("*.png"))[7]
     old, new = (Bundle.open(path, threads=1).sha256 for path in (plain_bundle, other_bundle))
 
-    def answer(url: str) -> dict[str, Any]:
-        body = (
-            b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
-            + image.read_bytes()
-        )
-        request = urllib.request.Request(
-            f"{url}v1/search",
-            body + b"\r\n--x--\r\n",
-            {"Content-Type": "multipart/form-data; boundary=x"},
-        )
-        while True:
-            try:
-                with urllib.request.urlopen(request, timeout=60) as done:
-                    hits: dict[str, Any] = json.load(done)
-                    return hits
-            except (
-                urllib.error.HTTPError
-            ) as refused:  # busy: it says when to come again, and pytest's time-out bounds this
-                if refused.code != 503:
-                    raise
-                time.sleep(0.2)
+    def nearest(url):
+        while (answer := _asked(*nearest_to(url, image)))[0] == 503:  # busy: pytest bounds this
+            time.sleep(0.2)
+        assert answer[0] == 200, answer
+        return answer[2]["results"][0]
 
     settings = {"port": 0, "plugins": ["retrieval_acme"], "wait": False}
     with (
@@ -202,21 +159,18 @@ def test_two_servers_of_one_address_follow_a_migration(
         retrieval.serve(journal.address, **settings) as other,
     ):
         for url in (entry.url, other.url):
-            nearest = answer(url)["results"][0]
-            assert str(image).endswith(nearest["key"]) and nearest["distance"] == pytest.approx(
-                0, abs=1e-3
-            )
+            hit = nearest(url)
+            assert str(image).endswith(hit["key"])
+            assert hit["distance"] == pytest.approx(0, abs=1e-3)
         journal("migrate", other_bundle)
-        journal("delete", nearest["key"])
+        journal("delete", hit["key"])
         for url in (entry.url, other.url):
-            assert not str(image).endswith(answer(url)["results"][0]["key"])
+            assert not str(image).endswith(nearest(url)["key"])
     states = {created["bundle"]: created["state"] for created in journal("show")["generations"]}
     assert states == {old: "kept", new: "served"}
     assert journal("rollback")["generation"] == 1
-    assert (
-        journal("migrate", other_bundle, "--drop-old")["generation"] == 2
-        and len(journal("show")["generations"]) == 1
-    )
+    assert journal("migrate", other_bundle, "--drop-old")["generation"] == 2
+    assert len(journal("show")["generations"]) == 1
 
 
 # A store that goes away while its index is served, and comes back: a plugin's, which raises
@@ -262,62 +216,41 @@ def _asked(
 
 
 def test_a_store_that_goes_away_is_503_until_it_is_back(
-    tmp_path: Path, makers: Any, plain_bundle: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    makers.write_digits(tmp_path / "digits", 12)
+    tmp_path, makers, plain_bundle, cli, monkeypatch
+):
+    digits, away = tmp_path / "digits", tmp_path / "away"
+    makers.write_digits(digits, 12)
     plugin, address = tmp_path / "flaky.py", f"flaky://{tmp_path}/d.index"
     plugin.write_text(FLAKY)
-    assert (
-        cli(
-            "index",
-            "create",
-            address,
-            tmp_path / "digits",
-            "--bundle",
-            plain_bundle,
-            "--plugin",
-            plugin,
-        ).code
-        == 0
-    )
-    image = sorted((tmp_path / "digits").rglob("*.png"))[0].read_bytes()
-    form = (
-        b'--x\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n'
-        + image
-        + b"\r\n--x--\r\n"
-    )
-    away = tmp_path / "away"
+    words = (address, digits, "--bundle", plain_bundle, "--plugin", plugin)
+    assert cli("index", "create", *words).code == 0
     monkeypatch.setattr(readiness, "PROBE_SECONDS", 0.2)
-    settings = Settings(open="write")
-    with retrieval.serve(
-        address, port=0, plugins=[str(plugin)], settings=settings, wait=False
-    ) as server:
-        first = _asked(f"{server.url}v1/items?limit=1")[2]["items"][0]["id"]
+    options = {"plugins": [str(plugin)], "settings": Settings(open="write"), "wait": False}
+    with retrieval.serve(address, port=0, **options) as server:
+        url = f"{server.url}v1"
+        first = _asked(f"{url}/items?limit=1")[2]["items"][0]["id"]
         requests = {
-            "search": (f"{server.url}v1/search", "POST", form, "multipart/form-data; boundary=x"),
-            "items": (f"{server.url}v1/items?limit=1",),
-            "item": (f"{server.url}v1/items/{first}",),
-            "put": (f"{server.url}v1/items/mine", "PUT", {"vector": [0.0] * 16}),
-            "index": (f"{server.url}v1/index",),
+            "search": nearest_to(server.url, min(digits.rglob("*.png"))),
+            "items": (f"{url}/items?limit=1",),
+            "item": (f"{url}/items/{first}",),
+            "put": (f"{url}/items/mine", "PUT", {"vector": [0.0] * 16}),
+            "index": (f"{url}/index",),
         }
-        for name, request in requests.items():
-            assert _asked(*request)[0] in (200, 201), name
-        while _asked(f"{server.url}readyz")[0] != 200:
-            time.sleep(0.05)
+
+        def all_answered():
+            for name, request in requests.items():
+                assert _asked(*request)[0] in (200, 201), name
+            while _asked(f"{server.url}readyz")[0] != 200:
+                time.sleep(0.05)
+
+        all_answered()
         away.touch()
         for name, request in requests.items():
             status, headers, message = _asked(*request)
             assert (status, headers["Retry-After"]) == (503, "1"), (name, message)
-            assert (
-                "cannot be reached now" in message["detail"] and "try again" in message["detail"]
-            ), (
-                name,
-                message,
-            )
-            assert "it is damaged" not in message["detail"] and "disk" not in message["detail"], (
-                name,
-                message,
-            )
+            detail = message["detail"]
+            assert "cannot be reached now" in detail and "try again" in detail, (name, detail)
+            assert "it is damaged" not in detail and "disk" not in detail, (name, detail)
         while (ready := _asked(f"{server.url}readyz"))[0] == 200:
             time.sleep(0.05)
         assert "cannot be reached now" in ready[2]["checks"]["search"], ready
@@ -326,7 +259,4 @@ def test_a_store_that_goes_away_is_503_until_it_is_back(
         result = cli("index", "list", address, "--plugin", plugin)
         assert result.code == 2 and "does not answer: connection refused" in result.err
         away.unlink()
-        for name, request in requests.items():
-            assert _asked(*request)[0] in (200, 201), name
-        while _asked(f"{server.url}readyz")[0] != 200:
-            time.sleep(0.05)
+        all_answered()

@@ -1,8 +1,4 @@
-"""Qdrant against every case of the contract of a store: in its in-process mode, and on a server
-where QDRANT_URL names one.
-"""
-
-from __future__ import annotations
+"""Qdrant against the contract of a store: in its in-process mode, and on a server."""
 
 import hashlib
 import os
@@ -45,10 +41,10 @@ class TestQdrantLocal(testing.StoreSuite):
     folder: Path
 
     @pytest.fixture(autouse=True)
-    def _memory(self, memory: Path) -> None:
+    def _memory(self, memory) -> None:
         type(self).folder = memory
 
-    def store_at(self, place: Path) -> QdrantLocalPlace:
+    def store_at(self, place):
         return QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{self.folder}{place}/items"))
 
 
@@ -56,14 +52,14 @@ class TestQdrantLocal(testing.StoreSuite):
 class TestQdrantServer(testing.StoreSuite):
     """A server."""
 
-    def store_at(self, place: Path) -> QdrantPlace:
+    def store_at(self, place):
         host = os.environ["QDRANT_URL"].rpartition("//")[2].rstrip("/")
         name = hashlib.sha256(str(place).encode()).hexdigest()[:16]
         return QdrantPlace(stores.Address.parse(f"qdrant://{host}/{name}"))
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
+def index(tmp_path) -> Iterator[stores.RemoteStore]:
     place = QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{tmp_path}/items"))
     with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
@@ -71,18 +67,16 @@ def index(tmp_path: Path) -> Iterator[stores.RemoteStore]:
 
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_filters_agree_with_the_language(index: stores.RemoteStore, data: st.DataObject) -> None:
-    """A filter means what the filter language says, or is refused."""
+def test_filters_agree_with_the_language(index, data):
     agree(index, data)
 
 
-def test_one_process_opens_a_folder(index: stores.RemoteStore, process: Any) -> None:
-    """Another one is told so, in a sentence."""
+def test_one_process_opens_a_folder(index, process):
     result = process("-m", "retrieval.cli", "index", "list", index.address)
     assert result.code == 2 and "takes one" in result.err and "Traceback" not in result.err
 
 
-def test_names_and_servers_that_are_not_there(cli: Any) -> None:
+def test_names_and_servers_that_are_not_there(cli):
     for name in ("a~b", "a..b", "", ".a", "a%20b", "a" * 200):
         with pytest.raises(retrieval.errors.StoreError, match="names no index"):
             QdrantPlace(stores.Address.parse(f"qdrant://host/{name}"))
@@ -91,7 +85,7 @@ def test_names_and_servers_that_are_not_there(cli: Any) -> None:
 
 
 @pytest.fixture
-def two(index: stores.RemoteStore) -> Iterator[tuple[Any, Any, stores.Generation]]:
+def two(index) -> Iterator[tuple[Any, Any, stores.Generation]]:
     """A store of 20 items, the same opened once more, and a generation that has them all."""
     other = QdrantLocalPlace(stores.Address.parse(index.address)).open()
     index.upsert(some(20), opened().sha256)
@@ -112,7 +106,7 @@ def _before(
     """Do something just before the next call of a method, as another process might."""
     method = getattr(store, name)
 
-    def call(*given: Any) -> Any:
+    def call(*given):
         monkeypatch.setattr(store, name, method)
         first()
         return method(*given)
@@ -120,12 +114,7 @@ def _before(
     monkeypatch.setattr(store, name, call)
 
 
-def test_what_is_written_until_the_alias_moves_is_kept(
-    two: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An item that comes behind the comparison sends the alias back, and is pending; a deletion is
-    carried over.
-    """
+def test_what_is_written_until_the_alias_moves_is_kept(two, monkeypatch):
     index, other, generation = two
     _before(monkeypatch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
     assert index.switch(generation) is False
@@ -142,9 +131,7 @@ def test_what_is_written_until_the_alias_moves_is_kept(
     }
 
 
-def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(
-    two: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(two, monkeypatch):
     index, other, generation = two
     with monkeypatch.context() as patch:
         _before(patch, index, "_point", lambda: other.upsert([item("late")], opened().sha256))
@@ -158,7 +145,7 @@ def test_a_switch_that_was_stopped_is_ended_by_who_writes_next(
     assert other.upsert([item("late")], opened().sha256) == 1 and index.count() == 21
 
 
-def test_what_comes_behind_the_switch_is_refused(two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_behind_the_switch_is_refused(two, monkeypatch):
     index, other, generation = two
     _before(monkeypatch, other, "_put", lambda: index.switch(generation))
     with pytest.raises(stores.Superseded):
@@ -169,7 +156,7 @@ def test_what_comes_behind_the_switch_is_refused(two: Any, monkeypatch: pytest.M
     assert index.switch(back) is True and index.count() == 20
 
 
-def test_numbers_that_begin_alike_are_two_generations(index: stores.RemoteStore) -> None:
+def test_numbers_that_begin_alike_are_two_generations(index):
     for _ in range(9):
         generation = index.begin(NEXT, stores.widths_of(NEXT))
         if generation.number < 10:

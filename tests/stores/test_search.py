@@ -1,11 +1,8 @@
 """Exact search answers as plain arithmetic in float64 does, ties by row, for whatever vectors."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +82,7 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_blocks(monkeypatch) -> None:
     """Many blocks, groups and parts of few rows."""
     for name, value in {
         "_FEW": 1,
@@ -103,7 +100,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 3, 20])
-def test_as_in_float64(kind: str, count: int) -> None:
+def test_as_in_float64(kind, count):
     vectors = np.ascontiguousarray(KINDS[kind](low_rank(2400)), np.float32)
     noise = np.ascontiguousarray(KINDS[kind](normal(count, 24, seed=1)), np.float32)
     queries = vectors[5 : 5 + 100 * count : 100] + noise * np.float32(1e-3)
@@ -125,7 +122,7 @@ def test_as_in_float64(kind: str, count: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("small_blocks")
-def test_as_in_float64_block_by_block(kind: str) -> None:
+def test_as_in_float64_block_by_block(kind):
     vectors = np.ascontiguousarray(KINDS[kind](normal(500, 12)), np.float32)
     keep = np.arange(500) % 4 != 1
     companion = Companion.build(vectors)
@@ -140,7 +137,7 @@ def test_as_in_float64_block_by_block(kind: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_whatever_the_numbers(data: st.DataObject) -> None:
+def test_whatever_the_numbers(data):
     draw = data.draw
     width, count = draw(st.integers(1, 6)), draw(st.integers(0, 60))
     number = st.one_of(
@@ -161,7 +158,7 @@ def test_whatever_the_numbers(data: st.DataObject) -> None:
     agree(queries, vectors, k, keep=keep, span=span, threads=threads)
 
 
-def test_none_to_find() -> None:
+def test_none_to_find():
     vectors, queries = normal(20, 4), normal(2, 4)
     for squared, rows in (
         nearest(queries, vectors[:0], 3),
@@ -171,7 +168,7 @@ def test_none_to_find() -> None:
     assert nearest(queries[:0], vectors, 3)[1].shape == (0, 3)
 
 
-def test_more_rows_as_near_as_the_last_than_faiss_keeps() -> None:
+def test_more_rows_as_near_as_the_last_than_faiss_keeps():
     random = np.random.default_rng(0)
     vectors = normal(6000, 32)
     vectors[random.permutation(6000)[:100]] = vectors[17]
@@ -179,7 +176,7 @@ def test_more_rows_as_near_as_the_last_than_faiss_keeps() -> None:
         agree(vectors[[17, *range(1, count)]] + np.float32(0.01), vectors, 10)
 
 
-def test_a_read_only_memory_map(tmp_path: Path) -> None:
+def test_a_read_only_memory_map(tmp_path):
     vectors, queries = normal(700, 16), normal(6, 16, seed=3)
     (tmp_path / "vectors").write_bytes(bytes(4096) + vectors.tobytes())
     mapped = np.memmap(tmp_path / "vectors", np.float32, "r", 4096, (700, 16))
@@ -188,7 +185,7 @@ def test_a_read_only_memory_map(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 300])
-def test_memory_is_bounded(count: int) -> None:
+def test_memory_is_bounded(count):
     vectors = normal(200_000, 32)
     queries, keep = vectors[:count] + np.float32(0.1), np.arange(200_000) % 5 > 0
     assert _peak(lambda: nearest(queries, vectors, 10)) < 24_000_000 < vectors.nbytes
@@ -196,7 +193,7 @@ def test_memory_is_bounded(count: int) -> None:
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 400_000), (40, 10_000), (256, 4_000)])
-def test_memory_is_bounded_where_all_rows_are_equal(count: int, rows: int) -> None:
+def test_memory_is_bounded_where_all_rows_are_equal(count, rows):
     vectors = np.ones((rows, 32), np.float32)
     assert _peak(lambda: nearest(vectors[:count], vectors, 10)) < 100_000_000
 
@@ -212,7 +209,7 @@ def _peak(work: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-def test_many_threads_at_a_time() -> None:
+def test_many_threads_at_a_time():
     vectors, queries = normal(20_000, 16), normal(64, 16, seed=4)
     true = brute(queries, vectors, 5)[1]
     with ThreadPoolExecutor(8) as pool:
@@ -236,7 +233,7 @@ def test_many_threads_at_a_time() -> None:
         ({"companion": Companion.build(low_rank(100))}, "companion"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], sentence: str) -> None:
+def test_arguments_that_do_not_fit_are_refused(options, sentence):
     fitting: dict[str, Any] = {
         "queries": np.zeros((2, 4), np.float32),
         "vectors": np.zeros((9, 4), np.float32),
@@ -246,7 +243,7 @@ def test_arguments_that_do_not_fit_are_refused(options: dict[str, Any], sentence
         nearest(**fitting | options)
 
 
-def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch):
     vectors, queries = low_rank(3000), low_rank(9, seed=1)
     companion = Companion.build(vectors)
     assert companion is not None and companion.table.shape == (1, 3000, 8)
@@ -256,13 +253,13 @@ def test_a_companion_is_read_in_place_of_the_vectors(monkeypatch: pytest.MonkeyP
         agree(queries[:count], vectors, 10, companion=companion)
 
 
-def test_vectors_that_fill_all_directions_have_no_companion() -> None:
+def test_vectors_that_fill_all_directions_have_no_companion():
     assert Companion.build(normal(3000, 24)) is None
     assert Companion.build(low_rank(30)) is None  # too few to tell
     assert Companion.build(low_rank(3000) * np.float32(1e37)) is None
 
 
-def test_a_companion_s_file(tmp_path: Path) -> None:
+def test_a_companion_s_file(tmp_path):
     vectors = low_rank(3000)
     companion = Companion.build(vectors)
     assert companion is not None

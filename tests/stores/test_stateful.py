@@ -1,7 +1,5 @@
 """A living index against a dictionary and brute force, whatever is done to it in whatever order."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from dataclasses import replace
@@ -53,7 +51,7 @@ class Machine(RuleBasedStateMachine):
 
     opened: list[Bundle]
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="stateful-"))
         self.items: dict[str, tuple[Any, str | None, int]] = {}
@@ -66,20 +64,20 @@ class Machine(RuleBasedStateMachine):
         )
         self.open()
 
-    def open(self) -> None:
+    def open(self):
         self.store = LocalStore(self.folder / "index", upkeep=False)
         self.index = Index(self.folder / "index", self.store, threads=1)
 
-    def teardown(self) -> None:
+    def teardown(self):
         self.same(self.index)
         self.index.close()
         shutil.rmtree(self.folder)
 
-    def arrays(self, entry: Any, number: int) -> dict[str, Any]:
+    def arrays(self, entry, number):
         return {VECTOR: self.opened[number].encode(entry[None]).vector[0], FEATURES: entry}
 
     @rule(new=st.dictionaries(ids, given, min_size=1, max_size=25))
-    def upsert(self, new: dict[str, Any]) -> None:
+    def upsert(self, new):
         replaced = self.index.upsert(
             [
                 Item(id, label, {"price": price}, arrays=self.arrays(entry, self.served))
@@ -92,39 +90,39 @@ class Machine(RuleBasedStateMachine):
             left -= new.keys()
 
     @rule(gone=st.sets(ids))
-    def delete(self, gone: set[str]) -> None:
+    def delete(self, gone):
         assert self.index.delete(gone) == len(gone & self.items.keys())
         self.forget(gone)
 
     @precondition(lambda self: self.items)
     @rule(where=st.sampled_from(FILTERS[::2]))
-    def delete_where(self, where: str) -> None:
+    def delete_where(self, where):
         gone = self.matching(where)
         assert self.index.delete(where=where) == len(gone)
         self.forget(gone)
 
-    def forget(self, gone: set[str]) -> None:
+    def forget(self, gone):
         for id in gone:
             self.items.pop(id, None)
         for left in self.left.values():
             left -= gone
 
     @rule()
-    def tend(self) -> None:
+    def tend(self):
         self.store.upkeep.step()
 
     @rule()
-    def compact(self) -> None:
+    def compact(self):
         self.store.compact()
         assert not self.store.stats().details["deleted"]
 
     @rule()
-    def reopen(self) -> None:
+    def reopen(self):
         self.index.close()
         self.open()
 
     @rule()
-    def snapshot(self) -> None:
+    def snapshot(self):
         self.copies += 1
         target = self.index.snapshot(self.folder / f"copy {self.copies}")
         with Index.open(target, threads=1) as copy:
@@ -134,7 +132,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.next is None)
     @rule()
-    def begin(self) -> None:
+    def begin(self):
         other = self.opened[1 - self.served]
         known = {entry.number for entry in self.store.generations()}
         self.next = self.store.begin(other, widths_of(other, features=NUMBERS))
@@ -143,7 +141,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.next is not None)
     @rule(limit=st.integers(1, 40), out=st.booleans())
-    def embed(self, limit: int, out: bool) -> None:
+    def embed(self, limit, out):
         """Embed some of what is pending; leave the first of them out, sometimes."""
         items = self.store.pending(self.next, limit)
         for item in items:
@@ -159,7 +157,7 @@ class Machine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.next is not None)
     @rule()
-    def switch(self) -> None:
+    def switch(self):
         assert self.next is not None
         complete = not self.store.pending(self.next, 1)
         old = self.opened[self.served].sha256
@@ -173,7 +171,7 @@ class Machine(RuleBasedStateMachine):
             self.index.follow()
 
     @rule()
-    def drop(self) -> None:
+    def drop(self):
         for entry in self.store.generations():
             if entry.state == "served":
                 with pytest.raises(StoreError):
@@ -183,7 +181,7 @@ class Machine(RuleBasedStateMachine):
                 self.left.pop(entry.number, None)
         self.next = None
 
-    def matching(self, where: str | None) -> set[str]:
+    def matching(self, where):
         chosen = None if where is None else parse_filter(where)
         return {
             id
@@ -192,15 +190,15 @@ class Machine(RuleBasedStateMachine):
         }
 
     @rule(where=st.sampled_from(FILTERS))
-    def filtered(self, where: str) -> None:
+    def filtered(self, where):
         if self.items:
             self.same(self.index, where)
 
     @invariant()
-    def all_is_there(self) -> None:
+    def all_is_there(self):
         self.same(self.index)
 
-    def same(self, index: Index, where: str | None = None) -> None:
+    def same(self, index, where=None):
         if where is not None and not self.items:
             return
         assert [entry.id for entry in index.scan(where)] == sorted(self.matching(where))
@@ -231,7 +229,7 @@ class Machine(RuleBasedStateMachine):
             assert [(hit.id, hit.distance) for hit in hits] == expected
 
 
-def test_whatever_is_done_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_is_done_to_it(tmp_path, monkeypatch):
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 4)
     monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
     paths = [make_bundle(tmp_path / str(seed), seed=seed) for seed in range(2)]

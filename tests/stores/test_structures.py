@@ -1,14 +1,8 @@
-"""Structures of segments: what they find is measured on the vectors, and exact search stands in
-wherever they cannot be used.
-"""
-
-from __future__ import annotations
+"""Structures of segments, and exact search wherever they cannot be used."""
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +19,7 @@ COUNT = 6_000
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small(monkeypatch) -> None:
     monkeypatch.setattr(structure, "MIN_ROWS", 1000)
     monkeypatch.setattr(structure, "COMPANION_MIN_ROWS", 1000)
 
@@ -38,14 +32,13 @@ def vectors() -> np.ndarray:
     return (low + 0.05 * rng.normal(size=(COUNT, 16))).astype(np.float32)
 
 
-def created(folder: Path, bundle: Path, vectors: np.ndarray, wanted: StructureChoice) -> Index:
-    opened = Bundle.open(bundle, threads=1)
-    create_local(folder, opened, widths_of(opened), structure=wanted)
+def created(folder: Path, bundle: Bundle, vectors: np.ndarray, wanted: StructureChoice) -> Index:
+    create_local(folder, bundle, widths_of(bundle), structure=wanted)
     index = open_index(folder, threads=1)
     index.upsert(
         [
-            Item(str(n), str(n % 10), {"price": n % 100}, arrays={"vector": vectors[n]})
-            for n in range(len(vectors))
+            Item(str(n), str(n % 10), {"price": n % 100}, arrays={"vector": vector})
+            for n, vector in enumerate(vectors)
         ]
     )
     index.store.compact()
@@ -53,23 +46,23 @@ def created(folder: Path, bundle: Path, vectors: np.ndarray, wanted: StructureCh
     return index
 
 
+PRICES = np.arange(COUNT) % 100
+FILTERS = [(None, PRICES >= 0), ("price < 50", PRICES < 50), ("price = 3", PRICES == 3)]
+
+
 def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarray) -> float:
+    """The share of true neighbours in answers, whose distances are those of plain arithmetic."""
     ids = np.flatnonzero(keep & (np.arange(COUNT) % 7 > 0))
-    found = 0
-    for query in vectors[1::300]:
-        distances = ((vectors[ids].astype(np.float64) - query) ** 2).sum(axis=1)
-        nearest = set(map(str, ids[np.argsort(distances, kind="stable")[:10]]))
+    double, found, queries = vectors.astype(np.float64), 0, vectors[1::300]
+    for query in queries:
+        apart = np.sqrt(((double - query) ** 2).sum(axis=1))
+        nearest = set(map(str, ids[np.argsort(apart[ids], kind="stable")[:10]]))
         hits = index.search(query, 10, where=where)
-        assert [hit.distance for hit in hits] == sorted(hit.distance for hit in hits) and len(
-            hits
-        ) == 10
-        true = {
-            str(n): np.sqrt(((vectors[n].astype(np.float64) - query) ** 2).sum())
-            for n in map(int, (h.id for h in hits))
-        }
-        assert all(abs(true[hit.id] - hit.distance) < 1e-6 for hit in hits)
+        distances = [hit.distance for hit in hits]
+        assert distances == sorted(distances) and len(hits) == 10
+        assert all(abs(apart[int(hit.id)] - hit.distance) < 1e-6 for hit in hits)
         found += len(nearest & {hit.id for hit in hits})
-    return found / (10 * len(vectors[1::300]))
+    return found / (10 * len(queries))
 
 
 @pytest.mark.parametrize(
@@ -83,55 +76,32 @@ def recall(index: Index, vectors: np.ndarray, where: str | None, keep: np.ndarra
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_every_structure_finds(
-    wanted: StructureChoice,
-    kept: str,
-    least: float,
-    tmp_path: Path,
-    plain_bundle: Path,
-    vectors: np.ndarray,
-) -> None:
-    prices = np.arange(COUNT) % 100
-    with created(tmp_path / "i", plain_bundle, vectors, wanted) as index:
+def test_every_structure_finds(wanted, kept, least, tmp_path, bundle, vectors):
+    with created(tmp_path / "i", bundle, vectors, wanted) as index:
         assert index.stats().details["structure"] == kept
-        for where, keep in [
-            (None, prices >= 0),
-            ("price < 50", prices < 50),
-            ("price = 3", prices == 3),
-        ]:
+        for where, keep in FILTERS:
             assert recall(index, vectors, where, keep) >= least
     with open_index(tmp_path / "i", threads=1) as again:
-        assert recall(again, vectors, None, prices >= 0) >= least
+        assert recall(again, vectors, *FILTERS[0]) >= least
 
 
-@pytest.mark.parametrize(
-    "wanted", [StructureChoice("flat"), StructureChoice("hnsw")], ids=["compact", "hnsw"]
-)
-def test_a_damaged_structure_is_told_and_built_again(
-    wanted: StructureChoice,
-    tmp_path: Path,
-    plain_bundle: Path,
-    vectors: np.ndarray,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    created(tmp_path / "i", plain_bundle, vectors, wanted).close()
+@pytest.mark.parametrize("backend", ["flat", "hnsw"])
+def test_a_damaged_structure_is_told_and_built_again(backend, tmp_path, bundle, vectors, caplog):
+    created(tmp_path / "i", bundle, vectors, StructureChoice(backend)).close()
     (file,) = [path for path in (tmp_path / "i" / "arrays").iterdir() if path.suffix != ".vector"]
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    everything = np.ones(COUNT, bool)
     with open_index(tmp_path / "i", threads=1) as index, caplog.at_level(logging.WARNING):
-        assert recall(index, vectors, None, everything) == 1.0
+        assert recall(index, vectors, *FILTERS[0]) == 1.0
         assert "missing or was altered" in caplog.text
         index.store.compact()
         caplog.clear()
     with open_index(tmp_path / "i", threads=1) as index:
-        assert recall(index, vectors, None, everything) >= 0.95 and not caplog.text
+        assert recall(index, vectors, *FILTERS[0]) >= 0.95 and not caplog.text
 
 
-def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
-    tmp_path: Path, vectors: np.ndarray
-) -> None:
+def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(tmp_path, vectors):
     wide = np.zeros((COUNT, 20), np.float32)
     wide[:, 4:] = vectors
     wide.tofile(tmp_path / "wide")
@@ -159,68 +129,49 @@ def test_a_graph_follows_its_links_over_the_vectors_where_they_lie(
         Hnsw(m=8).load(tmp_path / "links")
 
 
-def test_codes_find_more_where_more_is_measured_again(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray
-) -> None:
+def test_codes_find_more_where_more_is_measured_again(tmp_path, bundle, vectors):
     found = []
     for expand in (1, 32):
         wanted = StructureChoice("ivfpq", {"bytes": 2, "lists": 1, "expand": expand})
-        with created(tmp_path / f"{expand}", plain_bundle, vectors, wanted) as index:
-            found.append(recall(index, vectors, None, np.ones(COUNT, bool)))
+        with created(tmp_path / f"{expand}", bundle, vectors, wanted) as index:
+            found.append(recall(index, vectors, *FILTERS[0]))
     assert found[0] < 0.9 < found[1]
 
 
 def test_a_graph_that_finds_too_few_matches_gives_way_to_exact_search(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A graph's search ends among items that do not match; it once gave seven answers for ten."""
+    tmp_path, bundle, vectors, monkeypatch
+):
+    """A graph's search ends among items that do not match: seven answers for ten."""
     monkeypatch.setattr(structure, "_MAX_CANDIDATES", 0)
     monkeypatch.setattr(structure, "_RARE_SHARE", 0.0)
     monkeypatch.setattr(masks, "_SMALL", COUNT)  # the filter is asked of the record
-    prices = np.arange(COUNT) % 100
-    with created(
-        tmp_path / "i", plain_bundle, vectors, StructureChoice("hnsw", {"m": 4, "ef_search": 8})
-    ) as index:
-        assert recall(index, vectors, "price = 3", prices == 3) > 0.9
+    poor = StructureChoice("hnsw", {"m": 4, "ef_search": 8})
+    with created(tmp_path / "i", bundle, vectors, poor) as index:
+        assert recall(index, vectors, *FILTERS[2]) > 0.9
 
 
 @pytest.mark.parametrize("backend", ["flat", "hnsw"])
-def test_the_rows_behind_a_structure_are_found_too(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, backend: str
-) -> None:
+def test_the_rows_behind_a_structure_are_found_too(tmp_path, bundle, vectors, backend):
     """Exactly, with a filter and without, until the structure is built over them."""
-    prices = np.arange(COUNT) % 100
-    with created(tmp_path / "i", plain_bundle, vectors, StructureChoice(backend)) as index:
-        moved = {n: -vectors[n] for n in range(1, COUNT, 7)}
+    with created(tmp_path / "i", bundle, vectors, StructureChoice(backend)) as index:
+        now, moved = vectors.copy(), range(1, COUNT, 7)
+        now[moved] = -vectors[moved]
         index.upsert(
-            [
-                Item(str(n), "moved", {"price": n % 100}, arrays={"vector": v})
-                for n, v in moved.items()
-            ]
+            [Item(str(n), "moved", {"price": n % 100}, arrays={"vector": now[n]}) for n in moved]
         )
-        now = vectors.copy()
-        for n, vector in moved.items():
-            now[n] = vector
         for _ in range(2):
             details = index.stats().details
-            for where, keep in [
-                (None, prices >= 0),
-                ("price < 50", prices < 50),
-                ("price = 3", prices == 3),
-            ]:
+            for where, keep in FILTERS:
                 assert recall(index, now, where, keep) >= (0.95 if backend == "hnsw" else 1.0)
             index.store.compact()
         assert details["covered"] == details["rows"] == COUNT - len(range(0, COUNT, 7))
 
 
-def test_the_background_builds_and_compacts(
-    tmp_path: Path, plain_bundle: Path, vectors: np.ndarray, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_background_builds_and_compacts(tmp_path, bundle, vectors, monkeypatch):
     monkeypatch.setattr(upkeep, "_MIN_DEAD_ROWS", 100)
-    bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("ivf"))
 
-    def until(done: Callable[[dict[str, Any]], bool]) -> None:
+    def until(done):
         end = time.monotonic() + 60
         while not done(index.stats().details):
             assert time.monotonic() < end, index.stats().details

@@ -1,9 +1,6 @@
 """The suite finds a store that breaks its contract: each fault fails the case that is about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +8,7 @@ import pytest
 from retrieval.errors import DataError
 from retrieval.serving.filters import Filter
 from retrieval.serving.store.address import Address
-from retrieval.serving.store.contract import Item, StorePlace
+from retrieval.serving.store.contract import Item
 from retrieval.serving.store.local import LocalPlace, LocalStore
 from retrieval.serving.store.testing import StoreSuite
 
@@ -79,14 +76,14 @@ class Hurries(LocalStore):
 
 
 @pytest.fixture
-def suite(request: pytest.FixtureRequest) -> Iterator[StoreSuite]:
+def suite(request) -> Iterator[StoreSuite]:
     class Faulty(LocalPlace):
-        def open(self) -> LocalStore:
+        def open(self):
             created: LocalStore = request.param(self.folder)
             return created
 
     class Suite(StoreSuite):
-        def store_at(self, place: Path) -> LocalPlace:
+        def store_at(self, place):
             return Faulty(Address.parse(f"faulty://{place}/index"))
 
     suite = Suite()
@@ -108,7 +105,7 @@ def suite(request: pytest.FixtureRequest) -> Iterator[StoreSuite]:
     ],
     indirect=["suite"],
 )
-def test_a_fault_is_found(suite: StoreSuite, case: str) -> None:
+def test_a_fault_is_found(suite, case):
     with pytest.raises(AssertionError):
         getattr(suite, case)()
 
@@ -117,5 +114,5 @@ def test_a_fault_is_found(suite: StoreSuite, case: str) -> None:
 
 
 class TestLocal(StoreSuite):
-    def store_at(self, place: Path) -> StorePlace:
+    def store_at(self, place):
         return LocalPlace(Address.parse(f"shelf://{place}/index"))

@@ -1,7 +1,4 @@
-"""Several processes write to one index, whichever name each knows it by: all in turn, and nothing
-is lost."""
-
-from __future__ import annotations
+"""Several processes write to one index, by whichever name: in turn, and nothing is lost."""
 
 import os
 import shutil
@@ -10,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -56,36 +52,32 @@ store.close()
 
 
 @pytest.fixture
-def index(tmp_path: Path, bundle: Bundle) -> Path:
+def index(tmp_path, bundle) -> Path:
     create_local(tmp_path / "index", bundle, widths_of(bundle))
     return tmp_path / "index"
 
 
-def run(jobs: list[list[object]], seconds: float) -> list[set[str]]:
-    """Run writers at a time; return the ids that each of them was told are there."""
+def run(seconds: float, *jobs: tuple[Path, str, int, str]) -> set[str]:
+    """Run writers at a time; return the ids that they were told are there."""
     line = [sys.executable, "-c", WRITER]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [*line, str(path), who, str(seconds), str(count), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            [*line, str(path), who, str(seconds), str(count), how], env=environment, **pipes
         )
-        for path, who, count, how in jobs  # type: ignore[misc]
+        for path, who, count, how in jobs
     ]
-    present = []
+    present: set[str] = set()
     for process, (_, who, count, _) in zip(processes, jobs, strict=True):
         out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        ids: set[str] = set()
-        for line_ in out.splitlines():
-            if line_.startswith("-"):
-                _, start, stop = line_.split()
-                ids -= {f"{who} {n}" for n in range(int(start), int(stop))}
+        assert process.returncode == 0 and out, err
+        for message in out.splitlines():
+            if message.startswith("-"):
+                start, stop = map(int, message.split()[1:])
+                present -= {f"{who} {n}" for n in range(start, stop)}
             else:
-                ids |= {f"{who} {n}" for n in range(int(line_) - int(count), int(line_))}  # type: ignore[call-overload]
-        present.append(ids)
+                present |= {f"{who} {n}" for n in range(int(message) - count, int(message))}
     return present
 
 
@@ -99,32 +91,27 @@ def holds(index: Path, bundle: Bundle, ids: set[str]) -> None:
         assert {entry.id for entry in hits} == ids
 
 
-def test_processes_write_in_turn_and_nothing_is_lost(index: Path, bundle: Bundle) -> None:
-    present = run(
-        [[index, "big", 500, "once"], [index, "a", 1, "once"], [index, "bb", 3, "reopen"]], 3
-    )
-    assert all(present)
-    holds(index, bundle, set().union(*present))
+def test_processes_write_in_turn_and_nothing_is_lost(index, bundle):
+    once = ((index, "big", 500, "once"), (index, "a", 1, "once"))
+    holds(index, bundle, run(3, *once, (index, "bb", 3, "reopen")))
 
 
-def test_two_names_of_one_folder(index: Path, bundle: Bundle, tmp_path: Path) -> None:
+def test_two_names_of_one_folder(index, bundle, tmp_path):
     """As `docker run -v photos.index:/index` and a command on the host see it."""
-    (tmp_path / "mounted").mkdir()
-    line = ["mount", "--bind", index, tmp_path / "mounted"]
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    line = ["mount", "--bind", index, mounted]
     if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
-        present = run(
-            [[tmp_path / "mounted", "big", 2000, "once"], [index, "small", 1, "reopen"]], 3
-        )
+        present = run(3, (mounted, "big", 2000, "once"), (index, "small", 1, "reopen"))
     finally:
-        subprocess.run(["umount", "-l", tmp_path / "mounted"], check=True)
-    assert all(present)
-    holds(index, bundle, set().union(*present))
+        subprocess.run(["umount", "-l", mounted], check=True)
+    holds(index, bundle, present)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
-def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle: Bundle) -> None:
+def test_two_users_one_of_whom_may_not_write_beside_the_folder(bundle):
     with tempfile.TemporaryDirectory() as parent:  # pytest closes its own folders to others
         Path(parent).chmod(0o755)
         _write_in_turn(Path(parent) / "index", bundle)
@@ -136,7 +123,7 @@ def _write_in_turn(index: Path, bundle: Bundle) -> None:
         os.chown(path, 12345, 12345)
     vectors = np.eye(16, dtype=np.float32)
 
-    def written(id: str, at: int) -> None:
+    def written(id, at):
         with LocalStore(index, upkeep=False) as store:
             store.upsert([Item(id, arrays={"vector": vectors[at]})], bundle.sha256)
             store.compact()
@@ -158,9 +145,7 @@ def _write_in_turn(index: Path, bundle: Bundle) -> None:
     holds(index, bundle, {f"{who} {turn}" for who in ("user", "root") for turn in range(3)})
 
 
-def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(index, bundle, monkeypatch):
     with LocalStore(index, upkeep=False) as reader, LocalStore(index, upkeep=False) as writer:
         writer.upsert(items(range(10)), bundle.sha256)
         assert reader.propose(VECTORS[:1], 1, bundle.sha256)[0].items[0].id == "id0"
@@ -169,7 +154,7 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
         rows = Array.rows
         compacted = []
 
-        def rows_of(array: Array, count: int) -> Any:
+        def rows_of(array, count):
             if (
                 count > len(array._mapped)
                 and not compacted
@@ -185,26 +170,17 @@ def test_a_search_outlives_a_compaction_before_it_has_mapped_new_rows(
         assert compacted
 
 
-def test_who_waits_too_long_is_told(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_too_long_is_told(index, bundle, monkeypatch):
     monkeypatch.setattr(record, "_BUSY_SECONDS", 0.2)
+    says = r"others have been writing to it for .* seconds\. Try again\."
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items([1]), bundle.sha256)
-        with (
-            other.record.writing(),
-            pytest.raises(
-                StoreUnavailable,
-                match=r"others have been writing to it for .* seconds\. Try again\.",
-            ),
-        ):
+        with other.record.writing(), pytest.raises(StoreUnavailable, match=says):
             store.upsert(items([1]), bundle.sha256)
         assert store.upsert(items([1]), bundle.sha256) == 1
 
 
-def test_work_is_claimed_by_one_process(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_is_claimed_by_one_process(index, bundle, monkeypatch):
     monkeypatch.setattr(upkeep, "_WAIT", 0.2)
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items([1]), bundle.sha256)
@@ -216,29 +192,25 @@ def test_work_is_claimed_by_one_process(
         store.compact()
 
 
-def test_what_comes_and_goes_while_an_index_is_compacted(
-    index: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_and_goes_while_an_index_is_compacted(index, bundle, monkeypatch):
     with LocalStore(index, upkeep=False) as store, LocalStore(index, upkeep=False) as other:
         store.upsert(items(range(40)), bundle.sha256)
         store.delete(["id3"])
         append = upkeep.append
 
-        def meanwhile(*given: object) -> object:
+        def meanwhile(*given):
             monkeypatch.undo()
             other.upsert(items(range(40, 50)), bundle.sha256)
             other.delete(["id4", "id41"])
             other.upsert(items(range(5, 7)), bundle.sha256)
             other.upsert(items(range(50, 60)), bundle.sha256)
-            return append(*given)  # type: ignore[arg-type]
+            return append(*given)
 
         monkeypatch.setattr(upkeep, "append", meanwhile)
         store.compact()
         details = store.stats().details
-        assert (details["rows"], details["deleted"]) == (
-            39 + 19 + 2,
-            3,
-        )  # id4, and the former id5 and id6
+        # dead are id4, and the former id5 and id6
+        assert (details["rows"], details["deleted"]) == (39 + 19 + 2, 3)
         present = {f"id{n}" for n in range(60)} - {"id3", "id4", "id41"}
         for opened in (store, other):
             read = opened.get(present, arrays=True)
@@ -250,20 +222,14 @@ def test_what_comes_and_goes_while_an_index_is_compacted(
 
 
 @pytest.fixture
-def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
-    """The same folder where it may only be read, below a parent that may only be read; root may
-    write to any other.
-    """
-    view = tmp_path / "view"
+def frozen(index, tmp_path) -> Iterator[Path]:
+    """The same folder, below a parent, where both may only be read; root may write to others."""
+    outer, view = tmp_path / "outer", tmp_path / "view"
+    outer.mkdir()
     view.mkdir()
-    (tmp_path / "outer").mkdir()
-    index.rename(tmp_path / "outer" / "index")
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "--bind", tmp_path / "outer", view], capture_output=True
-        ).returncode
-    ):
+    index.rename(outer / "index")
+    line = ["mount", "--bind", outer, view]
+    if shutil.which("mount") is None or subprocess.run(line, capture_output=True).returncode:
         pytest.skip("nothing may be mounted here")
     try:
         subprocess.run(["mount", "-o", "remount,ro,bind", view], check=True)
@@ -272,39 +238,42 @@ def frozen(index: Path, bundle: Bundle, tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", view], check=True)
 
 
-def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(
-    frozen: Path, bundle: Bundle, tmp_path: Path
-) -> None:
-    writable = tmp_path / "outer" / "index"
-    with LocalStore(writable, upkeep=False) as store:
-        store.upsert(items(range(20)), bundle.sha256)
+def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(frozen, bundle, tmp_path):
+    writable, widths = tmp_path / "outer" / "index", widths_of(bundle)
+
+    def write(count: int) -> None:
+        with LocalStore(writable, upkeep=False) as store:
+            store.upsert(items(range(count)), bundle.sha256)
+
+    def nearest(store: LocalStore, number: int) -> str:
+        ((item,),) = store.search(VECTORS[number : number + 1], 1, bundle.sha256)
+        return item.id
+
+    write(20)
     before = sorted(path.name for path in writable.iterdir())
+    only_read = r"index is read-only here, and cannot be written to\.$"
     with LocalStore(frozen) as reader:
-        assert reader.count() == 20
-        assert [entry.id for entry in reader.search(VECTORS[3:4], 1, bundle.sha256)[0]] == ["id3"]
-        for refused in (
-            lambda: reader.upsert(items(range(30)), bundle.sha256),
-            lambda: reader.delete(["id0"]),
-            reader.compact,
-            lambda: reader.drop(reader.generations()[0]),
+        assert reader.count() == 20 and nearest(reader, 3) == "id3"
+        for refused, says in (
+            (lambda: reader.upsert(items(range(30)), bundle.sha256), only_read),
+            (lambda: reader.delete(["id0"]), only_read),
+            (reader.compact, only_read),
+            (lambda: reader.drop(reader.generations()[0]), only_read),
+            (
+                lambda: reader.snapshot(frozen.parent / "copy"),
+                "view/copy cannot be written: Read-only file system",
+            ),
+            (
+                lambda: create_local(frozen.parent / "new", bundle, widths),
+                "view/new cannot be written: Read-only file system",
+            ),
         ):
-            with pytest.raises(
-                StoreError, match=r"index is read-only here, and cannot be written to\.$"
-            ):
+            with pytest.raises(StoreError, match=says):
                 refused()
         reader.snapshot(tmp_path / "copy")
-        with pytest.raises(StoreError, match=r"view/copy cannot be written: Read-only file system"):
-            reader.snapshot(frozen.parent / "copy")
-        with pytest.raises(StoreError, match=r"view/new cannot be written: Read-only file system"):
-            create_local(frozen.parent / "new", bundle, widths_of(bundle))
         assert sorted(path.name for path in writable.iterdir()) == before
-        with LocalStore(writable, upkeep=False) as store:  # somebody else may write to it
-            store.upsert(items(range(30)), bundle.sha256)
-            assert reader.count() == 30
-            assert [entry.id for entry in reader.search(VECTORS[25:26], 1, bundle.sha256)[0]] == [
-                "id25"
-            ]
-        assert reader.count() == 30
+        write(30)  # somebody else may
+        assert reader.count() == 30 and nearest(reader, 25) == "id25"
     with LocalStore(tmp_path / "copy") as copy:
         assert copy.count() == 20
 
@@ -360,11 +329,9 @@ store.close()
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize(("backend", "queries"), [("flat", 1), ("hnsw", 64)])
-def test_a_child_searches_and_writes(
-    backend: str, queries: int, tmp_path: Path, plain_bundle: Path
-) -> None:
-    bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice(backend))
+def test_a_child_searches_and_writes(backend, queries, tmp_path, bundle):
+    choice = StructureChoice(backend)
+    create_local(tmp_path / "i", bundle, widths_of(bundle), structure=choice)
     line = [sys.executable, "-W", "ignore", "-c", FORKED, tmp_path / "i", str(queries)]
     environment = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment)
@@ -401,10 +368,7 @@ assert store.count() == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_child_of_a_store_in_use_is_told(tmp_path: Path, plain_bundle: Path) -> None:
-    bundle = Bundle.open(plain_bundle, threads=1)
-    create_local(tmp_path / "i", bundle, widths_of(bundle))
-    line = [sys.executable, "-W", "ignore", "-c", BUSY, tmp_path / "i"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "was in use when this process was forked. Open it in the child" in done.stdout
+def test_a_child_of_a_store_in_use_is_told(index, process):
+    done = process("-W", "ignore", "-c", BUSY, index, seconds=60)
+    assert done.code == 0, done.err
+    assert "was in use when this process was forked. Open it in the child" in done.out
