@@ -642,9 +642,9 @@ def students_table(raw: Sequence[Tables]) -> str:
     return markdown(["", "Recall@1", "MAP@R", "images a second"], lines)
 
 
-def overview(titles: Sequence[str], splits: int) -> str:
-    """Return recipes by set on the first splits, for docs/recipes.md."""
-    raw, lines = [row for row in read_lines(KEPT) if row["split"] < splits], []
+def overview(titles: Sequence[str]) -> str:
+    """Return recipes by set, for docs/recipes.md."""
+    raw, lines = read_lines(KEPT), []
     for title in titles:
         cells = [title]
         for name in TITLES:
@@ -660,8 +660,7 @@ def overview(titles: Sequence[str], splits: int) -> str:
 
 
 BLOCKS = {
-    "recipes": lambda: overview(CORE, SPLITS),
-    "first-split": lambda: overview((*CORE[2:4], *FURTHER, "distilled student"), 1),
+    "recipes": lambda: overview((*CORE, *FURTHER, "distilled student")),
     "students": lambda: students_table(read_lines(KEPT)),
 }
 """The figures of docs/recipes.md."""
