@@ -172,9 +172,8 @@ class Workers:
                 return self.decoders.decode(kind, content, preprocessing)
         except Undecodable as error:
             report(error)
-            raise RequestError(
-                503, "The server decodes no images now. Its log says why.", "decode"
-            ) from None
+            sentence = "The server decodes no images now. Its log says why."
+            raise RequestError(503, sentence, "decode") from None
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
         """Convert an image to another kind of file; see `decode`."""
@@ -188,18 +187,15 @@ class Workers:
         async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:
                 try:
-                    pixels: Decoded = await self.images.run(
-                        lambda: self.decode("pixels", image, bundle)
-                    )
+                    decode = partial(self.decode, "pixels", image, bundle)
+                    pixels: Decoded = await self.images.run(decode)
                 except DataError as error:
-                    raise (
-                        error if len(images) == 1 else DataError(f"image {number}: {error}")
-                    ) from None
+                    if len(images) == 1:
+                        raise
+                    raise DataError(f"image {number}: {error}") from None
                 return pixels
 
-        tasks = [
-            asyncio.create_task(decoded(number, image)) for number, image in enumerate(images, 1)
-        ]
+        tasks = [asyncio.create_task(decoded(*numbered)) for numbered in enumerate(images, 1)]
         try:
             return [await task for task in tasks]
         finally:
