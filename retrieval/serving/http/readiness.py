@@ -37,8 +37,9 @@ class Readiness:
     def __init__(self, served: Served) -> None:
         self._served, self._logged_change = served, False
         folder, changes = served.index.path, served.settings.changeable
-        writable = isinstance(folder, Path) and changes and disk_fault(folder, 0) is None
-        self._folder = folder if writable else None
+        self._folder: Path | None = None
+        if isinstance(folder, Path) and changes and disk_fault(folder, 0) is None:
+            self._folder = folder
         self._faults: dict[str, str | None] = {"search": _NEW}
         self._items, self._bundle = 0, ""
         self._sample: tuple[Bundle | None, Any] = None, None

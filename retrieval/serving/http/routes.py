@@ -65,7 +65,6 @@ class Routes:
     def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
         self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
         self._one: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
-        self._bounds = {"most": settings.batch, "max_bytes": settings.max_bytes}
 
     def all(self) -> list[BaseRoute]:
         """Return the routes; those of an index exist with and without its name in the path."""
@@ -90,8 +89,9 @@ class Routes:
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
+        settings = self._settings
         parameters_of(request)
-        read = partial(models.batch_of, **self._bounds)
+        read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
         return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, batch=True)
 
     async def _search(
@@ -177,9 +177,9 @@ class Routes:
 
     async def add_items(self, request: Request) -> Response:
         """Add, replace or change several items atomically."""
-        served = self._served(request)
+        served, settings = self._served(request), self._settings
         parameters_of(request)
-        read = partial(models.items_of, **self._bounds)
+        read = partial(models.items_of, most=settings.batch, max_bytes=settings.max_bytes)
         async with self._body(request, _SEVERAL, models.ADD_TYPES) as body:
             items = await _parsed(served, body, read)
             change = _change(request, served, "put", [_usable(item.id) for item in items])
@@ -298,7 +298,7 @@ class Routes:
             (name,) = self.indexes
         if name is not None and not caller.may_use(name):
             raise RequestError(403, "This key is for other indexes.")
-        if name in self.indexes:
+        if name is not None and name in self.indexes:
             return self.indexes[name]
         sentence = "This server has no index of this name."
         if name is None:
