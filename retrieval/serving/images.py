@@ -179,8 +179,8 @@ class Preprocessing:
         for name in ("mean", "std"):
             numbers = tuple(getattr(self, name))
             if len(numbers) not in (1, self.channels):
-                several = f"{self.channels} numbers, or 1 for all of them"
-                count = "1 number" if self.channels == 1 else several
+                plural = f"{self.channels} numbers, or 1 for all of them"
+                count = "1 number" if self.channels == 1 else plural
                 raise ValueError(f"{name} must be {count}, not {len(numbers)}: {numbers}")
             object.__setattr__(self, name, numbers * (self.channels // len(numbers)))
         if self.resize is not None and self.resize < 1:

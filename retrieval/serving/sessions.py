@@ -102,8 +102,8 @@ class Graph:
                 if (values.shape, values.dtype) == (shape, np.float32):
                     continue
                 kind = f"{values.dtype} {values.shape}"
-            said = f"the manifest says float32 {shape}"
-            raise BundleError(f"{self.path} gives '{name}' as {kind}; {said}.")
+            expected = f"the manifest says float32 {shape}"
+            raise BundleError(f"{self.path} gives '{name}' as {kind}; {expected}.")
 
 
 @dataclass(frozen=True)

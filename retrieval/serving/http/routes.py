@@ -64,7 +64,7 @@ class Routes:
 
     def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
         self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
-        self._one: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
+        self._single: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
 
     def all(self) -> list[BaseRoute]:
         """Return the routes; those of an index exist with and without its name in the path."""
@@ -80,7 +80,7 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        limits = {**self._one, "image": (max_bytes := self._settings.max_bytes)}
+        limits = {**self._single, "image": (max_bytes := self._settings.max_bytes)}
         kind = request.headers.get("content-type", "")
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
@@ -145,7 +145,7 @@ class Routes:
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
         read = partial(models.put_item, max_bytes=self._settings.max_bytes)
-        return await self._put_one(request, self._one, models.PUT_TYPES, "put", read)
+        return await self._put_one(request, self._single, models.PUT_TYPES, "put", read)
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""

@@ -91,13 +91,13 @@ def serve(
     place = index.path if isinstance(index, Index) else index
     sources = index if isinstance(index, Mapping) else {default_name(str(place)): index}
     parts = Parts(sources, settings, device, tuple(plugins))
-    several = settings.processes > 1
-    if several and beside:
+    multiprocess = settings.processes > 1
+    if multiprocess and beside:
         raise StoreError(
             "Several processes serve in the foreground only: start them with `retrieval serve"
             " --processes N`."
         )
-    if several and any(isinstance(source, Index) for source in sources.values()):
+    if multiprocess and any(isinstance(source, Index) for source in sources.values()):
         raise StoreError(
             "Several processes cannot share an opened index: give its folder or its address."
         )
@@ -107,7 +107,7 @@ def serve(
             listeners.append(stack.enter_context(listen(host, settings.health_port, "health_port")))
             health_port = listeners[1].getsockname()[1]
             parts = replace(parts, settings=replace(settings, health_port=health_port))
-        if several:
+        if multiprocess:
             _serve_several(parts, host, listeners)
             return None
         serving = Serving(parts, host, listeners, beside)
