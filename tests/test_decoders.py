@@ -191,7 +191,8 @@ def test_memory_is_limited():
     large = encoded(Image.new("RGB", (5000, 4000)), "PNG")
     code = (
         "import sys; from retrieval.serving import decoding; decoding._confine(40_000_000); "
-        "print(decoding._answer(decoding.Limits(), 'png', sys.stdin.buffer.read(), None, 'it'))"
+        "job = ('png', sys.stdin.buffer.read(), None, 'it'); "
+        "print(decoding._answer(decoding.Limits(), job))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input=large, capture_output=True, timeout=60

@@ -31,6 +31,7 @@ from retrieval.client.images import (
     json_of,
     numbers_of,
     texts_of,
+    without_none,
 )
 from retrieval.client.sending import Sender
 from retrieval.errors import DataError
@@ -145,21 +146,20 @@ class AsyncClient(Sender):
                 "An item takes an image or a vector, not both; `patch` changes its label or"
                 " metadata."
             )
-        fields = {"label": label, "metadata": metadata and dict(metadata)}
+        fields = {"label": label, "metadata": metadata}
         if image is not None:
             content = form_of(await files_of([image]), texts_of({**fields, "keep": keep}))
         elif keep is not None:
             raise DataError('"keep" says what is kept of an image; the item has none.')
         else:
-            content = json_of({"vector": numbers_of(vector or ()), **_without_none(fields)})
+            content = json_of({"vector": numbers_of(vector or ()), **without_none(fields)})
         return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
         """Change an item's label or metadata, but not its image or vector; `None` keeps a value."""
-        fields = {"label": label, "metadata": None if metadata is None else dict(metadata)}
-        content = json_of(_without_none(fields))
+        content = json_of(without_none({"label": label, "metadata": metadata}))
         return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
     async def add(self, items: Iterable[NewItem]) -> answers.AddAnswer:
@@ -178,11 +178,9 @@ class AsyncClient(Sender):
         if images and any(item.vector is not None for item in items):
             raise DataError("An item takes an image or a vector, not both.")
         described = [item.json() for item in items]
-        content = (
-            form_of(await files_of(images), {"items": dumps(described)})
-            if images
-            else json_of({"items": described})
-        )
+        content = json_of({"items": described})
+        if images:
+            content = form_of(await files_of(images), {"items": dumps(described)})
         return await self._send("POST", "/items", answers.AddAnswer, **content)
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:
@@ -257,10 +255,6 @@ class AsyncClient(Sender):
             progress: called after each batch.
         """
         return await Push(self, Path(folder), batch, progress).run(connections)
-
-
-def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _blocking(
@@ -342,8 +336,8 @@ class Client:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 weakref.finalize(self, _stop, self._loop)
-                arguments = (self._loop,)
-                threading.Thread(target=_serve, args=arguments, name="client", daemon=True).start()
+                serve = functools.partial(_serve, self._loop)
+                threading.Thread(target=serve, name="client", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -34,9 +34,8 @@ class NewItem:
     def json(self) -> dict[str, Any]:
         """Return the item without its image as a JSON object."""
         vector = None if self.vector is None else numbers_of(self.vector)
-        fields = {"label": self.label, "metadata": dict(self.metadata) or None, "vector": vector}
-        named = {name: value for name, value in fields.items() if value is not None}
-        return {"id": self.id, **named}
+        fields = {"label": self.label, "metadata": self.metadata or None, "vector": vector}
+        return {"id": self.id, **without_none(fields)}
 
 
 # Formats that store Pillow's modes without conversion, so that the server decides how to convert
@@ -92,10 +91,12 @@ def _of_array(array: Any) -> Picture:
     import numpy as np
     from PIL import Image as pillow
 
-    pixels = isinstance(array, np.ndarray) and array.dtype == np.uint8 and array.size
-    if pixels and (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (3, 4))):
-        return pillow.fromarray(array)
-    kind = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+    kind = type(array).__name__
+    if isinstance(array, np.ndarray):
+        colour = array.ndim == 3 and array.shape[2] in (3, 4)
+        if array.dtype == np.uint8 and array.size and (array.ndim == 2 or colour):
+            return pillow.fromarray(array)
+        kind = f"{array.dtype} {array.shape}"
     raise DataError(
         "An image is a path, bytes, a Pillow image or a uint8 array (H, W) or (H, W, 3), not"
         f" {kind}."
@@ -114,12 +115,16 @@ def id_parameter(id: str, **options: str) -> dict[str, Any]:
     return {"params": {"id": str(id), **options}}
 
 
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
 def texts_of(options: Mapping[str, Any]) -> dict[str, str]:
     """Return options as form fields or URL parameters, without those that are None."""
     return {
         name: value if isinstance(value, str) else dumps(value)
-        for name, value in options.items()
-        if value is not None
+        for name, value in without_none(options).items()
     }
 
 
@@ -130,11 +135,7 @@ def form_of(images: Sequence[bytes], fields: Mapping[str, str]) -> dict[str, Any
 
 def json_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON body, as arguments of httpx."""
-    try:
-        content = dumps(body).encode()
-    except UnicodeEncodeError:
-        raise DataError("Text that is sent must be Unicode without lone surrogates.") from None
-    return {"content": content, "headers": {"Content-Type": "application/json"}}
+    return {"content": dumps(body), "headers": {"Content-Type": "application/json"}}
 
 
 def dumps(value: object) -> str:

@@ -40,6 +40,12 @@ _PASSING = {408, 429, 502, 503, 504}
 """Statuses of temporary failures."""
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_FAILED = {
+    httpx.TimeoutException: "did not answer in time",
+    TimeoutError: "took too long",
+    httpx.ConnectError: "cannot be reached",
+    httpx.TransportError: "broke the connection off",
+}
 
 
 @cache
@@ -226,13 +232,7 @@ class Sender:
 
     def _failed(self, error: Exception) -> str:
         """Return a sentence on a response that did not come."""
-        failed = "broke the connection off"
-        if isinstance(error, httpx.TimeoutException):
-            failed = "did not answer in time"
-        elif isinstance(error, TimeoutError):
-            failed = "took too long"
-        elif isinstance(error, httpx.ConnectError):
-            failed = "cannot be reached"
+        failed = next(text for kind, text in _FAILED.items() if isinstance(error, kind))
         more = f": {error}".rstrip(".") if str(error) else ""
         return f"The server at {self._url} {failed}{more}.{self._proxies}"
 

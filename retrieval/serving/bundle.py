@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -17,12 +17,7 @@ from PIL.Image import Image
 
 from retrieval.errors import BundleError, DataError, at_least_one, did_you_mean
 from retrieval.host.cores import cores
-from retrieval.serving.bundle_folder import (
-    FILE,
-    manifest_text,
-    opened_whole,
-    read_files,
-)
+from retrieval.serving.bundle_folder import FILE, manifest_text, opened_whole, read_files
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode, from_pixels
 from retrieval.serving.manifest import Input, Manifest, parse_manifest
@@ -34,7 +29,6 @@ from retrieval.serving.sessions import (
     Sessions,
     ahead,
     checked_inputs,
-    parts_of,
     run_batches,
 )
 
@@ -179,19 +173,24 @@ class Bundle:
             DataError: the inputs have a wrong shape or type, or inputs or outputs contain NaN or
                 infinity.
         """
-        inputs = checked_inputs(inputs, self.manifest.input, self.path)
-        return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs))
+        manifest, graph = self.manifest, self._sessions.encoder
+        return self._encoded(self._run(graph, manifest.outputs, inputs, manifest.input, batch))
 
-    def _encode(
-        self, batches: Iterator[NDArray[Any]], count: int, graph: Runs | None = None
-    ) -> Encoded:
-        """Run the encoder or a part of it on checked batches with `count` items in total."""
-        widths = {"vector": self.manifest.vector}
-        if self.manifest.query_vectors:
-            widths["query"] = self.manifest.vector
-        if self.has_code:
-            widths["code"] = self.manifest.code or 0
-        out = run_batches(graph or self._sessions.encoder, widths, batches, count)
+    def _run(
+        self,
+        graph: Runs,
+        widths: Mapping[str, int],
+        inputs: NDArray[Any],
+        input: Input,
+        batch: int,
+        what: str = "encoder",
+    ) -> dict[str, Floats]:
+        """Run the encoder or a part of it on inputs that `input` describes."""
+        inputs, batch = checked_inputs(inputs, input, self.path), at_least_one("batch", batch)
+        parts = (inputs[start : start + batch] for start in range(0, len(inputs), batch))
+        return run_batches(graph, widths, parts, len(inputs), what)
+
+    def _encoded(self, out: Mapping[str, Floats]) -> Encoded:
         return Encoded(out["vector"], out.get("query", out["vector"]), out.get("code"), self.sha256)
 
     @property
@@ -211,13 +210,12 @@ class Bundle:
             BundleError: the encoder is one graph.
             DataError: see `encode`.
         """
-        inputs = checked_inputs(inputs, self.manifest.input, self.path)
-        if self.manifest.input.kind == "features":
-            return inputs
-        (backbone, width, _), parts = self._split(), parts_of(inputs, at_least_one("batch", batch))
-        return run_batches(backbone, {"features": width}, parts, len(inputs), "backbone")[
-            "features"
-        ]
+        input = self.manifest.input
+        if input.kind == "features":
+            return checked_inputs(inputs, input, self.path)
+        backbone, width, _ = self._split()
+        out = self._run(backbone, {"features": width}, inputs, input, batch, "backbone")
+        return out["features"]
 
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
         """Run the head on features (N, F): `encode(x)` equals `encode_features(features(x))`.
@@ -233,19 +231,16 @@ class Bundle:
             return self.encode(features, batch=batch)
         _, width, head = self._split()
         input = Input(kind="features", dtype="float32", shape=(width,))
-        inputs = checked_inputs(features, input, self.path)
-        return self._encode(parts_of(inputs, at_least_one("batch", batch)), len(inputs), head)
+        return self._encoded(self._run(head, self.manifest.outputs, features, input, batch))
 
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
         split, entry = self._sessions.split, self.manifest.split
         if split is None or entry is None:
-            why = f"runs its variant '{self.variant}'" if entry else "has an encoder of one graph"
-            advice = (
-                "Open it without a variant."
-                if entry
-                else "Export it with --split (in Python split=True)."
-            )
+            why, advice = f"runs its variant '{self.variant}'", "Open it without a variant."
+            if entry is None:
+                why = "has an encoder of one graph"
+                advice = "Export it with --split (in Python split=True)."
             raise BundleError(f"The bundle {self.path} {why}, which returns no features. {advice}")
         return split.backbone, entry.features, split.head
 
@@ -314,7 +309,8 @@ class Bundle:
                     yield np.stack(rows)
                     meter.update(len(rows))
 
-            return self._encode(batches(), len(images))
+            encoder, widths = self._sessions.encoder, self.manifest.outputs
+            return self._encoded(run_batches(encoder, widths, batches(), len(images)))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:
         """Return an image's pixels (C, H, W), ready for `encode`.
@@ -350,10 +346,8 @@ class Bundle:
         """
         session = self._sessions.rescorer
         if session is None:
-            raise BundleError(
-                f"The bundle {self.path} has no rescorer: its vectors' order is the distance's"
-                " order."
-            )
+            why = "its vectors' order is the distance's order"
+            raise BundleError(f"The bundle {self.path} has no rescorer: {why}.")
         feeds = {}
         for name, codes in (("query", query_codes), ("items", item_codes)):
             if codes.ndim != 2 or codes.shape[1] != self.manifest.code:

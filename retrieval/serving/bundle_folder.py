@@ -50,10 +50,9 @@ def _read(folder: Path, name: str, *, size: int | None = None, most: int | None 
         raise Unusable("is missing") from None
     except OSError as fault:
         reason = fault.strerror or str(fault)
+        unreadable = f"cannot be read ({reason})"
         known = reason.startswith("it is")
-        raise Unusable(
-            reason.removeprefix("it ") if known else f"cannot be read ({reason})"
-        ) from None
+        raise Unusable(reason.removeprefix("it ") if known else unreadable) from None
 
 
 def opened_whole(path: Path, load: Callable[[], T]) -> T:
@@ -69,9 +68,8 @@ def opened_whole(path: Path, load: Callable[[], T]) -> T:
             reason = f"it cannot be read ({getattr(fault, 'strerror', None) or fault})"
             if isinstance(fault, FileNotFoundError | NotADirectoryError):
                 reason = "there is no such folder"
-            raise BundleError(
-                f"{path} is not a bundle: {reason}.{instead(path, 'bundle')}"
-            ) from None
+            advice = instead(path, "bundle")
+            raise BundleError(f"{path} is not a bundle: {reason}.{advice}") from None
         try:
             return load()
         except RetrievalError:
@@ -92,9 +90,8 @@ def manifest_text(folder: Path) -> bytes:
     try:
         return _read(folder, FILE, most=MANIFEST_BYTES)
     except Unusable as fault:
-        raise BundleError(
-            f"{folder} is not a bundle: {FILE} {fault}.{instead(folder, 'bundle')}"
-        ) from None
+        advice = instead(folder, "bundle")
+        raise BundleError(f"{folder} is not a bundle: {FILE} {fault}.{advice}") from None
 
 
 def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes]:
@@ -113,8 +110,7 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
             f"The bundle {folder} needs {total / 1e9:,.1f} GB of memory;"
             f" {room / 1e9:,.1f} GB are available here."
         )
-    contents: dict[str, bytes] = {}
-    problems = []
+    contents, problems = dict[str, bytes](), []
     for name, record in files.items():
         try:
             content = _read(folder, name, size=record.bytes)

@@ -53,6 +53,8 @@ The bytes are pixels, a file or an error message.
 """
 
 Kind = Literal["pixels", "png", "thumbnail"]
+Job = tuple[Kind, bytes, Preprocessing | None, str]
+"""Kind, an image file's content, its preprocessing for "pixels", and its name in messages."""
 
 
 class Decoded(NamedTuple):
@@ -106,44 +108,32 @@ class Decoders:
             DataError: the image cannot be decoded.
             Undecodable: no process can be started.
         """
+        # An answer is a sentence, pixels, or a PNG of four channels and the image's colour profile.
+        longest = 5 * self.limits.pixels + len(content)
+        if preprocessing is not None:
+            longest = math.prod(preprocessing.shape)
         worker = self._take()
         try:
-            result = worker.ask(
-                self._longest(content, preprocessing), kind, content, preprocessing, name
-            )
-        except TimeoutError:
+            job = (kind, content, preprocessing, name)
+            result = worker.ask(job, max(4 * _LONGEST_SENTENCE, longest))
+        except (OSError, EOFError, ValueError) as fault:
             self._end(worker)
-            raise DataError(
-                f"{name} takes longer than {self.seconds:g} seconds to decode. Save it as a plain"
-                " PNG or JPEG."
-            ) from None
-        except (OSError, EOFError, ValueError):
-            self._end(worker)
-            raise DataError(
-                f"{name} cannot be decoded: it crashes its decoder. Save it as a plain PNG or JPEG."
-            ) from None
+            reason = "cannot be decoded: it crashes its decoder"
+            if isinstance(fault, TimeoutError):
+                reason = f"takes longer than {self.seconds:g} seconds to decode"
+            raise DataError(f"{name} {reason}. Save it as a plain PNG or JPEG.") from None
         with self._lock:
             self._idle.append(worker)  # the next image takes it, because its caches are warm
         if isinstance(result, str):
             raise DataError(result)
         return result
 
-    def _longest(self, content: bytes, preprocessing: Preprocessing | None) -> int:
-        """Return the maximum size of an answer in bytes: an error message, pixels or a PNG.
-
-        A PNG holds at most four channels and the colour profile of the image.
-        """
-        png = 5 * self.limits.pixels + len(content)
-        longest = png if preprocessing is None else math.prod(preprocessing.shape)
-        return max(4 * _LONGEST_SENTENCE, longest)
-
     @property
     def pids(self) -> list[int]:
         """Process ids of the running processes."""
         with self._lock:
-            return [
-                worker.process.pid for worker in self._workers if worker.process.pid is not None
-            ]
+            pids = [worker.process.pid for worker in self._workers]
+        return [pid for pid in pids if pid is not None]
 
     def close(self) -> None:
         """Kill every process, even if it is decoding."""
@@ -207,14 +197,7 @@ class _Worker:
         if hasattr(self, "pipe"):
             self.pipe.close()
 
-    def ask(
-        self,
-        longest: int,
-        kind: Kind,
-        content: bytes,
-        preprocessing: Preprocessing | None,
-        name: str,
-    ) -> Decoded | bytes | str:
+    def ask(self, job: Job, longest: int) -> Decoded | bytes | str:
         """Return pixels, a file, or an error message as text.
 
         Raises:
@@ -223,7 +206,7 @@ class _Worker:
             ValueError: the answer has more than `longest` bytes, or a wrong number of pixels.
         """
         self.pipe.settimeout(self._seconds)
-        self.pipe.sendall(pickle.dumps((kind, content, preprocessing, name), 5))
+        self.pipe.sendall(pickle.dumps(job, 5))
         decoded, width, height, size = _ANSWER.unpack(self._read(_ANSWER.size, self._seconds))
         if size > longest:
             raise ValueError
@@ -231,7 +214,7 @@ class _Worker:
         if not decoded:
             text = answer.decode("utf-8", "replace")[:_LONGEST_SENTENCE]
             return "".join(sign if sign.isprintable() else " " for sign in text)
-        if preprocessing is None:
+        if (preprocessing := job[2]) is None:
             return bytes(answer)
         pixels = np.frombuffer(answer, np.uint8).reshape(preprocessing.shape)
         return Decoded(pixels, width, height)
@@ -265,9 +248,7 @@ def _start_without_main(process: Any) -> None:
 
 def _serve(pipe: socket.socket, limits: Limits) -> None:
     """Decode images until the socket closes; runs in the decoder process."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the server, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which ends this process
     return_large_blocks(_KEPT_BYTES)
     Image.init()  # loads all decoders before memory is limited
     can_open("AVIF"), can_open("HEIF")
@@ -278,13 +259,12 @@ def _serve(pipe: socket.socket, limits: Limits) -> None:
     with suppress(EOFError, OSError), pipe.makefile("rb") as jobs:
         pipe.sendall(b"\0")  # ready
         while True:
-            pipe.sendall(_answer(limits, *pickle.load(jobs)))
+            pipe.sendall(_answer(limits, pickle.load(jobs)))
 
 
-def _answer(
-    limits: Limits, kind: Kind, content: bytes, preprocessing: Preprocessing | None, name: str
-) -> bytes:
+def _answer(limits: Limits, job: Job) -> bytes:
     """Return the answer to one job in the format that `_Worker.ask` reads."""
+    kind, content, preprocessing, name = job
     try:
         if kind == "pixels":
             assert preprocessing is not None
@@ -298,9 +278,8 @@ def _answer(
     except DataError as error:
         sentence = str(error)
     except MemoryError:
-        sentence = (
-            f"{name} needs more memory to be decoded than an image may take. Save it smaller."
-        )
+        memory = "more memory to be decoded than an image may take"
+        sentence = f"{name} needs {memory}. Save it smaller."
     text = sentence[:_LONGEST_SENTENCE].encode("utf-8", "replace")
     return _ANSWER.pack(False, 0, 0, len(text)) + text
 

@@ -114,9 +114,8 @@ class Limits:
         longer, shorter = max(width, height), max(1, min(width, height))
         beyond = f"{name} has {width} × {height} pixels; the limit is"
         if width * height > times * self.pixels:
-            raise DataError(
-                f"{beyond} {self.pixels:,}. Save it smaller, or raise the limit of pixels."
-            )
+            advice = "Save it smaller, or raise the limit of pixels."
+            raise DataError(f"{beyond} {self.pixels:,}. {advice}")
         if longer > self.side:
             raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
         if longer > self.aspect * shorter:
@@ -167,9 +166,8 @@ class Preprocessing:
     interpolation: Interpolation = "bilinear"
     resize: int | None = None
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {
-        "extra": "forbid"
-    }  # as part of a bundle's manifest
+    # As part of a bundle's manifest.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
         if len(self.size) != 2 or min(self.size) < 1:
@@ -181,11 +179,8 @@ class Preprocessing:
         for name in ("mean", "std"):
             numbers = tuple(getattr(self, name))
             if len(numbers) not in (1, self.channels):
-                count = (
-                    "1 number"
-                    if self.channels == 1
-                    else f"{self.channels} numbers, or 1 for all of them"
-                )
+                plural = f"{self.channels} numbers, or 1 for all of them"
+                count = "1 number" if self.channels == 1 else plural
                 raise ValueError(f"{name} must be {count}, not {len(numbers)}: {numbers}")
             object.__setattr__(self, name, numbers * (self.channels // len(numbers)))
         if self.resize is not None and self.resize < 1:
@@ -221,9 +216,7 @@ class Preprocessing:
             left, top = _centred(new[0], width), _centred(new[1], height)
             image = image.crop((left, top, left + width, top + height))
         # From bytes, because Pillow's array interface takes twice as long.
-        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(
-            image.height, image.width, self.channels
-        )
+        pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, self.channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
@@ -281,9 +274,8 @@ def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
             image = image.convert("RGB")
         return image.convert(mode)
     except (ValueError, KeyError, OSError) as error:
-        raise DataError(
-            f"an image of mode {image.mode} cannot be converted to {mode}: {error}."
-        ) from error
+        change = f"an image of mode {image.mode} cannot be converted to {mode}"
+        raise DataError(f"{change}: {error}.") from error
 
 
 def check_range(image: Image.Image, name: str) -> None:
@@ -339,14 +331,11 @@ def few_levels(image: Image.Image) -> str | None:
     if not 0 < top < 1 << 14:
         return None
     if top < 256:
-        return (
-            "is of 16 bits and holds nothing above 255, so it is black in 8 bits. Save it as 8 bits"
-        )
-    return (
-        f"is of 16 bits and holds nothing above {top:,} of 65,535, so {(top >> 8) + 1} of 256"
-        f" levels are left in 8 bits. Multiply it by {(1 << 16) >> top.bit_length()} before it is"
-        " saved"
-    )
+        above, advice = "255, so it is black in 8 bits", "Save it as 8 bits"
+    else:
+        above = f"{top:,} of 65,535, so {(top >> 8) + 1} of 256 levels are left in 8 bits"
+        advice = f"Multiply it by {(1 << 16) >> top.bit_length()} before it is saved"
+    return f"is of 16 bits and holds nothing above {above}. {advice}"
 
 
 _UPRIGHT = {
@@ -386,12 +375,8 @@ def decode(
         DataError: the image is missing, too large, of unknown format, or damaged.
     """
     limits = limits or Limits()
-    if isinstance(data, bytes):
-        name = name or "the file"
-        content = data
-    else:
-        name = name or os.fspath(data)
-        content = read_image(data, limits, name)
+    name = name or ("the file" if isinstance(data, bytes) else os.fspath(data))
+    content = data if isinstance(data, bytes) else read_image(data, limits, name)
     if len(content) > limits.bytes:
         raise _too_many_bytes(name, len(content), limits)
     if not content:
@@ -414,10 +399,8 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
         image: Image.Image = Image.open(io.BytesIO(content), formats=(format,))
         size = image.size
         limits.check_size(name, *size, times=REDUCIBLE if format == "JPEG" else 1)
-        if size[0] * size[1] > limits.pixels:
-            image.draft(
-                None, (size[0] // 2, size[1] // 2)
-            )  # pixels that libjpeg skips take no memory
+        if size[0] * size[1] > limits.pixels:  # pixels that libjpeg skips take no memory
+            image.draft(None, (size[0] // 2, size[1] // 2))
         image.load()
         orientation = _orientation(image)
         image = _restore_bit_depth(image, content, format)
@@ -429,21 +412,14 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
     except (DataError, Warning):
         raise
     except MemoryError:
-        raise DataError(
-            f"{name} needs more memory to be decoded than an image may take. Save it smaller."
-        ) from None
+        fault = "needs more memory to be decoded than an image may take. Save it smaller."
     except Image.DecompressionBombError:
-        raise DataError(
-            f"{name} has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
-        ) from None
+        fault = f"has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
     except UnidentifiedImageError:
-        raise DataError(
-            f"{name} is damaged and cannot be decoded: it cannot be read as {format}."
-        ) from None
+        fault = f"is damaged and cannot be decoded: it cannot be read as {format}."
     except Exception as error:  # Pillow's decoders raise many kinds of exceptions
-        raise DataError(
-            f"{name} is damaged and cannot be decoded: {str(error).rstrip('.')}."
-        ) from error
+        fault = f"is damaged and cannot be decoded: {str(error).rstrip('.')}."
+    raise DataError(f"{name} {fault}")
 
 
 def _restore_bit_depth(image: Image.Image, content: bytes, format: str) -> Image.Image:
@@ -556,18 +532,12 @@ def from_array(array: NDArray[Any]) -> Image.Image:
     Raises:
         DataError: the array has another shape or type.
     """
-    if (
-        array.dtype != np.uint8
-        or array.ndim not in (2, 3)
-        or (array.ndim == 3 and array.shape[2] not in (1, 3))
-        or not array.size
-    ):
-        raise DataError(
-            f"Pixels must be uint8 of shape (H, W) or (H, W, 3), not {array.dtype} {array.shape}."
-        )
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    return Image.fromarray(np.ascontiguousarray(array))
+    grey = array.ndim == 2 or (array.ndim == 3 and array.shape[2] == 1)
+    colour = array.ndim == 3 and array.shape[2] == 3
+    if array.dtype != np.uint8 or not array.size or not (grey or colour):
+        kind = f"{array.dtype} {array.shape}"
+        raise DataError(f"Pixels must be uint8 of shape (H, W) or (H, W, 3), not {kind}.")
+    return Image.fromarray(np.ascontiguousarray(array.reshape(array.shape[:2]) if grey else array))
 
 
 def from_pixels(array: NDArray[Any]) -> Image.Image:

@@ -65,14 +65,12 @@ class Input(Entry):
     @model_validator(mode="after")
     def _fits(self) -> Input:
         if math.prod(self.shape) > _NUMBERS:
-            raise ValueError(
-                f"one item has {math.prod(self.shape):,} numbers; the limit is {_NUMBERS:,}"
-            )
-        if self.preprocessing is not None and (self.preprocessing.resize or 0) > _RESIZE:
-            raise ValueError(
-                f"images are resized to {self.preprocessing.resize:,} pixels; the limit is"
-                f" {_RESIZE:,}"
-            )
+            numbers = math.prod(self.shape)
+            raise ValueError(f"one item has {numbers:,} numbers; the limit is {_NUMBERS:,}")
+        resize = None if self.preprocessing is None else self.preprocessing.resize
+        if resize is not None and resize > _RESIZE:
+            limit = f"the limit is {_RESIZE:,}"
+            raise ValueError(f"images are resized to {resize:,} pixels; {limit}")
         if self.kind == "image":
             if self.preprocessing is None:
                 raise ValueError("an encoder of images needs its 'preprocessing'")
@@ -115,10 +113,8 @@ class SubspaceEntry(Entry):
     @model_validator(mode="after")
     def _ordered(self) -> SubspaceEntry:
         if self.stop <= self.start:
-            raise ValueError(
-                f"sub-space '{self.name}' stops at column {self.stop}, before it starts at"
-                f" {self.start}"
-            )
+            columns = f"column {self.stop}, before it starts at {self.start}"
+            raise ValueError(f"sub-space '{self.name}' stops at {columns}")
         return self
 
 
@@ -220,9 +216,8 @@ class Manifest(Entry):
         if self.rescorer is not None and self.code is None:
             raise ValueError("a bundle with a rescorer needs 'code', the width of its codes")
         if not self.distance.exact and self.rescorer is None and not self.subspaces:
-            raise ValueError(
-                f"distance '{self.distance.name}' is not exact, so the bundle needs a rescorer"
-            )
+            name = self.distance.name
+            raise ValueError(f"distance '{name}' is not exact, so the bundle needs a rescorer")
         if self.distance.measure == "inner" and (self.subspaces or self.rescorer is not None):
             raise ValueError(
                 "distance measure 'inner' is of whole vectors, without sub-spaces or rescorer"
@@ -231,9 +226,8 @@ class Manifest(Entry):
             raise ValueError("two sub-spaces have the same name")
         for space in self.subspaces:
             if space.stop > self.vector:
-                raise ValueError(
-                    f"sub-space '{space.name}' stops at column {space.stop} of {self.vector}"
-                )
+                column = f"column {space.stop} of {self.vector}"
+                raise ValueError(f"sub-space '{space.name}' stops at {column}")
         return self
 
     def graphs(self) -> dict[str, str]:
@@ -243,9 +237,19 @@ class Manifest(Entry):
             graphs |= {self.split.backbone: "backbone", self.split.head: "head"}
         if self.rescorer is not None:
             graphs[self.rescorer.file] = "rescorer"
-        return graphs | {
-            variant.file: f"variant '{name}'" for name, variant in self.variants.items()
-        }
+        for name, variant in self.variants.items():
+            graphs[variant.file] = f"variant '{name}'"
+        return graphs
+
+    @property
+    def outputs(self) -> dict[str, int]:
+        """Width of each output of the encoder, by name."""
+        widths = {"vector": self.vector}
+        if self.query_vectors:
+            widths["query"] = self.vector
+        if self.rescorer is not None:
+            widths["code"] = self.code or 0
+        return widths
 
     @property
     def backbone_sha256(self) -> str | None:
@@ -279,9 +283,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
-    left_out = {
-        key for key in ("split", "probe") if getattr(manifest, key) is None
-    }  # older ones open it
+    # Older versions open a bundle without these keys.
+    left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
     write_text(folder / FILE, manifest.model_dump_json(indent=2, exclude=left_out) + "\n")

@@ -6,7 +6,7 @@ Distances in several sub-spaces are merged into one number.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,31 +15,13 @@ from retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
+    from retrieval.serving.manifest import SubspaceEntry
 
 Floats = NDArray[np.floating[Any]]
 Distances = NDArray[np.float64]
 
 _ZERO = 8 * float(np.finfo(np.float32).eps)
 """Squared distances of unit vectors below this are rounding errors of float32 and count as 0."""
-
-
-class Columns(Protocol):
-    """A sub-space: columns `start` to `stop` of the vector, and a weight for merge "score"."""
-
-    @property
-    def start(self) -> int:
-        """First column."""
-        ...
-
-    @property
-    def stop(self) -> int:
-        """First column after the last."""
-        ...
-
-    @property
-    def weight(self) -> float:
-        """Weight of the sub-space's score in merge "score"."""
-        ...
 
 
 def measured(
@@ -84,13 +66,13 @@ def measured_alone(bundle: Bundle) -> bool:
     )
 
 
-def spans_of(subspaces: Sequence[Columns]) -> list[slice]:
-    """Return the columns of each sub-space; without sub-spaces, all columns as one."""
+def spans_of(subspaces: Sequence[Any]) -> list[slice]:
+    """Return columns `start` to `stop` of each sub-space; without sub-spaces, all as one."""
     return [slice(space.start, space.stop) for space in subspaces] or [slice(None)]
 
 
 def merged(
-    query: Floats, vectors: Floats, k: int, subspaces: Sequence[Columns], merge: str
+    query: Floats, vectors: Floats, k: int, subspaces: Sequence[SubspaceEntry], merge: str
 ) -> Distances:
     """Return the distances (n,) of a query (P,) to vectors (n, P), merged over sub-spaces.
 
@@ -106,7 +88,8 @@ def merged(
     distances = np.sqrt(squared)
     if merge == "score":
         return best_score(distances, k, [space.weight for space in subspaces])
-    return nearest_of(distances)
+    nearest: Distances = distances.min(axis=0)
+    return nearest
 
 
 def of_products(products: Floats) -> Distances:
@@ -117,11 +100,6 @@ def of_products(products: Floats) -> Distances:
     """
     squares = 2.0 - 2.0 * np.asarray(products, dtype=np.float64)
     return np.asarray(np.sqrt(np.where(squares < _ZERO, 0.0, squares)), dtype=np.float64)
-
-
-def nearest_of(distances: Floats) -> Distances:
-    """Return the smallest of each item's distances (S, n) in S sub-spaces (merge "min")."""
-    return np.asarray(distances.min(axis=0), dtype=np.float64)
 
 
 def best_score(distances: Floats, k: int, weights: Sequence[float]) -> Distances:

@@ -73,16 +73,6 @@ def vector_of(text: str) -> NDArray[np.float32]:
     return np.frombuffer(binascii.a2b_base64(text), "<f4").astype(np.float32)
 
 
-def made_up(
-    kind: str, shape: tuple[int, ...], spread: tuple[float, float] = (0.0, 1.0)
-) -> NDArray[Any]:
-    """Return a random pattern for an encoder of images (C, H, W) or features (F,); see `Probe`."""
-    chance = np.random.default_rng(0)
-    if kind == "image":
-        return chance.integers(0, 256, (shape[0], TILES, TILES), np.uint8)
-    return chance.normal(*spread, TILES * TILES).astype(np.float32)
-
-
 def input_of(pattern: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Return the input (1, C, H, W) or (1, F) for a pattern."""
     if len(shape) == 1:
@@ -94,23 +84,22 @@ def input_of(pattern: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
 
 def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
     """Return a probe's pattern, or `None` if it does not fit inputs of this shape."""
-    content = binascii.a2b_base64(probe.pattern)
-    if len(shape) == 1:
-        return (
-            np.frombuffer(content, "<f4").astype(np.float32)
-            if len(content) == 4 * TILES * TILES
-            else None
-        )
-    pixels = np.frombuffer(content, np.uint8)
-    return (
-        pixels.reshape(shape[0], TILES, TILES) if pixels.size == shape[0] * TILES * TILES else None
-    )
+    content, tiles = binascii.a2b_base64(probe.pattern), TILES * TILES
+    if len(shape) == 1 and len(content) == 4 * tiles:
+        return np.frombuffer(content, "<f4").astype(np.float32)
+    if len(shape) == 3 and len(content) == shape[0] * tiles:
+        return np.frombuffer(content, np.uint8).reshape(shape[0], TILES, TILES)
+    return None
 
 
 def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
     """Return a probe with the vectors of a new bundle and its variants."""
-    input = bundles[None].manifest.input
-    pattern = made_up(input.kind, input.shape, spread)
+    input, random = bundles[None].manifest.input, np.random.default_rng(0)
+    pattern: NDArray[Any]
+    if input.kind == "image":
+        pattern = random.integers(0, 256, (input.shape[0], TILES, TILES), np.uint8)
+    else:
+        pattern = random.normal(*spread, TILES * TILES).astype(np.float32)
     inputs = input_of(pattern, input.shape)
     vectors = {name: coded(bundle.encode(inputs).vector[0]) for name, bundle in bundles.items()}
     return Probe(
@@ -126,13 +115,9 @@ def probe_fault(bundle: Bundle) -> str | None:
     probe, shape = manifest.probe, manifest.input.shape
     if probe is None:
         return None
-    text = probe.vector if variant is None else probe.variants.get(variant)
-    pattern = pattern_of(probe, shape)
-    if (
-        text is None
-        or pattern is None
-        or len(expected := vector_of(text).astype(np.float64)) != manifest.vector
-    ):
+    text = probe.vector if variant is None else probe.variants.get(variant, "")
+    pattern, expected = pattern_of(probe, shape), vector_of(text).astype(np.float64)
+    if pattern is None or len(expected) != manifest.vector:
         return "The bundle's probe does not fit its encoder. Export the bundle again."
     try:
         vector = bundle.encode(input_of(pattern, shape)).vector[0].astype(np.float64)
@@ -141,9 +126,8 @@ def probe_fault(bundle: Bundle) -> str | None:
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # the limit is the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
-        allowed = max(
-            manifest.verified.tolerance, _LEAST if bundle.device == "cpu" else _LEAST_CUDA
-        )
+        least = _LEAST if bundle.device == "cpu" else _LEAST_CUDA
+        allowed = max(manifest.verified.tolerance, least)
     else:  # the limit is twice the variant's drift
         apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
         allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _LEAST_DRIFT)

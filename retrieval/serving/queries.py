@@ -67,9 +67,8 @@ def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[A
     if input.kind != "features":
         return vectors
     if vectors.ndim == 2 and vectors.shape[1] != input.shape[0]:
-        raise DataError(
-            f"A vector for this index has {input.shape[0]} features, not {vectors.shape[1]}."
-        )
+        widths = f"{input.shape[0]} features, not {vectors.shape[1]}"
+        raise DataError(f"A vector for this index has {widths}.")
     return bundle.encode(vectors)
 
 
@@ -106,17 +105,12 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
     if images[0]:
         return bundle.encode_each(items, progress=False, name="queries")
     rows = [np.asarray(item) for item in items]
-    width = (
-        bundle.manifest.input.shape[0]
-        if bundle.manifest.input.kind == "features"
-        else bundle.manifest.vector
-    )
+    manifest = bundle.manifest
+    width = manifest.input.shape[0] if manifest.input.kind == "features" else manifest.vector
     for number, row in enumerate(rows):
         if row.shape != (width,):
-            raise DataError(
-                f"queries[{number}]: a vector for this index has {width} numbers, not shape"
-                f" {row.shape}."
-            )
+            numbers = f"{width} numbers, not shape {row.shape}"
+            raise DataError(f"queries[{number}]: a vector for this index has {numbers}.")
         if row.dtype.kind not in "fiu" or not np.isfinite(row).all():
             raise DataError(f"queries[{number}]: a vector holds finite real numbers.")
     return encode_vectors(bundle, np.stack(rows))

@@ -151,19 +151,13 @@ def start_session(
     Raises:
         Exception: an error of ONNX Runtime, of any class, if the last device fails, too.
     """
+    cpu: tuple[str, dict[str, str]] = (_PROVIDERS["cpu"], {})
+    cuda = (_PROVIDERS["cuda"], _CUDA_OPTIONS)
+    # ONNX Runtime's own fallback prints.
+    start = functools.partial(runtime.InferenceSession, content, options, enable_fallback=0)
     if devices[0] == "cuda":
         load_libraries(runtime)
-        cuda = _PROVIDERS["cuda"]
         with contextlib.suppress(Exception):
-            # Disables ONNX Runtime's own fallback, which prints.
-            session = runtime.InferenceSession(
-                content,
-                options,
-                providers=[(cuda, _CUDA_OPTIONS), (_PROVIDERS["cpu"], {})],
-                enable_fallback=0,
-            )
-            return session, "cuda" if cuda in session.get_providers() else "cpu"
-    session = runtime.InferenceSession(
-        content, options, providers=[(_PROVIDERS["cpu"], {})], enable_fallback=0
-    )
-    return session, "cpu"
+            session = start(providers=[cuda, cpu])
+            return session, "cuda" if cuda[0] in session.get_providers() else "cpu"
+    return start(providers=[cpu]), "cpu"

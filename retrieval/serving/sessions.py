@@ -30,7 +30,11 @@ from retrieval.serving.runtime import (
 T = TypeVar("T")
 R = TypeVar("R")
 Floats = NDArray[np.float32]
-Runs = Callable[[Sequence[str], Mapping[str, NDArray[Any]]], list[Any]]
+Feeds = Mapping[str, NDArray[Any]]
+"""Inputs of a graph by name."""
+Shapes = Mapping[str, tuple[int, int]]
+"""Shapes of a graph's outputs by name."""
+Runs = Callable[[Sequence[str], Feeds], list[Any]]
 """Function that runs a graph, given the names of outputs and the inputs by name."""
 
 _TRIAL_SECONDS = 60.0
@@ -48,9 +52,7 @@ class Graph:
     session: Any
     device: str = "cpu"
 
-    def __call__(
-        self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
-    ) -> list[Any]:
+    def __call__(self, outputs: Sequence[str], feeds: Feeds, options: Any = None) -> list[Any]:
         """Run the graph.
 
         Raises:
@@ -61,9 +63,7 @@ class Graph:
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(f"ONNX Runtime cannot run {self.path}: {_reason(fault)}.") from fault
 
-    def check(
-        self, feeds: Mapping[str, NDArray[Any]], shapes: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def check(self, feeds: Feeds, shapes: Shapes) -> None:
         """Check the names of inputs and outputs, run the graph once, and check its outputs.
 
         Raises:
@@ -74,9 +74,8 @@ class Graph:
         offered = [node.name for node in self.session.get_outputs()]
         for kind, names, present in (("input", feeds, inputs), ("output", shapes, offered)):
             if lacking := [name for name in names if name not in present]:
-                raise BundleError(
-                    f"{self.path} has no {kind} '{lacking[0]}' (it has: {', '.join(present)})."
-                )
+                has = ", ".join(present)
+                raise BundleError(f"{self.path} has no {kind} '{lacking[0]}' (it has: {has}).")
         if extra := [name for name in inputs if name not in feeds]:
             raise BundleError(f"{self.path} needs an input '{extra[0]}' that bundles do not have.")
         options, late = load_onnxruntime().RunOptions(), threading.Event()
@@ -92,9 +91,8 @@ class Graph:
             outputs = self(list(shapes), feeds, options)
         except BundleError:
             if late.is_set():
-                raise BundleError(
-                    f"{self.path} takes more than {_TRIAL_SECONDS:.0f} seconds for one item."
-                ) from None
+                limit = f"{_TRIAL_SECONDS:.0f} seconds"
+                raise BundleError(f"{self.path} takes more than {limit} for one item.") from None
             raise
         finally:
             timer.cancel()
@@ -104,9 +102,8 @@ class Graph:
                 if (values.shape, values.dtype) == (shape, np.float32):
                     continue
                 kind = f"{values.dtype} {values.shape}"
-            raise BundleError(
-                f"{self.path} gives '{name}' as {kind}; the manifest says float32 {shape}."
-            )
+            expected = f"the manifest says float32 {shape}"
+            raise BundleError(f"{self.path} gives '{name}' as {kind}; {expected}.")
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,7 @@ class Split:
     backbone: Graph
     head: Graph
 
-    def __call__(
-        self, outputs: Sequence[str], feeds: Mapping[str, NDArray[Any]], options: Any = None
-    ) -> list[Any]:
+    def __call__(self, outputs: Sequence[str], feeds: Feeds, options: Any = None) -> list[Any]:
         """Run both graphs like a single encoder."""
         (features,) = self.backbone(["features"], feeds, options)
         return self.head(outputs, {"input": features}, options)
@@ -169,11 +164,7 @@ class Sessions:
         devices = checked_device(runtime, device)
         options = session_options(runtime, threads)
 
-        def tried(
-            name: str,
-            feeds: Mapping[str, NDArray[Any]],
-            shapes: Mapping[str, tuple[int, int]],
-        ) -> Graph:
+        def tried(name: str, feeds: Feeds, shapes: Shapes) -> Graph:
             try:
                 check_graph(files[name])
                 session, running_on = start_session(runtime, files[name], options, devices)
@@ -186,11 +177,7 @@ class Sessions:
             graph.check(feeds, shapes)
             return graph
 
-        shapes = {"vector": (1, manifest.vector)}
-        if manifest.query_vectors:
-            shapes["query"] = (1, manifest.vector)
-        if manifest.rescorer is not None:
-            shapes["code"] = (1, manifest.code or 0)
+        shapes = {name: (1, width) for name, width in manifest.outputs.items()}
         split, input = manifest.split, manifest.input
         feeds = {"input": np.zeros((1, *input.shape), input.dtype)}
         file = manifest.encoder if variant is None else manifest.variants[variant].file
@@ -259,10 +246,8 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
     if not isinstance(inputs, np.ndarray):
         raise DataError("encode takes an array of all inputs; images go to encode_images.")
     if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
-        shape = ", ".join(map(str, input.shape))
-        raise DataError(
-            f"The bundle {path} takes inputs of shape (N, {shape}), not {inputs.shape}."
-        )
+        shape = f"(N, {', '.join(map(str, input.shape))})"
+        raise DataError(f"The bundle {path} takes inputs of shape {shape}, not {inputs.shape}.")
     if input.dtype == "uint8":
         if inputs.dtype != np.uint8:
             raise DataError(f"The bundle {path} takes raw pixels as uint8, not {inputs.dtype}.")
@@ -275,11 +260,6 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
         row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
         raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
     return values
-
-
-def parts_of(inputs: NDArray[Any], batch: int) -> Iterator[NDArray[Any]]:
-    """Yield batches of at most `batch` rows."""
-    return (inputs[start : start + batch] for start in range(0, len(inputs), batch))
 
 
 def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
@@ -328,7 +308,6 @@ def run_batches(
     for name, values in out.items():
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-            raise DataError(
-                f"The {what} gives NaN or infinity in '{name}' for item {row} of the batch."
-            )
+            where = f"'{name}' for item {row} of the batch"
+            raise DataError(f"The {what} gives NaN or infinity in {where}.")
     return out

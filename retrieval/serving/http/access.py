@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from retrieval.serving.http.keys import MAX_SENT, KeySource
@@ -28,7 +27,6 @@ def is_free(method: str, path: str) -> bool:
     return method in ("GET", "HEAD") and _KEYLESS.fullmatch(path) is not None
 
 
-@lru_cache(64)
 def needed_role(method: str, path: str, keyed: bool) -> Role:
     """Return the role that a request needs; without keys, everybody may read metrics."""
     if path == "/metrics" and not keyed:
@@ -72,9 +70,8 @@ class Caller(NamedTuple):
                 f"A key is needed for {_TASKS[role]}. Send one in the header: Authorization: Bearer"
                 " KEY."
             )
-        sentence = (
-            f"This key has the role {self.role}; {_TASKS[role]} takes a key with the role {role}."
-        )
+        needed = f"{_TASKS[role]} takes a key with the role {role}"
+        sentence = f"This key has the role {self.role}; {needed}."
         scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
         raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})
 
@@ -89,7 +86,6 @@ class Access:
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings, self._source = settings, source
         self._open: Role | None = settings.open or (None if source is not None else "read")
-        self._is_served = lru_cache(64)(self._is_our_name)
 
     def admit(self, scope: Any) -> Caller:
         """Return the sender of an ASGI request.
@@ -106,14 +102,12 @@ class Access:
             raise RequestError(400, "The request has no Host.", headers=_CLOSE)
         health_port = self._settings.health_port
         if health_port is not None and scope["server"][1] == health_port:
-            if (
-                path not in HEALTH
-            ):  # any host name is allowed here: monitors use it, and it shows no item
-                raise RequestError(
-                    404, f"This port answers {', '.join(HEALTH)} only.", headers=_CLOSE
-                )
+            # Any host name is allowed here: monitors use it, and it shows no item.
+            if path not in HEALTH:
+                sentence = f"This port answers {', '.join(HEALTH)} only."
+                raise RequestError(404, sentence, headers=_CLOSE)
             return caller
-        if host and not self._is_served(host):
+        if host and not self._is_our_name(host):
             sentence = (
                 "The server does not answer for this host name. Its operator can add names with"
                 " --allow-host."
@@ -135,9 +129,8 @@ class Access:
         foreign = headers.get(b"sec-fetch-site", b"none") not in (b"same-origin", b"none")
         if origin is not None and not foreign:
             site = origin.decode("latin-1").partition("://")[2]
-            foreign = site.lower() != host.lower() and _name(site) not in (
-                self._settings.hosts or ()
-            )
+            known = self._settings.hosts or ()
+            foreign = site.lower() != host.lower() and _name(site) not in known
         if foreign:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
@@ -175,6 +168,5 @@ def _holder(source: KeySource, address: str, authorization: list[bytes]) -> Call
 
 
 def _unauthorised(sentence: str, error: str = "") -> RequestError:
-    return RequestError(
-        401, sentence, headers={"WWW-Authenticate": f'Bearer realm="retrieval"{error}'}
-    )
+    scope = f'Bearer realm="retrieval"{error}'
+    return RequestError(401, sentence, headers={"WWW-Authenticate": scope})

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
 from time import perf_counter
@@ -45,12 +45,9 @@ log = logging.getLogger("retrieval.serving.http")
 
 _KEYS_SECONDS = 0.5
 _PAGE = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    **{
-        f"/{name}": (name, "text/javascript; charset=utf-8")
-        for name in ("page.js", "page-part.js", "page-edit.js")
-    },
+    "page.html": "text/html",
+    "page.css": "text/css",
+    **dict.fromkeys(("page.js", "page-part.js", "page-edit.js"), "text/javascript"),
 }
 _SENTENCES = {
     404: "There is nothing at this address.",
@@ -60,10 +57,8 @@ _SENTENCES = {
 _HEADERS = [
     (
         b"content-security-policy",
-        (
-            b"default-src 'none'; img-src 'self' blob: data:; style-src 'self'; script-src 'self';"
-            b" connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        ),
+        b"default-src 'none'; img-src 'self' blob: data:; style-src 'self'; script-src 'self';"
+        b" connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     ),
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"x-content-type-options", b"nosniff"),
@@ -112,7 +107,7 @@ class Application:
         routes = [
             *Routes(self.served, settings).all(),
             *(NamedRoute(path, handler) for path, handler in health),
-            *(NamedRoute(path, _static(*page)) for path, page in _PAGE.items()),
+            *(_static(name, f"{kind}; charset=utf-8") for name, kind in _PAGE.items()),
         ]
         self._metrics = Metrics(self.served)
         self._access = Access(settings, keys)
@@ -180,22 +175,7 @@ class Application:
                 line = {"method": method, "route": route, "status": status}
                 line |= {"ms": round(1000 * (ended - began), 2)}
                 line |= {"bytes_in": bytes_in, "bytes_out": bytes_out}
-                self._log(scope, trail, line, trace)
-
-    @staticmethod
-    def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
-        """Log a finished request."""
-        caller, client = scope.get("retrieval.caller"), scope.get("client")
-        optional = {
-            "request_id": trail.id,
-            "trace_id": trace,
-            "key": caller.name if caller else None,
-            "client": client[0] if client else None,
-            "reason": trail.reason,
-            "stages": {name: round(1000 * seconds, 2) for name, seconds in trail.seconds.items()},
-        }
-        line |= {name: value for name, value in optional.items() if value not in (None, "", {})}
-        log.info("request", extra={"request": line})
+                _log(scope, trail, line, trace)
 
     # Health
 
@@ -222,12 +202,10 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, app: Any) -> AsyncIterator[None]:
-        watching: list[Awaitable[None]] = [
-            readiness.watch() for readiness in self.readiness.values()
-        ]
+        watching = [readiness.watch() for readiness in self.readiness.values()]
         if self._keys is not None:
             watching.append(self._watch_keys(self._keys))
-        tasks = [asyncio.ensure_future(watch) for watch in watching]
+        tasks = [asyncio.create_task(watch) for watch in watching]
         if os.name == "posix" and threading.current_thread() is threading.main_thread():
             # A closing terminal, and logrotate, send SIGHUP: the server keeps running.
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -254,6 +232,21 @@ class Application:
                 await self.workers.pictures.run(keys.look)
 
 
+def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
+    """Log a finished request."""
+    caller, client = scope.get("retrieval.caller"), scope.get("client")
+    optional = {
+        "request_id": trail.id,
+        "trace_id": trace,
+        "key": caller.name if caller else None,
+        "client": client[0] if client else None,
+        "reason": trail.reason,
+        "stages": {name: round(1000 * seconds, 2) for name, seconds in trail.seconds.items()},
+    }
+    line |= {name: value for name, value in optional.items() if value not in (None, "", {})}
+    log.info("request", extra={"request": line})
+
+
 def _refusal_of(error: BaseException) -> RequestError:
     """Return the response to an error; log it if only the server can have caused it."""
     if isinstance(error, RequestError):
@@ -270,13 +263,13 @@ def _refusal_of(error: BaseException) -> RequestError:
     return RequestError(500, "The server failed on this request; its log says why.")
 
 
-def _static(name: str, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+def _static(name: str, media_type: str) -> NamedRoute:
     content = files("retrieval.serving.http").joinpath(name).read_bytes()
 
     async def give(request: Request) -> Response:
         return Response(content, media_type=media_type, headers={"Cache-Control": "no-cache"})
 
-    return give
+    return NamedRoute("/" if name == "page.html" else f"/{name}", give)
 
 
 def _trace_id(headers: list[tuple[bytes, bytes]]) -> str:

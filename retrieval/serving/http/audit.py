@@ -90,9 +90,8 @@ class Audit:
             self._file = self._open()
         except OSError as error:
             reason = error.strerror or error
-            raise RetrievalError(
-                f"The record of changes {path} cannot be written to: {reason}."
-            ) from None
+            what = f"The record of changes {path}"
+            raise RetrievalError(f"{what} cannot be written to: {reason}.") from None
 
     @contextmanager
     def recording(self, change: Change) -> Iterator[None]:

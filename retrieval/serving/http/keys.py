@@ -80,10 +80,10 @@ class Keys(tuple[Key, ...]):
     def find(self, sent: str) -> Key | None:
         """Return the key that matches the text of a request, or None. Resists timing attacks."""
         parts = _KEY.fullmatch(sent) if len(sent) <= MAX_SENT else None
-        key = next((key for key in self if parts and key.id == parts[1]), None)
-        if parts is None or key is None:
-            return None
-        return key if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash) else None
+        for key in self:
+            if parts is not None and key.id == parts[1]:
+                return key if hmac.compare_digest(_hash(key.salt, parts[2]), key.hash) else None
+        return None
 
 
 def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
@@ -138,19 +138,15 @@ def parse_keys(text: bytes, where: str) -> Keys:
         RetrievalError: lines are invalid; the message names all of them without their content.
     """
     if len(text) > MAX_FILE_BYTES:
-        raise RetrievalError(
-            f"{where} is too large for a file of keys: the limit is {MAX_FILE_BYTES:,} bytes."
-        )
+        limit = f"the limit is {MAX_FILE_BYTES:,} bytes"
+        raise RetrievalError(f"{where} is too large for a file of keys: {limit}.")
     if not text.strip():
-        raise RetrievalError(
-            f"{where} is empty. Make a key with: retrieval keys add NAME --output FILE"
-        )
+        advice = "Make a key with: retrieval keys add NAME --output FILE"
+        raise RetrievalError(f"{where} is empty. {advice}")
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if _is_key(line)]
     if len(lines) > MAX_KEYS:
         raise RetrievalError(f"{where} has {len(lines):,} keys; the limit is {MAX_KEYS:,}.")
-    keys: list[Key] = []
-    problems: list[str] = []
-    seen: dict[str, int] = {}
+    keys, problems, seen = list[Key](), list[str](), dict[str, int]()
     for number, line in lines:
         try:
             key = _parsed(line)
@@ -183,10 +179,8 @@ def add_key(path: Path, key: Key) -> None:
     with hold(path, "changing these keys"):
         text = _read(path) if path.exists() else _HEAD
         if any(other.name == key.name for other in parse_keys(text, str(path))):
-            raise RetrievalError(
-                f"{path} has a key {key.name} already. Choose another name, or remove that one"
-                " first."
-            )
+            advice = "Choose another name, or remove that one first."
+            raise RetrievalError(f"{path} has a key {key.name} already. {advice}")
         text += (b"" if text.endswith(b"\n") else b"\n") + key.line().encode()
         parse_keys(text, str(path))  # checks the maximum number of keys
         _write(path, text)
@@ -221,10 +215,8 @@ def _read(path: Path) -> bytes:
     try:
         return read_plain(Path(os.path.realpath(path)), MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        raise RetrievalError(
-            f"There is no file of keys {path}. Make one with: retrieval keys add NAME --output"
-            f" {path}"
-        ) from None
+        advice = f"Make one with: retrieval keys add NAME --output {path}"
+        raise RetrievalError(f"There is no file of keys {path}. {advice}") from None
     except OSError as error:
         raise RetrievalError(f"{path} cannot be read: {error.strerror or error}.") from None
 

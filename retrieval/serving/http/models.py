@@ -47,6 +47,11 @@ MAX_DELETED_IDS = 10_000
 OPTIONS = ("k", "filter", "candidates", "fields", "explain")
 
 Kind = Literal["form", "json", "image"]
+_KINDS: Mapping[str, Kind] = {
+    "multipart/form-data": "form",
+    "application/json": "json",
+    "application/octet-stream": "image",
+}
 
 _FORM_BYTES_BESIDES_IMAGES = 65_536
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
@@ -116,11 +121,8 @@ class QueryBody(JsonBody):
 
     def input(self) -> QueryInput:
         """Return the vector or item id to search with."""
-        return (
-            QueryInput(id=self.id)
-            if self.vector is None
-            else QueryInput(vector=np.array(self.vector, np.float64))
-        )
+        vector = None if self.vector is None else np.array(self.vector, np.float64)
+        return QueryInput(vector=vector, id=self.id)
 
 
 class SearchBody(Options, QueryBody):
@@ -204,9 +206,8 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
     field = model.model_fields.get(str(place[0])) if place else None
     if field is not None and not (kind in ("extra_forbidden", "missing") and len(place) == 1):
         return f'{where}"{place[0]}" must be {field.description}.'
-    names = ", ".join(
-        f'"{name}"{" (needed)" * field.is_required()}' for name, field in model.model_fields.items()
-    )
+    members = model.model_fields.items()
+    names = ", ".join(f'"{name}"{" (needed)" * field.is_required()}' for name, field in members)
     choice = f", exactly one of {', '.join(model.one_of)} among them" * bool(model.one_of)
     return f"{where}JSON must be an object of {names}{choice}; see /v1/openapi.json."
 
@@ -292,11 +293,10 @@ class Query(NamedTuple):
 
 def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query:
     """Parse a body as one search."""
+    if body.kind == "form":
+        return _form_query(body, 1, max_bytes)
     if body.kind == "image":
         return _query([QueryInput(body.content)], Options.of_texts(parameters))
-    if body.kind == "form":
-        form = read_form(body, OPTIONS, max_bytes)
-        return _query([QueryInput(form.images[0])], Options.of_texts(form.fields))
     search = SearchBody.of(loads(body.content))
     return _query([search.input()], search)
 
@@ -304,18 +304,24 @@ def query_of(body: Body, parameters: Mapping[str, str], max_bytes: int) -> Query
 def batch_of(body: Body, most: int, max_bytes: int) -> Query:
     """Parse a body as a batch of at most `most` searches."""
     if body.kind == "form":
-        form = read_form(body, OPTIONS, max_bytes, most)
-        return _query([QueryInput(image) for image in form.images], Options.of_texts(form.fields))
+        return _form_query(body, most, max_bytes)
     batch = BatchBody.of(loads(body.content))
-    if len(batch.queries) > most:
-        raise RequestError(
-            400, f"The request has {len(batch.queries):,} queries; {most:,} are the most."
-        )
+    _check_number("queries", len(batch.queries), most)
     return _query([query.input() for query in batch.queries], batch)
+
+
+def _form_query(body: Body, most: int, max_bytes: int) -> Query:
+    images, fields = read_form(body, OPTIONS, max_bytes, most)
+    return _query([QueryInput(image) for image in images], Options.of_texts(fields))
 
 
 def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
     return Query(tuple(inputs), options, filter_of(options.filter))
+
+
+def _check_number(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise RequestError(400, f"The request has {number:,} {what}; {most:,} are the most.")
 
 
 class NewItem(NamedTuple):
@@ -325,60 +331,53 @@ class NewItem(NamedTuple):
     """
 
     id: str
-    label: str | None = None
-    metadata: Mapping[str, Any] = {}
-    image: bytes | None = None
-    vector: Sequence[float] | None = None
-    keep: Keep = "copy"
-    named: frozenset[str] = frozenset()
+    label: str | None
+    metadata: Mapping[str, Any]
+    image: bytes | None
+    vector: Sequence[float] | None
+    keep: Keep
+    named: frozenset[str]
+
+
+def _new_item(id: str, body: ItemChangeBody, image: bytes | None = None) -> NewItem:
+    vector = getattr(body, "vector", None)
+    keep: Keep = getattr(body, "keep", "copy")
+    named = frozenset(body.model_fields_set)
+    return NewItem(id, body.label, body.metadata, image, vector, keep, named)
 
 
 def changed_item(id: str, body: Body) -> NewItem:
     """Parse the body of a PATCH; raise a RequestError 400 if it is invalid."""
-    change = ItemChangeBody.of(loads(body.content))
-    return NewItem(id, change.label, change.metadata, named=frozenset(change.model_fields_set))
+    return _new_item(id, ItemChangeBody.of(loads(body.content)))
 
 
 def put_item(id: str, body: Body, max_bytes: int) -> NewItem:
     """Parse the body of a PUT; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
-        item = ItemBody.of(loads(body.content))
-        return NewItem(id, item.label, item.metadata, vector=item.vector)
-    form = read_form(body, ("label", "metadata", "keep"), max_bytes)
-    fields = ItemForm.of_texts(form.fields)
-    return NewItem(id, fields.label, fields.metadata, form.images[0], None, fields.keep)
+        return _new_item(id, ItemBody.of(loads(body.content)))
+    images, fields = read_form(body, ("label", "metadata", "keep"), max_bytes)
+    return _new_item(id, ItemForm.of_texts(fields), images[0])
 
 
 def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
     """Parse a body with at most `most` items; raise a RequestError 400 if it is invalid."""
     if body.kind == "json":
         items = ItemsBody.of(loads(body.content)).items
-        images: list[bytes | None] = [None] * len(items)
+        images: Sequence[bytes | None] = [None] * len(items)
     else:
-        form = read_form(body, ("items",), max_bytes, most)
-        content = loads(form.fields.get("items") or "[]", 'The field "items" is not JSON.')
-        items, images = ItemsBody.of({"items": content}).items, [*form.images]
+        images, fields = read_form(body, ("items",), max_bytes, most)
+        content = loads(fields.get("items") or "[]", 'The field "items" is not JSON.')
+        items = ItemsBody.of({"items": content}).items
         if len(items) != len(images) or any(item.vector is not None for item in items):
             raise RequestError(
                 400,
                 f'The field "items" must list what each of the {len(images)} images is, in their'
                 " order, without vectors.",
             )
-    if len(items) > most:
-        raise RequestError(400, f"The request has {len(items):,} items; {most:,} are the most.")
+    _check_number("items", len(items), most)
     if len({item.id for item in items}) < len(items):
         raise RequestError(400, "The request names an id twice.")
-    return [
-        NewItem(
-            item.id,
-            item.label,
-            item.metadata,
-            image,
-            item.vector,
-            named=frozenset(item.model_fields_set),
-        )
-        for item, image in zip(items, images, strict=True)
-    ]
+    return [_new_item(item.id, item, image) for item, image in zip(items, images, strict=True)]
 
 
 # Bodies
@@ -420,9 +419,8 @@ class BodyMemory:
                         held += len(chunk)
                         chunks.append(chunk)
             if received > limit:
-                raise RequestError(
-                    413, f"The request is too large; the limit is {limits[kind]:,} bytes."
-                )
+                sentence = f"The request is too large; the limit is {limits[kind]:,} bytes."
+                raise RequestError(413, sentence)
         except BaseException as error:
             self.release(held)
             if isinstance(error, TimeoutError):
@@ -442,18 +440,7 @@ class BodyMemory:
 
 def _kind_of(content_type: str) -> Kind | None:
     kind = content_type.partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        return "form"
-    if kind == "application/json":
-        return "json"
-    return "image" if kind.startswith("image/") or kind == "application/octet-stream" else None
-
-
-class Form(NamedTuple):
-    """A parsed form: the files of its field `image`, in order, and its other fields as text."""
-
-    images: list[bytes]
-    fields: dict[str, str]
+    return _KINDS.get(kind, "image" if kind.startswith("image/") else None)
 
 
 class _Parser(MultiPartParser):
@@ -466,18 +453,24 @@ class _Parser(MultiPartParser):
         self.ended = True
 
 
-def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1) -> Form:
-    """Parse a `multipart/form-data` body. Blocks, so call it in a thread if the body is large."""
-    form, parts = Form([], {}), _parts(body, max_images, len(names))
+def read_form(
+    body: Body, names: Sequence[str], max_bytes: int, max_images: int = 1
+) -> tuple[list[bytes], dict[str, str]]:
+    """Parse a form; return the files of its field `image`, in order, and its other fields as text.
+
+    Blocks, so call it in a thread if the body is large.
+    """
+    images, fields = list[bytes](), dict[str, str]()
+    parts = _parts(body, max_images, len(names))
     try:
         for name, value in parts:
             if isinstance(value, str) and name != "image":
                 if name not in names:
-                    fields = ", ".join(f'"{field}"' for field in ("image", *names))
-                    raise RequestError(400, f"The form has an unknown field; it takes {fields}.")
-                if name in form.fields:
+                    known = ", ".join(f'"{field}"' for field in ("image", *names))
+                    raise RequestError(400, f"The form has an unknown field; it takes {known}.")
+                if name in fields:
                     raise RequestError(400, f'The form repeats its field "{name}".')
-                form.fields[name] = value
+                fields[name] = value
             elif isinstance(value, str) or name != "image":
                 sentence = 'The form needs a file in its field "image", and takes no other file.'
                 raise RequestError(400, sentence)
@@ -486,14 +479,14 @@ def read_form(body: Body, names: Sequence[str], max_bytes: int, max_images: int 
                 if len(content) > max_bytes:
                     sentence = f"The image has {len(content):,} bytes; the limit is {max_bytes:,}"
                     raise RequestError(413, f"{sentence} (--max-bytes).")
-                form.images.append(content)
+                images.append(content)
     finally:
         for _, value in parts:
             if not isinstance(value, str):
                 value.file.close()
-    if not form.images:
+    if not images:
         raise RequestError(400, 'The form needs a file in its field "image".')
-    return form
+    return images, fields
 
 
 def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str | UploadFile]]:
@@ -518,9 +511,8 @@ def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str 
     except MultiPartException as error:
         if error.message.startswith("Too many files"):
             limit = "one" if max_images == 1 else f"{max_images:,} at most"
-            raise RequestError(
-                400, f'Too many files: give {limit}, in the field "image".'
-            ) from None
+            sentence = f'Too many files: give {limit}, in the field "image".'
+            raise RequestError(400, sentence) from None
         reason = error.message.rstrip(".")
     except FormParserError as error:  # Starlette before 1.10 does not convert it
         reason = str(error).rstrip(".")

@@ -121,23 +121,18 @@ class Metrics:
         self._has_siblings = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         self._registry = registry = CollectorRegistry()
         self._gauges = _Gauges(indexes)
-        self._requests = Counter(
-            "retrieval_requests",
-            "Requests answered.",
-            ("method", "route", "status"),
-            registry=registry,
-        )
-        self._refused = Counter(
-            "retrieval_refused",
-            "Refused requests by reason, or by status if there is none.",
-            ("reason",),
-            registry=registry,
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"retrieval_{name}", text, labels, registry=registry)
 
         def histogram(name: str, text: str, *labels: str, buckets: Any = _SECONDS) -> Histogram:
             name = f"retrieval_{name}"
             return Histogram(name, text, labels, buckets=buckets, registry=registry)
 
+        self._requests = counter("requests", "Requests answered.", "method", "route", "status")
+        self._refused = counter(
+            "refused", "Refused requests by reason, or by status if there is none.", "reason"
+        )
         self._duration = histogram(
             "request_seconds", "Time from a request's header to the end of its response.", "route"
         )
@@ -186,17 +181,20 @@ class _Gauges(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current values."""
+
+        def gauge(name: str, text: str, **more: Any) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"retrieval_{name}", text, **more)
+
         workers = next(iter(self._indexes.values())).workers
-        text, name = "Jobs that wait for a thread.", "retrieval_queue_length"
-        lengths = GaugeMetricFamily(name, text, labels=["queue"])
-        for queue_name in ("searches", "images", "pictures", "changes"):
-            lengths.add_metric([queue_name], getattr(workers, queue_name).waiting)
+        lengths = gauge("queue_length", "Jobs that wait for a thread.", labels=["queue"])
+        for name in ("searches", "images", "pictures", "changes"):
+            lengths.add_metric([name], getattr(workers, name).waiting)
         yield lengths
-        pids, text = workers.decoders.pids, "Decoding processes."
-        yield GaugeMetricFamily("retrieval_decode_processes", text, value=len(pids))
+        pids = workers.decoders.pids
+        yield gauge("decode_processes", "Decoding processes.", value=len(pids))
         labels = ["index"] if len(self._indexes) > 1 else []
         families = {
-            name: GaugeMetricFamily(f"retrieval_index_{name}", text, labels=labels)
+            name: gauge(f"index_{name}", text, labels=labels)
             for name, text in _INDEX_METRICS.items()
         }
         for index_name, served in self._indexes.items():

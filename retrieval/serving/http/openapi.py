@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -161,10 +161,22 @@ def document(handlers: type) -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        summary = getattr(handlers, operation.handler).__doc__
+        method, path = operation.method.upper(), f"/v1{operation.path}"
+        key = {"key": [needed_role(method, path, keyed=True)]}
         for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
-            methods = paths.setdefault(prefix + operation.path, {})
-            methods[operation.method] = _described(operation, summary, named="{index}" in prefix)
+            named = "{index}" in prefix
+            parameters = [_parameter("path", "index", _NAME)] if named else []
+            described = {
+                "operationId": operation.id + ("Of" if named else ""),
+                "summary": getattr(handlers, operation.handler).__doc__,
+                "security": [] if is_free(method, path) else [key, {}],
+                "parameters": [*parameters, *_parameters(operation)],
+                "responses": _responses(operation),
+            }
+            if operation.bodies:
+                content = {kind: {"schema": schema} for kind, schema in operation.bodies.items()}
+                described["requestBody"] = {"required": True, "content": content}
+            paths.setdefault(prefix + operation.path, {})[operation.method] = described
     return {
         "openapi": "3.1.0",
         "info": {"title": "retrieval", "version": "1", "description": _INTRODUCTION},
@@ -173,47 +185,26 @@ def document(handlers: type) -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation, summary: str, *, named: bool) -> dict[str, Any]:
-    method, path = operation.method.upper(), f"/v1{operation.path}"
-    described: dict[str, Any] = {
-        "operationId": operation.id + ("Of" if named else ""),
-        "summary": summary,
-        "security": (
-            [] if is_free(method, path) else [{"key": [needed_role(method, path, keyed=True)]}, {}]
-        ),
-        "parameters": _parameters(operation, named=named),
-        "responses": _responses(operation),
-    }
-    if operation.bodies:
-        content = {kind: {"schema": schema} for kind, schema in operation.bodies.items()}
-        described["requestBody"] = {"required": True, "content": content}
-    return described
-
-
-def _parameters(operation: Operation, *, named: bool) -> list[dict[str, Any]]:
-    parameters: list[dict[str, Any]] = []
-    if named:
-        parameters.append({"name": "index", "in": "path", "required": True, "schema": _NAME})
+def _parameters(operation: Operation) -> Iterator[dict[str, Any]]:
     if "{id}" in operation.path:
-        parameter = {"name": "id", "in": "path", "required": True, "schema": _ID}
-        parameters.append({**parameter, "description": "percent-encoded, slashes too"})
+        yield _parameter("path", "id", _ID) | {"description": "percent-encoded, slashes too"}
     for name, schema in operation.query.items():
-        parameters.append({"name": name, "in": "query", "required": name == "id", "schema": schema})
-    return parameters
+        yield _parameter("query", name, schema, required=name == "id")
+
+
+def _parameter(place: str, name: str, schema: Any, required: bool = True) -> dict[str, Any]:
+    return {"name": name, "in": place, "required": required, "schema": schema}
 
 
 def _responses(operation: Operation) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     if operation.answer is None:
         kinds = ("image/jpeg",) if "thumbnail" in operation.handler else _IMAGES
-        content = {kind: {"schema": _BINARY} for kind in kinds}
+        content: dict[str, Any] = {kind: {"schema": _BINARY} for kind in kinds}
         responses["304"] = {"description": "The image has the ETag of the request's If-None-Match."}
     else:
-        content = {
-            _JSON: {
-                "schema": {"type": "object"} if operation.answer is dict else _ref(operation.answer)
-            }
-        }
+        schema = {"type": "object"} if operation.answer is dict else _ref(operation.answer)
+        content = {_JSON: {"schema": schema}}
     responses[str(operation.status)] = {"description": "Done.", "content": content}
     failed = {MEDIA_TYPE: {"schema": _ref(answers.Problem)}}
     sentence = "The request failed; `detail` says why."

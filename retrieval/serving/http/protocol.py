@@ -15,6 +15,7 @@ HEADER_SECONDS = 15.0
 HEADER_BYTES = 32_768
 HEADER_LINES = 64
 PIPELINED_REQUESTS = 8
+_UPGRADES = (b"upgrade", b"connection", b"http2-settings")
 _SINGLE_HEADERS = (b"host", b"content-length", b"content-type", b"transfer-encoding")
 
 
@@ -54,15 +55,11 @@ class Protocol(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            kept = [
-                f
-                for f in self.headers
-                if f[0] not in (b"upgrade", b"connection", b"http2-settings")
-            ]
+            kept = [header for header in self.headers if header[0] not in _UPGRADES]
             if len(kept) == len(self.headers):  # CONNECT, or the preface of HTTP/2
                 self._refuse(400, "The server is no proxy, and speaks HTTP/1.1.")
                 return
-            lines = [b"%b: %b\r\n" % field for field in kept]
+            lines = [b"%b: %b\r\n" % header for header in kept]
             line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
             self.parser = httptools.HttpRequestParser(self)
             self.data_received(line + b"".join(lines) + b"\r\n" + data[upgrade.args[0] :])
@@ -132,19 +129,18 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, sentence: str) -> None:
         """Close the connection, with a problem document unless a response has begun."""
-        answered = self._answered
-        begun = (
-            answered is not None and answered.response_started and not answered.response_complete
-        )
+        cycle = self._answered
+        begun = cycle is not None and cycle.response_started and not cycle.response_complete
         self._disconnect()
         if not begun and not self.transport.is_closing():
             name = new_request_id()
             body = problem_json(status, sentence, name)
-            head = (
-                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {MEDIA_TYPE}\r\n"
-            )
-            head += (
-                f"x-request-id: {name}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
+            lines = [
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+                f"content-type: {MEDIA_TYPE}",
+                f"x-request-id: {name}",
+                f"content-length: {len(body)}",
+                "connection: close",
+            ]
+            self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
         self.transport.close()

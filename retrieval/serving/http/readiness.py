@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import os
-from collections.abc import Awaitable, Callable
+import shutil
+from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
@@ -19,12 +19,14 @@ from retrieval.serving.http.models import Options, Query, QueryInput
 from retrieval.serving.http.problems import UNREACHABLE, RequestError, report
 from retrieval.serving.http.served import DAMAGED, Served
 from retrieval.serving.http.settings import PROBE_SECONDS
+from retrieval.serving.images import from_array, to_png
 from retrieval.serving.probe import probe_fault
 from retrieval.serving.store.contract import StoreUnavailable, Superseded
 
 log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
+_CHANGED = "The files of the index are no longer those that are served. Start the server again."
 _FREE_BYTES = 16_000_000
 """Minimum free space, enough for a transaction of many items with SQLite's log."""
 
@@ -33,15 +35,11 @@ class Readiness:
     """Probes one index regularly: its files, its disk, a complete search and its encoder."""
 
     def __init__(self, served: Served) -> None:
-        self._served = served
-        self._logged_change = False
-        folder = served.index.path
-        writable = (
-            isinstance(folder, Path)
-            and served.settings.changeable
-            and disk_fault(folder, 0) is None
-        )
-        self._folder = folder if isinstance(folder, Path) and writable else None
+        self._served, self._logged_change = served, False
+        folder, changes = served.index.path, served.settings.changeable
+        self._folder: Path | None = None
+        if isinstance(folder, Path) and changes and disk_fault(folder, 0) is None:
+            self._folder = folder
         self._faults: dict[str, str | None] = {"search": _NEW}
         self._items, self._bundle = 0, ""
         self._sample: tuple[Bundle | None, Any] = None, None
@@ -76,10 +74,10 @@ class Readiness:
         slow = f"Searches take longer than {self._served.settings.deadline:g} seconds."
         hanging = "The storage of the index does not answer."
         faults = {
-            "index": await self._fault_of(self._files, hanging),
-            "disk": await self._fault_of(self._disk, hanging),
-            "search": await self._fault_of(self._search, slow),
-            "model": await self._fault_of(self._model, slow),
+            "index": await self._fault_of(self._files(), hanging),
+            "disk": await self._fault_of(self._disk(), hanging),
+            "search": await self._fault_of(self._search(), slow),
+            "model": await self._fault_of(self._model(), slow),
         }
         before, now = (next(filter(None, parts.values()), None) for parts in (self._faults, faults))
         if now != before and now is not None:
@@ -88,10 +86,9 @@ class Readiness:
             log.warning("Ready again.")
         self._faults = faults
 
-    async def _fault_of(self, part: Callable[[], Awaitable[str | None]], late: str) -> str | None:
+    async def _fault_of(self, part: Awaitable[str | None], late: str) -> str | None:
         try:
-            async with asyncio.timeout(self._served.settings.deadline):
-                return await part()
+            return await asyncio.wait_for(part, self._served.settings.deadline)
         except TimeoutError:
             return late
         except RequestError as error:
@@ -100,9 +97,8 @@ class Readiness:
             return UNREACHABLE
         except Exception as error:
             report(error)
-            return (
-                f"A search of the server's own failed ({type(error).__name__}); the log says why."
-            )
+            name = type(error).__name__
+            return f"A search of the server's own failed ({name}); the log says why."
 
     async def _files(self) -> str | None:
         """Serve a new index that has replaced this one; if that fails, return a sentence."""
@@ -110,18 +106,13 @@ class Readiness:
         if changed is not None and not self._logged_change:
             log.warning("%s", changed)  # only the log may show the path
         self._logged_change = changed is not None
-        return (
-            changed
-            and "The files of the index are no longer those that are served. Start the server"
-            " again."
-        )
+        return changed and _CHANGED
 
     async def _disk(self) -> str | None:
         """Return why an index that was writable when it was opened no longer is, or None."""
-        folder = self._folder
-        if folder is None:
+        if self._folder is None:
             return None
-        return await self._served.workers.pictures.run(lambda: disk_fault(folder))
+        return await self._served.workers.pictures.run(partial(disk_fault, self._folder))
 
     async def _search(self) -> str | None:
         served = self._served
@@ -154,11 +145,7 @@ def sample(bundle: Bundle) -> Query:
     if input.kind == "features":
         return Query((QueryInput(vector=noise.normal(size=input.shape)),), Options(k=1), None)
     pixels = noise.integers(0, 256, size=input.shape, dtype=np.uint8).transpose(1, 2, 0)
-    out = io.BytesIO()
-    Image.fromarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).save(
-        out, "PNG", compress_level=0
-    )
-    return Query((QueryInput(image=out.getvalue()),), Options(k=1), None)
+    return Query((QueryInput(image=to_png(from_array(pixels))),), Options(k=1), None)
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
@@ -166,19 +153,12 @@ def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
 
     Writes nothing. Call it in a thread, since the storage may hang.
     """
+    if not os.access(folder, os.W_OK):
+        return "The disk of the index is read-only, or its folder may not be written to any more."
     try:
-        if not os.access(folder, os.W_OK):
-            return (
-                "The disk of the index is read-only, or its folder may not be written to any more."
-            )
-        if not hasattr(os, "statvfs"):
-            return None
-        disk = os.statvfs(folder)
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         return f"The disk of the index cannot be looked at: {error.strerror or error}."
-    if disk.f_flag & os.ST_RDONLY:
-        return "The disk of the index is read-only."
-    free = disk.f_bavail * disk.f_frsize
     if free < least:
         room = f"{free:,} bytes are free, and writing needs {least:,}"
         return f"The disk of the index is full: {room}. Make room."

@@ -22,8 +22,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 
 from retrieval.errors import DataError
+from retrieval.serving.decoding import Kind as Picture
 from retrieval.serving.files.strict_json import strict_loads
-from retrieval.serving.filters import Filter, as_filter, filter_to_json
+from retrieval.serving.filters import Filter, filter_to_json
 from retrieval.serving.http import models
 from retrieval.serving.http.access import Caller
 from retrieval.serving.http.audit import Change
@@ -38,6 +39,7 @@ from retrieval.serving.http.settings import (
     SEND_SECONDS,
     Settings,
 )
+from retrieval.serving.images import format_of
 from retrieval.serving.index.hits import Hit
 from retrieval.serving.index.index import Index
 from retrieval.serving.stages import TRAIL, stage
@@ -50,14 +52,11 @@ _JSON: Mapping[Kind, int] = {"json": JSON_BYTES}
 _SEVERAL: Mapping[Kind, int] = {"form": BATCH_BYTES, "json": BATCH_BYTES}
 _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
+_EXPLAINED = ("rows", "deleted", "covered")
 _MAX_CURSOR = 8192
 _NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
-_SHOWN_BY_BROWSERS = {
-    b"\xff\xd8\xff": "image/jpeg",
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"GIF8": "image/gif",
-    b"BM": "image/bmp",
-}
+_BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "BMP", "WEBP")}
+"""Media types of the formats that browsers show."""
 
 
 class Routes:
@@ -65,6 +64,7 @@ class Routes:
 
     def __init__(self, indexes: Mapping[str, Served], settings: Settings) -> None:
         self.indexes, self._settings, self._memory = indexes, settings, BodyMemory()
+        self._single: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
 
     def all(self) -> list[BaseRoute]:
         """Return the routes; those of an index exist with and without its name in the path."""
@@ -80,23 +80,18 @@ class Routes:
 
     async def search(self, request: Request) -> Response:
         """Search with an image, a vector or an item of the index."""
-        max_bytes = self._settings.max_bytes
-        limits: dict[Kind, int] = {"form": max_bytes, "json": JSON_BYTES, "image": max_bytes}
+        limits = {**self._single, "image": (max_bytes := self._settings.max_bytes)}
         kind = request.headers.get("content-type", "")
         image_alone = kind.startswith(("image/", "application/octet-stream"))
         parameters = parameters_of(request, *(OPTIONS if image_alone else ()))
-
-        def read(body: Body) -> Query:
-            return models.query_of(body, parameters, max_bytes)
-
-        return await self._search(request, limits, models.SEARCH_TYPES, read, batch=False)
+        read = partial(models.query_of, parameters=parameters, max_bytes=max_bytes)
+        return await self._search(request, limits, models.SEARCH_TYPES, read)
 
     async def search_batch(self, request: Request) -> Response:
         """Search with several images, vectors or items."""
+        settings = self._settings
         parameters_of(request)
-        read = partial(
-            models.batch_of, most=self._settings.batch, max_bytes=self._settings.max_bytes
-        )
+        read = partial(models.batch_of, most=settings.batch, max_bytes=settings.max_bytes)
         return await self._search(request, _SEVERAL, models.BATCH_TYPES, read, batch=True)
 
     async def _search(
@@ -105,7 +100,7 @@ class Routes:
         limits: Mapping[Kind, int],
         types: str,
         read: Callable[[Body], Query],
-        batch: bool,
+        batch: bool = False,
     ) -> Response:
         served, prefix, began = self._served(request), _prefix_of(request), perf_counter()
         served.workers.searches.require_room()  # before the body is read
@@ -123,9 +118,9 @@ class Routes:
             return to_json(content, inf_nan_mode="null")
 
         async with self._body(request, limits, types) as body:
-            if batch or body.kind == "json":
-                return _answer(await served.search(await _parsed(served, body, read), finish))
-            return _answer(await served.search(partial(read, body), finish))
+            parsed = batch or body.kind == "json"
+            query = await _parsed(served, body, read) if parsed else partial(read, body)
+            return _answer(await served.search(query, finish))
 
     # Items
 
@@ -149,15 +144,13 @@ class Routes:
 
     async def put_item(self, request: Request) -> Response:
         """Add an item, or replace the one with this id."""
-        limits: dict[Kind, int] = {"form": self._settings.max_bytes, "json": JSON_BYTES}
         read = partial(models.put_item, max_bytes=self._settings.max_bytes)
-        return await self._put_one(request, limits, models.PUT_TYPES, "put", read)
+        return await self._put_one(request, self._single, models.PUT_TYPES, "put", read)
 
     async def patch_item(self, request: Request) -> Response:
         """Change an item's label or metadata; members that are left out keep their value."""
-        return await self._put_one(
-            request, _JSON, models.PATCH_TYPES, "change", models.changed_item
-        )
+        read = models.changed_item
+        return await self._put_one(request, _JSON, models.PATCH_TYPES, "change", read)
 
     async def _put_one(
         self,
@@ -196,9 +189,8 @@ class Routes:
     async def list_items(self, request: Request) -> Response:
         """List items, page by page."""
         served, prefix = self._served(request), _prefix_of(request)
-        page = models.ListParameters.of_texts(
-            parameters_of(request, *models.ListParameters.model_fields)
-        )
+        parameters = parameters_of(request, *models.ListParameters.model_fields)
+        page = models.ListParameters.of_texts(parameters)
         where = models.filter_of(page.filter)
         after = _after_cursor(page.cursor, where)
 
@@ -206,10 +198,8 @@ class Routes:
             items = index.scan(where, after=after, limit=page.limit + 1)
             shown = [_item_json(served, item, prefix, page.fields) for item in items[: page.limit]]
             more = len(items) > page.limit
-            return {
-                "items": shown,
-                "cursor": _cursor_after(shown[-1]["id"], where) if more else None,
-            }
+            cursor = _cursor_after(shown[-1]["id"], where) if more else None
+            return {"items": shown, "cursor": cursor}
 
         async with self._deadline(request):
             return _answer(await served.read(work))
@@ -224,9 +214,7 @@ class Routes:
 
         async with self._body(request, _JSON, "Send application/json.") as body:
             deletion = await _parsed(served, body, read)
-            where = (
-                as_filter({"exists": "id"}) if deletion.all else models.filter_of(deletion.filter)
-            )
+            where = models.filter_of({"exists": "id"} if deletion.all else deletion.filter)
             change = _change(request, served, "delete", deletion.ids or (), where)
             return _answer({"deleted": await served.delete(change)})
 
@@ -244,19 +232,21 @@ class Routes:
         served, id = self._served(request), _id_of(request)
         async with self._deadline(request):
             content = await served.picture(id, small)
-            kind = "image/jpeg" if small else _media_type(content)
             tag = f'"{hashlib.sha256(content).hexdigest()[:32]}{"-small" if small else ""}"'
             headers = {"Cache-Control": "no-cache", "ETag": tag}
             if request.headers.get("if-none-match") == tag:
                 return Response(status_code=304, headers=headers)
-            if small or kind is None:
+            media_type = _BROWSERS.get(format_of(content) or "")
+            if small or media_type is None:
+                kind: Picture = "thumbnail" if small else "png"
+                media_type = "image/jpeg" if small else "image/png"
                 if len(content) > self._settings.max_bytes:
                     raise RequestError(404, f"The image of item {id} is too large to be shown.")
                 try:
-                    content = await served.workers.decoded("thumbnail" if small else "png", content)
+                    content = await served.workers.decoded(kind, content)
                 except DataError:
                     raise RequestError(404, f"The image of item {id} cannot be shown.") from None
-            return _Picture(content, self._memory, headers, kind or "image/png")
+            return _Picture(content, self._memory, headers, media_type)
 
     # The index
 
@@ -281,21 +271,19 @@ class Routes:
         served, folder = self._served(request), self._settings.snapshots
         parameters_of(request)
         if folder is None:
-            sentence = (
+            raise RequestError(
+                403,
                 "This server writes no snapshots. Its operator can name a folder: --snapshots"
-                " FOLDER."
+                " FOLDER.",
             )
-            raise RequestError(403, sentence)
-        name = (
-            f"{served.name}-{datetime.now(UTC).strftime('%Y%m%dT%H%M%SZ')}-{secrets.token_hex(4)}"
-        )
+        name = f"{served.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         await served.snapshot(folder / name, _change(request, served, "snapshot"))
         return _answer({"snapshot": name}, 201)
 
     async def list_indexes(self, request: Request) -> Response:
         """List the names of the server's indexes."""
         parameters_of(request)
-        return _answer({"indexes": sorted(filter(_caller_of(request).may_use, self.indexes))})
+        return _answer(self._named(_caller_of(request)))
 
     async def openapi(self, request: Request) -> Response:
         """Get this document."""
@@ -307,7 +295,7 @@ class Routes:
         """Return the index that a request names, or the only one."""
         caller, name = _caller_of(request), request.path_params.get("index")
         if name is None and len(self.indexes) == 1:
-            name = next(iter(self.indexes))
+            (name,) = self.indexes
         if name is not None and not caller.may_use(name):
             raise RequestError(403, "This key is for other indexes.")
         if name is not None and name in self.indexes:
@@ -318,9 +306,10 @@ class Routes:
                 "This server has several indexes: name one in the address, as in"
                 " /v1/indexes/NAME/search."
             )
-        raise RequestError(
-            404, sentence, members={"indexes": sorted(filter(caller.may_use, self.indexes))}
-        )
+        raise RequestError(404, sentence, members=self._named(caller))
+
+    def _named(self, caller: Caller) -> dict[str, list[str]]:
+        return {"indexes": sorted(filter(caller.may_use, self.indexes))}
 
     @asynccontextmanager
     async def _body(
@@ -394,14 +383,12 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
         return {}
     pairs = request.query_params.multi_items()
     if pairs and not known:
-        raise RequestError(
-            400, "The address takes no query string (?…); fields go into the request's body."
-        )
+        sentence = "The address takes no query string (?…); fields go into the request's body."
+        raise RequestError(400, sentence)
     parameters = dict(pairs)
     if unknown := [name for name in parameters if name not in known]:
-        sentence = (
-            f"The address takes no parameter {unknown[0][:40]!a}. It takes: {', '.join(known)}."
-        )
+        name = f"{unknown[0][:40]!a}"
+        sentence = f"The address takes no parameter {name}. It takes: {', '.join(known)}."
         raise RequestError(400, sentence)
     if len(parameters) < len(pairs):
         raise RequestError(400, "The address gives a parameter twice.")
@@ -529,11 +516,7 @@ def _explanation(query: Query, index: Index) -> dict[str, Any]:
             "candidates": query.options.candidates,
             "filtered": query.where is not None,
             "generation": index.generation.number,
-            **{
-                name: stats.details[name]
-                for name in ("rows", "deleted", "covered")
-                if name in stats.details
-            },
+            **{name: value for name, value in stats.details.items() if name in _EXPLAINED},
         },
     }
 
@@ -561,14 +544,6 @@ def _description(name: str, index: Index) -> dict[str, Any]:
         "deleted": stats.details.get("deleted"),
         **index.store.settings(),
     }
-
-
-def _media_type(content: bytes) -> str | None:
-    """Return an image's media type by its first bytes, or None if browsers cannot show it."""
-    for start, media_type in _SHOWN_BY_BROWSERS.items():
-        if content.startswith(start):
-            return media_type
-    return "image/webp" if content[:4] == b"RIFF" and content[8:12] == b"WEBP" else None
 
 
 def _cursor_after(after: str, where: Filter | None) -> str:

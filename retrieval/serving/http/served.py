@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,13 +61,6 @@ T = TypeVar("T")
 Finish = Callable[[Query, list[list[Hit]], Index], bytes]
 
 
-class _Held:
-    """An open index, the number of its users, and whether another index has replaced it."""
-
-    def __init__(self, index: Index) -> None:
-        self.index, self.users, self.retired = index, 0, False
-
-
 @dataclass(eq=False, slots=True)
 class _Vector:
     """A waiting query of one vector; `hits` is set if another query's batch searched it too."""
@@ -80,6 +75,7 @@ class Served:
     """One index of a server.
 
     Attributes:
+        index: the current index.
         failed: function that repeats the last search that failed because of damage, or `None`.
     """
 
@@ -94,30 +90,32 @@ class Served:
     ) -> None:
         self.name, self.settings, self.workers = name, settings, workers
         self.failed: Callable[[], object] | None = None
-        self._held, self._lock = _Held(index), threading.Lock()
+        self.index, self._lock = index, threading.Lock()
+        self._users = Counter({index: 1})
+        """Users of each open index; being the current one counts as a user."""
         self._audit, self._reopen, self._vectors = audit, reopen, list[_Vector]()
         self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
-
-    @property
-    def index(self) -> Index:
-        """The current index."""
-        return self._held.index
 
     @contextmanager
     def use(self) -> Iterator[Index]:
         """Context manager that keeps the current index open; for threads, not the event loop."""
         with self._lock:
-            held = self._held
-            held.users += 1
+            index = self.index
+            self._users[index] += 1
         try:
             with contract.patience(self.settings.deadline):
-                yield held.index
+                yield index
         finally:
-            with self._lock:
-                held.users -= 1
-                last = held.retired and not held.users
-            if last:
-                held.index.close()
+            self._release(index)
+
+    def _release(self, index: Index) -> None:
+        """Count one user less, and close the index after its last."""
+        with self._lock:
+            self._users[index] -= 1
+            if self._users[index]:
+                return
+            del self._users[index]
+        index.close()
 
     def take_up(self) -> str | None:
         """Open and serve the index that has replaced this one, if any. Call this in a thread.
@@ -133,10 +131,9 @@ class Served:
         except RetrievalError as error:
             return f"{changed} The new index cannot be opened: {error}"
         with self._lock:
-            old, self._held = self._held, _Held(index)
-            old.retired, unused = True, not old.users
-        if unused:
-            old.index.close()
+            old, self.index = self.index, index
+            self._users[index] = 1
+        self._release(old)
         self.failed = None
         return None
 
@@ -157,7 +154,7 @@ class Served:
                     image = parsed.inputs[0].image or b""
                     pixels = self.workers.decode("pixels", image, bundle).pixels[None]
                     find = partial(_hits, query=parsed, pixels=pixels)
-                    return self._searched(bundle, find, partial(finish, parsed))
+                    return self._searched(bundle, parsed, find, finish)
 
                 return await self.workers.images.run(work)
             images = [input.image for input in query.inputs if input.image is not None]
@@ -170,9 +167,8 @@ class Served:
                 self._vectors.append(vector)
                 find = partial(self._together, vector)
             try:
-                return await self.workers.searches.run(
-                    lambda: self._searched(bundle, find, partial(finish, query))
-                )
+                search = partial(self._searched, bundle, query, find, finish)
+                return await self.workers.searches.run(search)
             finally:
                 if vector in self._vectors:
                     self._vectors.remove(vector)
@@ -207,27 +203,30 @@ class Served:
     def _searched(
         self,
         bundle: Bundle,
+        query: Query,
         find: Callable[[Index], list[list[Hit]]],
-        finish: Callable[[list[list[Hit]], Index], bytes],
+        finish: Finish,
     ) -> bytes:
         try:
             with self.use() as index:
                 if index.bundle is not bundle:
                     raise Superseded("Another bundle is served.")
-                return finish(find(index), index)
+                return finish(query, find(index), index)
         except StoreError as error:
             if not isinstance(error, Superseded | TooSlow | StoreUnavailable):
-                self.failed = partial(self._searched, bundle, find, finish)
+                self.failed = partial(self._searched, bundle, query, find, finish)
             raise
 
     async def read(self, work: Callable[[Index], T], sentence: str = _UNREADABLE) -> T:
         """Return `work(index)`, run in a thread; raises the same errors as `search`."""
+        return await self._read(work, self.workers.searches, sentence)
 
+    async def _read(self, work: Callable[[Index], T], turns: Turns, sentence: str) -> T:
         def used() -> T:
             with self.use() as index:
                 return work(index)
 
-        return await self._again(lambda: self.workers.searches.run(used), sentence)
+        return await self._again(lambda: turns.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
         """Return the result of `ask`, repeated if the index or its bundle was replaced."""
@@ -238,21 +237,16 @@ class Served:
             except Superseded:
                 await self.workers.searches.run(self.index.follow)
             except StoreError as error:
-                if not await self._was_replaced(error, index):
+                passing = isinstance(error, TooSlow | StoreUnavailable)
+                if passing or not await self.workers.pictures.run(partial(self._replaced, index)):
                     raise store_failed(error, sentence) from None
         raise RequestError(503, _CHANGING)
 
-    async def _was_replaced(self, error: StoreError, failed: Index) -> bool:
+    def _replaced(self, failed: Index) -> bool:
         """Return whether an index failed because another one, now served, replaced it."""
-        if isinstance(error, TooSlow | StoreUnavailable):
-            return False
-
-        def work() -> bool:
-            if self.index is not failed:
-                return True
-            return failed.changed() is not None and self.take_up() is None
-
-        return await self.workers.pictures.run(work)
+        if self.index is not failed:
+            return True
+        return failed.changed() is not None and self.take_up() is None
 
     # Changing
 
@@ -289,18 +283,14 @@ class Served:
             change.count = index.delete(change.ids, where=change.where)
             return change.count
 
-        return await self._again(
-            lambda: self._change(work, change, self.workers.changes), _NOT_WRITTEN
-        )
+        turns = self.workers.changes
+        return await self._again(lambda: self._change(work, change, turns), _NOT_WRITTEN)
 
     async def snapshot(self, target: Path, change: Change) -> None:
         """Write a snapshot."""
-
-        def work(index: Index) -> None:
-            index.snapshot(target)
-
         sentence = "The snapshot cannot be written. The server's log says why."
-        await self._again(lambda: self._change(work, change, self.workers.snapshots), sentence)
+        work, turns = methodcaller("snapshot", target), self.workers.snapshots
+        await self._again(lambda: self._change(work, change, turns), sentence)
 
     async def _change(self, work: Callable[[Index], T], change: Change, turns: Turns) -> T:
         """Run a change in the pool `turns` and record it in the audit log."""
@@ -323,23 +313,17 @@ class Served:
     async def picture(self, id: str, small: bool) -> bytes:
         """Return an item's image: the index's copy, or the file that the item was indexed from."""
 
-        def work() -> bytes:
-            with self.use() as index:
-                item = index.get(id).get(id)
-                if item is None:
-                    raise no_item()
-                if item.keep == "thumbnail" and not small:
-                    with suppress(
-                        RequestError
-                    ):  # without its file, the stored thumbnail is the best image
-                        return self._file(item)
-                kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
-                return kept if kept is not None else self._file(item)
+        def work(index: Index) -> bytes:
+            item = index.get(id).get(id)
+            if item is None:
+                raise no_item()
+            if item.keep == "thumbnail" and not small:
+                with suppress(RequestError):  # else the stored thumbnail is the best image
+                    return self._file(item)
+            kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
+            return kept if kept is not None else self._file(item)
 
-        try:
-            return await self.workers.pictures.run(work)
-        except StoreError as error:
-            raise store_failed(error, _UNREADABLE) from None
+        return await self._read(work, self.workers.pictures, _UNREADABLE)
 
     def _file(self, item: Item) -> bytes:
         """Return the content of the file that an item was indexed from."""
@@ -379,12 +363,9 @@ def _is_plain(query: Query, bundle: Bundle) -> bool:
 def _hits(index: Index, query: Query, pixels: NDArray[Any] | None) -> list[list[Hit]]:
     """Return the hits of each query, in order; an item is not a hit of its own query."""
     options, answers = query.options, [list[Hit]() for _ in query.inputs]
-    for by_id in (False, True):
-        places = [
-            place for place, input in enumerate(query.inputs) if (input.id is not None) == by_id
-        ]
-        if not places:
-            continue
+    kinds = [input.id is not None for input in query.inputs]
+    for by_id in sorted(set(kinds)):
+        places = [place for place, kind in enumerate(kinds) if kind == by_id]
         queries = [query.inputs[place] for place in places]
         encoded = _stored(index, queries) if by_id else _encoded(index.bundle, queries, pixels)
         k = options.k + by_id
@@ -443,59 +424,59 @@ def _embedded(
     thumbnails: Mapping[str, bytes],
 ) -> dict[str, Item]:
     """Return the request's items that have an image or a vector, with their arrays, by id."""
-    items: dict[str, Item] = {}
+    embedded = [new for new in new_items if new.image is not None or new.vector is not None]
+    rows = _rows(bundle, widths, embedded, images)
+    items = [
+        Item(new.id, new.label, new.metadata, keep="nothing", arrays=arrays)
+        for new, arrays in zip(embedded, rows, strict=True)
+    ]
     if images:
-        rows = _arrays(bundle, widths, np.stack([image.pixels for image in images]))
-        with_image = [new for new in new_items if new.image is not None]
-        for new, image, arrays in zip(with_image, images, rows, strict=True):
-            assert new.image is not None
-            items[new.id] = Item(
-                new.id,
-                new.label,
-                new.metadata,
+        items = [
+            replace(
+                item,
                 keep=new.keep,
                 original=new.image if new.keep == "copy" else thumbnails.get(new.id),
-                bytes=len(new.image),
+                bytes=len(new.image or b""),
                 width=image.width,
                 height=image.height,
-                arrays=arrays,
             )
-    if with_vector := [new for new in new_items if new.vector is not None]:
-        for new, arrays in zip(with_vector, _of_vectors(bundle, widths, with_vector), strict=True):
-            items[new.id] = Item(new.id, new.label, new.metadata, keep="nothing", arrays=arrays)
-    return items
+            for item, new, image in zip(items, embedded, images, strict=True)
+        ]
+    return {item.id: item for item in items}
 
 
-def _arrays(
-    bundle: Bundle, widths: Mapping[str, int], inputs: NDArray[Any]
+def _rows(
+    bundle: Bundle,
+    widths: Mapping[str, int],
+    items: Sequence[NewItem],
+    images: Sequence[Decoded],
 ) -> list[dict[str, Floats]]:
-    """Return the arrays that the index stores for each image or row of features."""
+    """Return the arrays that the index stores for each item with an image or a vector."""
+    manifest = bundle.manifest
+    if images:
+        inputs: NDArray[Any] = np.stack([image.pixels for image in images])
+    elif manifest.input.kind == "features":
+        inputs = _vectors(items, manifest.input.shape[0], "features")
+    else:
+        inputs = _vectors(items, manifest.vector, "numbers")
+        if set(widths) != {VECTOR}:
+            raise DataError(
+                "This index stores more of an item than its vector. Send the image instead, or"
+                " features if the bundle takes features."
+            )
+        with np.errstate(over="ignore"):
+            return [{VECTOR: row} for row in inputs.astype(np.float32)]
     with stage("encode", len(inputs)):
         arrays = arrays_of(bundle, inputs, _BATCH, FEATURES in widths)
     return [row_of(arrays, row) for row in range(len(inputs))]
 
 
-def _of_vectors(
-    bundle: Bundle, widths: Mapping[str, int], items: Sequence[NewItem]
-) -> list[dict[str, Floats]]:
-    takes_features = bundle.manifest.input.kind == "features"
-    width = bundle.manifest.input.shape[0] if takes_features else bundle.manifest.vector
-    if wrong := next((item for item in items if len(item.vector or ()) != width), None):
-        what = "features" if takes_features else "numbers"
-        length = len(wrong.vector or ())
-        raise DataError(
-            f"A vector of this index has {width} {what}, not {length} (item {wrong.id[:80]!a})."
-        )
-    vectors = np.array([item.vector for item in items], np.float64)
-    if takes_features:
-        return _arrays(bundle, widths, vectors)
-    if set(widths) != {VECTOR}:
-        raise DataError(
-            "This index stores more of an item than its vector. Send the image instead, or features"
-            " if the bundle takes features."
-        )
-    with np.errstate(over="ignore"):
-        return [{VECTOR: row} for row in vectors.astype(np.float32)]
+def _vectors(items: Sequence[NewItem], width: int, what: str) -> NDArray[np.float64]:
+    for item in items:
+        if (length := len(item.vector or ())) != width:
+            lengths = f"{width} {what}, not {length}"
+            raise DataError(f"A vector of this index has {lengths} (item {item.id[:80]!a}).")
+    return np.array([item.vector for item in items], np.float64)
 
 
 def _write(
@@ -510,9 +491,8 @@ def _write(
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}
     if missing := [new.id for new in changes if new.id not in stored]:
         more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
-        raise DataError(
-            f"There is no item {missing[0][:80]!a} yet: send an image or a vector for it{more}."
-        )
+        advice = f"send an image or a vector for it{more}"
+        raise DataError(f"There is no item {missing[0][:80]!a} yet: {advice}.")
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:
         raise DataError(

@@ -46,6 +46,8 @@ _RULE = (
     " digit"
 )
 
+_CLOSE = "close() stops it"
+
 Source = StrPath | Address | Index
 
 
@@ -89,12 +91,13 @@ def serve(
     place = index.path if isinstance(index, Index) else index
     sources = index if isinstance(index, Mapping) else {default_name(str(place)): index}
     parts = Parts(sources, settings, device, tuple(plugins))
-    if settings.processes > 1 and beside:
+    multiprocess = settings.processes > 1
+    if multiprocess and beside:
         raise StoreError(
             "Several processes serve in the foreground only: start them with `retrieval serve"
             " --processes N`."
         )
-    if settings.processes > 1 and any(isinstance(source, Index) for source in sources.values()):
+    if multiprocess and any(isinstance(source, Index) for source in sources.values()):
         raise StoreError(
             "Several processes cannot share an opened index: give its folder or its address."
         )
@@ -104,7 +107,7 @@ def serve(
             listeners.append(stack.enter_context(listen(host, settings.health_port, "health_port")))
             health_port = listeners[1].getsockname()[1]
             parts = replace(parts, settings=replace(settings, health_port=health_port))
-        if settings.processes > 1:
+        if multiprocess:
             _serve_several(parts, host, listeners)
             return None
         serving = Serving(parts, host, listeners, beside)
@@ -139,14 +142,10 @@ class Serving:
         self._server = uvicorn.Server(_config(self._app))
         self._thread = threading.Thread(target=self.run, name="serve", daemon=True)
         items = sum(len(served.index) for served in self._app.served.values())
-        self.url = announce(
-            host, listeners, items, "close() stops it" if beside else "Ctrl-C stops"
-        )
+        self.url = announce(host, listeners, items, _CLOSE if beside else "Ctrl-C stops")
 
     def __repr__(self) -> str:
-        return (
-            f"Serving {self.url} ({'close() stops it' if self._thread.is_alive() else 'stopped'})"
-        )
+        return f"Serving {self.url} ({_CLOSE if self._thread.is_alive() else 'stopped'})"
 
     def run(self) -> None:
         """Serve until a signal or `close`."""
@@ -223,15 +222,12 @@ class Parts:
 
         keys = key_source(self.settings.keys)
         audit = None if self.settings.audit is None else Audit(self.settings.audit)
-        reopen = {
-            name: partial(self.open, index)
-            for name, index in self.sources.items()
-            if not isinstance(index, Index)
-        }
-        opened = {
-            name: reopen[name]() if name in reopen else index
-            for name, index in self.sources.items()
-        }
+        opened, reopen = {}, {}
+        for name, index in self.sources.items():
+            if not isinstance(index, Index):
+                reopen[name] = partial(self.open, index)
+                index = reopen[name]()
+            opened[name] = index
         return Application(opened, self.settings, keys, audit, reopen)
 
     def __call__(self) -> Any:
@@ -260,9 +256,8 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         announce(host, listeners, items, "Ctrl-C stops")
-        Multiprocess(
-            _config(parts, factory=True, workers=parts.settings.processes), listeners
-        ).run()
+        config = _config(parts, factory=True, workers=parts.settings.processes)
+        Multiprocess(config, listeners).run()
 
 
 def _config(app: Any, **more: Any) -> uvicorn.Config:
@@ -298,9 +293,8 @@ def checked(settings: Settings, host: str) -> Settings:
     for option, folders in (("--images", settings.images), ("--snapshots", [settings.snapshots])):
         for folder in folders:
             if folder is not None and not folder.is_dir():
-                raise StoreError(
-                    f"There is no folder {folder}, which {option} names. Make it first."
-                )
+                named = f"{folder}, which {option} names"
+                raise StoreError(f"There is no folder {named}. Make it first.")
     proxies = tuple(_proxy(text) for text in settings.proxies)
     if key_source(settings.keys) is None and settings.open is None:
         where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
@@ -346,9 +340,8 @@ def _is_loopback(host: str) -> bool:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:
         return True
-    return all(
-        ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in addresses
-    )
+    texts = (str(info[4][0]).partition("%")[0] for info in addresses)
+    return all(ipaddress.ip_address(text).is_loopback for text in texts)
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
@@ -376,10 +369,8 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         listener.close()
         advice = f"Choose another port with {option}."
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-            advice = (
-                "No network interface of this machine has that address: use 127.0.0.1, or 0.0.0.0"
-                " for all."
-            )
+            lacking = "No network interface of this machine has that address"
+            advice = f"{lacking}: use 127.0.0.1, or 0.0.0.0 for all."
         reason = error.strerror or error
         raise StoreError(f"Cannot listen on {host}, port {port}: {reason}. {advice}") from None
     return listener
@@ -427,11 +418,8 @@ def require_packages() -> None:
         try:
             importlib.import_module(module)
         except ImportError:
-            package = module.replace("_", "-")
-            raise MissingDependency(
-                f"Serving needs {package}. Install it with: pip install"
-                " 'embedding-retrieval[serve]'"
-            ) from None
+            package, advice = module.replace("_", "-"), "pip install 'embedding-retrieval[serve]'"
+            raise MissingDependency(f"Serving needs {package}. Install it with: {advice}") from None
 
 
 def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:

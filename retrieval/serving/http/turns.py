@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -29,16 +27,12 @@ WAITING_CHANGES = 16
 WAITING_SNAPSHOTS = 4
 WAITING_PICTURES = 64
 _PICTURE_THREADS = 8
-_MOMENT_SECONDS = 0.002
 
 T = TypeVar("T")
 
 
 class Turns:
     """A thread pool with a bounded queue, which refuses further jobs.
-
-    A thread that wakes up runs all waiting jobs and wakes the event loop once, since waking costs
-    as much as a small search. Jobs that still wait after 2 ms get the next thread.
 
     Args:
         what: the kind of jobs, for error messages, such as "searches".
@@ -52,19 +46,21 @@ class Turns:
     ) -> None:
         self._what, self._at_once, self._room = what, at_once, at_once + waiting
         self._threads = ThreadPoolExecutor(at_once, what, prepare)
-        self._queue = deque[tuple[asyncio.Future[Any], Callable[[], Any]]]()
-        self._done = deque[tuple[asyncio.Future[Any], Any, BaseException | None]]()
-        self._pending = self.busy = 0
-        self._timer: asyncio.TimerHandle | None = None
+        self._jobs = set[Future[Any]]()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job runs or waits."""
+        return bool(self._jobs)
 
     @property
     def waiting(self) -> int:
         """Number of jobs that wait for a thread."""
-        return max(0, self._pending - self._at_once)
+        return max(0, len(self._jobs) - self._at_once)
 
     def require_room(self) -> None:
         """Raise a RequestError 503 if the queue is full."""
-        if self._pending >= self._room:
+        if len(self._jobs) >= self._room:
             raise busy(f"too many {self._what} are waiting")
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -73,7 +69,7 @@ class Turns:
         A job that has begun runs to its end, even if its caller is cancelled.
         """
         self.require_room()
-        queued, trail, loop = perf_counter(), TRAIL.get() or Trail(), asyncio.get_running_loop()
+        queued, trail = perf_counter(), TRAIL.get() or Trail()
 
         def begin() -> T:
             if trail.has_left():
@@ -81,60 +77,13 @@ class Turns:
             trail.note("wait", perf_counter() - queued)
             return work()
 
-        job = loop.create_future(), partial(contextvars.copy_context().run, begin)
-        self._pending += 1
-        self._queue.append(job)
-        if self._timer is None:  # a delay of 0 still collects the requests that came together
-            self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
-        try:
-            result: T = await job[0]
-            return result
-        except asyncio.CancelledError:
-            with suppress(ValueError):
-                self._queue.remove(job)
-                self._pending -= 1
-            raise
-
-    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Return finished jobs to their callers, and wake a thread if jobs wait."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        while self._done:
-            self._pending -= 1
-            future, result, error = self._done.popleft()
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-        waiting = len(self._queue)
-        if waiting and self.busy < self._at_once:
-            self.busy, waiting = self.busy + 1, waiting - 1
-            self._threads.submit(self._work, loop)
-        if waiting:
-            self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)
-
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run jobs until none waits. Runs in a thread."""
-        with suppress(IndexError):
-            while True:
-                future, work = self._queue.popleft()
-                try:
-                    self._done.append((future, work(), None))
-                except BaseException as error:
-                    self._done.append((future, None, error))
-        with suppress(RuntimeError):  # the server has ended
-            loop.call_soon_threadsafe(self._rest, loop)
-
-    def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.busy -= 1
-        self._tick(loop)
+        job = self._threads.submit(contextvars.copy_context().run, begin)
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.wrap_future(job)
 
     def close(self) -> None:
         """Drop the waiting jobs and end the threads."""
-        self._queue.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -172,9 +121,8 @@ class Workers:
                 return self.decoders.decode(kind, content, preprocessing)
         except Undecodable as error:
             report(error)
-            raise RequestError(
-                503, "The server decodes no images now. Its log says why.", "decode"
-            ) from None
+            sentence = "The server decodes no images now. Its log says why."
+            raise RequestError(503, sentence, "decode") from None
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
         """Convert an image to another kind of file; see `decode`."""
@@ -188,18 +136,15 @@ class Workers:
         async def decoded(number: int, image: bytes) -> Decoded:
             async with turn:
                 try:
-                    pixels: Decoded = await self.images.run(
-                        lambda: self.decode("pixels", image, bundle)
-                    )
+                    decode = partial(self.decode, "pixels", image, bundle)
+                    pixels: Decoded = await self.images.run(decode)
                 except DataError as error:
-                    raise (
-                        error if len(images) == 1 else DataError(f"image {number}: {error}")
-                    ) from None
+                    if len(images) == 1:
+                        raise
+                    raise DataError(f"image {number}: {error}") from None
                 return pixels
 
-        tasks = [
-            asyncio.create_task(decoded(number, image)) for number, image in enumerate(images, 1)
-        ]
+        tasks = [asyncio.create_task(decoded(*numbered)) for numbered in enumerate(images, 1)]
         try:
             return [await task for task in tasks]
         finally:
@@ -209,7 +154,7 @@ class Workers:
     @property
     def idle(self) -> bool:
         """Whether no thread runs a job on an index."""
-        return all(turns.busy == 0 for turns in self._pools[1:])
+        return not any(turns.busy for turns in self._pools[1:])
 
     def close(self) -> None:
         """Drop waiting jobs, and end the threads and the decoding processes."""
