@@ -31,11 +31,10 @@ from retrieval.run.build import build_backbone, build_dataset, build_sampler, co
 from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
 from retrieval.serving.images import decode
-from retrieval.training.batch import Losses
 from retrieval.training.comparison import space
 from retrieval.training.learn import NOTHING, fit, nothing_to_train, random_frozen
 from retrieval.training.process import make_accelerator
-from retrieval.training.step import Step
+from retrieval.training.step import Losses, Step
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:

@@ -40,13 +40,13 @@ class Shares:
 
         The state records the names of the files.
         """
-        devices = self.step.devices
+        accelerator = self.step.accelerator
         names = [
-            f"shard-{progress.phase}-{progress.total}-{rank}of{devices.world}.safetensors"
-            for rank in range(devices.world)
+            f"shard-{progress.phase}-{progress.total}-{rank}of{accelerator.num_processes}.safetensors"
+            for rank in range(accelerator.num_processes)
         ]
         rows = {place: entry.pop(key) for place, entry, key in self._places(state)}
-        checkpoint.save(self.folder / names[devices.rank], {"rows": rows})
+        checkpoint.save(self.folder / names[accelerator.process_index], {"rows": rows})
         state["shards"] = {
             "files": names,
             "rows": {name: shard.whole for name, shard in self.shards.items()},
