@@ -9,7 +9,7 @@ generator's objective passes through the metric without changing it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +45,7 @@ from retrieval.training.optim import (
     build_optimizers,
     names_of,
     parts_of,
-    prepared,
     schedules_of,
-    set_modes,
 )
 from retrieval.training.synthetic import Made, Metrics, choose_triplets, classmates_of, extend, mine
 
@@ -186,11 +184,12 @@ class Step:
                     " loss that compares items with classes, such as pml.arc_face, or remove mix."
                 ]
             )
-        optimizers = build_optimizers(recipe, phase, groups, frozen)
-        self.schedules = schedules_of(recipe, phase, optimizers, steps)
-        self.optimizers: Mapping[str, Any] = (
-            optimizers if tried else prepared(optimizers, accelerator)
-        )
+        self.optimizers = build_optimizers(recipe, phase, groups, frozen)
+        self.schedules = schedules_of(recipe, phase, self.optimizers, steps)
+        if "metric" in self.optimizers and not tried:
+            with optimizing():
+                prepared = accelerator.prepare_optimizer(self.optimizers["metric"])
+            self.optimizers["metric"] = prepared
 
     def _the(self, part: str) -> str:
         """Return a part's name for the beginning of a sentence."""
@@ -510,7 +509,20 @@ class Step:
 
     def set_modes(self) -> None:
         """Put the parts that train into training mode, the others into evaluation mode."""
-        set_modes(self.model, self.objective, self.trains)
+        model, objective, trains = self.model, self.objective, self.trains
+        model.train()
+        model.backbone.train("backbone" in trains)
+        model.head.train("head" in trains)
+        objective.train()
+        # last, because head, loss and miner may contain the combiner or one of its layers
+        if model.combiner is not None:
+            model.combiner.train("combiner" in trains)
+        if objective.generator is not None:
+            objective.generator.train("generator" in trains)
+        for module in (*model.backbone.modules(), *model.head.modules()):
+            parameters = [*module.parameters()]
+            if parameters and not any(p.requires_grad for p in parameters):
+                module.eval()  # its batch statistics are kept as its weights are
 
     def end_epoch(self, monitored: float | None) -> None:
         """Step the schedules that change once an epoch, some by the monitored metric."""

@@ -616,7 +616,8 @@ def train(
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
-            run.splits.notes.extend(look_ahead(run, accelerator).warnings)
+            _, warnings = look_ahead(run, accelerator)
+            run.splits.notes.extend(warnings)
         trainer = Trainer(run, accelerator, report, stands.progress if stands else None)
 
         def begin() -> None:
