@@ -83,27 +83,18 @@ def take_weights(model: Model, recipe: Recipe) -> None:
 
 def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     """Return one sentence for each weight of a part that is missing or has another shape."""
-    our_shapes = {
-        name: tuple(value.shape) for name, value in ours.items() if name.startswith(f"{part}.")
-    }
-    their_shapes = {
-        name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")
-    }
-    problems = [
-        f"that run has no {name} {shape}."
-        for name, shape in our_shapes.items()
-        if name not in their_shapes
-    ]
-    problems += [
-        f"that run has {name} {shape}, and this model does not."
-        for name, shape in their_shapes.items()
-        if name not in our_shapes
-    ]
-    return problems + [
-        f"{name} is {their_shapes[name]} in that run, and {shape} here."
-        for name, shape in our_shapes.items()
-        if name in their_shapes and their_shapes[name] != shape
-    ]
+    problems = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if not name.startswith(f"{part}."):
+            continue
+        here, there = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
+        if here is None:
+            problems.append(f"that run has {name} {there}, and this model does not.")
+        elif there is None:
+            problems.append(f"that run has no {name} {here}.")
+        elif here != there:
+            problems.append(f"{name} is {there} in that run, and {here} here.")
+    return problems
 
 
 def build_learner(recipe: Recipe, features: int) -> Learner:

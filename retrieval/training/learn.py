@@ -14,6 +14,7 @@ from torch import nn
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError
+from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
@@ -21,7 +22,6 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, drawn_at_random
-from retrieval.run.folder import write_json
 from retrieval.run.open import Run, begin_folder
 from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
 from retrieval.training.optim import parts_of
@@ -88,7 +88,7 @@ def fit_learner(
             **{f"validation_{k}": v for k, v in metrics.items()},
         }
     )
-    write_json(path / "summary.json", {"validation": metrics, "seconds": seconds})
+    write_json(path / "summary.json", {"validation": metrics, "seconds": seconds}, DataError)
     shown = "".join(
         f", validation {k} {v:.4f}" for k, v in metrics.items() if k in ("map_at_r", "recall_at_1")
     )
@@ -163,7 +163,7 @@ def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, r
         begin_folder(run, report, replace=replace)
     run.plugins.notify("retrieval_run_start", run=run)
     checkpoint.save(run.best, {"model": run.model.state_dict(), "metrics": {}})
-    write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0})
+    write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0}, DataError)
     run.model.eval()
     run.plugins.notify("retrieval_run_end", run=run, metrics={})
     for warning in random_frozen(run.recipe, run.dataset):

@@ -166,11 +166,6 @@ def signals(handle: Callable[..., None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def interrupt(number: int, frame: Any) -> None:
-    """Raise KeyboardInterrupt; a handler for `signals`."""
-    raise KeyboardInterrupt
-
-
 def forget_after(log: Path, step: int) -> None:
     """Drop a log's records of steps after `step`, because they will be repeated."""
     if not log.is_file():

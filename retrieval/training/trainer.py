@@ -25,6 +25,7 @@ from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
+from retrieval.host.files import write_json
 from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import combiner_warnings
@@ -40,7 +41,6 @@ from retrieval.run.folder import (
     is_complete,
     record_changes,
     refuse_taken,
-    write_json,
 )
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
@@ -62,7 +62,7 @@ from retrieval.training.process import (
     together,
     validate,
 )
-from retrieval.training.state import fitting, restore, save
+from retrieval.training.state import restore, save
 from retrieval.training.step import Losses, Step, refuse
 
 NO_TRIPLETS = (
@@ -116,7 +116,7 @@ class Trainer:
         if chunk and chunk < share and trains_batch_norm(run.model, self.recipe):
             self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
-        self.tally = Tally(lambda: self.progress, every, self._stopped)
+        self.tally = Tally(self.progress, every, self._stopped)
         self._enter_phase()
 
     # --- phases
@@ -428,7 +428,7 @@ class Trainer:
                 classes = len(np.unique(splits.labels[splits.validation]))
                 for line in self.monitor.verdict(progress, self._compares_frozen(), classes):
                     self.report(line)
-            write_json(self.run.path / "summary.json", summary)
+            write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
         self.run.model.backbone._compiled_call_impl = None  # its weights are kept
@@ -488,10 +488,7 @@ class Trainer:
         Raises:
             DataError: the checkpoint belongs to another recipe or plugin.
         """
-        with fitting(standing.file):
-            restore(standing, self.run, self.step, self.average, self.accelerator.scaler)
-            self._files = list(standing.state.get("shards", {}).get("files", []))
-        checkpoint.restore_random_state(standing.state["random"])
+        self._files = restore(standing, self.run, self.step, self.average)
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)
 
@@ -518,7 +515,7 @@ class Tally:
     """
 
     def __init__(
-        self, progress: Callable[[], Position], every: int, stopped: Callable[[int, str], DataError]
+        self, progress: Position, every: int, stopped: Callable[[int, str], DataError]
     ) -> None:
         self._progress, self._every, self._stopped = progress, every, stopped
         self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
@@ -535,7 +532,7 @@ class Tally:
             for value in (*(number for number, _ in losses.watched), *metrics.values())
         ]
         sentences = [sentence for _, sentence in losses.watched]
-        self._kept.append((self._progress().total + 1, sentences, list(metrics), numbers))
+        self._kept.append((self._progress.total + 1, sentences, list(metrics), numbers))
         if len(self._kept) >= self._every:
             self.read()
 
@@ -551,7 +548,7 @@ class Tally:
             return
         device = max((n.device for *_, of in kept for n in of), key=lambda device: device.type)
         values = iter(torch.stack([n.to(device) for *_, of in kept for n in of]).tolist())
-        sums, counts = self._progress().sums, self._progress().counts
+        sums, counts = self._progress.sums, self._progress.counts
         for step, sentences, names, _ in kept:
             watched = [next(values) for _ in sentences]
             for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,7 +22,7 @@ from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.search import Search, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
 from retrieval.training.comparison.written import Latex, differences, metric_table, write
-from retrieval.training.process import interrupt, signals
+from retrieval.training.process import signals
 from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
@@ -143,7 +144,7 @@ def compare(
         jobs = Jobs(base, titles, folder, planned, tuple(track))
         worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
         try:
-            with signals(interrupt):
+            with signals(signal.default_int_handler):
                 rows, *contestants = worker.all(
                     [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
                 )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from retrieval.errors import DataError, MissingDependency
 from retrieval.host.files import write_json
@@ -199,8 +200,6 @@ def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
             Kρ / (1 + (K − 1) ρ) (Spearman & Brown, 1910) is at least one half. `None` for fewer
             than three trials or two folds.
     """
-    from scipy import stats
-
     table = np.array([trial.folds for trial in trials if trial.score is not None], np.float64)
     if len(table) < 3 or table.shape[1] < 2:
         return None
