@@ -57,7 +57,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
         file = next((file for file in files if file.is_file()), files[0])
     if not file.is_file():
-        raise RecipeError([f"[train] start_from: {source} is not a run with a checkpoint."])
+        raise RecipeError(f"[train] start_from: {source} is not a run with a checkpoint.")
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"

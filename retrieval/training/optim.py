@@ -84,7 +84,7 @@ def build_optimizers(
             optimizers[side] = factory(listed, lr=rate, **section.options)
     if not optimizers:
         raise RecipeError(
-            [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
+            f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."
         )
     return optimizers
 
@@ -101,10 +101,8 @@ def schedules_of(
     warmup = section.warmup_steps(phase.epochs, steps)
     if warmup > whole:
         raise RecipeError(
-            [
-                f"[schedule] warmup: {section.warmup} are {warmup:,} steps, and the phase"
-                f" '{phase.name}' has {whole:,}. Take a share, such as 0.1."
-            ]
+            f"[schedule] warmup: {section.warmup} are {warmup:,} steps, and the phase"
+            f" '{phase.name}' has {whole:,}. Take a share, such as 0.1."
         )
     larger = Monitor(recipe).larger
     return {

@@ -178,11 +178,9 @@ class Step:
         self.rows = self._rows()
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
             raise RecipeError(
-                [
-                    f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
-                    " compares items with one another, so an item cannot have two classes. Use a"
-                    " loss that compares items with classes, such as pml.arc_face, or remove mix."
-                ]
+                f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
+                " compares items with one another, so an item cannot have two classes. Use a"
+                " loss that compares items with classes, such as pml.arc_face, or remove mix."
             )
         self.optimizers = build_optimizers(recipe, phase, groups, frozen)
         self.schedules = schedules_of(recipe, phase, self.optimizers, steps)
@@ -202,17 +200,13 @@ class Step:
         rows = rows_of(self.objective.loss, self.objective.miner is not None)
         if self.divided and rows != "classes":
             raise RecipeError(
-                [
-                    "[loss]: one of its parts divides its weights over processes. Only the recipe's"
-                    " loss itself can do that."
-                ]
+                "[loss]: one of its parts divides its weights over processes. Only the recipe's"
+                " loss itself can do that."
             )
         if self.divided and self.accelerator.scaler is not None:
             raise RecipeError(
-                [
-                    f'[train] precision: "fp16" does not work with the {self.who["loss"]} on'
-                    ' several processes. Use "bf16".'
-                ]
+                f'[train] precision: "fp16" does not work with the {self.who["loss"]} on'
+                ' several processes. Use "bf16".'
             )
         return rows
 
