@@ -92,8 +92,10 @@ class Parallel(Worker):
             metrics, sentence, code = future.result()
         except Exception as error:
             raise self._error(error) from None
+        if code == Interrupted.exit_code:
+            raise Interrupted(sentence)
         if sentence:
-            raise (Interrupted if code == Interrupted.exit_code else DataError)(sentence)
+            raise DataError(sentence)
         return metrics
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
