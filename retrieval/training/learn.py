@@ -25,16 +25,17 @@ from retrieval.run.build import build_backbone, build_dataset, drawn_at_random
 from retrieval.run.open import Run, begin_folder
 from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
 from retrieval.training.optim import parts_of
-from retrieval.training.process import make_accelerator, validate
+from retrieval.training.process import validate
 
 
 def fit_learner(
     path: Path,
     recipe: Recipe,
+    device: torch.device,
+    report: Callable[[str], None],
     *,
-    report: Callable[[str], None] = lambda line: None,
-    resume: bool = False,
-    replace: bool = False,
+    replace: bool,
+    resume: bool,
 ) -> Run:
     """Fit a recipe's learner on the backbone's features and write the run.
 
@@ -42,14 +43,12 @@ def fit_learner(
         DataError: the learner refuses the features.
     """
     assert recipe.learner is not None
-    checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = Model(build_backbone(recipe, dataset), nn.Identity())
     take_weights(model, recipe)
     for warning in random_frozen(recipe, dataset):
         report(f"warning: {warning}")
-    device = make_accelerator(recipe).device
     features = backbone_features(model, dataset, device, recipe.evaluate.batch)
     learner = build_learner(recipe, model.backbone.features)
     assert features.arrays is not None

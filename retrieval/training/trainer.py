@@ -49,7 +49,7 @@ from retrieval.serving.progress import Meter
 from retrieval.training.check import look_ahead
 from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
-from retrieval.training.learn import nothing_to_train, write_untrained
+from retrieval.training.learn import fit_learner, nothing_to_train, write_untrained
 from retrieval.training.monitor import Monitor
 from retrieval.training.optim import Average
 from retrieval.training.process import (
@@ -606,9 +606,8 @@ def train(
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:
-            from retrieval.training.learn import fit_learner
-
-            return fit_learner(path, recipe, report=report, resume=resume, replace=replace)
+            device = accelerator.device
+            return fit_learner(path, recipe, device, report, replace=replace, resume=resume)
         run = build_run(path, recipe, stands)
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
