@@ -87,13 +87,13 @@ def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> l
     for name in dict.fromkeys([*ours, *theirs]):
         if not name.startswith(f"{part}."):
             continue
-        here, there = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
-        if here is None:
-            problems.append(f"that run has {name} {there}, and this model does not.")
-        elif there is None:
-            problems.append(f"that run has no {name} {here}.")
-        elif here != there:
-            problems.append(f"{name} is {there} in that run, and {here} here.")
+        shape, their_shape = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
+        if shape is None:
+            problems.append(f"that run has {name} {their_shape}, and this model does not.")
+        elif their_shape is None:
+            problems.append(f"that run has no {name} {shape}.")
+        elif shape != their_shape:
+            problems.append(f"{name} is {their_shape} in that run, and {shape} here.")
     return problems
 
 
