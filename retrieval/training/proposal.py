@@ -333,10 +333,10 @@ def _split(facts: Facts) -> str:
     if facts.divided:
         return '[split]\nby = "given"             # the folders train, validation, test\n'
     if facts.classes < _MANY_CLASSES:
-        few = f"{facts.classes} classes are too few to hold some out"
+        reason = f"{facts.classes} classes are too few to hold some out"
         return f"""\
 [split]
-by = "item"              # {few}; "class" tests unseen classes
+by = "item"              # {reason}; "class" tests unseen classes
 test = 0.3
 """
     validation = "class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item"
