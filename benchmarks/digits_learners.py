@@ -21,7 +21,7 @@ import torch
 from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.recipe.read import read_recipe
 from retrieval.run.open import Run
-from retrieval.training.learn import fit_learner
+from retrieval.training.trainer import train
 
 from bench import WORK, arguments
 
@@ -67,7 +67,7 @@ def fitted(folder: Path, name: str, given: dict[str, Any], seed: int) -> Path:
             + "}"
         )
         made = read_recipe(RECIPE, [f"learner={table}", f"split.seed={seed}"])
-        fit_learner(folder, made, report=print, resume=folder.is_dir())
+        train(folder, made, report=print, resume=folder.is_dir())
     return folder
 
 

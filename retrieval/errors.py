@@ -28,12 +28,13 @@ class RecipeError(RetrievalError):
     """A recipe is invalid; the error holds all problems, not only the first.
 
     Args:
-        problems: one sentence per problem.
+        problems: one sentence per problem; a text is a single problem.
         where: path of the recipe if it came from a file.
     """
 
-    def __init__(self, problems: Iterable[str], where: str | None = None) -> None:
-        self.problems, self.where = tuple(problems), where
+    def __init__(self, problems: str | Iterable[str], where: str | None = None) -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.where = where
         head = (
             f"{where or 'The recipe'} has {len(self.problems)}"
             f" problem{'s' if len(self.problems) > 1 else ''}:"

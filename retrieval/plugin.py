@@ -49,13 +49,13 @@ if TYPE_CHECKING:
         Distance,
         Pairs,
         Reducer,
+        as_given,
         listed_pairs,
         nothing,
         pair_views,
     )
     from retrieval.model.metric_learner import MetricLearner
-    from retrieval.model.model import Normalize
-    from retrieval.model.precision import as_given, full_precision
+    from retrieval.model.model import Normalize, full_precision
     from retrieval.model.rows import Rows, Sums, first_row, summed
     from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
     from retrieval.serving.files.strict_json import strict_loads
@@ -182,13 +182,13 @@ if not TYPE_CHECKING:
                 "Distance",
                 "Pairs",
                 "Reducer",
+                "as_given",
                 "listed_pairs",
                 "nothing",
                 "pair_views",
             ],
             "retrieval.model.metric_learner": ["MetricLearner"],
-            "retrieval.model.model": ["Normalize"],
-            "retrieval.model.precision": ["as_given", "full_precision"],
+            "retrieval.model.model": ["Normalize", "full_precision"],
             "retrieval.model.rows": ["Rows", "Sums", "first_row", "summed"],
             "retrieval.serving.files.csv_table": ["CsvTable", "is_missing_text", "typed"],
             "retrieval.serving.files.strict_json": ["strict_loads"],

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -106,7 +107,7 @@ class Changes:
     table: Augmentation
     transforms: tuple[Transform, ...] = ()
 
-    @property
+    @cached_property
     def active(self) -> bool:
         """True if the recipe changes images at all."""
         return self.table.active

@@ -16,10 +16,10 @@ from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import Evaluation, grid
 from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import Measured, Protocol
+from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
 from retrieval.model.products import CheckedMetric
-from retrieval.run.folder import write_json
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.merging import merged, spans_of
@@ -234,7 +234,7 @@ def evaluate(
         {row: measured.spread for row, measured in rows.items() if measured.spread},
         {row: measured.first.groups for row, measured in rows.items() if measured.first.groups},
     )
-    write_json(run.path / f"evaluation-{side}.json", results.as_dict())
+    write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results
 
 

@@ -28,10 +28,9 @@ from retrieval.evaluation.verification import (
     make_folds,
     verification,
 )
-from retrieval.host.files import whole_file
+from retrieval.host.files import whole_file, write_json
 from retrieval.model.model import Model
 from retrieval.run.build import build_model
-from retrieval.run.folder import write_json
 from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
@@ -400,7 +399,7 @@ def write(
             f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make"
             " it writable."
         ) from error
-    write_json(run.path / f"verification-{side}.json", results)
+    write_json(run.path / f"verification-{side}.json", results, DataError)
 
 
 def _csv(header: tuple[str, ...], rows: Any) -> str:

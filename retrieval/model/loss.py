@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import DataError
 from retrieval.host.factory import Part
-from retrieval.model.precision import as_given, full_precision
+from retrieval.model.model import full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
 """Type of a loss's parameter `distance`, as in `distance: Distance = None`: a recipe names one."""
@@ -84,6 +84,14 @@ class CheckedLoss(BaseMetricLossFunction):
                 raise ValueError(
                     f"labels go from {low} to {high}, and there are {count} classes, from 0"
                 )
+
+
+def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
+    """Return a loss in the embeddings' type, or unchanged under autocast, like torch's own losses.
+
+    A gradient scaler multiplies the loss by 65,536, which overflows float16.
+    """
+    return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)
 
 
 def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from retrieval.model.contracts import Backbone, Combiner
-from retrieval.model.precision import full_precision
 from retrieval.serving.images import Preprocessing
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """Return half-precision tensors as float32, and others unchanged."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class Normalize(nn.Module):

@@ -61,7 +61,7 @@ def adapt(model: Model, lora: Lora) -> None:
     try:
         peft.inject_adapter_in_model(configuration, model.backbone)
     except (ValueError, RuntimeError) as error:
-        raise RecipeError([f"[lora] modules: PEFT refuses the backbone: {error}."]) from error
+        raise RecipeError(f"[lora] modules: PEFT refuses the backbone: {error}.") from error
 
 
 def merge(model: Model) -> None:

@@ -84,10 +84,8 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
         width = int(first.shape[-1])  # type: ignore[union-attr]
     elif recipe.loaded.find("backbones", recipe.backbone.name).takes("features"):
         raise RecipeError(
-            [
-                f"[backbone] {recipe.backbone.name} takes vectors, but [data] {recipe.data.name}"
-                " returns images."
-            ]
+            f"[backbone] {recipe.backbone.name} takes vectors, but [data] {recipe.data.name}"
+            " returns images."
         )
     backbone_object = recipe.build("backbone", features=width)
     if is_object(recipe.backbone.name):
@@ -95,10 +93,8 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
     backbone = check_backbone(backbone_object, recipe.backbone.name)
     if dataset.kind == "features" and backbone.preprocessing is not None:
         raise RecipeError(
-            [
-                f"[backbone] {recipe.backbone.name} takes images, but [data] {recipe.data.name}"
-                " returns vectors. Use core.features."
-            ]
+            f"[backbone] {recipe.backbone.name} takes images, but [data] {recipe.data.name}"
+            " returns vectors. Use core.features."
         )
     return backbone
 

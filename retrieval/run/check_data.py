@@ -417,7 +417,7 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     dataset = build_dataset(recipe)
     preprocessing = build_backbone(recipe, dataset).preprocessing
     if preprocessing is None:
-        raise RecipeError(["[data]: its items are vectors, of which there is nothing to show."])
+        raise RecipeError("[data]: its items are vectors, of which there is nothing to show.")
     splits = make_splits(dataset, recipe.split)
     raw = RawInputs(dataset, preprocessing, budget=0)
     drawn = TrainBatches(

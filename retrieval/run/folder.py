@@ -28,8 +28,7 @@ from retrieval.data.cache import dataset_identity
 from retrieval.data.objects import as_dataset
 from retrieval.errors import DataError
 from retrieval.host.factory import COMPONENTS
-from retrieval.host.files import whole_folder, write_text
-from retrieval.host.files import write_json as write_whole
+from retrieval.host.files import whole_folder, write_json, write_text
 from retrieval.host.importing import FilePlugin, is_file_plugin
 from retrieval.host.plugins import Plugins
 from retrieval.host.python_parts import WORDS, described, is_object
@@ -134,7 +133,7 @@ def create_folder(
                 if isinstance(content, bytes):
                     (temporary / name).write_bytes(content)
                 else:
-                    write_json(temporary / name, content)
+                    write_json(temporary / name, content, DataError)
     except OSError as error:
         raise _refused(path, error) from error
     return kept
@@ -188,7 +187,7 @@ def record_changes(
     except ValueError as error:
         raise DataError(f"{path / 'run.json'} is damaged: {error}.") from error
     described.setdefault("changes", []).append({"step": step, "what": list(changed)})
-    write_json(path / "run.json", described)
+    write_json(path / "run.json", described, DataError)
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
@@ -228,15 +227,6 @@ def _takes_path(annotation: Any) -> bool:
     if inner and get_origin(annotation) in (Union, types.UnionType):
         return str not in inner and any(_takes_path(option) for option in inner)
     return inspect.isclass(annotation) and issubclass(annotation, PurePath)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically.
-
-    Raises:
-        DataError: the disk is full or the folder cannot be written.
-    """
-    write_whole(path, value, DataError)
 
 
 def _refused(path: Path, error: OSError) -> DataError:

@@ -57,7 +57,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
         file = next((file for file in files if file.is_file()), files[0])
     if not file.is_file():
-        raise RecipeError([f"[train] start_from: {source} is not a run with a checkpoint."])
+        raise RecipeError(f"[train] start_from: {source} is not a run with a checkpoint.")
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
@@ -83,27 +83,18 @@ def take_weights(model: Model, recipe: Recipe) -> None:
 
 def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     """Return one sentence for each weight of a part that is missing or has another shape."""
-    our_shapes = {
-        name: tuple(value.shape) for name, value in ours.items() if name.startswith(f"{part}.")
-    }
-    their_shapes = {
-        name: tuple(value.shape) for name, value in theirs.items() if name.startswith(f"{part}.")
-    }
-    problems = [
-        f"that run has no {name} {shape}."
-        for name, shape in our_shapes.items()
-        if name not in their_shapes
-    ]
-    problems += [
-        f"that run has {name} {shape}, and this model does not."
-        for name, shape in their_shapes.items()
-        if name not in our_shapes
-    ]
-    return problems + [
-        f"{name} is {their_shapes[name]} in that run, and {shape} here."
-        for name, shape in our_shapes.items()
-        if name in their_shapes and their_shapes[name] != shape
-    ]
+    problems = []
+    for name in dict.fromkeys([*ours, *theirs]):
+        if not name.startswith(f"{part}."):
+            continue
+        shape, their_shape = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
+        if shape is None:
+            problems.append(f"that run has {name} {their_shape}, and this model does not.")
+        elif their_shape is None:
+            problems.append(f"that run has no {name} {shape}.")
+        elif shape != their_shape:
+            problems.append(f"{name} is {their_shape} in that run, and {shape} here.")
+    return problems
 
 
 def build_learner(recipe: Recipe, features: int) -> Learner:

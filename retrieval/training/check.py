@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +31,10 @@ from retrieval.run.build import build_backbone, build_dataset, build_sampler, co
 from retrieval.run.open import Run, build_run
 from retrieval.run.weights import build_learner
 from retrieval.serving.images import decode
-from retrieval.training.batch import Losses
 from retrieval.training.comparison import space
 from retrieval.training.learn import NOTHING, fit, nothing_to_train, random_frozen
 from retrieval.training.process import make_accelerator
-from retrieval.training.step import Step
+from retrieval.training.step import Losses, Step
 
 
 def run_one_batch(recipe: Recipe) -> list[str]:
@@ -62,10 +61,10 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     if nothing_to_train(run):
         open_some(run)
         return [*lines, f"{NOTHING} The recipe is fine."]
-    seen = look_ahead(run, accelerator)
-    lines += [*seen.lines, *(f"warning: {warning}" for warning in seen.warnings)]
-    batches = len(_batches(run, recipe.sampler))
-    verdict = "The recipe runs; read the warnings." if seen.warnings else "The recipe is fine."
+    tried, warnings = look_ahead(run, accelerator)
+    lines += [*tried, *(f"warning: {warning}" for warning in warnings)]
+    batches = len(batches_of(run, recipe.sampler))
+    verdict = "The recipe runs; read the warnings." if warnings else "The recipe is fine."
     return [
         *lines,
         f"{batches} batches per epoch, {sum(p.epochs for p in recipe.phases)} epochs. {verdict}",
@@ -145,21 +144,12 @@ FILES = 64
 """Number of files to open."""
 
 
-@dataclass
-class Seen:
-    """The findings of `look_ahead`.
-
-    Attributes:
-        lines: one line per phase, with the losses and metrics of the batch.
-        warnings: one sentence for each setting that is probably a mistake.
-    """
-
-    lines: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-
-def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
+def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]]:
     """Try a recipe's batches in each phase, on copies of the model and the objective.
+
+    Returns:
+        One line per phase, with the losses and metrics of the batch; and one sentence for each
+            setting that is probably a mistake.
 
     Raises:
         DataError: a file cannot be read, a loss is not finite, or a batch does not fit into memory.
@@ -168,28 +158,21 @@ def look_ahead(run: Run, accelerator: Accelerator) -> Seen:
     """
     assert run.objective is not None
     open_some(run)
-    seen = Seen()
-    random = checkpoint.random_state()
+    lines, random = [], checkpoint.random_state()
     try:
-        _warn_of_sampler(run, seen)
-        seen.warnings.extend(random_frozen(run.recipe, run.dataset))
+        warnings = [*_sampler_warnings(run), *random_frozen(run.recipe, run.dataset)]
         model, objective = copy.deepcopy((run.model, run.objective))
         objective.to(accelerator.device)
-        batches = _batches(run, smaller(run.recipe))
+        model.to(accelerator.device)
+        batches = batches_of(run, smaller(run.recipe))
         for phase in run.recipe.phases:
-            step = Step(
-                model.to(accelerator.device),
-                objective,
-                run.recipe,
-                phase,
-                len(batches),
-                accelerator,
-                tried=True,
-            )
-            _try(step, phase, batches, seen)
+            step = Step(model, objective, run.recipe, phase, len(batches), accelerator, tried=True)
+            line, more = _try(step, phase, batches)
+            lines.append(line)
+            warnings += more
     finally:
         checkpoint.restore_random_state(random)
-    return seen
+    return lines, warnings
 
 
 def open_some(run: Run) -> None:
@@ -221,26 +204,27 @@ def open_some(run: Run) -> None:
         )
 
 
-def _warn_of_sampler(run: Run, seen: Seen) -> None:
+def _sampler_warnings(run: Run) -> Iterator[str]:
     """Warn of batches larger than the training data, and of batches without positive pairs."""
-    recipe, loss = run.recipe, run.recipe.loss
+    recipe, sampler, loss = run.recipe, run.recipe.sampler, run.recipe.loss
     assert loss is not None
-    items, drawn = len(run.splits.train), recipe.batch_size // recipe.augmentation.views
+    views = recipe.augmentation.views
+    items, drawn = len(run.splits.train), recipe.batch_size // views
     if drawn > items:
-        seen.warnings.append(
-            f"[sampler]: a batch takes {recipe.sampler.classes} classes ×"
-            f" {recipe.sampler.items} items = {drawn:,}, and only {items:,} items train,"
-            " so it holds most of them several times. Set items lower."
+        yield (
+            f"[sampler]: a batch takes {sampler.classes} classes × {sampler.items} items ="
+            f" {drawn:,}, and only {items:,} items train, so it holds most of them several times."
+            " Set items lower."
         )
     pairs = run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
-    if recipe.sampler.items * recipe.augmentation.views == 1 and pairs:
-        seen.warnings.append(
+    if sampler.items * views == 1 and pairs:
+        yield (
             f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one"
             " of each, so no such pair is found. Set items = 2 or more."
         )
 
 
-def _batches(run: Run, sampler: Sampler) -> TrainBatches:
+def batches_of(run: Run, sampler: Sampler) -> TrainBatches:
     """Return the recipe's batches, of a size that `sampler` says."""
     recipe = run.recipe
     return TrainBatches(
@@ -256,33 +240,36 @@ def _batches(run: Run, sampler: Sampler) -> TrainBatches:
     )
 
 
-def _try(step: Step, phase: Phase, batches: TrainBatches, seen: Seen) -> None:
-    """Try a phase's batches until one would change a weight."""
+def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str]]:
+    """Try a phase's batches until one would change a weight; return a line and the warnings."""
     step.set_modes()
-    device = step.accelerator.device
+    device, warnings = step.accelerator.device, []
     for number in range(min(AGAIN + 1, len(batches))):
         batch, labels = next(batches.epoch(0, start=number))
         losses = _losses(step, batch.to(device), labels.to(device))
-        if changes := _changes(step):
+        gradients = [p.grad for part in step.parts.values() for p in part if p.numel()]
+        if changes := any(g is not None and bool(g.abs().max() > 0) for g in gradients):
             break
     values = [
         f"{name} {float(value.detach()):.4f}"
         for name, value in (("loss", losses.metric), ("generator loss", losses.generator))
         if value is not None
     ]
-    values += [f"{name} {_short(float(value))}" for name, value in losses.metrics.items()]
+    for name, value in losses.metrics.items():
+        metric = float(value)
+        values.append(f"{name} {metric:.0f}" if metric.is_integer() else f"{name} {metric:.4g}")
     if losses.metrics.get("triplets") == 0:
-        seen.warnings.append(
+        warnings.append(
             f"in phase '{phase.name}' the batch has no triplet that the generator could change."
         )
-    seen.lines.append(f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(values)}")
     if not changes:
         mined = losses.metrics.get("mined")
         why = ": the miner found no pair" if mined is not None and int(mined) == 0 else ""
-        seen.warnings.append(
+        warnings.append(
             f"phase '{phase.name}': no weight would change in {number + 1} sampled"
             f" batch{'es' * (number > 0)}{why}. Check the loss, the miner and [sampler]."
         )
+    return f"one batch of {len(labels)}, phase '{phase.name}': {', '.join(values)}", warnings
 
 
 def smaller(recipe: Recipe) -> Sampler:
@@ -312,16 +299,3 @@ def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
         ) from error
     step.backward(losses)
     return losses
-
-
-def _changes(step: Step) -> bool:
-    return any(
-        p.grad is not None and bool(p.grad.abs().max() > 0)
-        for part in step.parts.values()
-        for p in part
-        if p.numel()
-    )
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value.is_integer() else f"{value:.4g}"

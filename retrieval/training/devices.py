@@ -1,12 +1,11 @@
 """Training one model in several processes: batch norm, gradients and the loss.
 
-Each process has a share of the batch's rows. A single process exchanges nothing.
+Each process has a share of the batch's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,11 +38,6 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
     return any(
         isinstance(m, _BatchNorm) for part in trained if part is not None for m in part.modules()
     )
-
-
-def whole_batch(synchronised: bool) -> AbstractContextManager[Any]:
-    """Return a context in which batch norm uses all processes' rows, if `synchronised`."""
-    return WholeBatch() if synchronised and distributed.is_initialized() else nullcontext()
 
 
 class WholeBatch(TorchFunctionMode):
@@ -153,20 +147,14 @@ class Devices:
 
     Args:
         accelerator: the `Accelerator` that made the process group.
-        sync_batch_norm: whether batch norm uses the rows of the whole batch.
 
     Attributes:
         world: number of processes.
         rank: number of this process, from 0.
     """
 
-    def __init__(self, accelerator: Any, sync_batch_norm: bool = False) -> None:
+    def __init__(self, accelerator: Any) -> None:
         self.world, self.rank = int(accelerator.num_processes), int(accelerator.process_index)
-        self._synchronised = sync_batch_norm and self.world > 1
-
-    def statistics(self) -> AbstractContextManager[Any]:
-        """Return the context for the model's forward pass over this process's rows."""
-        return whole_batch(self._synchronised)
 
     def share(self, x: Tensor) -> Tensor:
         """Return all processes' rows in order; gradients reach this process's own rows.
@@ -174,8 +162,6 @@ class Devices:
         Use it for an objective of the whole batch that every process computes. The gradient of this
         process's rows is multiplied by the number of processes.
         """
-        if self.world == 1:
-            return x
         rows = _gathered(x)
         if x.is_floating_point():
             rows[self.rank] = x.detach() + self.world * (x - x.detach())
@@ -186,14 +172,12 @@ class Devices:
 
         Use it if each process computes a part of the objective.
         """
-        if self.world == 1:
-            return x
         rows: Tensor = _Gather.apply(x)
         return rows
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum of all processes' `x`, detached."""
-        return x.detach().clone() if self.world == 1 else _summed(x)
+        return _summed(x)
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
         """Return `value` with the gradient of `part`, this process's share of it."""
@@ -206,7 +190,7 @@ class Devices:
 
         A missing gradient counts as zero if another process has one.
         """
-        if self.world == 1 or not parameters:
+        if not parameters:
             return
         for parameter in parameters:
             if id(parameter) in divided and parameter.grad is not None:

@@ -6,7 +6,7 @@ import csv
 import json
 import shutil
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,6 @@ _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
 _FEWEST_PHOTOS = 128
 _TIMED = 64
 """Number of photos that time the teacher."""
-"""Half the smallest number of photos, and number of photos that time the teacher."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
@@ -143,8 +142,14 @@ def distill(
     ids = np.unique(classes, return_inverse=True)[1].astype(np.int64)
     with whole_file(work / "teacher.npz", DataError) as path, path.open("wb") as file:
         np.savez(file, vectors=reduced[training], classes=ids[training])
-    with whole_file(work / "photos.csv", DataError) as path:
-        _write_table(path, files, classes, set(held_out.tolist()))
+    with (
+        whole_file(work / "photos.csv", DataError) as path,
+        path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as table,
+    ):
+        sides = np.full(len(files), "train")
+        sides[held_out] = "test"
+        rows = zip(map(str, files), classes, sides.tolist(), strict=True)
+        csv.writer(table).writerows([("path", "label", "split"), *rows])
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
     bundle = export(trained, goal, replace=replace, progress=progress)
     shown_files = [files[i] for i in held_out]
@@ -251,16 +256,6 @@ def _unit(vectors: NDArray[np.float32]) -> Embeddings:
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     unit: Embeddings = vectors / np.maximum(length, np.finfo(np.float32).tiny)
     return unit
-
-
-def _write_table(
-    path: Path, files: Sequence[Path], classes: Sequence[str], held_out: Container[int]
-) -> None:
-    with path.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(["path", "label", "split"])
-        for i, (photo, label) in enumerate(zip(files, classes, strict=True)):
-            rows.writerow([str(photo), label, "test" if i in held_out else "train"])
 
 
 def _recipe(

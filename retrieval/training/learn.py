@@ -14,6 +14,7 @@ from torch import nn
 from retrieval.data.features import backbone_features
 from retrieval.data.splits import make_splits
 from retrieval.errors import DataError, PluginError
+from retrieval.host.files import write_json
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset, Learner
 from retrieval.model.model import Model
@@ -21,20 +22,20 @@ from retrieval.model.products import model_parts
 from retrieval.recipe.read import Recipe
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, drawn_at_random
-from retrieval.run.folder import write_json
 from retrieval.run.open import Run, begin_folder
 from retrieval.run.weights import build_learner, fitted_state, load_learned, take_weights
 from retrieval.training.optim import parts_of
-from retrieval.training.process import make_accelerator, validate
+from retrieval.training.process import validate
 
 
 def fit_learner(
     path: Path,
     recipe: Recipe,
+    device: torch.device,
+    report: Callable[[str], None],
     *,
-    report: Callable[[str], None] = lambda line: None,
-    resume: bool = False,
-    replace: bool = False,
+    replace: bool,
+    resume: bool,
 ) -> Run:
     """Fit a recipe's learner on the backbone's features and write the run.
 
@@ -42,14 +43,12 @@ def fit_learner(
         DataError: the learner refuses the features.
     """
     assert recipe.learner is not None
-    checkpoint.seed_everything(recipe.seed)
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     model = Model(build_backbone(recipe, dataset), nn.Identity())
     take_weights(model, recipe)
     for warning in random_frozen(recipe, dataset):
         report(f"warning: {warning}")
-    device = make_accelerator(recipe).device
     features = backbone_features(model, dataset, device, recipe.evaluate.batch)
     learner = build_learner(recipe, model.backbone.features)
     assert features.arrays is not None
@@ -88,7 +87,7 @@ def fit_learner(
             **{f"validation_{k}": v for k, v in metrics.items()},
         }
     )
-    write_json(path / "summary.json", {"validation": metrics, "seconds": seconds})
+    write_json(path / "summary.json", {"validation": metrics, "seconds": seconds}, DataError)
     shown = "".join(
         f", validation {k} {v:.4f}" for k, v in metrics.items() if k in ("map_at_r", "recall_at_1")
     )
@@ -163,7 +162,7 @@ def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, r
         begin_folder(run, report, replace=replace)
     run.plugins.notify("retrieval_run_start", run=run)
     checkpoint.save(run.best, {"model": run.model.state_dict(), "metrics": {}})
-    write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0})
+    write_json(run.path / "summary.json", {"validation": {}, "epochs": 0, "steps": 0}, DataError)
     run.model.eval()
     run.plugins.notify("retrieval_run_end", run=run, metrics={})
     for warning in random_frozen(run.recipe, run.dataset):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from retrieval.model.model import Model
 from retrieval.recipe.optimizers import SHAPES
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
-from retrieval.recipe.tables import Optimizer, Phase, Schedule, Train
+from retrieval.recipe.tables import Phase, Schedule, Train
 from retrieval.run.build import Objective
 from retrieval.training.groups import Groups
 from retrieval.training.monitor import Monitor
@@ -53,78 +53,40 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
     return parameters_of
 
 
-def set_modes(model: Model, objective: Objective, trains: Collection[Trainable]) -> None:
-    """Put the parts that train into training mode, the others into evaluation mode."""
-    model.train()
-    model.backbone.train("backbone" in trains)
-    model.head.train("head" in trains)
-    objective.train()
-    # last, because head, loss and miner may contain the combiner or one of its layers
-    if model.combiner is not None:
-        model.combiner.train("combiner" in trains)
-    if objective.generator is not None:
-        objective.generator.train("generator" in trains)
-    for module in (*model.backbone.modules(), *model.head.modules()):
-        if not any(p.requires_grad for p in module.parameters()) and any(
-            True for _ in module.parameters()
-        ):
-            module.eval()  # its batch statistics are kept as its weights are
-
-
-def build_optimizer(
-    section: Optimizer,
-    groups: Groups,
-    parts: Collection[Trainable],
-    frozen: set[int],
-    lr: float | None = None,
-) -> TorchOptimizer | None:
-    """Return the optimiser of some parts, with rate `lr`; `None` if nothing of them trains."""
-    rate = lr or section.lr
-    listed = [group for part in parts for group in groups.of(section, part, rate, frozen)]
-    if not listed:
-        return None
-    optimizer: TorchOptimizer = getattr(torch.optim, section.name)(
-        listed, lr=rate, **section.options
-    )
-    return optimizer
-
-
 @optimizing()
 def build_optimizers(
     recipe: Recipe, phase: Phase, groups: Groups, frozen: set[int]
-) -> dict[str, TorchOptimizer]:
+) -> dict[str, Any]:
     """Return a phase's optimisers, "metric" and "generator", without those that train nothing.
 
     Raises:
         RecipeError: none of the phase's parts has parameters.
     """
     own = recipe.generator_optimizer
-    metric: list[Trainable] = [
-        part for part in groups.parts if part in phase.train and part != "generator"
-    ]
-    generator: list[Trainable] = ["generator"] if "generator" in phase.train else []
     # a phase's `lr` replaces that of [optimizer], which the generator uses unless it has its own
     # section
-    rate = phase.generator_lr or (phase.lr if own is None else None)
-    optimizers = {
-        "metric": build_optimizer(recipe.optimizer, groups, metric, frozen, phase.lr),
-        "generator": build_optimizer(own or recipe.optimizer, groups, generator, frozen, rate),
+    generator_lr = phase.generator_lr or (phase.lr if own is None else None)
+    sides = {
+        "metric": (recipe.optimizer, phase.lr),
+        "generator": (own or recipe.optimizer, generator_lr),
     }
-    built = {name: optimizer for name, optimizer in optimizers.items() if optimizer is not None}
-    if not built:
+    optimizers: dict[str, Any] = {}
+    for side, (section, lr) in sides.items():
+        rate = lr or section.lr
+        listed = [
+            group
+            for part in groups.parts
+            if part in phase.train and (part == "generator") == (side == "generator")
+            for group in groups.of(section, part, rate, frozen)
+        ]
+        if listed:
+            factory = getattr(torch.optim, section.name)
+            optimizers[side] = factory(listed, lr=rate, **section.options)
+    if not optimizers:
         raise RecipeError(
-            [f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."]
+            f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."
         )
-    return built
-
-
-@optimizing()
-def prepared(optimizers: Mapping[str, TorchOptimizer], accelerator: Any) -> dict[str, Any]:
-    """Return the optimisers, that of the metric side prepared by Accelerate."""
-    return {
-        name: accelerator.prepare_optimizer(optimizer) if name == "metric" else optimizer
-        for name, optimizer in optimizers.items()
-    }
+    return optimizers
 
 
 def schedules_of(
@@ -139,10 +101,8 @@ def schedules_of(
     warmup = section.warmup_steps(phase.epochs, steps)
     if warmup > whole:
         raise RecipeError(
-            [
-                f"[schedule] warmup: {section.warmup} are {warmup:,} steps, and the phase"
-                f" '{phase.name}' has {whole:,}. Take a share, such as 0.1."
-            ]
+            f"[schedule] warmup: {section.warmup} are {warmup:,} steps, and the phase"
+            f" '{phase.name}' has {whole:,}. Take a share, such as 0.1."
         )
     larger = Monitor(recipe).larger
     return {

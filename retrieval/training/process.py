@@ -87,22 +87,20 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     train = recipe.train
     if train.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(
-            ['[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".']
+            '[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".'
         )
     on_cpu = train.device == "cpu" or not torch.cuda.is_available()
     if train.precision == "fp16" and on_cpu:
         raise RecipeError(
-            ['[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.']
+            '[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.'
         )
     compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
         sys.platform, "g++"
     )
     if train.compile and on_cpu and shutil.which(compiler) is None:
         raise RecipeError(
-            [
-                f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
-                " not here. Install it, or remove compile."
-            ]
+            f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
+            " not here. Install it, or remove compile."
         )
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
@@ -164,11 +162,6 @@ def signals(handle: Callable[..., None]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def interrupt(number: int, frame: Any) -> None:
-    """Raise KeyboardInterrupt; a handler for `signals`."""
-    raise KeyboardInterrupt
 
 
 def forget_after(log: Path, step: int) -> None:

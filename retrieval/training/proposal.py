@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError
 from retrieval.host.files import write_text
 from retrieval.host.plugins import create
@@ -23,6 +22,7 @@ from retrieval.run.open import build_run
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import decode
 from retrieval.serving.progress import Progress, shown
+from retrieval.training.check import batches_of
 from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 
@@ -145,17 +145,17 @@ def propose(
         name: Proposed(
             folder / f"{name}.toml",
             summary,
-            expected_seconds(read_recipe(tomllib.loads("\n".join(lines)))),
+            expected_seconds(read_recipe(tomllib.loads(text))),
         )
-        for name, (summary, lines) in texts.items()
+        for name, (summary, text) in texts.items()
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder} cannot be created: {error.strerror or error}.") from error
     for name, recipe in proposed.items():
-        first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine."
-        write_text(recipe.path, "\n".join([first, *texts[name][1]]) + "\n", DataError)
+        first = f"# {recipe.summary}; about {duration(recipe.seconds)} on this machine.\n"
+        write_text(recipe.path, first + texts[name][1], DataError)
     return Proposal(facts, tuple(proposed.values()), pretrained)
 
 
@@ -172,10 +172,8 @@ def look(folder: Path) -> Facts:
         np.linspace(0, len(dataset.files) - 1, min(_SAMPLE, len(dataset.files))).astype(np.int64)
     )
     images = [decode(dataset.files[i]) for i in chosen.tolist()]
-    duplicates = None
-    if len(dataset.labels) <= _MOST_COMPARED:
-        findings = check_data(folder)
-        duplicates = findings.counts()["label_errors"]
+    compared = len(dataset.labels) <= _MOST_COMPARED
+    duplicates = check_data(folder).counts()["label_errors"] if compared else None
     return Facts(
         folder,
         len(dataset.labels),
@@ -188,8 +186,8 @@ def look(folder: Path) -> Facts:
     )
 
 
-def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, list[str]]]:
-    """Return each recipe's summary and its lines by name, the most promising first.
+def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
+    """Return each recipe's summary and its text by name, the most promising first.
 
     Args:
         facts: the facts about the photos.
@@ -199,162 +197,155 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, list[str]]]
     if weights:
         recipes["frozen"] = (
             "a frozen pretrained net and a head; the first thing to try",
-            _recipe("frozen", facts, _FROZEN, _MULTI_SIMILARITY, _HEAD_ONLY),
+            _recipe("frozen", facts, [_FROZEN, _MULTI_SIMILARITY, _HEAD_ONLY]),
         )
         recipes["finetune"] = (
             "the head first, then the whole pretrained net, carefully",
-            _recipe("finetune", facts, _FINE_TUNED, _MULTI_SIMILARITY, _PHASES),
+            _recipe("finetune", facts, [_AUGMENTED, _FINE_TUNED, _MULTI_SIMILARITY, _PHASES]),
         )
     if not weights or facts.items >= _FEW:
         recipes["scratch"] = (
             "a small net from scratch; the fastest to serve",
-            _recipe("scratch", facts, _small_net(facts), _MULTI_SIMILARITY, _FROM_SCRATCH),
+            _recipe(
+                "scratch", facts, [_AUGMENTED, _small_net(facts), _MULTI_SIMILARITY, _FROM_SCRATCH]
+            ),
         )
     return recipes
 
 
-_MULTI_SIMILARITY = [
-    "[head]",
-    "embedding_size = 128     # 64 makes a smaller index, 256 may find a little more",
-    "",
-    "[loss]",
-    'name = "pml.multi_similarity"   # a strong pair loss; try pml.proxy_anchor for many classes',
-    "",
-    "[miner]",
-    'name = "pml.multi_similarity"',
-]
-_FROZEN = [
-    "[backbone]",
-    'name = "core.efficientnet_lite0"',
-    "frozen = true            # each photo goes through the net once; its features are cached",
-    "size = 160               # 224 sees more detail and takes twice as long",
-    "# several depths, averaged over grids: early ones show strokes and places, late ones objects",
-    "levels = { image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }",
-]
-_FINE_TUNED = [line for line in _FROZEN if not line.startswith("frozen")]
-_HEAD_ONLY = [
-    "[optimizer]",
-    "lr = 3e-3                # only the head learns, so the rate can be high",
-    "",
-    "[schedule]",
-    'name = "cosine"',
-    "",
-    "[train]",
-    "epochs = 20              # an epoch takes a second; more epochs rarely hurt",
-]
-_PHASES = [
-    "[[phase]]",
-    'name = "head"            # a head with random weights would spoil the pretrained net',
-    'train = ["head", "loss"]',
-    "augment = false          # so that each photo goes through the net once in this phase",
-    "epochs = 20",
-    "lr = 3e-3",
-    "",
-    "[[phase]]",
-    'name = "whole"',
-    "epochs = 5",
-    "lr = 3e-4                # small, because the net is pretrained",
-    'freeze = "vectors"       # batch norm keeps the statistics that the head has learned with',
-    "",
-    "[optimizer]",
-    "layer_decay = 0.8        # early stages learn more slowly",
-    "weight_decay = { vectors = 0 }",
-    "",
-    "[schedule]",
-    'name = "cosine"',
-    "warmup = 0.1",
-    "",
-    "[train]",
-    "ema = 0.99               # validate, keep and export an average of the weights",
-    "clip_norm = 1.0",
-    'precision = "bf16"       # faster on CPUs and GPUs alike',
-    "channels_last = true",
-]
-_FROM_SCRATCH = [
-    "[optimizer]",
-    "lr = 2e-3",
-    "",
-    "[schedule]",
-    'name = "cosine"',
-    "warmup = 0.05",
-    "",
-    "[train]",
-    "epochs = 30              # a net from scratch needs many; patience stops it early",
-    "patience = 8",
-    'precision = "bf16"       # faster on CPUs and GPUs alike',
-    "channels_last = true",
-]
+_AUGMENTED = """\
+[augmentation]
+crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo
+horizontal_flip = 0.0    # 0.5 if a mirror image shows the same thing
+"""
+_MULTI_SIMILARITY = """\
+[head]
+embedding_size = 128     # 64 makes a smaller index, 256 may find a little more
+
+[loss]
+name = "pml.multi_similarity"   # a strong pair loss; try pml.proxy_anchor for many classes
+
+[miner]
+name = "pml.multi_similarity"
+"""
+_FREEZE = (
+    "frozen = true            # each photo goes through the net once; its features are cached\n"
+)
+_FROZEN = f"""\
+[backbone]
+name = "core.efficientnet_lite0"
+{_FREEZE}size = 160               # 224 sees more detail and takes twice as long
+# several depths, averaged over grids: early ones show strokes and places, late ones objects
+levels = {{ image = 8, 3 = 4, 4 = 4, 5 = 2, last = 1 }}
+"""
+_FINE_TUNED = _FROZEN.replace(_FREEZE, "")
+_HEAD_ONLY = """\
+[optimizer]
+lr = 3e-3                # only the head learns, so the rate can be high
+
+[schedule]
+name = "cosine"
+
+[train]
+epochs = 20              # an epoch takes a second; more epochs rarely hurt
+"""
+_PHASES = """\
+[[phase]]
+name = "head"            # a head with random weights would spoil the pretrained net
+train = ["head", "loss"]
+augment = false          # so that each photo goes through the net once in this phase
+epochs = 20
+lr = 3e-3
+
+[[phase]]
+name = "whole"
+epochs = 5
+lr = 3e-4                # small, because the net is pretrained
+freeze = "vectors"       # batch norm keeps the statistics that the head has learned with
+
+[optimizer]
+layer_decay = 0.8        # early stages learn more slowly
+weight_decay = { vectors = 0 }
+
+[schedule]
+name = "cosine"
+warmup = 0.1
+
+[train]
+ema = 0.99               # validate, keep and export an average of the weights
+clip_norm = 1.0
+precision = "bf16"       # faster on CPUs and GPUs alike
+channels_last = true
+"""
+_FROM_SCRATCH = """\
+[optimizer]
+lr = 2e-3
+
+[schedule]
+name = "cosine"
+warmup = 0.05
+
+[train]
+epochs = 30              # a net from scratch needs many; patience stops it early
+patience = 8
+precision = "bf16"       # faster on CPUs and GPUs alike
+channels_last = true
+"""
 
 
-def _small_net(facts: Facts) -> list[str]:
-    size = 64 if facts.side >= 64 else 32
-    return [
-        "[backbone]",
-        'name = "core.convnet"',
-        f"size = {size:<18}# the photos' shorter sides have about {facts.side} pixels",
-        "channels = 1             # all photos are grey" if facts.grey else "channels = 3",
-        "width = 32",
-        f"depth = {4 if size == 64 else 3}",
-        'pool = "grid"            # keeps where things are; "mean" forgets it',
-    ]
+def _small_net(facts: Facts) -> str:
+    size, depth = (64, 4) if facts.side >= 64 else (32, 3)
+    channels = "channels = 1             # all photos are grey" if facts.grey else "channels = 3"
+    return f"""\
+[backbone]
+name = "core.convnet"
+size = {size:<18}# the photos' shorter sides have about {facts.side} pixels
+{channels}
+width = 32
+depth = {depth}
+pool = "grid"            # keeps where things are; "mean" forgets it
+"""
 
 
-def _recipe(
-    name: str, facts: Facts, backbone: list[str], head: list[str], schedule: list[str]
-) -> list[str]:
-    """Return a recipe's lines."""
+def _recipe(name: str, facts: Facts, method: list[str]) -> str:
+    """Return a recipe's text: name, data, split and sampler, then the tables of its method."""
+    folder = str(facts.folder).replace("\\", "\\\\").replace('"', '\\"')
     items = max(2, min(4, facts.per_class[1]))
     training = facts.classes * (0.5 if facts.divided or facts.classes >= _MANY_CLASSES else 1)
     classes = max(2, min(32, int(training)))
-    sampler = [
-        "[sampler]",
-        f"classes = {classes:<15}# of {facts.classes:,} classes",
-        f"items = {items:<17}# half of the classes have {facts.per_class[1]} photos or more",
-    ]
-    augmentation = [
-        "[augmentation]",
-        "crop_scale = [0.7, 1.0]  # smaller crops if the thing fills little of the photo",
-        "horizontal_flip = 0.0    # 0.5 if a mirror image shows the same thing",
-    ]
-    frozen = "frozen = true" in "\n".join(backbone)
-    tables = [
-        [f'name = "{name}"'],
-        ["[data]", 'name = "core.image_folder"', f"folder = {_quoted(facts.folder)}", _SKIP],
-        _split(facts),
-        sampler,
-        *([] if frozen else [augmentation]),
-        backbone,
-        head,
-        schedule,
-    ]
-    return "\n\n".join("\n".join(table) for table in tables).split("\n")
+    data = f"""\
+name = "{name}"
+
+[data]
+name = "core.image_folder"
+folder = "{folder}"
+skip_bad = true          # unreadable photos are reported and skipped
+"""
+    sampler = f"""\
+[sampler]
+classes = {classes:<15}# of {facts.classes:,} classes
+items = {items:<17}# half of the classes have {facts.per_class[1]} photos or more
+"""
+    return "\n".join([data, _split(facts), sampler, *method])
 
 
-_SKIP = "skip_bad = true          # unreadable photos are reported and skipped"
-
-
-def _quoted(path: Path) -> str:
-    text = str(path).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{text}"'
-
-
-def _split(facts: Facts) -> list[str]:
+def _split(facts: Facts) -> str:
     if facts.divided:
-        return ["[split]", 'by = "given"             # the folders train, validation, test']
+        return '[split]\nby = "given"             # the folders train, validation, test\n'
     if facts.classes < _MANY_CLASSES:
-        return [
-            "[split]",
-            f'by = "item"              # {facts.classes} classes are too few to hold some out;'
-            ' "class" tests unseen classes',
-            "test = 0.3",
-        ]
+        reason = f"{facts.classes} classes are too few to hold some out"
+        return f"""\
+[split]
+by = "item"              # {reason}; "class" tests unseen classes
+test = 0.3
+"""
     validation = "class" if facts.classes >= _MANY_VALIDATION_CLASSES else "item"
-    return [
-        "[split]",
-        'by = "class"             # holds out whole classes, as new ones will come; else "item"',
-        "test = 0.3",
-        f'validation_by = "{validation}"    # the part that decides when to stop',
-    ]
+    return f"""\
+[split]
+by = "class"             # holds out whole classes, as new ones will come; else "item"
+test = 0.3
+validation_by = "{validation}"    # the part that decides when to stop
+"""
 
 
 def expected_seconds(recipe: Recipe) -> float:
@@ -368,16 +359,7 @@ def expected_seconds(recipe: Recipe) -> float:
     assert run.objective is not None
     device = accelerator.device
     model, objective = run.model.to(device), run.objective.to(device)
-    batches = TrainBatches(
-        run.dataset,
-        run.splits.train,
-        run.splits.train_labels,
-        model.preprocessing,
-        sampler=recipe.sampler,
-        augmentation=recipe.augmentation,
-        seed=recipe.seed,
-    )
-    total = 0.0
+    batches, total = batches_of(run, recipe.sampler), 0.0
     for place, phase in enumerate(recipe.phases):
         frozen = recipe.from_features(place)
         step = Step(
@@ -387,13 +369,10 @@ def expected_seconds(recipe: Recipe) -> float:
         spent = []
         for number in (0, 1):
             began = time.perf_counter()
-            images, labels = next(batches.epoch(0, start=min(number, len(batches) - 1)))
-            inputs = images.to(device)
+            inputs, labels = next(batches.epoch(0, start=min(number, len(batches) - 1)))
             if frozen:  # training reads features from memory
-                inputs, began = (
-                    torch.zeros(len(images), model.backbone.features),
-                    time.perf_counter(),
-                )
+                inputs = torch.zeros(len(inputs), model.backbone.features)
+                began = time.perf_counter()
             step.backward(step.losses(inputs.to(device), labels.to(device)))
             spent.append(time.perf_counter() - began)
         total += min(spent) * len(batches) * phase.epochs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,13 +39,13 @@ class Shares:
 
         The state records the names of the files.
         """
-        devices = self.step.devices
+        accelerator = self.step.accelerator
         names = [
-            f"shard-{progress.phase}-{progress.total}-{rank}of{devices.world}.safetensors"
-            for rank in range(devices.world)
+            f"shard-{progress.phase}-{progress.total}-{rank}of{accelerator.num_processes}.safetensors"
+            for rank in range(accelerator.num_processes)
         ]
         rows = {place: entry.pop(key) for place, entry, key in self._places(state)}
-        checkpoint.save(self.folder / names[devices.rank], {"rows": rows})
+        checkpoint.save(self.folder / names[accelerator.process_index], {"rows": rows})
         state["shards"] = {
             "files": names,
             "rows": {name: shard.whole for name, shard in self.shards.items()},
@@ -135,21 +134,6 @@ def _cut(own: Shard, file: Shard) -> slice | None:
     return slice(start - file.start, stop - file.start) if start < stop else None
 
 
-def training_state(
-    run: Run, step: Step, average: Average, scaler: Any, progress: Position
-) -> dict[str, Any]:
-    """Return weights, their average, optimisers, schedules, random generators and progress."""
-    return {
-        "model": run.model.state_dict(),
-        "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
-        "average": average.state_dict(),
-        **step.state_dict(),
-        "scaler": scaler.state_dict() if scaler is not None else {},
-        "random": checkpoint.random_state(),
-        "progress": asdict(progress),
-    }
-
-
 def save(
     run: Run, step: Step, average: Average, progress: Position, before: Sequence[str] = ()
 ) -> list[str]:
@@ -168,7 +152,16 @@ def save(
     accelerator, shares = step.accelerator, Shares(run.last.parent, step)
     if not (accelerator.is_main_process or shares):
         return []
-    state = training_state(run, step, average, accelerator.scaler, progress)
+    scaler = accelerator.scaler
+    state = {
+        "model": run.model.state_dict(),
+        "modules": {name: part.state_dict() for name, part in step.objective.named_children()},
+        "average": average.state_dict(),
+        **step.state_dict(),
+        "scaler": scaler.state_dict() if scaler is not None else {},
+        "random": checkpoint.random_state(),
+        "progress": asdict(progress),
+    }
     files: list[str] = []
     if shares:
         files = shares.write(state, progress)
@@ -180,33 +173,27 @@ def save(
     return files
 
 
-def restore(standing: Standing, run: Run, step: Step, average: Average, scaler: Any) -> None:
-    """Restore a `training_state`, except for the random generators and the progress.
+def restore(standing: Standing, run: Run, step: Step, average: Average) -> list[str]:
+    """Restore a checkpoint that `save` wrote, except for the progress.
+
+    Returns:
+        The files of rows of the checkpoint.
 
     Raises:
-        Exception: of several kinds if the state belongs to another recipe; see `fitting`.
+        DataError: the checkpoint belongs to another recipe or plugin.
     """
-    state = standing.state
-    if shares := Shares(run.last.parent, step):
-        shares.read(state)
-    load_weights(run.model, state, standing.file)
-    for name, values in state["modules"].items():
-        step.objective.get_submodule(name).load_state_dict(values)
-    step.load_state_dict(state)
-    average.load_state_dict(state.get("average", {}))
-    if state["scaler"] and scaler is not None:
-        scaler.load_state_dict(state["scaler"])
-
-
-@contextmanager
-def fitting(file: Path) -> Iterator[None]:
-    """Context manager that turns the errors of a checkpoint that does not fit into DataError.
-
-    Raises:
-        DataError: the checkpoint `file` belongs to another recipe or plugin.
-    """
+    state, scaler = standing.state, step.accelerator.scaler
     try:
-        yield
+        if shares := Shares(run.last.parent, step):
+            shares.read(state)
+        load_weights(run.model, state, standing.file)
+        for name, values in state["modules"].items():
+            step.objective.get_submodule(name).load_state_dict(values)
+        step.load_state_dict(state)
+        average.load_state_dict(state.get("average", {}))
+        if state["scaler"] and scaler is not None:
+            scaler.load_state_dict(state["scaler"])
+        files = list(state.get("shards", {}).get("files", []))
     except (
         KeyError,
         AttributeError,
@@ -217,6 +204,8 @@ def fitting(file: Path) -> Iterator[None]:
         IndexError,
     ) as error:
         raise DataError(
-            f"{file} does not fit this recipe ({error}). Resume with the recipe and plugins that"
-            " started the run."
+            f"{standing.file} does not fit this recipe ({error}). Resume with the recipe and"
+            " plugins that started the run."
         ) from error
+    checkpoint.restore_random_state(state["random"])
+    return files

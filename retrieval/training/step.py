@@ -8,7 +8,10 @@ generator's objective passes through the metric without changing it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from retrieval.data.augment import Labels, MixedLabels
-from retrieval.errors import RecipeError, RetrievalError
+from retrieval.errors import DataError, RecipeError, RetrievalError
 from retrieval.host.lazy import optimizing
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import TripletIndices
@@ -35,19 +38,74 @@ from retrieval.recipe.read import Recipe
 from retrieval.recipe.section import Trainable
 from retrieval.recipe.tables import Phase
 from retrieval.run.build import Objective, loss_sizes
-from retrieval.training.batch import Batch, Losses, refuse
 from retrieval.training.chunks import in_little_memory
-from retrieval.training.devices import Devices, divided_loss
+from retrieval.training.devices import Devices, WholeBatch, divided_loss
 from retrieval.training.groups import Groups
 from retrieval.training.optim import (
     build_optimizers,
     names_of,
     parts_of,
-    prepared,
     schedules_of,
-    set_modes,
 )
 from retrieval.training.synthetic import Made, Metrics, choose_triplets, classmates_of, extend, mine
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch after its forward pass.
+
+    Attributes:
+        features: (B, F), only this process's rows unless the recipe has a generator.
+        codes: (B, C).
+        labels: (B,).
+        indices: the miner's picks; `None` without a miner.
+        own: the combiner's own objective, if it has one.
+        metrics: metrics for the log.
+    """
+
+    features: Tensor
+    codes: Tensor
+    labels: Tensor
+    indices: TripletIndices | None
+    own: Tensor | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Losses:
+    """One batch's loss of each side, and metrics for the log.
+
+    Attributes:
+        metric: the loss of the metric side, if it trains.
+        generator: the generator's objective, if it trains.
+        metrics: metrics for the log.
+        watched: numbers that must be finite, each with its error message (`{}` is the number).
+    """
+
+    metric: Tensor | None
+    generator: Tensor | None
+    metrics: Metrics
+    watched: Sequence[tuple[Tensor, str]] = ()
+
+    def all_metrics(self) -> dict[str, Tensor | int]:
+        """Return the metrics with "loss" and "generator_loss", without waiting for the device."""
+        losses = {"loss": self.metric, "generator_loss": self.generator}
+        return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
+
+    def refuse(self) -> None:
+        """Refuse NaN and infinity; waits for the device.
+
+        Raises:
+            DataError: a loss or a synthetic feature is not finite.
+        """
+        for number, sentence in self.watched:
+            refuse(float(number), sentence)
+
+
+def refuse(number: float, sentence: str) -> None:
+    """Raise a `DataError` with this sentence if the number is not finite."""
+    if not math.isfinite(number):
+        raise DataError(sentence.replace("{}", str(number)))
 
 
 class Step:
@@ -71,6 +129,8 @@ class Step:
         trains: the parts that train.
         optimizers: the optimisers of the sides that train, "metric" and "generator".
         schedules: the schedule of each optimiser.
+        devices: the processes that share each batch; `None` if there is only this one.
+        statistics: context of the forward and backward pass, for batch norm.
         who: each part's name in messages.
         rows: how several processes divide the loss; `None` if each computes the whole loss.
         divided: the ids of parameters whose rows are divided over the processes.
@@ -99,7 +159,9 @@ class Step:
             accelerator,
         )
         self.train_table, self.from_features = recipe.train, from_features
-        self.devices = Devices(accelerator, recipe.train.sync_batch_norm)
+        self.devices = Devices(accelerator) if accelerator.num_processes > 1 else None
+        sync = recipe.train.sync_batch_norm and self.devices is not None
+        self.statistics = WholeBatch if sync else nullcontext
         self.who = names_of(recipe)
         self.trains: set[Trainable] = set(phase.train) - (
             {"backbone"} if recipe.backbone.frozen else set()
@@ -116,17 +178,16 @@ class Step:
         self.rows = self._rows()
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
             raise RecipeError(
-                [
-                    f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
-                    " compares items with one another, so an item cannot have two classes. Use a"
-                    " loss that compares items with classes, such as pml.arc_face, or remove mix."
-                ]
+                f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
+                " compares items with one another, so an item cannot have two classes. Use a"
+                " loss that compares items with classes, such as pml.arc_face, or remove mix."
             )
-        optimizers = build_optimizers(recipe, phase, groups, frozen)
-        self.schedules = schedules_of(recipe, phase, optimizers, steps)
-        self.optimizers: Mapping[str, Any] = (
-            optimizers if tried else prepared(optimizers, accelerator)
-        )
+        self.optimizers = build_optimizers(recipe, phase, groups, frozen)
+        self.schedules = schedules_of(recipe, phase, self.optimizers, steps)
+        if "metric" in self.optimizers and not tried:
+            with optimizing():
+                prepared = accelerator.prepare_optimizer(self.optimizers["metric"])
+            self.optimizers["metric"] = prepared
 
     def _the(self, part: str) -> str:
         """Return a part's name for the beginning of a sentence."""
@@ -134,26 +195,18 @@ class Step:
 
     def _rows(self) -> Rows | None:
         """Return how several processes divide the loss, or `None` if each computes all of it."""
-        if (
-            self.devices.world == 1
-            or self.objective.generator is not None
-            or not self._trains_metric
-        ):
+        if self.devices is None or self.objective.generator is not None or not self._trains_metric:
             return None
         rows = rows_of(self.objective.loss, self.objective.miner is not None)
         if self.divided and rows != "classes":
             raise RecipeError(
-                [
-                    "[loss]: one of its parts divides its weights over processes. Only the recipe's"
-                    " loss itself can do that."
-                ]
+                "[loss]: one of its parts divides its weights over processes. Only the recipe's"
+                " loss itself can do that."
             )
         if self.divided and self.accelerator.scaler is not None:
             raise RecipeError(
-                [
-                    f'[train] precision: "fp16" does not work with the {self.who["loss"]} on'
-                    ' several processes. Use "bf16".'
-                ]
+                f'[train] precision: "fp16" does not work with the {self.who["loss"]} on'
+                ' several processes. Use "bf16".'
             )
         return rows
 
@@ -220,9 +273,10 @@ class Step:
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
             # gradient checkpointing recomputes layers here, batch norm included
-            with calling(f"The gradient of {self.who['loss']}"), self.devices.statistics():
+            with calling(f"The gradient of {self.who['loss']}"), self.statistics():
                 self.accelerator.backward(metric, inputs=rest)
-        self.devices.reduce_gradients(metric_side + generator_side, self.divided)
+        if self.devices is not None:
+            self.devices.reduce_gradients(metric_side + generator_side, self.divided)
 
     @optimizing()
     def update(self) -> None:
@@ -231,7 +285,7 @@ class Step:
             metric_side, generator_side = (
                 [p for p in side if p.grad is not None] for side in self._sides()
             )
-            if self.divided and self.devices.world > 1:
+            if self.divided and self.devices is not None:
                 self.devices.clip(metric_side, self.divided, clip_norm)
             else:
                 self.accelerator.clip_grad_norm_(metric_side, clip_norm)
@@ -248,9 +302,10 @@ class Step:
 
         Without a generator nothing uses `features`, so these are only this process's rows.
         """
-        if self.objective.generator is not None:
-            features = self.devices.share(features)
-        codes, labels = self.devices.share(codes), self.devices.share(labels)
+        if self.devices is not None:
+            codes, labels = self.devices.share(codes), self.devices.share(labels)
+            if self.objective.generator is not None:
+                features = self.devices.share(features)
         indices = self._mined(codes, labels)
         metrics: dict[str, Tensor | int] = (
             {} if indices is None else {"mined": count_indices(indices)}
@@ -269,6 +324,7 @@ class Step:
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
             indices, metrics, own = batch.indices, {**batch.metrics}, batch.own
+        assert self.devices is not None
         with calling(self._the("loss")):
             value = divided_loss(self.objective.loss, rows, codes, labels, indices, self.devices)
         value = self.train_table.loss_weight * value
@@ -413,7 +469,7 @@ class Step:
     def _forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return checked features (B, F) and codes (B, C)."""
         model, size, who = self.model, len(inputs), self._the("backbone")
-        with self.accelerator.autocast(), self.devices.statistics():
+        with self.accelerator.autocast(), self.statistics():
             with calling(who):
                 features = inputs.float() if self.from_features else model.features(inputs)
             like = (size, model.backbone.features)
@@ -447,7 +503,20 @@ class Step:
 
     def set_modes(self) -> None:
         """Put the parts that train into training mode, the others into evaluation mode."""
-        set_modes(self.model, self.objective, self.trains)
+        model, objective, trains = self.model, self.objective, self.trains
+        model.train()
+        model.backbone.train("backbone" in trains)
+        model.head.train("head" in trains)
+        objective.train()
+        # last, because head, loss and miner may contain the combiner or one of its layers
+        if model.combiner is not None:
+            model.combiner.train("combiner" in trains)
+        if objective.generator is not None:
+            objective.generator.train("generator" in trains)
+        for module in (*model.backbone.modules(), *model.head.modules()):
+            parameters = [*module.parameters()]
+            if parameters and not any(p.requires_grad for p in parameters):
+                module.eval()  # its batch statistics are kept as its weights are
 
     def end_epoch(self, monitored: float | None) -> None:
         """Step the schedules that change once an epoch, some by the monitored metric."""

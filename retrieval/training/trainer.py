@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from retrieval.data.encode import encode
 from retrieval.data.features import backbone_features
 from retrieval.data.loading import RawInputs, TrainBatches
 from retrieval.errors import DataError, Diverged, Interrupted, RetrievalError
+from retrieval.host.files import write_json
 from retrieval.host.values import shown
 from retrieval.model.contracts import Dataset
 from retrieval.model.guard import combiner_warnings
@@ -40,17 +41,15 @@ from retrieval.run.folder import (
     is_complete,
     record_changes,
     refuse_taken,
-    write_json,
 )
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
 from retrieval.serving.progress import Meter
-from retrieval.training.batch import EVERY, Tally, all_finite, moved
 from retrieval.training.check import look_ahead
 from retrieval.training.chunks import OWN_STATISTICS
 from retrieval.training.devices import NOT_SYNCHRONISED, trains_batch_norm
-from retrieval.training.learn import nothing_to_train, write_untrained
+from retrieval.training.learn import fit_learner, nothing_to_train, write_untrained
 from retrieval.training.monitor import Monitor
 from retrieval.training.optim import Average
 from retrieval.training.process import (
@@ -63,14 +62,16 @@ from retrieval.training.process import (
     together,
     validate,
 )
-from retrieval.training.state import fitting, restore, save
-from retrieval.training.step import Step
+from retrieval.training.state import restore, save
+from retrieval.training.step import Losses, Step, refuse
 
 NO_TRIPLETS = (
     "no batch had a triplet, so the generator made no samples. Set [sampler] items to 2 or more,"
     " and use a [miner] that finds triplets."
 )
 """Warning at the end of an epoch without triplets."""
+EVERY = 50
+"""On a GPU, the number of steps between two readings of the metrics."""
 
 
 class Trainer:
@@ -115,7 +116,7 @@ class Trainer:
         if chunk and chunk < share and trains_batch_norm(run.model, self.recipe):
             self.warnings.append(OWN_STATISTICS.format(chunk=chunk))
         every = 1 if reads_at_once(run.device) else EVERY
-        self.tally = Tally(lambda: self.progress, every, self._stopped)
+        self.tally = Tally(self.progress, every, self._stopped)
         self._enter_phase()
 
     # --- phases
@@ -427,7 +428,7 @@ class Trainer:
                 classes = len(np.unique(splits.labels[splits.validation]))
                 for line in self.monitor.verdict(progress, self._compares_frozen(), classes):
                     self.report(line)
-            write_json(self.run.path / "summary.json", summary)
+            write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
         self.run.model.backbone._compiled_call_impl = None  # its weights are kept
@@ -463,10 +464,10 @@ class Trainer:
     def _refuse_nan(self) -> None:
         for name, parameters in self.step.parts.items():
             wrong = not all_finite(parameters)
-            if self.step.divided:  # all processes stop if the rows of any of them have NaN
-                wrong = bool(
-                    self.step.devices.total(torch.tensor(int(wrong), device=self.run.device))
-                )
+            devices = self.step.devices
+            if self.step.divided and devices is not None:
+                # all processes stop if the rows of any of them have NaN
+                wrong = bool(devices.total(torch.tensor(int(wrong), device=self.run.device)))
             if wrong:
                 raise self._stopped(
                     self.progress.total, f"weights of the {name} became NaN or infinite"
@@ -487,12 +488,77 @@ class Trainer:
         Raises:
             DataError: the checkpoint belongs to another recipe or plugin.
         """
-        with fitting(standing.file):
-            restore(standing, self.run, self.step, self.average, self.accelerator.scaler)
-            self._files = list(standing.state.get("shards", {}).get("files", []))
-        checkpoint.restore_random_state(standing.state["random"])
+        self._files = restore(standing, self.run, self.step, self.average)
         if self.main:
             forget_after(self.run.metrics_file, self.progress.total)
+
+
+def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
+    """Return a batch on a device; transfers to a GPU start in pinned memory and do not block."""
+    if device.type == "cuda":
+        inputs, labels = inputs.pin_memory(), labels.pin_memory()
+    return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all numbers are finite; waits for the device once."""
+    return not tensors or bool(
+        torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
+    )
+
+
+class Tally:
+    """Adds metrics to a `Position`'s sums and checks for NaN, once every `every` steps.
+
+    Steps in between do not wait for the device. The sums add Python floats in the order of the
+    steps, so they do not depend on `every`.
+    """
+
+    def __init__(
+        self, progress: Position, every: int, stopped: Callable[[int, str], DataError]
+    ) -> None:
+        self._progress, self._every, self._stopped = progress, every, stopped
+        self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
+
+    def add(self, losses: Losses) -> None:
+        """Keep a copy of a step's numbers, as its tensors may change before `read`.
+
+        Raises:
+            DataError: see `read`.
+        """
+        metrics = losses.all_metrics()
+        numbers = [
+            torch.as_tensor(value).detach().reshape(()).to(torch.float64, copy=True)
+            for value in (*(number for number, _ in losses.watched), *metrics.values())
+        ]
+        sentences = [sentence for _, sentence in losses.watched]
+        self._kept.append((self._progress.total + 1, sentences, list(metrics), numbers))
+        if len(self._kept) >= self._every:
+            self.read()
+
+    def read(self) -> None:
+        """Wait for the device, and add the kept metrics to the sums.
+
+        Raises:
+            DataError: a loss or a synthetic feature was not finite; the message names the first
+                such step.
+        """
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        device = max((n.device for *_, of in kept for n in of), key=lambda device: device.type)
+        values = iter(torch.stack([n.to(device) for *_, of in kept for n in of]).tolist())
+        sums, counts = self._progress.sums, self._progress.counts
+        for step, sentences, names, _ in kept:
+            watched = [next(values) for _ in sentences]
+            for name in names:
+                sums[name] = sums.get(name, 0.0) + next(values)
+                counts[name] = counts.get(name, 0) + 1
+            try:
+                for number, sentence in zip(watched, sentences, strict=True):
+                    refuse(number, sentence)
+            except DataError as error:
+                raise self._stopped(step, str(error)) from error
 
 
 def train(
@@ -540,14 +606,14 @@ def train(
         recipe = absolute_paths(recipe)
         checkpoint.seed_everything(recipe.seed)
         if recipe.learner is not None:
-            from retrieval.training.learn import fit_learner
-
-            return fit_learner(path, recipe, report=report, resume=resume, replace=replace)
+            device = accelerator.device
+            return fit_learner(path, recipe, device, report, replace=replace, resume=resume)
         run = build_run(path, recipe, stands)
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
-            run.splits.notes.extend(look_ahead(run, accelerator).warnings)
+            _, warnings = look_ahead(run, accelerator)
+            run.splits.notes.extend(warnings)
         trainer = Trainer(run, accelerator, report, stands.progress if stands else None)
 
         def begin() -> None:

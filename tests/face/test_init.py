@@ -49,12 +49,12 @@ def test_it_says_what_the_folder_holds_and_its_recipe_runs(folder, tmp_path, cli
 
 def test_every_recipe_is_one_and_compares_the_same_split(tmp_path):
     recipes = []
-    for name, (_, lines) in recipes_for(FACTS, weights=True).items():
+    for name, (_, text) in recipes_for(FACTS, weights=True).items():
         file = tmp_path / f"{name}.toml"
-        file.write_text("\n".join(lines))
+        file.write_text(text)
         recipes.append(read_recipe(file))
         # every choice has its reason: each table has a comment
-        tables = "\n".join(lines).split("\n\n")
+        tables = text.split("\n\n")
         assert all(
             "#" in table for table in tables if table.startswith(("[data", "[split", "[back"))
         )

@@ -18,8 +18,7 @@ from retrieval.host.plugins import create
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.training import trainer
-from retrieval.training.batch import moved
-from retrieval.training.trainer import train
+from retrieval.training.trainer import moved, train
 
 Make = Callable[..., Any]
 

@@ -27,8 +27,7 @@ from retrieval.run.open import Run
 from retrieval.training.comparison import plan
 from retrieval.training.comparison.jobs import Job, drawn_splits, fold_recipe, perform
 from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.result import Search
-from retrieval.training.comparison.search import Proposals, Trial, search
+from retrieval.training.comparison.search import Proposals, Search, Trial, search
 from scipy.stats import kstest
 
 SLOW = '''
@@ -154,7 +153,7 @@ def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_p
             tmp_path / f"search-{scrambled}",
             lambda jobs: [perform(job) for job in jobs],
         )
-        scores.append([trial.score for trial in found])
+        scores.append([trial.score for trial in found.trials])
         held: list[str] = []
         for part in (0, 1):
             job = Job(
@@ -164,7 +163,8 @@ def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_p
                 tmp_path,
                 (part, 2),
             )
-            made, inner = fold_recipe(job)
+            made = fold_recipe(job)
+            inner = made.objects["data"]
             assert set(inner.labels) == set("012345") and len(inner) == 120
             held += made.split.test  # type: ignore[arg-type]
         assert sorted(held) == list("012345"), "each class of the training side judges once"
@@ -187,7 +187,7 @@ def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
             tmp_path / f"{classes}.json",
             (0, 2),
         )
-        made, _ = fold_recipe(job)
+        made = fold_recipe(job)
         batches.append((made.sampler.classes, made.sampler.items, made.sampler.batches))
     assert batches == [
         (3, 8, 2),

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from retrieval.errors import DataError
 from retrieval.training.comparison.plan import Plan
-from retrieval.training.comparison.result import Comparison, Contestant, Search
-from retrieval.training.comparison.search import Trial, agreement
+from retrieval.training.comparison.result import Comparison, Contestant
+from retrieval.training.comparison.search import Search, Trial, agreement
 from retrieval.training.comparison.statistics import compare, conclusion, holm, mean_of, sentences
 from retrieval.training.comparison.written import Latex, as_csv, latex, markdown
 from retrieval.training.comparison.written import page as html_page

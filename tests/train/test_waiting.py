@@ -18,9 +18,8 @@ from retrieval.model import loss
 from retrieval.run import checkpoint
 from retrieval.run.open import build_run
 from retrieval.training import step, trainer
-from retrieval.training.batch import all_finite
 from retrieval.training.step import Step
-from retrieval.training.trainer import train
+from retrieval.training.trainer import all_finite, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Make = Callable[..., Any]

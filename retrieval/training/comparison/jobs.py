@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import nn
 
@@ -22,10 +20,9 @@ from retrieval.evaluation.evaluate_run import evaluate
 from retrieval.host.allow import answering
 from retrieval.host.files import write_json
 from retrieval.host.python_parts import WORDS, is_object
-from retrieval.model.contracts import Dataset
 from retrieval.model.model import Model
 from retrieval.recipe.read import Recipe, check_recipe, read_table
-from retrieval.recipe.tables import Sampler, Split
+from retrieval.recipe.tables import Split
 from retrieval.run import checkpoint
 from retrieval.run.build import build_backbone, build_dataset, build_model
 from retrieval.run.folder import create_folder, is_complete, is_run
@@ -75,6 +72,8 @@ def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
 
 Figures = dict[str, dict[str, float]]
 """Metrics by what was measured, such as "trained"; empty for a fold whose training diverged."""
+Do = Callable[[Sequence[Job]], list[Figures]]
+"""Runs jobs, in this process or in workers, and returns their metrics in order."""
 
 
 def known(job: Job) -> Figures | None:
@@ -169,39 +168,33 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
     return [[splits.classes[i] for i in sorted(part)] for part in np.array_split(order, folds)]
 
 
-def fold_recipe(job: Job) -> tuple[Recipe, Dataset]:
-    """Return a fold's recipe, and its dataset of the training side alone.
+def fold_recipe(job: Job) -> Recipe:
+    """Return a fold's recipe, whose dataset is the training side alone.
 
     One part of the classes, or of each class's items, is the test side. If fewer classes remain
     than a batch needs, the batch takes more items of each and keeps about its size.
     """
     inner, splits, split = _training_items(job.table, job.objects)
     number, folds = job.fold
-    own = split.model_dump()
     if job.fold_by == "item":
-        held = {**own, "by": "item", "test": 1 / folds, "seed": split.seed + 1 + number}
+        held = {"by": "item", "test": 1 / folds, "seed": split.seed + 1 + number}
     else:
         parts = fold_classes(splits, split.seed, folds, number // folds)
-        held = {**own, "by": "class", "test": parts[number % folds]}
-    table = {**job.table, "split": held}
+        held = {"by": "class", "test": parts[number % folds]}
+    table = {**job.table, "split": {**split.model_dump(), **held}}
     objects = {**job.objects, "data": inner}
     recipe = check_recipe(table, objects=objects)
     if recipe.learner is None:
-        train = make_splits(inner, recipe.split).train_labels
-        sampler = _fitting(recipe.sampler, len(np.unique(train)))
-        if sampler is not recipe.sampler:
-            recipe = check_recipe(
-                {**table, "sampler": sampler.model_dump(exclude_none=True)}, objects=objects
-            )
-    return recipe, inner
-
-
-def _fitting(sampler: Sampler, classes: int) -> Sampler:
-    """Return a sampler of at most `classes` classes, with about the same batch size."""
-    if sampler.classes <= classes:
-        return sampler
-    items = round(sampler.classes * sampler.items / classes)
-    return sampler.model_copy(update={"classes": classes, "items": items})
+        sampler = recipe.sampler
+        classes = len(np.unique(make_splits(inner, recipe.split).train_labels))
+        if sampler.classes > classes:
+            fitting = {
+                "classes": classes,
+                "items": round(sampler.classes * sampler.items / classes),
+            }
+            table["sampler"] = {**sampler.model_dump(exclude_none=True), **fitting}
+            recipe = check_recipe(table, objects=objects)
+    return recipe
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
@@ -238,7 +231,7 @@ def _trained(recipe: Recipe, folder: Path) -> Run:
 
 
 def _fold(job: Job) -> Figures:
-    recipe, _ = fold_recipe(job)
+    recipe = fold_recipe(job)
     try:
         run = _trained(recipe, job.folder)
         return {"trained": evaluate(run, metrics=_metrics(recipe)).metrics["trained"]}
@@ -284,56 +277,3 @@ def _measured(job: Job) -> Figures:
 
 
 _KINDS = {"fold": _fold, "seed": _seed, "untrained": _measured, "frozen": _measured}
-
-
-def perform_elsewhere(job: Job) -> tuple[Figures, str, int]:
-    """Run a job in a worker process.
-
-    Returns:
-        The metrics, or an error message and exit code, because not every error can be pickled.
-    """
-    if _asked_to_stop:
-        return {}, _asked_to_stop[0], Interrupted.exit_code
-    try:
-        return perform(job), "", 0
-    except RetrievalError as error:
-        if isinstance(error, Interrupted):
-            _asked_to_stop.append(str(error))
-        return {}, str(error), error.exit_code
-
-
-_asked_to_stop: list[str] = []
-"""Message of a worker that was stopped; it starts no further job."""
-
-
-def begin_worker(threads: int) -> None:
-    """Set up a worker process with `threads` threads; it exits when its parent exits."""
-    import multiprocessing
-    import threading
-
-    from retrieval.host.lazy import keep_compiler_out
-    from retrieval.serving.runtime import quiet_threads
-
-    keep_compiler_out()
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # Ctrl-C reaches only the main process, which stops each worker
-    quiet_threads()
-    torch.set_num_threads(threads)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)  # safe, because all files are written atomically
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def outcome(answer: tuple[Figures, str, int]) -> Figures:
-    """Return the metrics of a worker's job, or raise its error."""
-    metrics, sentence, code = answer
-    if code == Interrupted.exit_code:
-        raise Interrupted(sentence)
-    if sentence:
-        raise DataError(sentence)
-    return metrics

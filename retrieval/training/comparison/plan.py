@@ -160,9 +160,9 @@ def _refused(problems: Sequence[str]) -> DataError:
 
 
 def same(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that all recipes must share, by name."""
+    """Return the settings that all recipes must share, by their place in the recipe."""
     train, data = recipe.train.model_dump(), record(recipe).get("data")
-    shared: dict[str, Any] = {
+    tables: dict[str, Mapping[str, Any]] = {
         "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
         "[split]": recipe.split.model_dump(),
         "[sampler]": recipe.sampler.model_dump(),
@@ -170,6 +170,9 @@ def same(recipe: Recipe) -> dict[str, Any]:
         "[backbone]": {**recipe.backbone.table, "frozen": recipe.backbone.frozen},
         "[evaluate]": recipe.evaluate.model_dump(),
         "[train]": {k: v for k, v in train.items() if k not in (*FREE, "epochs")},
+    }
+    shared = {
+        f"{name} {key}": value for name, table in tables.items() for key, value in table.items()
     }
     if recipe.learner is not None:
         return {**shared, "the epochs": "none, it is fitted"}
@@ -179,54 +182,35 @@ def same(recipe: Recipe) -> dict[str, Any]:
     return shared
 
 
-def differences(recipes: Sequence[Recipe]) -> list[str]:
-    """Return one sentence per required setting in which a recipe differs from the first."""
+def shown(value: Any) -> str:
+    """Return a recipe's value as text for a sentence."""
+    if value is None:
+        return "nothing"
+    return value if isinstance(value, str) else toml_value(value)
+
+
+def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
+    """Return one sentence per required setting in which a recipe differs from the first.
+
+    Raises:
+        DataError: there are differences, and they are not allowed.
+    """
     first, *rest = recipes
     ours, sentences = same(first), []
     for recipe in rest:
         theirs = same(recipe)
-        for name in dict.fromkeys([*ours, *theirs]):
-            if name not in ours or name not in theirs:
-                continue  # a learner has no head, and its missing epochs are reported
-            sentences += [
-                f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
-                for place, a, b in _apart(name, ours[name], theirs[name])
-            ]
-    return sentences
-
-
-def _apart(name: str, ours: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
-    if not isinstance(ours, Mapping) or not isinstance(theirs, Mapping):
-        return [] if ours == theirs else [(name, ours, theirs)]
-    keys = dict.fromkeys([*ours, *theirs])
-    return [
-        (f"{name} {key}", ours.get(key), theirs.get(key))
-        for key in keys
-        if ours.get(key) != theirs.get(key)
-    ]
-
-
-def shown(value: Any) -> str:
-    """Return a recipe's value as text for a sentence."""
-    return (
-        "nothing" if value is None else str(value) if isinstance(value, str) else toml_value(value)
-    )
-
-
-def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
-    """Return the differences that are allowed.
-
-    Raises:
-        DataError: there are differences that are not allowed.
-    """
-    sentences = differences(recipes)
+        for place in dict.fromkeys([*ours, *theirs]):
+            a, b = ours.get(place), theirs.get(place)
+            # a learner has no head, and its missing epochs are reported
+            headless = place.startswith("[head]") and not (place in ours and place in theirs)
+            if a != b and not headless:
+                sentences.append(
+                    f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
+                )
     if sentences and not allowed:
+        what = "These recipes cannot be compared fairly: what should be the same"
         raise DataError(
-            listed(
-                "These recipes cannot be compared fairly: what should be the same",
-                sentences,
-                shown=50,
-            )
+            listed(what, sentences, shown=50)
             + "\nMake them the same, or take them as they are with `allow_different`; the table"
             " then says so."
         )
@@ -252,16 +236,11 @@ def settle(folder: Path, plan: Plan) -> None:
         before = Plan(**json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
+    options = {"search": "trials"} | {k: k for k in ("folds", "repeats", "fold_by", "pretrained")}
     changed = [
-        f"{what} was {shown(old)} and is {shown(new)}."
-        for what, old, new in (
-            ("search", before.trials, plan.trials),
-            ("folds", before.folds, plan.folds),
-            ("repeats", before.repeats, plan.repeats),
-            ("fold_by", before.fold_by, plan.fold_by),
-            ("pretrained", before.pretrained, plan.pretrained),
-        )
-        if old != new
+        f"{option} was {shown(getattr(before, key))} and is {shown(getattr(plan, key))}."
+        for option, key in options.items()
+        if getattr(before, key) != getattr(plan, key)
     ]
     for name, table in plan.recipes.items():
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:

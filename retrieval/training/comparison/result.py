@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -12,39 +11,8 @@ import numpy as np
 
 from retrieval.training.comparison import statistics
 from retrieval.training.comparison.plan import PRIMARY, Plan
-from retrieval.training.comparison.search import Trial, agreement
+from retrieval.training.comparison.search import Search, agreement
 from retrieval.training.comparison.statistics import Difference, Mean, mean_of
-
-
-@dataclass(frozen=True)
-class Search:
-    """The trials of one recipe on one split, and the settings of the best one."""
-
-    values: dict[str, Any]
-    trials: Sequence[Trial]
-
-    def notes(self, name: str) -> list[str]:
-        """Return sentences: whether the folds agree and, if so, which best values are at an edge.
-
-        An edge needs three different values, because of two values each is at an edge.
-        """
-        folds = agreement(self.trials)
-        if folds is not None and not folds[1]:
-            return [
-                f"{name}: the folds do not agree (ρ = {folds[0]:.2f}): the search could not tell"
-                " trials apart. More repeats divide anew; with few classes, fold_by=item holds out"
-                " items."
-            ]
-        lines = []
-        if folds is not None:
-            lines.append(f"{name}: the folds agree (ρ = {folds[0]:.2f}).")
-        for key, value in self.values.items():
-            tried = {trial.values[key] for trial in self.trials if trial.score is not None}
-            if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
-                continue
-            end = "lowest" if value == min(tried) else "highest"
-            lines.append(f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
-        return lines
 
 
 @dataclass(frozen=True)

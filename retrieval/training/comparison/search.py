@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from retrieval.errors import DataError, MissingDependency
 from retrieval.host.files import write_json
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Range
 from retrieval.training.comparison import space
-from retrieval.training.comparison.jobs import Figures, Job
+from retrieval.training.comparison.jobs import Do, Job
 from retrieval.training.comparison.plan import PRIMARY, Plan
-
-Do = Callable[[Sequence[Job]], list[Figures]]
-"""Runs jobs, in this process or in workers, and returns their metrics in order."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,37 @@ class Trial:
     values: dict[str, Any]
     score: float | None
     folds: Sequence[float | None] = ()
+
+
+@dataclass(frozen=True)
+class Search:
+    """The trials of one recipe on one split, and the settings of the best one."""
+
+    values: dict[str, Any]
+    trials: Sequence[Trial]
+
+    def notes(self, name: str) -> list[str]:
+        """Return sentences: whether the folds agree and, if so, which best values are at an edge.
+
+        An edge needs three different values, because of two values each is at an edge.
+        """
+        folds = agreement(self.trials)
+        if folds is not None and not folds[1]:
+            return [
+                f"{name}: the folds do not agree (ρ = {folds[0]:.2f}): the search could not tell"
+                " trials apart. More repeats divide anew; with few classes, fold_by=item holds out"
+                " items."
+            ]
+        lines = []
+        if folds is not None:
+            lines.append(f"{name}: the folds agree (ρ = {folds[0]:.2f}).")
+        for key, value in self.values.items():
+            tried = {trial.values[key] for trial in self.trials if trial.score is not None}
+            if isinstance(value, bool | str) or len(tried) < 3 or min(tried) < value < max(tried):
+                continue
+            end = "lowest" if value == min(tried) else "highest"
+            lines.append(f"{name} was best at the {end} {key} tried, {value:.4g}: widen its range.")
+        return lines
 
 
 def require_optuna() -> None:
@@ -112,7 +141,7 @@ def _distribution(values: Range) -> Any:
     return FloatDistribution(values.low, values.high, log=values.log)
 
 
-def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> list[Trial]:
+def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do: Do) -> Search:
     """Try settings of a recipe, or resume an earlier search.
 
     Args:
@@ -125,7 +154,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
     Raises:
         DataError: every training diverged, or a file of a trial is damaged.
     """
-    done: list[Trial] = []
+    trials: list[Trial] = []
     proposals = Proposals(recipe.name, recipe.search, space.own_values(recipe))
     for number in range(plan.trials):
         place = folder / f"trial-{number:03}"
@@ -150,19 +179,16 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
         scores = [row["trained"][PRIMARY] if row else None for row in do(jobs)]
         finite = [score for score in scores if score is not None]
         mean = float(np.mean(finite)) if len(finite) == len(jobs) else None
-        done.append(Trial(values, mean, scores))
-        proposals.tell(done[-1].score)
-    if all(trial.score is None for trial in done):
+        trials.append(Trial(values, mean, scores))
+        proposals.tell(mean)
+    scored = [trial for trial in trials if trial.score is not None]
+    if not scored:
         raise DataError(
             f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite."
             " Narrow [search], above all the learning rate."
         )
-    return done
-
-
-def best(trials: Sequence[Trial]) -> Trial:
-    """Return the trial with the highest score, the first among equals."""
-    return max((t for t in trials if t.score is not None), key=lambda trial: trial.score or 0.0)
+    best = max(scored, key=lambda trial: trial.score or 0.0)  # the first among equals
+    return Search(best.values, trials)
 
 
 def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
@@ -174,8 +200,6 @@ def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
             Kρ / (1 + (K − 1) ρ) (Spearman & Brown, 1910) is at least one half. `None` for fewer
             than three trials or two folds.
     """
-    from scipy import stats
-
     table = np.array([trial.folds for trial in trials if trial.score is not None], np.float64)
     if len(table) < 3 or table.shape[1] < 2:
         return None

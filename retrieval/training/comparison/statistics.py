@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 import numpy as np
+from scipy import stats
 
 LEVEL = 0.05
 """A difference is decided if its corrected p value is below this level."""
@@ -100,8 +101,6 @@ class Difference:
 
 def mean_of(values: Sequence[float]) -> Mean:
     """Return a mean with its 95 % interval s·t/√n (Student), or 0 for equal values."""
-    from scipy import stats
-
     if np.ptp(values) < SAME:
         return Mean(float(values[0]), 0.0)
     half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * stats.sem(values)
@@ -131,8 +130,6 @@ def method(
     blocks: str,
 ) -> str:
     """Return which tests were used and why, as the end of a sentence."""
-    from scipy import stats
-
     tests = {difference.test for difference in differences}
     seeded = [values[name] for name in recipes if np.ptp(values[name]) >= SAME]
     reason = "it takes three recipes that depend on the seed, and three seeds, to pool variances"
@@ -162,8 +159,6 @@ def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
     `None` for fewer than three recipes or blocks, or if the variances are not comparable. The
     values of a recipe must not be constant.
     """
-    from scipy import stats
-
     table = np.array(list(values.values()))
     if len(table) < 3 or table.shape[1] < LEAST_POOLED:
         return None
@@ -186,8 +181,6 @@ def compare(
         recipes: contestants whose variances may be pooled.
         pairs: pairs of names to compare; `None` compares all pairs of recipes.
     """
-    from scipy import stats
-
     if pairs is None:
         pairs = list(combinations(recipes, 2))
     seeded = {name: values[name] for name in recipes if np.ptp(values[name]) >= SAME}
@@ -215,8 +208,6 @@ def compare(
 
 
 def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
-    from scipy import stats
-
     tested = [place for place, test in enumerate(differences) if test.p is not None]
     corrected, levels = holm([differences[place].p or 0.0 for place in tested])
     # undecided differences share a level, so the smallest p value is the closest to a decision
@@ -236,8 +227,6 @@ def _corrected(differences: list[Difference], blocks: int) -> list[Difference]:
 
 def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
     """Return the number of blocks that decides a difference with probability `POWER`."""
-    from scipy import stats
-
     effect = abs(test.mean.value) / (test.error * np.sqrt(blocks))
 
     def enough(count: int) -> bool:

@@ -13,29 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from retrieval.errors import DataError, Interrupted, RetrievalError
 from retrieval.host.cores import cores
+from retrieval.host.lazy import keep_compiler_out
 from retrieval.host.version import installed_version
 from retrieval.recipe.read import Recipe
 from retrieval.serving.embedding.runners import Cluster
 from retrieval.serving.progress import Meter
-from retrieval.training.comparison.jobs import (
-    Figures,
-    Job,
-    begin_worker,
-    known,
-    outcome,
-    perform,
-    perform_elsewhere,
-)
-from retrieval.training.comparison.search import Do
+from retrieval.serving.runtime import quiet_threads
+from retrieval.training.comparison.jobs import Do, Figures, Job, known, perform
 
 PATIENCE = 30.0
 """Seconds that stopped trainings on a cluster have to write their checkpoints."""
 TRIES = 3
 """Number of times that a job is restarted after its node or process was lost."""
+Answer: TypeAlias = tuple[Figures, str, int]
+"""A job's metrics, or an error message and exit code, because not every error can be pickled."""
 
 
 class Worker:
@@ -68,7 +65,7 @@ class Worker:
 class Parallel(Worker):
     """Runs tasks in parallel threads, and their jobs in other processes."""
 
-    def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
+    def _submit(self, job: Job) -> Future[Answer]:
         raise NotImplementedError
 
     def _stop(self) -> None:
@@ -81,7 +78,7 @@ class Parallel(Worker):
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
         """Return the metrics of jobs, in order; those done before are not done again."""
-        pending: list[Figures | Future[tuple[Figures, str, int]]] = []
+        pending: list[Figures | Future[Answer]] = []
         for job in jobs:
             before = known(job)
             pending.append(self._submit(job) if before is None else before)
@@ -90,12 +87,16 @@ class Parallel(Worker):
             for item in pending
         ]
 
-    def _result(self, future: Future[tuple[Figures, str, int]]) -> Figures:
+    def _result(self, future: Future[Answer]) -> Figures:
         try:
-            answer = future.result()
+            metrics, sentence, code = future.result()
         except Exception as error:
             raise self._error(error) from None
-        return outcome(answer)
+        if code == Interrupted.exit_code:
+            raise Interrupted(sentence)
+        if sentence:
+            raise DataError(sentence)
+        return metrics
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
         """See `Worker.all`."""
@@ -116,12 +117,12 @@ class Processes(Parallel):
         self.pool = ProcessPoolExecutor(
             count,
             multiprocessing.get_context("spawn"),
-            initializer=begin_worker,
+            initializer=_begin_worker,
             initargs=(max(1, cores() // count),),
         )
 
-    def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
-        return self.pool.submit(perform_elsewhere, job)
+    def _submit(self, job: Job) -> Future[Answer]:
+        return self.pool.submit(_perform_in_worker, job)
 
     def _stop(self) -> None:
         running = list((self.pool._processes or {}).values())
@@ -156,7 +157,7 @@ class OnRay(Parallel):
             retry_exceptions=False,
         )
 
-    def _submit(self, job: Job) -> Future[tuple[Figures, str, int]]:
+    def _submit(self, job: Job) -> Future[Answer]:
         with self.counting:
             if self._stopped:
                 raise Interrupted("The comparison was asked to stop.")
@@ -226,32 +227,62 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _perform_on_node(
-    job: Job, version: str, plan: Path, checksum: str, cpus: int
-) -> tuple[Figures, str, int]:
-    """Run a job on a node; see `perform_elsewhere`."""
-    import torch
+def _answer(job: Job) -> Answer:
+    try:
+        return perform(job), "", 0
+    except RetrievalError as error:
+        return {}, str(error), error.exit_code
 
-    from retrieval.serving.runtime import quiet_threads
 
-    node = socket.gethostname()
+_asked_to_stop: list[str] = []
+"""Message of a worker process that was stopped; it starts no further job."""
+
+
+def _perform_in_worker(job: Job) -> Answer:
+    """Run a job in a worker process of this machine."""
+    if _asked_to_stop:
+        return {}, _asked_to_stop[0], Interrupted.exit_code
+    answer = _answer(job)
+    if answer[2] == Interrupted.exit_code:
+        _asked_to_stop.append(answer[1])
+    return answer
+
+
+def _begin_worker(threads: int) -> None:
+    """Set up a worker process with `threads` threads; it exits when its parent exits."""
+    keep_compiler_out()
+    if hasattr(os, "setpgid"):
+        os.setpgid(0, 0)  # Ctrl-C reaches only the main process, which stops each worker
+    quiet_threads()
+    torch.set_num_threads(threads)
+    parent = multiprocessing.parent_process()
+
+    def follow() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)  # safe, because all files are written atomically
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _perform_on_node(job: Job, version: str, plan: Path, checksum: str, cpus: int) -> Answer:
+    """Run a job on a node of a cluster."""
+    node, sentence = socket.gethostname(), ""
     if version != installed_version():
         sentence = (
             f"Node {node} has retrieval {installed_version()}, this machine {version}: install the"
             " same on every node."
         )
-        return {}, sentence, DataError.exit_code
-    if not plan.is_file() or _checksum(plan) != checksum:
+    elif not plan.is_file() or _checksum(plan) != checksum:
         sentence = (
             f"Node {node} does not see {plan.parent}: on a cluster, the output lies in a folder"
             " that all nodes share."
         )
+    if sentence:
         return {}, sentence, DataError.exit_code
     quiet_threads()
     torch.set_num_threads(cpus)
     try:
-        return perform(job), "", 0
+        return _answer(job)
     except KeyboardInterrupt:  # raised only between two trainings, so no file is half written
         return {}, "The comparison was asked to stop.", Interrupted.exit_code
-    except RetrievalError as error:
-        return {}, str(error), error.exit_code

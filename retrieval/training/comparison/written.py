@@ -15,7 +15,7 @@ from retrieval.errors import DataError, did_you_mean
 from retrieval.evaluation.evaluation import metric_title
 from retrieval.host.files import write_json, write_text
 from retrieval.host.values import toml_value
-from retrieval.training.comparison.result import Comparison
+from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.statistics import Mean, number, probability
 
 Cells = list[list[str]]
@@ -163,42 +163,39 @@ def latex(result: Comparison, style: Latex) -> str:
                 f"latex {name}: the table has no such metric.{did_you_mean(name, result.metrics)}"
                 f" It has: {', '.join(result.metrics)}."
             )
-    means = [[result.mean(row, metric) for metric in columns] for row in result.contestants]
-    best = [max(cells[place].value for cells in means) for place in range(len(columns))]
-    lines: list[str] = []
-    before = False
-    for row, cells in zip(result.contestants, means, strict=True):
-        if row.recipe and not before and lines:
-            lines.append(r"\midrule")
-        before = row.recipe
-        texts = []
-        for mean, top in zip(cells, best, strict=True):
-            text = f"{100 * mean.value:.1f}"
+    best = [max(result.mean(row, metric).value for row in result.contestants) for metric in columns]
+
+    def line(row: Contestant) -> str:
+        cells = [row.name.translate(LATEX)]
+        for metric, top in zip(columns, best, strict=True):
+            mean = result.mean(row, metric)
+            text, half = f"{100 * mean.value:.1f}", 100 * mean.half
             text = rf"\textbf{{{text}}}" if mean.value == top else text
-            half = 100 * mean.half
-            texts.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
-        lines.append(" & ".join([row.name.translate(LATEX), *texts]) + r" \\")
+            cells.append(text + (rf" $\pm$ {half:.1f}" if half else ""))
+        return " & ".join(cells) + r" \\"
+
+    groups = [[line(row) for row in result.contestants if row.recipe == kind] for kind in (0, 1)]
+    rows = "\n\\midrule\n".join("\n".join(group) for group in groups if group)
     caption = style.caption or (
         f"Mean ± 95 % interval over {result.plan.blocks}, per cent. {result.conclusion}"
-    )
+    ).translate(LATEX)
     head = " & ".join(["", *(metric_title(metric).translate(LATEX) for metric in columns)])
-    return "\n".join(
-        [
-            *(f"% {line}" for line in (*result.sentences, *result.notes)),
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{caption.translate(LATEX) if style.caption is None else caption}}}",
-            rf"\label{{{style.label}}}",
-            rf"\begin{{tabular}}{{l{'r' * len(columns)}}}",
-            r"\toprule",
-            rf"{head} \\",
-            r"\midrule",
-            *lines,
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        ]
+    comments = "".join(f"% {line}\n" for line in (*result.sentences, *result.notes))
+    return (
+        comments
+        + rf"""\begin{{table}}
+\centering
+\caption{{{caption}}}
+\label{{{style.label}}}
+\begin{{tabular}}{{l{"r" * len(columns)}}}
+\toprule
+{head} \\
+\midrule
+{rows}
+\bottomrule
+\end{{tabular}}
+\end{{table}}
+"""
     )
 
 
