@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -19,15 +20,9 @@ _MAKE = {
     "index": "Make one with 'retrieval index create' (in Python retrieval.Index.create).",
 }
 _INSTEAD = {
-    (
-        "run",
-        "bundle",
-    ): "Make its bundle with: retrieval export {0} (in Python run.export())",
+    ("run", "bundle"): "Make its bundle with: retrieval export {0} (in Python run.export())",
     ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
-    (
-        "bundle",
-        "index",
-    ): (
+    ("bundle", "index"): (
         "Make an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
         " retrieval.Index.create)"
     ),
@@ -35,6 +30,11 @@ _INSTEAD = {
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",
     ("index", "run"): "Name the run that its bundle was exported from.",
 }
+
+
+def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
+    """Return one or more paths as a list."""
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
 def no_such(path: StrPath) -> str:

@@ -16,7 +16,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, Summary, add_images, add_sources
+from retrieval.serving.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.serving.index.creating import create
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.hits import Hit, Hits
@@ -40,7 +40,7 @@ from retrieval.serving.store.contract import (
     Store,
     Superseded,
 )
-from retrieval.serving.store.items import own
+from retrieval.serving.store.items import own, served_of
 from retrieval.serving.store.place import store_place
 
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
@@ -74,8 +74,12 @@ class Index:
         self._lock = threading.Lock()
         self._closed = False
         self._served: tuple[Generation, Bundle] | None = None
-        self._identity = store.identity()
-        self.follow()
+        try:
+            self._identity = store.identity()
+            self.follow()
+        except BaseException:
+            store.close()
+            raise
 
     @classmethod
     def open(
@@ -101,21 +105,12 @@ class Index:
             PluginError: the plugin of its back end or store is missing.
         """
         place = place_of(path)
-        store = open_store(place, plugins)
-        try:
-            return cls(place, store, threads, device)
-        except BaseException:
-            store.close()
-            raise
+        return cls(place, open_store(place, plugins), threads, device)
 
     def follow(self) -> Bundle:
         """Open and return the bundle of the generation that is served now."""
         with self._lock:
-            served = next(
-                generation
-                for generation in self.store.generations()
-                if generation.state == "served"
-            )
+            served = served_of(self.store.generations())
             if self._served is None or self._served[0].number != served.number:
                 bundle = Bundle.open(
                     self.store.bundle(served),
@@ -347,31 +342,12 @@ class Index:
             DataError: there are no items, an id is used twice, or images cannot be used.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
-        if images is not None:
-            with showing(progress):
-                return add_images(
-                    self,
-                    images,
-                    ids,
-                    labels,
-                    metadata,
-                    keep=keep,
-                    skip_bad=skip_bad,
-                    batch=at_least_one("batch", batch),
-                    workers=workers,
-                    limits=limits,
-                )
-        return add_sources(
-            self,
-            sources,
-            keep=keep,
-            sync=sync,
-            skip_bad=skip_bad,
-            batch=batch,
-            workers=workers,
-            limits=limits,
-            progress=progress,
-        )
+        batch = at_least_one("batch", batch)
+        options = Options(keep, skip_bad, batch, workers, limits or Limits())
+        with showing(progress):
+            if images is not None:
+                return add_images(self, images, ids, labels, metadata, options)
+            return add_sources(self, sources, options, sync=sync)
 
     def upsert(self, items: Sequence[Item]) -> int:
         """Add or replace items that are already embedded; return how many were replaced.
@@ -474,9 +450,7 @@ class Index:
 
     def drop_old(self) -> int:
         """Delete all generations except the served one; return how many."""
-        superseded = [
-            generation for generation in self.store.generations() if generation.state != "served"
-        ]
+        superseded = [known for known in self.store.generations() if known.state != "served"]
         for generation in superseded:
             self.store.drop(generation)
         return len(superseded)

@@ -7,12 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrieval.errors import DataError
-
-Floats = NDArray[np.float32]
+from retrieval.serving.store.items import Floats, Item, Keep
 
 PLAN = "embedding.json"
 """File that marks a folder of embeddings and records its plan."""
@@ -115,6 +111,19 @@ class Source:
             assert self.origin is not None
             return self.origin.stamp()
         return f"{os.fsencode(self.path)!r} {self.row} {stamp_of(self.path)}"
+
+    def item(self, keep: Keep = "reference") -> Item:
+        """Return the item to store, without its arrays and the facts about its original."""
+        places = keep != "nothing" and self.row is None
+        return Item(
+            id=self.key,
+            label=self.label,
+            metadata=self.metadata,
+            path=self.path if places else None,
+            stamp=self.stamp(),
+            keep=keep,
+            source=self.origin.address if places and self.origin else None,
+        )
 
 
 @dataclass(frozen=True)

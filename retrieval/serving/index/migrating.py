@@ -18,12 +18,19 @@ from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import by_name, embed, row_of
+from retrieval.serving.index.adding import Options, by_name, embed, row_of
 from retrieval.serving.index.locations import Origin, Original
 from retrieval.serving.index.sources import contents
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.store.contract import FEATURES, Floats, Generation, Item, widths_of
+from retrieval.serving.store.items import (
+    FEATURES,
+    Floats,
+    Generation,
+    Item,
+    served_of,
+    widths_of,
+)
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -121,7 +128,7 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
                     break
                 continue
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
-            served = next(known for known in store.generations() if known.state == "served")
+            served = served_of(store.generations())
             if by_head and served.number != source.number:  # features may be of another backbone
                 raise StoreError("Another generation is served by now. Run the command again.")
             if wrong and not skip_bad:
@@ -165,20 +172,12 @@ def _by_originals(
             item.id: f"{item.id}: the index keeps no features of it for this bundle."
             for item in items
         }
-    limits = Limits()
-    results = [
-        result
-        for batch in embed(
-            bundle,
-            _originals(index, items, limits.bytes),
-            limits=limits,
-            keep_features=keep_features,
-        )
-        for result in batch
-    ]
+    originals = _originals(index, items, Limits().bytes)
+    batches = embed(bundle, originals, Options(), keep_features=keep_features)
+    results = [result for batch in batches for result in batch]
     return (
-        [replace(item, arrays=result.arrays) for item, result in results if result.fault is None],
-        {item.id: result.fault for item, result in results if result.fault is not None},
+        [item for item, fault in results if fault is None],
+        {item.id: fault for item, fault in results if fault is not None},
     )
 
 

@@ -19,7 +19,6 @@ from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import (
-    Floats,
     Origin,
     Original,
     Source,
@@ -29,6 +28,7 @@ from retrieval.serving.index.locations import (
     stamp_of,
 )
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, TableImages
+from retrieval.serving.store.items import Floats, Item, Keep
 
 T = TypeVar("T")
 
@@ -342,27 +342,27 @@ def _unchanged(origin: Origin) -> TableImages:
 
 
 def originals(
-    items: Iterable[Source], features: Floats | None, most: int
-) -> Iterator[tuple[Source, str, Original]]:
+    sources: Iterable[Source], features: Floats | None, most: int, keep: Keep = "reference"
+) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
-        items: the items, fastest if grouped by file.
+        sources: the items, fastest if grouped by file.
         features: features (N, F), indexed by `Source.row`. `None` for images.
         most: most bytes of one original.
+        keep: what the index keeps of each original.
     """
     if features is not None:
-        for item in items:
-            row = features[item.row]
-            if np.isfinite(row).all():
-                yield item, item.key, row
-                continue
-            fault = (
-                f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
-            )
-            yield item, item.key, DataError(fault)
+        for source in sources:
+            fault = f"vector {source.key} holds NaN, infinity or a number beyond float32."
+            row = features[source.row]
+            finite = np.isfinite(row).all()
+            content: Original = row if finite else DataError(f"{source.name}: {fault}")
+            yield source.item(keep), source.name, content
         return
-    for item, content in contents(((item, item.origin) for item in items), most):
-        original = item.path if content is None else content
+    # An item's stamp is taken before its content is read.
+    pairs = (((source, source.item(keep)), source.origin) for source in sources)
+    for (source, item), part in contents(pairs, most):
+        original = source.path if part is None else part
         assert original is not None  # an item has a path or an origin
-        yield item, item.name, original
+        yield item, source.name, original

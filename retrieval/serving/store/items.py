@@ -140,6 +140,11 @@ class Generation:
     state: Literal["served", "building", "kept"]
 
 
+def served_of(generations: Iterable[Generation]) -> Generation:
+    """Return the generation that is served."""
+    return next(generation for generation in generations if generation.state == "served")
+
+
 @dataclass(frozen=True)
 class Stats:
     """Size and state of a store.

@@ -49,6 +49,7 @@ from retrieval.serving.store.items import (
     check_queries,
     checked,
     refuse_fields,
+    served_of,
     spans_of,
     usable,
 )
@@ -309,7 +310,7 @@ class RemoteStore(Store):
     def stats(self) -> Stats:
         """Return the size and state of the store; see `Store`."""
         generations = self.generations()
-        return Stats(self._count(_served(generations), ()), generations, None, self._details())
+        return Stats(self._count(served_of(generations), ()), generations, None, self._details())
 
     def _details(self) -> dict[str, Any]:
         return {"backend": "flat"}
@@ -335,7 +336,7 @@ class RemoteStore(Store):
         notes = self._notes() if notes is None else notes
         self._fields = {name[6:] for name in notes if name.startswith("field ")}
         self.lists = {name[5:] for name in notes if name.startswith("list ")}
-        return _served(self._listed(notes))
+        return served_of(self._listed(notes))
 
     def _writable(self) -> Generation:
         """Return the served generation, after completing a switch that another process left."""
@@ -653,10 +654,6 @@ def _has_list(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_list, value.values()))
     return isinstance(value, list | tuple)
-
-
-def _served(generations: Iterable[Generation]) -> Generation:
-    return next(generation for generation in generations if generation.state == "served")
 
 
 class RemotePlace(StorePlace):
