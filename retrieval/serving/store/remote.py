@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import And, Compare, Exists, Filter, In, Not, Or
-from retrieval.serving.filters.tree import Field
+from retrieval.serving.filters import And, Exists, Filter
+from retrieval.serving.filters.tree import Condition, Field, Joint, fold
 from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
 from retrieval.serving.store.contract import (
     Stats,
@@ -156,7 +156,7 @@ class RemoteStore(Store):
         """Return, per query (Q, width), the ids of the nearest rows within one sub-space."""
 
     @abstractmethod
-    def _combined(self, joint: Literal["and", "or", "not"], parts: Sequence[Any]) -> Any:
+    def _combined(self, joint: Joint, parts: Sequence[Any]) -> Any:
         """Combine conditions; `not` has one part."""
 
     @abstractmethod
@@ -236,21 +236,15 @@ class RemoteStore(Store):
         """Return the engine's conditions of a filter; raise a `DataError` if it has none."""
         refuse_fields(where, self._fields)
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
-        return [self._express(part) for part in parts]
+        return [fold(part, self._express, self._combined) for part in parts]
 
-    def _express(self, where: Filter) -> Any:
-        if isinstance(where, Not):
-            return self._combined("not", [self._express(where.part)])
-        if isinstance(where, And | Or):
-            joint: Literal["and", "or"] = "and" if isinstance(where, And) else "or"
-            return self._combined(joint, [self._express(part) for part in where.parts])
+    def _express(self, where: Condition) -> Any:
         condition = None
-        if isinstance(where, Exists) and where.field == "id":  # matches every item
-            return self._combined("not", [self._condition("id", "=", ())])
-        if isinstance(where, In):
-            condition = self._condition(where.field, "=", where.values)
-        elif isinstance(where, Compare) and where.op != "!=":
-            condition = self._condition(where.field, where.op, (where.value,))
+        if isinstance(where, Exists):
+            if where.field == "id":  # matches every item
+                return self._combined("not", [self._condition("id", "=", ())])
+        elif where.op != "!=":
+            condition = self._condition(where.field, where.op, where.values)
         if condition is None:
             name = where.field if isinstance(where.field, str) else ".".join(where.field)
             raise DataError(f"{self.engine} cannot decide on '{name}': {self.refusal('filters')}")
