@@ -151,11 +151,7 @@ def embed_sources(
 
 
 def _plan_of(folder: Path, new: Plan, batch: int | None) -> Plan | None:
-    """Return the plan of an earlier run of the same work in this folder, or `None`.
-
-    Raises:
-        DataError: the folder has a plan that differs (the message says how), or other content.
-    """
+    """Return the plan of an earlier run of the same work in this folder, or `None`."""
     if not (folder / PLAN).exists():
         if folder.is_dir() and any(
             not path.name.startswith(".") and path.suffix != ".tmp" for path in folder.iterdir()

@@ -365,12 +365,7 @@ class _Writer:
         self.faults: list[str] = []
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
-        """Write all items that have a vector.
-
-        Raises:
-            DataError: with `strict`, some items cannot be used; all of them are counted first.
-            Superseded: another generation is served now.
-        """
+        """Write all items that have a vector."""
         self.faults, self._waiting = [], list[Item]()
         self._bytes, self._since = 0, time.monotonic()
         bundle = self._index.bundle.sha256

@@ -254,11 +254,7 @@ class Vectors:
 
 
 def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
-    """Check that a folder has the index's bundle and every array that the index stores.
-
-    Raises:
-        DataError: the bundle differs or an array is missing.
-    """
+    """Check that a folder has the index's bundle and every array that the index stores."""
     bundle = index.bundle
     if (plan.bundle, plan.variant) != (bundle.sha256, bundle.variant):
         ours = f"{bundle.sha256[:12]}…" + (f" (variant {bundle.variant})" if bundle.variant else "")

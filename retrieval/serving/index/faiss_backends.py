@@ -230,11 +230,7 @@ class FaissBackend(IndexBackend):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
     def _refuse_foreign(self, index: Any) -> None:
-        """Check that `build` could have made this index, before it is copied to a GPU.
-
-        Raises:
-            StoreError: it could not; the message ends a sentence.
-        """
+        """Check that `build` could have made this index, before it is copied to a GPU."""
 
     def check(self, count: int, width: int) -> None:
         """Check the number and width of the vectors; see `IndexBackend`."""
@@ -412,11 +408,7 @@ class ListsBackend(FaissBackend):
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
-        """Check that the lists fit the index and hold codes of `code_size` bytes.
-
-        Raises:
-            StoreError: they do not; the message ends a sentence.
-        """
+        """Check that the lists fit the index and hold codes of `code_size` bytes."""
         faiss = load_faiss()
         lists = faiss.downcast_InvertedLists(index.invlists)
         check_flat(index.quantizer, index.nlist, index.d)

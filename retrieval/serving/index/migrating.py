@@ -90,9 +90,6 @@ def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
     """Return the bundle to serve when migrating to a bundle of features.
 
     For an index of images, `head` is combined with the index's backbone.
-
-    Raises:
-        BundleError: the index stores no features, or features of another width.
     """
     width = index.generation.widths.get(FEATURES)
     if width is None:

@@ -83,11 +83,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
 
 def _place(source: object, kind: str) -> Path:
-    """Return the path of a source that exists and fits the bundle's input.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Return the path of a source that exists and fits the bundle's input."""
     if not isinstance(source, str | os.PathLike):
         raise DataError(
             "What is indexed is named by its path: a file or a folder, not an object of type "
@@ -120,12 +116,7 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
 
 
 def _csv(manifest: Path) -> list[Source]:
-    """Return the items of a CSV manifest.
-
-    Raises:
-        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its
-            header; the message lists them.
-    """
+    """Return the items of a CSV manifest."""
     name, folder = shown(manifest), manifest.absolute().parent
     table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
     table.files(folder)
@@ -167,13 +158,8 @@ def _csv(manifest: Path) -> list[Source]:
 
 def _table(path: Path) -> tuple[list[Source], list[str]]:
     """Return the items of a Parquet table of images, and notes on columns left out."""
-    stamp = stamp_of(path)
-    items: list[Source] = []
     with Table(path, "image") as table:
-        for row in table.rows():
-            file = None if row.path is None else (path.parent / row.path).absolute()
-            origin = Origin(path, str(row.number), stamp) if file is None else None
-            items.append(Source(row.key, row.label, file, row.metadata, origin=origin))
+        items = list(table.sources())
     if not items:
         raise DataError(f"{shown(path)} lists no item.")
     return items, table.left_out
@@ -186,11 +172,7 @@ class _Spool:
         self._file, self.width, self.count = file, 0, 0
 
     def add(self, place: Path, features: Floats) -> None:
-        """Append features (n, F).
-
-        Raises:
-            DataError: their width differs from earlier features.
-        """
+        """Append features (n, F)."""
         width = features.shape[1]
         if not 0 < width <= MAX_WIDTH:
             raise DataError(
@@ -219,16 +201,11 @@ def _features(places: list[Path]) -> Sources:
     with tempfile.TemporaryFile() as file:
         spool = _Spool(file)
         for place in unique:
-            start, stamp = spool.count, stamp_of(place)
             if not is_table(place.name):
                 items += _npz(place, spool)
                 continue
             with Table(place, "features") as table:
-                for row in table.rows(partial(spool.add, place)):
-                    origin = Origin(place, str(row.number), stamp)
-                    items.append(
-                        Source(row.key, row.label, None, row.metadata, start + row.number, origin)
-                    )
+                items += table.sources(partial(spool.add, place), spool.count)
             left_out += table.left_out
         if not items:
             raise DataError(f"{shown(places[0])} lists no item.")
@@ -328,11 +305,7 @@ def contents(
 
 
 def _unchanged(origin: Origin) -> TableImages:
-    """Open the table of an origin.
-
-    Raises:
-        DataError: it has changed since it was collected, or cannot be read.
-    """
+    """Open the table of an origin."""
     name = shown(origin.table)
     if stamp_of(origin.table) != origin.table_stamp:
         raise DataError(f"{name} is gone, or has changed since its items were found. Add it again.")
