@@ -259,11 +259,7 @@ def _identity(plan: Plan) -> str:
 def write_part(
     folder: Path, plan: Plan, number: int, part: Part, results: Sequence[Result]
 ) -> list[dict[str, str]]:
-    """Write a part atomically; return its bad items.
-
-    Raises:
-        DataError: the disk fails.
-    """
+    """Write a part atomically; return its bad items."""
     bad = [
         {"key": source.key, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
         for source, (_, fault) in zip(part, results, strict=True)

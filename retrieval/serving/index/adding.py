@@ -271,11 +271,7 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
 
 
 def refuse_twice(ids: Iterable[str]) -> None:
-    """Refuse ids that several items use.
-
-    Raises:
-        DataError: an id is used more than once; the message lists every such id.
-    """
+    """Refuse ids that several items use; the message lists every such id."""
     counts = Counter(ids)
     if twice := [
         f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1

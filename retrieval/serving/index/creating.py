@@ -177,11 +177,7 @@ def _filled(
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to overwrite anything except, with `replace`, an index.
-
-    Raises:
-        StoreError: `output` exists and may not be replaced, or its parent does not exist.
-    """
+    """Refuse to overwrite anything except, with `replace`, an index."""
     if not output.parent.is_dir():
         raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")
     if not (output.exists() or output.is_symlink()):

@@ -88,11 +88,7 @@ class Plan:
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
-        """Return a folder's plan.
-
-        Raises:
-            DataError: the plan cannot be read or is invalid.
-        """
+        """Return a folder's plan; raise a `DataError` if it cannot be read or is invalid."""
         where = folder / PLAN
         try:
             with where.open("rb") as file:
@@ -112,11 +108,7 @@ class Plan:
 
     @classmethod
     def complete_in(cls, folder: Path) -> Plan:
-        """Return the plan of a complete folder.
-
-        Raises:
-            DataError: the plan cannot be read, or parts are missing.
-        """
+        """Return the plan of a complete folder; see `read`."""
         plan = cls.read(folder)
         if not plan.complete:
             raise DataError(
@@ -135,11 +127,7 @@ def _part_table(folder: Path, number: int) -> Table:
 
 
 def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
-    """Yield the items of a complete folder in batches, with their arrays by name.
-
-    Raises:
-        DataError: a part is missing, damaged or invalid.
-    """
+    """Yield the items of a complete folder in batches, with their arrays by name."""
     columns = [*_TEXTS, *arrays, "bundle"]
     for number in range(plan.parts):
         with _part_table(folder, number) as table:
@@ -224,12 +212,7 @@ class Vectors:
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
     def embedded(self, sources: Sequence[Source]) -> Iterator[list[tuple[Item, str | None]]]:
-        """Yield some of the items in batches, with their arrays and no fault.
-
-        Raises:
-            DataError: a folder is damaged or has changed since it was opened, or is of another
-                bundle than the one that is served now.
-        """
+        """Yield some of the items in batches, with their arrays and no fault."""
         missing = {source.key for source in sources}
         for batch, arrays in self._rows(list(self._index.generation.widths)):
             part: list[tuple[Item, str | None]] = []
@@ -274,12 +257,7 @@ def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
 def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Floats]:
     """Return the items of a complete folder and one of their columns (N, width).
 
-    Args:
-        folder: folder that `retrieval embed` wrote.
-        column: a column's name. `None` is "features" if present, else "vector".
-
-    Raises:
-        DataError: the folder is incomplete or damaged, or has no such column.
+    `column` None is "features" if present, else "vector".
     """
     plan = Plan.complete_in(folder)
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
@@ -322,11 +300,7 @@ class VectorRows:
         return self._starts[-1]
 
     def labels(self) -> list[str]:
-        """Return the labels in the order of the rows.
-
-        Raises:
-            DataError: an item has no label.
-        """
+        """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
         labels = [
             item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch
         ]

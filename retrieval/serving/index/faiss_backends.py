@@ -221,11 +221,7 @@ class FaissBackend(IndexBackend):
         return True
 
     def placed(self) -> Any:
-        """Return a copy of the index on the GPU.
-
-        Raises:
-            StoreError: the GPU has too little memory, or FAISS fails; the message ends a sentence.
-        """
+        """Return a copy of the index on the GPU."""
         with on_the_gpu(self._index.ntotal, self._index.d):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
@@ -507,11 +503,7 @@ def sample_of(vectors: Floats, most: int) -> Floats:
 
 
 def check_flat(index: Any, count: int, width: int) -> None:
-    """Check that an index is a plain table of `count` vectors by Euclidean distance.
-
-    Raises:
-        StoreError: it is not; the message ends a sentence.
-    """
+    """Check that an index is a plain table of `count` vectors by Euclidean distance."""
     faiss = load_faiss()
     index = faiss.downcast_index(index)
     same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)

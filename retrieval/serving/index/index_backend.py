@@ -123,12 +123,7 @@ class IndexBackend(ABC):
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Context manager that turns a back end's errors into a sentence with its name and task.
-
-    Raises:
-        PluginError: the back end raised anything but an error of this package or an OSError.
-        DataError: the back end ran out of memory.
-    """
+    """Context manager that turns a back end's errors into a sentence with its name and task."""
     return calling(
         f"The index back end {name}, asked to {doing},",
         "Give it parameters that need less, or index fewer items.",

@@ -35,11 +35,7 @@ _VECTORS = ("features", "vector")
 
 
 def pyarrow() -> Any:
-    """Return the module `pyarrow`.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
+    """Return the module `pyarrow`; raise `MissingDependency` if it is not installed."""
     try:
         import pyarrow.compute
         import pyarrow.parquet
@@ -68,11 +64,7 @@ def sentences(path: Path) -> Iterator[None]:
 
 
 def holds_vectors(path: Path) -> bool:
-    """Return whether a Parquet table has a column of vectors and none of images.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return whether a Parquet table has a column of vectors and none of images."""
     arrow = pyarrow()
     with sentences(path):
         names = arrow.parquet.read_schema(path).names
@@ -197,11 +189,7 @@ class Table:
         ]
 
     def batches(self, columns: Sequence[str], rows: int, group: int) -> Iterator[Any]:
-        """Yield columns of a row group, `rows` rows at a time.
-
-        Raises:
-            DataError: the row group is damaged or too large.
-        """
+        """Yield columns of a row group, `rows` rows at a time; refuse one that is too large."""
         row_group = self._file.metadata.row_group(group)
         for chunk in map(row_group.column, range(row_group.num_columns)):
             column, values = chunk.path_in_schema, chunk.num_values
