@@ -166,7 +166,7 @@ class MilvusStore(stores.RemoteStore):
     def _notes(self) -> dict[str, Any]:
         register = self._described(self.collection(0))
         if register is None:
-            raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+            raise self._lost()
         properties = register.get("properties", {}).items()
         return {
             key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)

@@ -15,7 +15,6 @@ from qdrant_client.http.exceptions import (
     ResponseHandlingException,
     UnexpectedResponse,
 )
-from retrieval.errors import StoreError
 from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
@@ -117,7 +116,7 @@ class QdrantStore(stores.RemoteStore):
     def _notes(self) -> dict[str, Any]:
         for register in self._retrieve(0, [NOTES]):
             return dict(register.payload or {})
-        raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+        raise self._lost()
 
     # Items
 

@@ -348,37 +348,23 @@ class Cagra(Hnsw):
         if gpus_found() == 0 or len(vectors) <= self.degree:
             super().build(vectors, report)
             return
-        self._index = self.built_on_gpu(vectors)
-        report(len(vectors))
-
-    def built_on_gpu(self, vectors: Floats) -> Any:
-        """Build the graph on the GPU and return it as a CPU index."""
         faiss = load_faiss()
-        index, config = faiss.IndexHNSWCagra(), self.config()
+        index, config = faiss.IndexHNSWCagra(), faiss.GpuIndexCagraConfig()
+        links = max(self.degree, min(2 * self.degree, self.ef_construction))
+        config.device, config.build_algo = 0, faiss.graph_build_algo_NN_DESCENT
+        config.graph_degree, config.intermediate_graph_degree = self.degree, links
         try:
             with on_the_gpu(*vectors.shape):
-                graph = faiss.GpuIndexCagra(
-                    _gpu_memory(), vectors.shape[1], faiss.METRIC_L2, config
-                )
+                width = vectors.shape[1]
+                graph = faiss.GpuIndexCagra(_gpu_memory(), width, faiss.METRIC_L2, config)
                 graph.train(np.ascontiguousarray(vectors))
                 index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
                 index.hnsw.efSearch = self.ef_search
                 graph.copyTo(index)
         except StoreError as fault:
             raise StoreError(f"The index back end cagra cannot build it: {fault}.") from fault
-        return index
-
-    def config(self) -> Any:
-        """Return FAISS's configuration for building the graph on a GPU."""
-        faiss = load_faiss()
-        config = faiss.GpuIndexCagraConfig()
-        config.device = 0
-        config.graph_degree = self.degree
-        config.intermediate_graph_degree = max(
-            self.degree, min(2 * self.degree, self.ef_construction)
-        )
-        config.build_algo = faiss.graph_build_algo_NN_DESCENT
-        return config
+        self._index = index
+        report(len(vectors))
 
     def _fits_gpu(self, index: Any) -> bool:
         """Return whether a GPU built the graph; CAGRA refuses the gaps in a CPU's links."""

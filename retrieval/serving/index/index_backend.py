@@ -138,7 +138,7 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search and check the result's shape, types and row numbers.
+    """Return the row numbers (Q, k) of a search, padded with -1, after checking them.
 
     Args:
         backend: back end with `count` vectors.
@@ -148,23 +148,16 @@ def checked_search(
         count: number of vectors.
         keep: (count,), True for the vectors to search. `None` searches all.
 
-    Returns:
-        Row numbers (Q, k), padded with -1.
-
     Raises:
         PluginError: the back end fails.
         StoreError: the back end returns an invalid result.
     """
-    try:
-        _, rows = (
-            backend.search(queries, k)
-            if keep is None
-            else backend.search_selected(queries, k, keep)
-        )
+    with using(name, "search"):
+        if keep is None:
+            _, rows = backend.search(queries, k)
+        else:
+            _, rows = backend.search_selected(queries, k, keep)
         rows = np.asarray(rows)
-    except Exception:
-        with using(name, "search"):
-            raise
     if (
         rows.shape != (len(queries), k)
         or rows.dtype.kind != "i"

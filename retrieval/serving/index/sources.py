@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -165,66 +165,56 @@ def _table(path: Path) -> tuple[list[Source], list[str]]:
     return items, table.left_out
 
 
-class _Spool:
-    """Features (N, F) of any number of files, kept on disk until they are encoded."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.width, self.count = file, 0, 0
-
-    def add(self, place: Path, features: Floats) -> None:
-        """Append features (n, F)."""
-        width = features.shape[1]
-        if not 0 < width <= MAX_WIDTH:
-            raise DataError(
-                f"{shown(place)}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are allowed."
-            )
-        if self.width not in (0, width):
-            raise DataError(
-                f"{shown(place)} holds vectors of {width:,} numbers, others of {self.width:,}: one"
-                " index takes one width."
-            )
-        self.width = width
-        self._file.write(np.ascontiguousarray(features, "<f4").tobytes())
-        self.count += len(features)
-
-    def array(self) -> Floats:
-        """Return all features as a memory-mapped array."""
-        self._file.flush()
-        return np.memmap(self._file, "<f4", "r", shape=(self.count, self.width))
-
-
 def _features(places: list[Path]) -> Sources:
-    """Return the items of Parquet tables and `.npz` files of features."""
+    """Return the items of Parquet tables and `.npz` files, and their features from one file."""
     items: list[Source] = []
     left_out: list[str] = []
     unique = dict.fromkeys(places)
+    count = width = 0
     with tempfile.TemporaryFile() as file:
-        spool = _Spool(file)
+
+        def spool(place: Path, features: Floats) -> None:
+            nonlocal count, width
+            numbers = features.shape[1]
+            if not 0 < numbers <= MAX_WIDTH:
+                raise DataError(
+                    f"{shown(place)}: a vector of {numbers:,} numbers; 1 to {MAX_WIDTH:,} are"
+                    " allowed."
+                )
+            if width not in (0, numbers):
+                raise DataError(
+                    f"{shown(place)} holds vectors of {numbers:,} numbers, others of {width:,}:"
+                    " one index takes one width."
+                )
+            count, width = count + len(features), numbers
+            file.write(np.ascontiguousarray(features, "<f4").tobytes())
+
         for place in unique:
-            if not is_table(place.name):
-                items += _npz(place, spool)
-                continue
-            with Table(place, "features") as table:
-                items += table.sources(partial(spool.add, place), spool.count)
-            left_out += table.left_out
+            if is_table(place.name):
+                with Table(place, "features") as table:
+                    items += table.sources(partial(spool, place), count)
+                left_out += table.left_out
+            else:
+                features, labels, keys = read_features(place)
+                items += _rows_of(place, labels, keys, range(count, count + len(features)))
+                spool(place, features)
         if not items:
             raise DataError(f"{shown(places[0])} lists no item.")
-        return Sources(items, spool.array(), len(places) - len(unique), tuple(left_out))
+        file.flush()
+        array = np.memmap(file, "<f4", "r", shape=(count, width))
+        return Sources(items, array, len(places) - len(unique), tuple(left_out))
 
 
-def _npz(path: Path, spool: _Spool) -> list[Source]:
-    """Return the items of an `.npz` file of features."""
-    start = spool.count
-    features, labels, keys = read_features(path)
-    spool.add(path, features)
+def _rows_of(path: Path, labels: list[str], keys: list[str], rows: range) -> list[Source]:
+    """Return the items of an `.npz` file, whose features are in `rows`."""
     return [
         Source(
-            keys[row] if keys else f"{path.stem}/{row}",
-            None if not labels or is_missing_text(labels[row]) else labels[row],
+            keys[number] if keys else f"{path.stem}/{number}",
+            None if not labels or is_missing_text(labels[number]) else labels[number],
             path,
-            row=start + row,
+            row=row,
         )
-        for row in range(len(features))
+        for number, row in enumerate(rows)
     ]
 
 

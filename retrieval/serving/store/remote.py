@@ -500,14 +500,12 @@ class RemoteStore(Store):
         named = self._alias() or ""
         if not named.startswith(self._prefix):
             raise self._lost()
-        served, generations = int(named[len(self._prefix) :]), []
-        for name, note in notes.items():
-            if name.startswith("generation ") and note:
-                number = int(name[11:])
-                spans = tuple((start, stop) for start, stop in note["spans"])
-                state = "served" if number == served else "kept" if note["served"] else "building"
-                fields = (number, note["bundle"], note["variant"], note["widths"], spans, state)
-                generations.append(Generation(*fields))  # type: ignore[arg-type]
+        served = int(named[len(self._prefix) :])
+        generations = [
+            _generation(int(name.removeprefix("generation ")), note, served)
+            for name, note in notes.items()
+            if name.startswith("generation ") and note
+        ]
         return tuple(sorted(generations, key=lambda generation: generation.number))
 
     def _latest(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Generation:
@@ -523,14 +521,17 @@ class RemoteStore(Store):
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
         pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
-        fields = (bundle.sha256, bundle.variant, dict(widths), spans_of(bundle))
-        generation = Generation(number, *fields, "building")
+        note = {
+            "bundle": bundle.sha256,
+            "variant": bundle.variant,
+            "widths": dict(widths),
+            "spans": spans_of(bundle),
+            "served": False,
+            "pieces": pieces,
+        }
+        generation = _generation(number, note)
         self._make(generation)
-        note: dict[str, Any] = dict(
-            zip(("bundle", "variant", "widths", "spans"), fields, strict=True)
-        )
-        note |= {"served": served, "pieces": pieces}
-        self._note({f"generation {number}": note, "last": number})
+        self._note({f"generation {number}": note | {"served": served}, "last": number})
         return generation
 
     def bundle(self, generation: Generation) -> Path:
@@ -642,6 +643,14 @@ class RemoteStore(Store):
             self._remove(self.collection(target.number))
             if target.bundle not in {generation.bundle for generation in self.generations()}:
                 self._drop_pieces(target.bundle, note["pieces"])
+
+
+def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:
+    spans = tuple((start, stop) for start, stop in note["spans"])
+    plain = note["bundle"], note["variant"], note["widths"]
+    if number == served:
+        return Generation(number, *plain, spans, "served")
+    return Generation(number, *plain, spans, "kept" if note["served"] else "building")
 
 
 def _has_list(value: Any) -> bool:
