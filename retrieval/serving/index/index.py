@@ -237,16 +237,15 @@ class Index:
             encoded, alone = encode_queries(bundle, queries)
             query, code = _query_arrays(bundle, encoded)
             try:
-                hits: list[list[Hit]] = []
+                hits: list[Hits] = []
                 for start in range(0, len(query), _QUERIES_AT_ONCE):
                     rows = slice(start, start + _QUERIES_AT_ONCE)
-                    part_code = None if code is None else code[rows]
-                    hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
-                answers = [Hits(row, self.store.original) for row in hits]
-                return answers[0] if alone else answers
+                    own_code = None if code is None else code[rows]
+                    hits += self._nearest(query[rows], own_code, bundle, k, candidates, where)
+                return hits[0] if alone else hits
             except Superseded:
-                # Another generation is served now. Queries that arrived encoded cannot be
-                # encoded again for it.
+                self.follow()
+                # Queries that arrived encoded cannot be encoded again for another generation.
                 if isinstance(queries, Encoded) or attempt == _TRIES - 1:
                     raise
         raise AssertionError
@@ -259,19 +258,14 @@ class Index:
         k: int,
         candidates: int | None,
         where: Filter | None,
-    ) -> list[list[Hit]]:
+    ) -> list[Hits]:
         """Return the hits of each query that `bundle` encoded."""
-        try:
-            proposed = self.store.propose(
-                query, candidates_of(bundle, k, candidates), bundle.sha256, where=where
-            )
-        except Superseded:
-            self.follow()
-            raise
+        count = candidates_of(bundle, k, candidates)
+        proposed = self.store.propose(query, count, bundle.sha256, where=where)
         hits, alone = [], measured_alone(bundle)
         for row, near in enumerate(proposed):
             if alone and near.distances is not None:
-                hits.append(_hits(near.items, near.distances[:k].tolist()))
+                hits.append(self._hits(near.items, near.distances[:k].tolist()))
                 continue
             if near.distances is not None:
                 near = _sorted_by_id(near)
@@ -279,8 +273,17 @@ class Index:
             distances = _distances(bundle, query[row], own_code, near, k)
             order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
             nearest = [near.items[place] for place in order.tolist()]
-            hits.append(_hits(nearest, distances[order].tolist()))
+            hits.append(self._hits(nearest, distances[order].tolist()))
         return hits
+
+    def _hits(self, items: Sequence[Item], distances: Sequence[float]) -> Hits:
+        """Return one hit per distance; items beyond the number of distances are ignored."""
+        pairs = zip(items, distances, strict=False)
+        hits = (
+            Hit(item.id, item.label, distance, own(item.metadata), item.path, item.keep)
+            for item, distance in pairs
+        )
+        return Hits(hits, self.store.original)
 
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
@@ -554,18 +557,3 @@ def _distances(
     codes = None if code is None else proposed.arrays[CODE]
     k = min(k, len(proposed.items))
     return measured(bundle, query, code, proposed.arrays[VECTOR], codes, k)
-
-
-def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
-    """Return one hit per distance; items beyond the number of distances are ignored."""
-    return [
-        Hit(
-            item.id,
-            item.label,
-            distance,
-            own(item.metadata) if item.metadata else {},
-            item.path,
-            item.keep,
-        )
-        for item, distance in zip(items, distances, strict=False)
-    ]
