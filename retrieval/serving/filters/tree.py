@@ -154,18 +154,18 @@ class Exists(_Condition):
 
 @dataclass(frozen=True)
 class _Junction(_Node):
+    joint: ClassVar[Joint]
     parts: tuple[Filter, ...]
 
     def __post_init__(self) -> None:
-        joint = type(self).__name__.lower()
         if not isinstance(self.parts, list | tuple) or len(self.parts) < 2:
             raise DataError(
-                f"`{joint}` takes a list of two or more filters, not {_shown(self.parts)}."
+                f"`{self.joint}` takes a list of two or more filters, not {_shown(self.parts)}."
             )
         _check_count("conditions", len(self.parts), MOST_CONDITIONS)
         for part in self.parts:
             if not isinstance(part, Filter):
-                raise DataError(f"`{joint}` takes filters, not {_shown(part)}.")
+                raise DataError(f"`{self.joint}` takes filters, not {_shown(part)}.")
         nested, conditions, values = zip(*(part.size for part in self.parts), strict=True)
         self._set(Size(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts))
 
@@ -173,15 +173,20 @@ class _Junction(_Node):
 class And(_Junction):
     """Matches if all of two or more filters match."""
 
+    joint = "and"
+
 
 class Or(_Junction):
     """Matches if at least one of two or more filters matches."""
+
+    joint = "or"
 
 
 @dataclass(frozen=True)
 class Not(_Node):
     """Matches if a filter does not."""
 
+    joint: ClassVar[Joint] = "not"
     part: Filter
 
     def __post_init__(self) -> None:
@@ -209,8 +214,7 @@ def fold(filter: Filter, of: Callable[[Condition], T], join: Callable[[Joint, li
     """
     if isinstance(filter, Condition):
         return of(filter)
-    joint: Joint = "and" if isinstance(filter, And) else "or" if isinstance(filter, Or) else "not"
-    return join(joint, [fold(part, of, join) for part in filter.parts])
+    return join(filter.joint, [fold(part, of, join) for part in filter.parts])
 
 
 def conditions(filter: Filter) -> list[Condition]:
@@ -346,8 +350,7 @@ def filter_to_text(filter: Filter) -> str:
             f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
             for part in filter.parts
         ]
-        joint = " or " if isinstance(filter, Or) else " and "
-        return f"not {texts[0]}" if isinstance(filter, Not) else joint.join(texts)
+        return f"not {texts[0]}" if filter.joint == "not" else f" {filter.joint} ".join(texts)
     field = ".".join(
         name if re.fullmatch(PLAIN_NAME, name, re.IGNORECASE) else f'"{name}"'
         for name in _names_of(filter.field)
