@@ -46,14 +46,9 @@ PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 
 
 class MilvusStore(stores.RemoteStore):
-    """A store in Milvus. Its notes are properties of the register, which are never read stale.
+    """A store in Milvus; `server` has the arguments of `MilvusClient`.
 
-    Args:
-        server: arguments of `MilvusClient`: `uri`, `token`, `db_name` and certificates.
-        address: name of the index in messages.
-        name: name of the index, which is its alias.
-        timeout: time limit of one request in seconds.
-        exact: whether new collections are searched exactly rather than by an HNSW graph.
+    Its notes are properties of the register, which are never read stale.
     """
 
     engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)

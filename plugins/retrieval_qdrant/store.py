@@ -36,16 +36,7 @@ def point_of(text: str) -> str:
 
 
 class QdrantStore(stores.RemoteStore):
-    """A store in Qdrant.
-
-    Args:
-        client: connected client.
-        address: text that stands for the index in error messages.
-        name: name of the index. The Qdrant alias of this name points to one of its collections.
-        timeout: time limit of one request in seconds.
-        exact: whether a server searches exactly rather than by its HNSW graph.
-        local: whether the client runs Qdrant in this process, without a server.
-    """
+    """A store in Qdrant, on a server or (`local`) in this process; see its places."""
 
     engine, errors = "Qdrant", (ApiException, ValueError)
     separator = "~"

@@ -283,15 +283,9 @@ def refuse_twice(ids: Iterable[str]) -> None:
 
 
 def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
-    """Compare items with an index.
-
-    Items that a migration skipped have no vector in the served generation. They are embedded even
-    if their file is unchanged. Generation 1 skips nothing, so its vectors are not read.
-
-    Returns:
-        Items to embed, items with only a new label, metadata or path, and the number of unchanged
-            items.
-    """
+    """Return items to embed, those with only a new label, metadata or path, and a count of others."""
+    # Items that a migration skipped have no vector, and are embedded even if their file is the
+    # same. Generation 1 skips nothing, so its vectors are not read.
     arrays = index.generation.number > 1
     new: list[Source] = []
     relabelled: list[Source] = []
@@ -343,17 +337,7 @@ def _remove_others(index: Index, ids: set[str]) -> int:
 
 
 class _Writer:
-    """Writes encoded items to the index about once a second.
-
-    Args:
-        index: the index.
-        strict: whether to write nothing if an item cannot be used.
-
-    Attributes:
-        added: number of new items.
-        changed: number of replaced items.
-        faults: one sentence per item that could not be used.
-    """
+    """Writes encoded items to the index about once a second; `strict` refuses any fault."""
 
     def __init__(self, index: Index, strict: bool = False) -> None:
         self.strict, self._index = strict, index
