@@ -148,6 +148,8 @@ class In(_Condition):
 class Exists(_Condition):
     """A field that exists, even if it is null."""
 
+    values: ClassVar[tuple[Value, ...]] = ()
+
     def __post_init__(self) -> None:
         self._take()
 

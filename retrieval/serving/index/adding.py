@@ -283,7 +283,7 @@ def refuse_twice(ids: Iterable[str]) -> None:
 
 
 def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
-    """Return items to embed, those with only a new label, metadata or path, and a count of others."""
+    """Return items to embed, items with only a new label, metadata or path, and how many others."""
     # Items that a migration skipped have no vector, and are embedded even if their file is the
     # same. Generation 1 skips nothing, so its vectors are not read.
     arrays = index.generation.number > 1

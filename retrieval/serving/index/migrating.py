@@ -25,7 +25,6 @@ from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.items import (
     FEATURES,
-    Floats,
     Generation,
     Item,
     served_of,
@@ -144,10 +143,6 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
     return Migrated(index.generation, count, tuple(faults), count if by_head else 0)
 
 
-def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
-    return by_name(bundle.encode_features(features, batch=_BATCH))
-
-
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
@@ -156,7 +151,8 @@ def _by_head(
     if not usable:
         return [], {}
     features = np.stack([item.arrays[FEATURES] for item in usable])
-    arrays = _apply_head(bundle, features) | ({FEATURES: features} if keep_features else {})
+    encoded = bundle.encode_features(features, batch=_BATCH)
+    arrays = by_name(encoded, features if keep_features else None)
     return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], {}
 
 
@@ -216,15 +212,10 @@ def features_of(bundle: Bundle) -> int:
     if manifest.input.kind == "features":
         return manifest.input.shape[0]
     if bundle.backbone_sha256 is None or manifest.split is None:
-        why = (
-            f"runs its variant '{bundle.variant}'"
-            if manifest.split
-            else "has an encoder of one graph"
-        )
-        advice = (
-            "Leave the variant out."
-            if manifest.split
-            else "Export it with --split (in Python split=True)."
+        why, advice = (
+            ("has an encoder of one graph", "Export it with --split (in Python split=True).")
+            if manifest.split is None
+            else (f"runs its variant '{bundle.variant}'", "Leave the variant out.")
         )
         raise BundleError(
             f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"

@@ -163,7 +163,7 @@ class Table:
                 raise DataError(
                     f"{self.name}: '{role}' must be a list of numbers, not {kinds[role]}."
                 )
-        elif "image" in kinds and _is_binary(image):
+        elif "image" in kinds and (types.is_binary(image) or types.is_large_binary(image)):
             self.content = role = "image"
         elif "image" in kinds and types.is_struct(image) and image.get_field_index("bytes") >= 0:
             self.content, role = "image.bytes", "image"
@@ -378,11 +378,6 @@ def _json_value(value: Any) -> Any:
 def _is_text(kind: Any) -> bool:
     types = pyarrow().types
     return bool(types.is_string(kind) or types.is_large_string(kind))
-
-
-def _is_binary(kind: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -73,7 +73,8 @@ class Masks:
         names = {leaf.field for leaf in leaves}
         if view.stem != self._stem:
             self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
-        exact = all(map(_is_exact, leaves))
+        operands = [operand for leaf in leaves for operand in leaf.values]
+        exact = all(not isinstance(number, int) or abs(number) < _EXACT for number in operands)
         if not exact or "id" in names or len(names) > _COLUMNS or names & self._unfit:
             return None
         if view.seq < self._seq:
@@ -172,12 +173,6 @@ class _Column:
             table[code] = matches(leaf, "", None, metadata)
         mask: Mask = table[self._codes[:rows]]
         return mask
-
-
-def _is_exact(leaf: Condition) -> bool:
-    """Return whether float64 represents the numbers of a condition exactly."""
-    operands = () if isinstance(leaf, Exists) else leaf.values
-    return all(not isinstance(operand, int) or abs(operand) < _EXACT for operand in operands)
 
 
 def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
