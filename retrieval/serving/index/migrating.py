@@ -25,6 +25,7 @@ from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.store.items import (
     FEATURES,
+    Floats,
     Generation,
     Item,
     served_of,
@@ -143,6 +144,10 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
     return Migrated(index.generation, count, tuple(faults), count if by_head else 0)
 
 
+def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
+    return by_name(bundle.encode_features(features, batch=_BATCH))
+
+
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
@@ -151,8 +156,7 @@ def _by_head(
     if not usable:
         return [], {}
     features = np.stack([item.arrays[FEATURES] for item in usable])
-    encoded = bundle.encode_features(features, batch=_BATCH)
-    arrays = by_name(encoded, features if keep_features else None)
+    arrays = _apply_head(bundle, features) | ({FEATURES: features} if keep_features else {})
     return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], {}
 
 
