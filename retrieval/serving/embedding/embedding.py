@@ -19,12 +19,12 @@ from retrieval.host.cores import cores
 from retrieval.host.files import whole_file, write_text
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
-from retrieval.serving.files.places import StrPath, paths_of
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Options, Result, embed, refuse_twice
 from retrieval.serving.index.embedded import BAD, SIZES, Plan, part_file
-from retrieval.serving.index.locations import PLAN, Source, Sources, shown
+from retrieval.serving.index.locations import PLAN, Source, Sources, paths_of, shown
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect, originals

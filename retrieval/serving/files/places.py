@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -30,11 +29,6 @@ _INSTEAD = {
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",
     ("index", "run"): "Name the run that its bundle was exported from.",
 }
-
-
-def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
-    """Return one or more paths as a list."""
-    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
 def no_such(path: StrPath) -> str:

@@ -21,7 +21,7 @@ from PIL import Image
 from retrieval.errors import DataError, listed
 from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle, Encoded
-from retrieval.serving.files.places import StrPath, paths_of
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import (
     Limits,
     as_list,
@@ -33,7 +33,7 @@ from retrieval.serving.images import (
     to_png,
 )
 from retrieval.serving.index.embedded import Vectors
-from retrieval.serving.index.locations import Original, Source, is_embedding
+from retrieval.serving.index.locations import Original, Source, is_embedding, paths_of
 from retrieval.serving.index.parquet import label_text
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter

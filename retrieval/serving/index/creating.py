@@ -14,10 +14,11 @@ from retrieval.errors import DataError, StoreError, at_least_one
 from retrieval.host.files import rename_whole
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
-from retrieval.serving.files.places import StrPath, kind_of, paths_of
+from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
 from retrieval.serving.index.adding import Added, Options, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
+from retrieval.serving.index.locations import paths_of
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device

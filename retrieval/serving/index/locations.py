@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from retrieval.errors import DataError
+from retrieval.serving.files.places import StrPath
 from retrieval.serving.store.items import Floats, Item, Keep
 
 PLAN = "embedding.json"
 """File that marks a folder of embeddings and records its plan."""
+
+
+def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
+    """Return one or more paths as a list."""
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
 def is_table(name: str) -> bool:
