@@ -172,8 +172,9 @@ def _by_originals(
     originals = _originals(index, items, Limits().bytes)
     batches = embed(bundle, originals, Options(), keep_features=keep_features)
     results = [result for batch in batches for result in batch]
+    arrays = {item.id: item.arrays for item, fault in results if fault is None}
     return (
-        [item for item, fault in results if fault is None],
+        [replace(item, arrays=arrays[item.id]) for item in items if item.id in arrays],
         {item.id: fault for item, fault in results if fault is not None},
     )
 
