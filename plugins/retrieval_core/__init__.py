@@ -193,6 +193,6 @@ def retrieval_indexes() -> Factories:
 @hookimpl
 def retrieval_stores() -> Factories:
     """The package's own store, a folder."""
-    from retrieval.serving.store.built_in import retrieval_stores as own
+    from retrieval.serving.store.place import retrieval_stores as own
 
     return own()

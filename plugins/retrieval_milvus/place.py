@@ -78,13 +78,7 @@ class MilvusPlace(stores.RemotePlace):
         return MilvusStore(server, str(self.address), name, self._timeout, self._exact)
 
     def _shake_hands(self, host: str, port: int, ca: str) -> None:
-        """Try a TLS handshake, since the client's own errors do not tell why one fails.
-
-        Raises:
-            StoreError: the certificates cannot be read, the server's is not trusted or names
-                another host, or the server does not speak TLS. The client reports an unreachable
-                server.
-        """
+        """Try a TLS handshake, since the client's own errors do not tell why one fails."""
         try:
             context = ssl.create_default_context(cafile=ca or None)
         except (OSError, ssl.SSLError) as fault:

@@ -46,14 +46,9 @@ PLAIN = re.compile(r"[\w .,:;/@#+-]*")
 
 
 class MilvusStore(stores.RemoteStore):
-    """A store in Milvus. Its notes are properties of the register, which are never read stale.
+    """A store in Milvus; `server` has the arguments of `MilvusClient`.
 
-    Args:
-        server: arguments of `MilvusClient`: `uri`, `token`, `db_name` and certificates.
-        address: name of the index in messages.
-        name: name of the index, which is its alias.
-        timeout: time limit of one request in seconds.
-        exact: whether new collections are searched exactly rather than by an HNSW graph.
+    Its notes are properties of the register, which are never read stale.
     """
 
     engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
@@ -166,7 +161,7 @@ class MilvusStore(stores.RemoteStore):
     def _notes(self) -> dict[str, Any]:
         register = self._described(self.collection(0))
         if register is None:
-            raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+            raise self._lost()
         properties = register.get("properties", {}).items()
         return {
             key[len(NOTE) :]: json.loads(text) for key, text in properties if key.startswith(NOTE)

@@ -89,15 +89,7 @@ class QdrantLocalPlace(stores.RemotePlace):
 
 
 class _LocalClient:
-    """Thread-safe `QdrantClient` of a local folder, which a process opens only once.
-
-    Args:
-        folder: folder of the collections; created if it does not exist.
-        address: name of the index in messages.
-
-    Raises:
-        StoreError: another process has the folder open, or it cannot be written.
-    """
+    """Thread-safe `QdrantClient` of a local folder, which a process opens only once."""
 
     _clients: ClassVar[dict[str, Any]] = {}
     _users: ClassVar[dict[str, int]] = {}

@@ -15,7 +15,6 @@ from qdrant_client.http.exceptions import (
     ResponseHandlingException,
     UnexpectedResponse,
 )
-from retrieval.errors import StoreError
 from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
@@ -37,16 +36,7 @@ def point_of(text: str) -> str:
 
 
 class QdrantStore(stores.RemoteStore):
-    """A store in Qdrant.
-
-    Args:
-        client: connected client.
-        address: text that stands for the index in error messages.
-        name: name of the index. The Qdrant alias of this name points to one of its collections.
-        timeout: time limit of one request in seconds.
-        exact: whether a server searches exactly rather than by its HNSW graph.
-        local: whether the client runs Qdrant in this process, without a server.
-    """
+    """A store in Qdrant, on a server or (`local`) in this process; see its places."""
 
     engine, errors = "Qdrant", (ApiException, ValueError)
     separator = "~"
@@ -117,7 +107,7 @@ class QdrantStore(stores.RemoteStore):
     def _notes(self) -> dict[str, Any]:
         for register in self._retrieve(0, [NOTES]):
             return dict(register.payload or {})
-        raise StoreError(f"{self.address} was deleted, or another index stands in its place.")
+        raise self._lost()
 
     # Items
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,7 @@ WIDE, PART = 2048, 4096
 def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: int) -> None:
     """A folder as `retrieval embed` writes it, of vectors without originals."""
     from retrieval.serving.embedding.embedding import write_part
-    from retrieval.serving.index.embedded import Embedded, Plan
+    from retrieval.serving.index.embedded import Plan
     from retrieval.serving.index.locations import PLAN, Source
 
     folder.mkdir()
@@ -112,8 +113,11 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
         items = [
             Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)
         ]
-        entries = [Embedded(arrays={"vector": code}) for code in codes(number)]
-        write_part(folder, plan, number, list(zip(items, entries, strict=True)))
+        results = [
+            (replace(item.item(), arrays={"vector": code}), None)
+            for item, code in zip(items, codes(number), strict=True)
+        ]
+        write_part(folder, plan, number, items, results)
     (folder / PLAN).write_text(plan.text())
 
 

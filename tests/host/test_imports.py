@@ -52,7 +52,7 @@ INNER = {
     "retrieval.serving.index.backends": {"retrieval_indexes"},
     "retrieval.serving.index.embedded": {"in_memory"},
     "retrieval.serving.index.sources": {"collect"},
-    "retrieval.serving.store.built_in": {"retrieval_stores"},
+    "retrieval.serving.store.place": {"retrieval_stores"},
 }
 
 

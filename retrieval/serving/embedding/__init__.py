@@ -1,1 +1,1 @@
-"""Embed sources into a folder of Parquet files, on this machine or on a Ray cluster."""
+"""Embed sources into a folder of Parquet files; join a Ray cluster."""

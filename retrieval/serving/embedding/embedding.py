@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,16 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.filters import metadata_text
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import embed, refuse_twice
-from retrieval.serving.index.embedded import BAD, Embedded, Plan, part_file
-from retrieval.serving.index.locations import PLAN, Source, Sources, shown
+from retrieval.serving.index.adding import Options, Result, embed, refuse_twice
+from retrieval.serving.index.embedded import BAD, SIZES, Plan, part_file
+from retrieval.serving.index.locations import PLAN, Source, Sources, paths_of, shown
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.index.parquet import pyarrow
 from retrieval.serving.index.sources import collect, originals
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
 from retrieval.serving.sessions import ahead
-from retrieval.serving.store.contract import widths_of
+from retrieval.serving.store.items import FEATURES, Floats, Item, widths_of
 
 _SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000
 _PARTS_AT_A_TIME = 2
@@ -40,6 +40,8 @@ _FAULTS_ON_STANDARD_ERROR = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
 _NOTE = b"retrieval"
+
+Part = Sequence[Source]
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,9 @@ def embed_sources(
         bundle = Bundle.open(bundle, variant=variant, device=device)
     folder, limits = Path(output).absolute(), limits or Limits()
     widths = widths_of(bundle, features=features_of(bundle) if features else None)
-    names = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
     with showing(progress):
-        items = collect(names, bundle.manifest.input.kind)
-        refuse_twice(items)
+        items = collect(paths_of(sources), bundle.manifest.input.kind)
+        refuse_twice(item.key for item in items.items)
         count = len(items.items)
         new = Plan(
             bundle=bundle.sha256,
@@ -134,7 +135,8 @@ def embed_sources(
             if plan is None:
                 plan = new
                 write_text(folder / PLAN, plan.text(), DataError)
-            bad, resumed = _fill(folder, plan, items, partial(_embedded, bundle, items, limits))
+            embed_items = partial(_embedded, bundle, items.features, limits)
+            bad, resumed = _fill(folder, plan, items, embed_items)
     return Embedding(
         output=folder,
         items=plan.items - bad,
@@ -149,11 +151,7 @@ def embed_sources(
 
 
 def _plan_of(folder: Path, new: Plan, batch: int | None) -> Plan | None:
-    """Return the plan of an earlier run of the same work in this folder, or `None`.
-
-    Raises:
-        DataError: the folder has a plan that differs (the message says how), or other content.
-    """
+    """Return the plan of an earlier run of the same work in this folder, or `None`."""
     if not (folder / PLAN).exists():
         if folder.is_dir() and any(
             not path.name.startswith(".") and path.suffix != ".tmp" for path in folder.iterdir()
@@ -174,14 +172,9 @@ def _plan_of(folder: Path, new: Plan, batch: int | None) -> Plan | None:
             f" begun. {advice}"
         )
     new = replace(new, batch=batch or begun.batch)
-    options = {
-        "batch": "--batch",
-        "widths": "--features",
-        "limits": "--max-pixels or --max-bytes",
-    }
-    if differing := [
-        option for name, option in options.items() if getattr(begun, name) != getattr(new, name)
-    ]:
+    options = {"batch": "--batch", "widths": "--features", "limits": "--max-pixels or --max-bytes"}
+    differing = [options[name] for name in options if getattr(begun, name) != getattr(new, name)]
+    if differing:
         raise DataError(
             f"{folder} was begun with other values of {', '.join(differing)}: leave them as they"
             f" were. {advice}"
@@ -201,35 +194,25 @@ def _digest(sources: Sources) -> str:
     return total.hexdigest()
 
 
-Pairs = list[tuple[Source, Embedded]]
-
-
 def _fill(
-    folder: Path, plan: Plan, sources: Sources, embed_part: Callable[[Plan, int], Pairs]
+    folder: Path, plan: Plan, sources: Sources, embed_items: Callable[[Plan, Part], list[Result]]
 ) -> tuple[int, int]:
     """Embed all missing parts; return the number of bad items and of items done before."""
-    bad: dict[int, list[dict[str, str]]] = {}
-    for number in range(plan.parts):
-        faults = finished_part(folder, plan, number)
-        if faults is not None:
-            bad[number] = faults
+    states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
+    bad = {number: faults for number, faults in states.items() if faults is not None}
     resumed = sum(len(plan.rows(number)) for number in bad)
-    missing = [number for number in range(plan.parts) if number not in bad]
-    printed = 0
+    missing = [number for number in states if number not in bad]
+    parts = [sources.items[rows.start : rows.stop] for rows in map(plan.rows, missing)]
+    printed, at_a_time = 0, _PARTS_AT_A_TIME
     try:
         with Meter("embedding", plan.items, "items", done=resumed) as meter:
-            parts = ahead(
-                partial(embed_part, plan),
-                missing,
-                workers=_PARTS_AT_A_TIME,
-                most=_PARTS_AT_A_TIME,
-            )
-            for number, pairs in zip(missing, parts, strict=True):
-                bad[number] = write_part(folder, plan, number, pairs)
+            embedded = ahead(partial(embed_items, plan), parts, workers=at_a_time, most=at_a_time)
+            for number, part, results in zip(missing, parts, embedded, strict=True):
+                bad[number] = write_part(folder, plan, number, part, results)
                 for entry in bad[number][: max(0, _FAULTS_ON_STANDARD_ERROR - printed)]:
                     meter.say(f"bad: {entry['fault']}")
                 printed += len(bad[number])
-                meter.update(len(pairs))
+                meter.update(len(part))
     finally:
         with whole_file(folder / BAD, DataError) as path, path.open("w", encoding="utf-8") as file:
             for entry in (entry for number in sorted(bad) for entry in bad[number]):
@@ -242,34 +225,29 @@ def _fill(
     return total, resumed
 
 
-def _embedded(bundle: Bundle, sources: Sources, limits: Limits, plan: Plan, number: int) -> Pairs:
+def _embedded(
+    bundle: Bundle, features: Floats | None, limits: Limits, plan: Plan, part: Part
+) -> list[Result]:
     """Embed the items of a part; an unusable item affects no other item."""
-    rows = plan.rows(number)
-    items = sources.items[rows.start : rows.stop]
+    workers = max(1, cores() // _PARTS_AT_A_TIME)
+    options = Options(batch=plan.batch, workers=workers, limits=limits)
 
-    def results(items: Sequence[Source]) -> Pairs:
-        batches = embed(
-            bundle,
-            originals(items, sources.features, limits.bytes),
-            batch=plan.batch,
-            workers=max(1, cores() // _PARTS_AT_A_TIME),
-            limits=limits,
-            keep_features="features" in plan.widths,
-            stamp=Source.stamp,
-        )
-        return [pair for batch in batches for pair in batch]
+    def results(part: Part) -> list[Result]:
+        contents = originals(part, features, limits.bytes)
+        batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
+        return [result for batch in batches for result in batch]
 
-    def alone(item: Source) -> Pairs:
+    def alone(source: Source) -> list[Result]:
         try:
-            return results([item])
+            return results([source])
         except DataError as fault:
-            return [(item, Embedded(f"{item.name}: {fault}", item.stamp()))]
+            return [(source.item(), f"{source.name}: {fault}")]
 
     try:
-        return results(items)
+        return results(part)
     except DataError:
         # The encoder returns NaN for some item. Encoding items one by one shows for which.
-        return [pair for item in items for pair in alone(item)]
+        return [result for source in part for result in alone(source)]
 
 
 def _identity(plan: Plan) -> str:
@@ -278,19 +256,17 @@ def _identity(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_part(folder: Path, plan: Plan, number: int, pairs: Pairs) -> list[dict[str, str]]:
-    """Write a part atomically; return its bad items.
-
-    Raises:
-        DataError: the disk fails.
-    """
+def write_part(
+    folder: Path, plan: Plan, number: int, part: Part, results: Sequence[Result]
+) -> list[dict[str, str]]:
+    """Write a part atomically; return its bad items."""
     bad = [
-        {"key": item.key, "source": item.name[:2000], "fault": entry.fault[:_FAULT_CHARACTERS]}
-        for item, entry in pairs
-        if entry.fault is not None
+        {"key": source.key, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
+        for source, (_, fault) in zip(part, results, strict=True)
+        if fault is not None
     ]
     pa = pyarrow()
-    table = _table(pa, plan, [pair for pair in pairs if pair[1].fault is None])
+    table = _table(pa, plan, [item for item, fault in results if fault is None])
     note = {"plan": _identity(plan), "part": number, "bad": bad}
     table = table.replace_schema_metadata({_NOTE: json.dumps(note).encode()})
     # Only texts are compressed; vectors look random and would not shrink.
@@ -308,35 +284,27 @@ def write_part(folder: Path, plan: Plan, number: int, pairs: Pairs) -> list[dict
     return bad
 
 
-def _table(pa: Any, plan: Plan, usable: Pairs) -> Any:
+def _table(pa: Any, plan: Plan, items: Sequence[Item]) -> Any:
     """Return the usable items of a part as a pyarrow table."""
+    text, place, size = pa.string(), pa.binary(), pa.int64()
 
-    def column(kind: Any, value: Callable[[Source, Embedded], Any]) -> Any:
-        return pa.array([value(item, entry) for item, entry in usable], kind)
+    def column(kind: Any, values: Iterable[object]) -> Any:
+        return pa.array(list(values), kind)
 
-    def address(text: str | Path | None, item: Source) -> bytes | None:
-        return os.fsencode(text) if text and item.row is None else None
-
-    columns: dict[str, Any] = {
-        "key": column(pa.string(), lambda item, _: item.key),
-        "label": column(pa.string(), lambda item, _: item.label),
-        "metadata": column(pa.string(), lambda item, _: metadata_text(item.metadata)),
-        "path": column(pa.binary(), lambda item, _: address(item.path, item)),
-        "source": column(
-            pa.binary(), lambda item, _: address(item.origin.address if item.origin else None, item)
-        ),
-        "stamp": column(
-            pa.string(), lambda item, entry: entry.stamp if item.row is None else item.stamp()
-        ),
-        "bytes": column(pa.int64(), lambda _, entry: entry.bytes),
-        "width": column(pa.int64(), lambda _, entry: entry.width),
-        "height": column(pa.int64(), lambda _, entry: entry.height),
+    columns = {
+        "key": column(text, (item.id for item in items)),
+        "label": column(text, (item.label for item in items)),
+        "metadata": column(text, (metadata_text(item.metadata) for item in items)),
+        "path": column(place, (item.path and os.fsencode(item.path) for item in items)),
+        "source": column(place, (item.source and os.fsencode(item.source) for item in items)),
+        "stamp": column(text, (item.stamp for item in items)),
+        **{name: column(size, (getattr(item, name) for item in items)) for name in SIZES},
     }
     for name, width in plan.widths.items():
-        values = [entry.arrays[name] for _, entry in usable]
+        values = [item.arrays[name] for item in items]
         flat = pa.array(np.concatenate(values) if values else [], pa.float32())
         columns[name] = pa.FixedSizeListArray.from_arrays(flat, width)
-    columns["bundle"] = pa.array([plan.bundle] * len(usable), pa.string()).dictionary_encode()
+    columns["bundle"] = column(text, [plan.bundle] * len(items)).dictionary_encode()
     return pa.table(columns)
 
 

@@ -74,11 +74,7 @@ class Cluster:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would try for minutes.
-
-    Raises:
-        DataError: the address is invalid, or nothing listens there.
-    """
+    """Refuse an address where nothing listens; Ray itself would try for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":

@@ -19,15 +19,9 @@ _MAKE = {
     "index": "Make one with 'retrieval index create' (in Python retrieval.Index.create).",
 }
 _INSTEAD = {
-    (
-        "run",
-        "bundle",
-    ): "Make its bundle with: retrieval export {0} (in Python run.export())",
+    ("run", "bundle"): "Make its bundle with: retrieval export {0} (in Python run.export())",
     ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
-    (
-        "bundle",
-        "index",
-    ): (
+    ("bundle", "index"): (
         "Make an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
         " retrieval.Index.create)"
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +65,7 @@ def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     if _nests_too_deeply(text):
         raise ValueError("nested too deeply")
-    decoder = _FINITE if finite else _ANY
-    # Our own JSON has no spaces around it, which `decode` would look for.
-    with suppress(json.JSONDecodeError):
-        content, end = decoder.raw_decode(text)
-        if end == len(text):
-            return content
-    return decoder.decode(text)
+    return (_FINITE if finite else _ANY).decode(text)
 
 
 def _plain(text: bytes) -> dict[str, Any] | None:

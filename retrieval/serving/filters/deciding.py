@@ -14,14 +14,16 @@ from typing import Any
 from retrieval.errors import DataError
 from retrieval.serving.filters.tree import (
     And,
-    Compare,
+    Condition,
     Exists,
     Field,
     Filter,
     In,
+    Joint,
     Not,
     Or,
     Value,
+    fold,
     has_surrogate,
     number,
     type_of,
@@ -57,13 +59,11 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
     if value is _ABSENT or isinstance(filter, Exists):
         return value is not _ABSENT
     elements = value if isinstance(value, list | tuple) else [value]
-    if isinstance(filter, In):
-        return any(
-            _holds("=", element, operand) for element in elements for operand in filter.values
-        )
     if filter.op == "!=":
-        return not all(_holds("=", element, filter.value) for element in elements)
-    return any(_holds(filter.op, element, filter.value) for element in elements)
+        return not all(_holds("=", element, filter.values[0]) for element in elements)
+    return any(
+        _holds(filter.op, element, operand) for element in elements for operand in filter.values
+    )
 
 
 def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:
@@ -99,19 +99,21 @@ def to_sql(filter: Filter) -> Sql:
     Conditions on id and label can use an index. A filter's bounds keep its depth below the 1,000
     that SQLite accepts, and its brackets below the 100 entries of an older SQLite's parser stack.
     """
-    if isinstance(filter, Not):
-        sql, values = to_sql(filter.part)
-        return f"(not {sql})", values
-    if isinstance(filter, And | Or):
-        parts = [to_sql(part) for part in filter.parts]
-        joint = f" {type(filter).__name__.lower()} "
-        values = tuple(value for _, values in parts for value in values)
-        return f"({joint.join(sql for sql, _ in parts)})", values
+
+    def join(joint: Joint, parts: list[Sql]) -> Sql:
+        texts = [sql for sql, _ in parts]
+        sql = f"not {texts[0]}" if joint == "not" else f" {joint} ".join(texts)
+        return f"({sql})", tuple(value for _, values in parts for value in values)
+
+    return fold(filter, _of_condition, join)
+
+
+def _of_condition(filter: Condition) -> Sql:
     sql, values = _column(filter) if isinstance(filter.field, str) else _entry(filter)
     return f"({sql})", values
 
 
-def _column(filter: Compare | In | Exists) -> Sql:
+def _column(filter: Condition) -> Sql:
     """Return the SQL of a condition on id or label.
 
     Only texts are compared, because SQLite would convert a number to text first.
@@ -120,16 +122,15 @@ def _column(filter: Compare | In | Exists) -> Sql:
     exists = f"{column} is not null"
     if isinstance(filter, Exists):
         return exists, ()
-    operands = filter.values if isinstance(filter, In) else (filter.value,)
-    texts = tuple(value for value in operands if isinstance(value, str))
+    texts = tuple(value for value in filter.values if isinstance(value, str))
     if not texts:
-        return (exists if isinstance(filter, Compare) and filter.op == "!=" else "0"), ()
+        return (exists if filter.op == "!=" else "0"), ()
     if isinstance(filter, In):
         return f"{exists} and {column} in ({', '.join('?' * len(texts))})", texts
     return f"{exists} and {column} {filter.op} ?", texts
 
 
-def _entry(filter: Compare | In | Exists) -> Sql:
+def _entry(filter: Condition) -> Sql:
     """Return the SQL of a condition on a metadata entry.
 
     `json_each` yields a list's elements or a single value, but also an object's entries, which
@@ -138,18 +139,15 @@ def _entry(filter: Compare | In | Exists) -> Sql:
     path = "$" + "".join(f'."{name}"' for name in filter.field)
     if isinstance(filter, Exists):
         return "json_type(items.metadata, ?) is not null", (path,)
-    negated = isinstance(filter, Compare) and filter.op == "!="
-    if isinstance(filter, In) or filter.op in ("=", "!="):
-        sql, values = _equals(filter.values if isinstance(filter, In) else (filter.value,))
+    if filter.op in ("=", "!="):
+        sql, values = _equals(filter.values)
     else:
-        mark, parameter = _bound(filter.value)
-        sql, values = (
-            f"{_OF_TYPE[type_of(filter.value)]} and value {filter.op} {mark}",
-            (parameter,),
-        )
+        (bound,) = filter.values
+        mark, parameter = _bound(bound)
+        sql, values = f"{_OF_TYPE[type_of(bound)]} and value {filter.op} {mark}", (parameter,)
     elements = "exists (select 1 from json_each(items.metadata, ?) where {})"
     kind = "json_type(items.metadata, ?)"
-    if negated:
+    if filter.op == "!=":
         return f"{kind} is 'object' or {elements.format(f'not ({sql})')}", (path, path, *values)
     # `case` fixes the order, so the second test runs on few items.
     return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (

@@ -6,9 +6,10 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from retrieval.errors import DataError, did_you_mean
 
@@ -24,7 +25,9 @@ Field = Literal["id", "label"] | tuple[str, ...]
 """`"id"`, `"label"`, or a path of names in the metadata, such as `("maker", "country")`."""
 
 Op = Literal["=", "!=", "<", "<=", ">", ">="]
+Joint = Literal["and", "or", "not"]
 Value = str | int | float | bool | None
+T = TypeVar("T")
 
 OPS: tuple[Op, ...] = ("=", "!=", "<", "<=", ">", ">=")
 # SQLite 3.40 cannot look up JSON names that need a backslash.
@@ -110,6 +113,11 @@ class Compare(_Condition):
             )
         self._take(value, value=value)
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The value, as `In` has its values."""
+        return (self.value,)
+
 
 @dataclass(frozen=True)
 class In(_Condition):
@@ -124,6 +132,7 @@ class In(_Condition):
     """
 
     values: tuple[Value, ...]
+    op: ClassVar[Op] = "="
 
     def __post_init__(self) -> None:
         if not isinstance(self.values, list | tuple):
@@ -139,24 +148,26 @@ class In(_Condition):
 class Exists(_Condition):
     """A field that exists, even if it is null."""
 
+    values: ClassVar[tuple[Value, ...]] = ()
+
     def __post_init__(self) -> None:
         self._take()
 
 
 @dataclass(frozen=True)
 class _Junction(_Node):
+    joint: ClassVar[Joint]
     parts: tuple[Filter, ...]
 
     def __post_init__(self) -> None:
-        joint = type(self).__name__.lower()
         if not isinstance(self.parts, list | tuple) or len(self.parts) < 2:
             raise DataError(
-                f"`{joint}` takes a list of two or more filters, not {_shown(self.parts)}."
+                f"`{self.joint}` takes a list of two or more filters, not {_shown(self.parts)}."
             )
         _check_count("conditions", len(self.parts), MOST_CONDITIONS)
         for part in self.parts:
             if not isinstance(part, Filter):
-                raise DataError(f"`{joint}` takes filters, not {_shown(part)}.")
+                raise DataError(f"`{self.joint}` takes filters, not {_shown(part)}.")
         nested, conditions, values = zip(*(part.size for part in self.parts), strict=True)
         self._set(Size(1 + max(nested), sum(conditions), sum(values)), parts=tuple(self.parts))
 
@@ -164,15 +175,20 @@ class _Junction(_Node):
 class And(_Junction):
     """Matches if all of two or more filters match."""
 
+    joint = "and"
+
 
 class Or(_Junction):
     """Matches if at least one of two or more filters matches."""
+
+    joint = "or"
 
 
 @dataclass(frozen=True)
 class Not(_Node):
     """Matches if a filter does not."""
 
+    joint: ClassVar[Joint] = "not"
     part: Filter
 
     def __post_init__(self) -> None:
@@ -180,17 +196,38 @@ class Not(_Node):
             raise DataError(f"`not` takes a filter, not {_shown(self.part)}.")
         self._set(self.part.size._replace(nested=1 + self.part.size.nested))
 
+    @property
+    def parts(self) -> tuple[Filter]:
+        """The part, as `And` and `Or` have their parts."""
+        return (self.part,)
 
-Filter = Compare | In | Exists | And | Or | Not
+
+Condition = Compare | In | Exists
+Filter = Condition | And | Or | Not
+
+
+def fold(filter: Filter, of: Callable[[Condition], T], join: Callable[[Joint, list[T]], T]) -> T:
+    """Return the value of a filter, computed from its conditions upwards.
+
+    Args:
+        filter: the filter.
+        of: returns the value of a condition.
+        join: returns the value of "and", "or" or "not" from the values of its parts.
+    """
+    if isinstance(filter, Condition):
+        return of(filter)
+    return join(filter.joint, [fold(part, of, join) for part in filter.parts])
+
+
+def conditions(filter: Filter) -> list[Condition]:
+    """Return the conditions of a filter."""
+    return fold(filter, lambda condition: [condition], lambda _, parts: list(chain(*parts)))
 
 
 def fields(filter: Filter) -> frozenset[str]:
     """Return the first name of each metadata path in a filter; excludes `id` and `label`."""
-    if isinstance(filter, Not):
-        return fields(filter.part)
-    if isinstance(filter, And | Or):
-        return frozenset().union(*map(fields, filter.parts))
-    return frozenset() if isinstance(filter.field, str) else frozenset(filter.field[:1])
+    paths = (condition.field for condition in conditions(filter))
+    return frozenset(path[0] for path in paths if not isinstance(path, str))
 
 
 def type_of(value: Value) -> str:
@@ -309,12 +346,13 @@ def _shown(value: object) -> str:
 
 def filter_to_text(filter: Filter) -> str:
     """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
-    if isinstance(filter, Not):
-        return f"not {_bracketed(filter.part, And | Or)}"
-    if isinstance(filter, And):
-        return " and ".join(_bracketed(part, And | Or) for part in filter.parts)
-    if isinstance(filter, Or):
-        return " or ".join(_bracketed(part, Or) for part in filter.parts)
+    if not isinstance(filter, Condition):
+        weaker = Or if isinstance(filter, Or) else And | Or  # parts that need brackets
+        texts = [
+            f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
+            for part in filter.parts
+        ]
+        return f"not {texts[0]}" if filter.joint == "not" else f" {filter.joint} ".join(texts)
     field = ".".join(
         name if re.fullmatch(PLAIN_NAME, name, re.IGNORECASE) else f'"{name}"'
         for name in _names_of(filter.field)
@@ -326,11 +364,6 @@ def filter_to_text(filter: Filter) -> str:
     return f"{field} {filter.op} {_literal(filter.value)}"
 
 
-def _bracketed(part: Filter, kinds: Any) -> str:
-    text = filter_to_text(part)
-    return f"({text})" if isinstance(part, kinds) else text
-
-
 def _literal(value: Value) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
@@ -339,10 +372,14 @@ def _literal(value: Value) -> str:
 
 def filter_to_json(filter: Filter) -> dict[str, Any]:
     """Return a filter as plain JSON; `filter_from_json` converts it back to an equal filter."""
-    if isinstance(filter, And | Or):
-        return {type(filter).__name__.lower(): [filter_to_json(part) for part in filter.parts]}
-    if isinstance(filter, Not):
-        return {"not": filter_to_json(filter.part)}
+    return fold(
+        filter,
+        _condition_to_json,
+        lambda joint, parts: {joint: parts[0] if joint == "not" else parts},
+    )
+
+
+def _condition_to_json(filter: Condition) -> dict[str, Any]:
     names = _names_of(filter.field)
     quoted = len(names) == 1 and names[0] in _LOGIC
     field = ".".join(f'"{name}"' if quoted or "." in name else name for name in names)

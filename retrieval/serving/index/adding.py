@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from retrieval.errors import DataError, at_least_one, listed
+from retrieval.errors import DataError, listed
 from retrieval.host.cores import cores
 from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath
@@ -32,19 +32,17 @@ from retrieval.serving.images import (
     thumbnail,
     to_png,
 )
-from retrieval.serving.index.embedded import Embedded, Vectors
-from retrieval.serving.index.locations import Original, Source, Sources, is_embedding
+from retrieval.serving.index.embedded import Vectors
+from retrieval.serving.index.locations import Original, Source, is_embedding, paths_of
 from retrieval.serving.index.parquet import label_text
 from retrieval.serving.index.sources import collect, originals
-from retrieval.serving.progress import Meter, Progress, showing
+from retrieval.serving.progress import Meter
 from retrieval.serving.sessions import ahead
 from retrieval.serving.store.address import IndexPlace
 from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Item, Keep, Superseded
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
-
-T = TypeVar("T")
 
 _PAGE = 1000
 _ROWS = 4096
@@ -125,6 +123,17 @@ class Summary:
     __repr__ = short_repr
 
 
+@dataclass(frozen=True)
+class Options:
+    """How items are decoded, encoded and kept; see `Index.add`."""
+
+    keep: Keep = "reference"
+    skip_bad: bool = False
+    batch: int = 32
+    workers: int | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
 _REST_IS_THERE = (
     "All others are in the index. Mend or remove these, or leave them out with --skip-bad "
     "(in Python skip_bad=True)."
@@ -134,14 +143,9 @@ _REST_IS_THERE = (
 def add_sources(
     index: Index,
     sources: StrPath | Sequence[StrPath],
+    options: Options,
     *,
-    keep: Keep = "reference",
     sync: bool = False,
-    skip_bad: bool = False,
-    batch: int = 32,
-    workers: int | None = None,
-    limits: Limits | None = None,
-    progress: Progress = True,
     whole: bool = False,
 ) -> Added:
     """Embed the items of `sources` and add them; see `Index.add`.
@@ -149,55 +153,36 @@ def add_sources(
     `whole` is for creating an index: an unusable image fails the call unless `skip_bad` is set.
     """
     began = time.monotonic()
-    strict = whole and not skip_bad
-    batch, limits = at_least_one("batch", batch), limits or Limits()
-    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-    with showing(progress):
-        vectors = Vectors(named, index, keep) if any(map(is_embedding, named)) else None
-        collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
-        refuse_twice(collected)
-        writer = _Writer(index, keep)
-        for attempt in range(_TRIES):
-            new, relabelled, unchanged = _changes(index, collected.items)
-            writer.faults = []
-            try:
-                if vectors:
-                    results = vectors.embedded(new)
-                else:
-                    results = embed(
-                        index.bundle,
-                        originals(new, collected.features, limits.bytes),
-                        batch=batch,
-                        workers=workers,
-                        limits=limits,
-                        keep_features=FEATURES in index.generation.widths,
-                        stamp=Source.stamp,
-                        keep=keep,
-                        strict=strict,
-                    )
-                writer.take(results, len(new), strict)
-                break
-            except Superseded:
-                # Another generation is served now. The remaining items are embedded for it.
-                if attempt == _TRIES - 1:
-                    raise
-                index.follow()
-                vectors = vectors and Vectors(named, index, keep)
-        faults = writer.faults
-        if whole and faults and len(faults) == len(collected.items):
-            raise DataError(
-                f"None of the {len(faults):,} items can be used. The first: {faults[0]}"
-            )
-        _relabel(index, relabelled)
-        removed = (
-            _remove_others(index, {item.key for item in collected.items})
-            if sync and not faults
-            else 0
-        )
-    if faults and not skip_bad:
-        raise _unusable(
-            faults, len(collected.items), _REST_IS_THERE + (" Nothing was removed." if sync else "")
-        )
+    named = paths_of(sources)
+    vectors = Vectors(named, index, options.keep) if any(map(is_embedding, named)) else None
+    collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
+    refuse_twice(item.key for item in collected.items)
+    writer = _Writer(index, strict=whole and not options.skip_bad)
+    for attempt in range(_TRIES):
+        new, relabelled, unchanged = _changes(index, collected.items)
+        try:
+            if vectors:
+                results = vectors.embedded(new)
+            else:
+                contents = originals(new, collected.features, options.limits.bytes, options.keep)
+                results = _embedded(index, contents, options, strict=writer.strict)
+            writer.take(results, len(new))
+            break
+        except Superseded:
+            # Another generation is served now. The remaining items are embedded for it.
+            if attempt == _TRIES - 1:
+                raise
+            index.follow()
+    faults, count = writer.faults, len(collected.items)
+    if whole and faults and len(faults) == count:
+        raise DataError(f"None of the {count:,} items can be used. The first: {faults[0]}")
+    _relabel(index, relabelled)
+    removed = 0
+    if sync and not faults:
+        removed = _remove_others(index, {item.key for item in collected.items})
+    if faults and not options.skip_bad:
+        advice = _REST_IS_THERE + (" Nothing was removed." if sync else "")
+        raise _unusable(faults, count, advice)
     return Added(
         added=writer.added,
         changed=writer.changed + len(relabelled),
@@ -216,52 +201,37 @@ def add_images(
     ids: Sequence[str] | None,
     labels: Sequence[str | None] | None,
     metadata: Sequence[Mapping[str, Any]] | None,
-    *,
-    keep: Keep,
-    skip_bad: bool,
-    batch: int,
-    workers: int | None,
-    limits: Limits | None,
+    options: Options,
 ) -> Added:
     """Embed images from memory, or rows of features, and add them; see `Index.add`."""
     began = time.monotonic()
     vectors = index.bundle.manifest.input.kind == "features"
     contents = list(np.atleast_2d(images)) if vectors else as_list(images)
-    for name, values in (("ids", ids), ("labels", labels), ("metadata", metadata)):
-        count = 0 if values is None else len(values)
-        if (values is not None or name == "ids") and count != len(contents):
+    count = len(contents)
+    ids = () if ids is None else ids
+    labels = [None] * count if labels is None else labels
+    metadata = [{}] * count if metadata is None else metadata
+    for name, values in {"ids": ids, "labels": labels, "metadata": metadata}.items():
+        if len(values) != count:
             raise DataError(
-                f"{len(contents):,} images need as many {name}, not {count:,}:"
+                f"{count:,} images need as many {name}, not {len(values):,}:"
                 f" index.add(images=…, {name}=…)."
             )
-    sources = [
-        Source(str(id), label_text(label), None, dict(facts))
-        for id, label, facts in zip(
-            [] if ids is None else ids,
-            [None] * len(contents) if labels is None else labels,
-            [{}] * len(contents) if metadata is None else metadata,
-            strict=True,
-        )
+    keep: Keep = "nothing" if options.keep == "reference" else options.keep
+    items = [
+        Item(str(id), label_text(label), dict(facts), stamp="", keep=keep)
+        for id, label, facts in zip(ids, labels, metadata, strict=True)
     ]
-    refuse_twice(Sources(sources))
-    keep = "nothing" if keep == "reference" else keep
+    refuse_twice(item.id for item in items)
+    names = [f"images[{number}]" for number in range(count)]
     originals = (
-        (source, f"images[{number}]", _original(f"images[{number}]", content))
-        for number, (source, content) in enumerate(zip(sources, contents, strict=True))
+        (item, name, _original(name, content))
+        for item, name, content in zip(items, names, contents, strict=True)
     )
-    writer = _Writer(index, keep)
-    results = embed(
-        index.bundle,
-        originals,
-        batch=batch,
-        workers=workers,
-        limits=limits,
-        keep_features=FEATURES in index.generation.widths,
-        keep=keep,
-    )
-    writer.take(results, len(sources), strict=False)
-    if writer.faults and not skip_bad:
-        raise _unusable(writer.faults, len(sources), _REST_IS_THERE)
+    writer = _Writer(index)
+    writer.take(_embedded(index, originals, replace(options, keep=keep)), count)
+    if writer.faults and not options.skip_bad:
+        raise _unusable(writer.faults, count, _REST_IS_THERE)
     return Added(
         added=writer.added,
         changed=writer.changed,
@@ -300,15 +270,11 @@ def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
     return DataError("\n".join([*lines, advice]))
 
 
-def refuse_twice(sources: Sources) -> None:
-    """Refuse sources that use an id more than once.
-
-    Raises:
-        DataError: an id is used more than once; the message lists every such id.
-    """
-    counts = Counter(item.key for item in sources.items)
+def refuse_twice(ids: Iterable[str]) -> None:
+    """Refuse ids that several items use; the message lists every such id."""
+    counts = Counter(ids)
     if twice := [
-        f"{key!r} is the id of {count} items." for key, count in counts.items() if count > 1
+        f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1
     ]:
         raise DataError(
             listed("What is to be added", twice)
@@ -317,15 +283,9 @@ def refuse_twice(sources: Sources) -> None:
 
 
 def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
-    """Compare items with an index.
-
-    Items that a migration skipped have no vector in the served generation. They are embedded even
-    if their file is unchanged. Generation 1 skips nothing, so its vectors are not read.
-
-    Returns:
-        Items to embed, items with only a new label, metadata or path, and the number of unchanged
-            items.
-    """
+    """Return items to embed, items with only a new label, metadata or path, and how many others."""
+    # Items that a migration skipped have no vector, and are embedded even if their file is the
+    # same. Generation 1 skips nothing, so its vectors are not read.
     arrays = index.generation.number > 1
     new: list[Source] = []
     relabelled: list[Source] = []
@@ -377,43 +337,29 @@ def _remove_others(index: Index, ids: set[str]) -> int:
 
 
 class _Writer:
-    """Collects encoded items and writes them to the index about once a second.
+    """Writes encoded items to the index about once a second; `strict` refuses any fault."""
 
-    Attributes:
-        added: number of new items.
-        changed: number of replaced items.
-        faults: one sentence per item that could not be used.
-    """
-
-    def __init__(self, index: Index, keep: Keep) -> None:
-        self._index, self._keep = index, keep
-        self._waiting: list[Item] = []
-        self._bytes, self._since = 0, time.monotonic()
+    def __init__(self, index: Index, strict: bool = False) -> None:
+        self.strict, self._index = strict, index
         self.added = self.changed = 0
         self.faults: list[str] = []
 
-    def take(
-        self, results: Iterable[list[tuple[Source, Embedded]]], count: int, strict: bool
-    ) -> None:
-        """Write all items that have a vector.
-
-        Raises:
-            DataError: with `strict`, some items cannot be used; all of them are counted first.
-            Superseded: another generation is served now.
-        """
-        self._waiting, self._bytes = [], 0
+    def take(self, results: Iterable[list[Result]], count: int) -> None:
+        """Write all items that have a vector."""
+        self.faults, self._waiting = [], list[Item]()
+        self._bytes, self._since = 0, time.monotonic()
         bundle = self._index.bundle.sha256
         with Meter("encoding", count, "items") as meter:
             try:
                 for batch in results:
-                    for source, result in batch:
-                        if result.fault is not None:
-                            self.faults.append(result.fault)
-                            if not strict:
-                                meter.say(f"skipped: {result.fault}")
-                        elif result.arrays:
-                            self._waiting.append(self._item(source, result))
-                            self._bytes += len(result.kept or b"")
+                    for item, fault in batch:
+                        if fault is not None:
+                            self.faults.append(fault)
+                            if not self.strict:
+                                meter.say(f"skipped: {fault}")
+                        elif item.arrays:
+                            self._waiting.append(item)
+                            self._bytes += len(item.original or b"")
                     meter.update(len(batch))
                     late = time.monotonic() - self._since > _SECONDS
                     if late or len(self._waiting) >= _ROWS or self._bytes > _BYTES:
@@ -421,7 +367,7 @@ class _Writer:
             except KeyboardInterrupt:
                 self._write(bundle)
                 raise
-        if strict and self.faults:
+        if self.strict and self.faults:
             raise _unusable(
                 self.faults,
                 count,
@@ -438,113 +384,103 @@ class _Writer:
             self._waiting, self._bytes = [], 0
         self._since = time.monotonic()
 
-    def _item(self, source: Source, result: Embedded) -> Item:
-        has_place = self._keep != "nothing" and source.row is None
-        return Item(
-            id=source.key,
-            label=source.label,
-            metadata=source.metadata,
-            path=source.path if has_place else None,
-            stamp=result.stamp,
-            keep=self._keep,
-            original=result.kept,
-            bytes=result.bytes,
-            width=result.width,
-            height=result.height,
-            arrays=result.arrays,
-            source=source.origin.address if has_place and source.origin else None,
-        )
+
+Result = tuple[Item, str | None]
+"""An item with its arrays, or an item without and the sentence why it cannot be used."""
 
 
 def embed(
     bundle: Bundle,
-    items: Iterable[tuple[T, str, Original]],
+    items: Iterable[tuple[Item, str, Original]],
+    options: Options,
     *,
-    batch: int = 32,
-    workers: int | None = None,
-    limits: Limits | None = None,
     keep_features: bool = False,
-    stamp: Callable[[T], str] = lambda item: "",
-    keep: Keep = "reference",
     strict: bool = False,
-) -> Iterator[list[tuple[T, Embedded]]]:
-    """Yield items with their arrays, batch by batch in order.
+) -> Iterator[list[Result]]:
+    """Yield items with their arrays and the facts about their originals, batch by batch in order.
 
     Threads decode a few batches ahead of the encoder.
 
     Args:
         bundle: encodes the items.
         items: each item with its name (for error messages) and its original.
-        batch: number of items per batch.
-        workers: number of decoding threads. `None` uses one per core.
-        limits: largest images to decode.
+        options: `keep` "copy" and "thumbnail" fill `Item.original`.
         keep_features: also return the backbone's features.
-        stamp: returns a text that changes whenever the item's content does.
-        keep: "copy" and "thumbnail" fill `Embedded.kept`.
         strict: after the first item that cannot be used, stop encoding and only decode the rest, to
             find every fault. Those items have no arrays.
 
-        Raises:
-            DataError: the encoder returns NaN or infinity.
+    Raises:
+        DataError: the encoder returns NaN or infinity.
     """
 
-    limits = limits or Limits()
-
-    def decoded(entry: tuple[T, str, Original]) -> tuple[T, Embedded, NDArray[Any] | None]:
+    def decoded(entry: tuple[Item, str, Original]) -> tuple[Item, str | None, Any]:
         item, name, original = entry
-        before = stamp(item)
         try:
-            result, inputs = _decoded(bundle, name, original, limits, keep)
+            item, inputs = _decoded(bundle, item, name, original, options)
         except DataError as fault:
-            return item, Embedded(str(fault), before), None
-        result.stamp = before
-        return item, result, inputs
+            return item, str(fault), None
+        return item, None, inputs
 
-    def encoded(
-        entries: list[tuple[T, Embedded, NDArray[Any] | None]],
-    ) -> list[tuple[T, Embedded]]:
-        usable = [(result, inputs) for _, result, inputs in entries if inputs is not None]
-        if usable and not failed:
-            stacked = np.stack([inputs for _, inputs in usable])
-            arrays = arrays_of(bundle, stacked, batch, keep_features)
-            for row, (result, _) in enumerate(usable):
-                result.arrays = row_of(arrays, row)
-        return [(item, result) for item, result, _ in entries]
+    def encoded(entries: list[tuple[Item, str | None, Any]]) -> list[Result]:
+        inputs = [inputs for _, fault, inputs in entries if fault is None]
+        if failed or not inputs:
+            return [(item, fault) for item, fault, _ in entries]
+        arrays = arrays_of(bundle, np.stack(inputs), options.batch, keep_features)
+        rows = (row_of(arrays, row) for row in range(len(inputs)))
+        return [
+            (item if fault else replace(item, arrays=next(rows)), fault)
+            for item, fault, _ in entries
+        ]
 
-    failed = False
-    waiting: list[tuple[T, Embedded, NDArray[Any] | None]] = []
+    failed, waiting = False, []
     if bundle.manifest.input.kind == "features":
-        entries: Iterator[tuple[T, Embedded, NDArray[Any] | None]] = map(decoded, items)
+        entries: Iterator[tuple[Item, str | None, Any]] = map(decoded, items)
     else:
-        entries = ahead(decoded, items, workers=workers or cores(), most=2 * batch)
+        workers = options.workers or cores()
+        entries = ahead(decoded, items, workers=workers, most=2 * options.batch)
     for entry in entries:
-        failed |= strict and entry[2] is None
+        failed |= strict and entry[1] is not None
         waiting.append(entry)
-        if len(waiting) == batch or failed:
+        if len(waiting) == options.batch or failed:
             yield encoded(waiting)
             waiting = []
     yield encoded(waiting)
 
 
+def _embedded(
+    index: Index,
+    items: Iterable[tuple[Item, str, Original]],
+    options: Options,
+    strict: bool = False,
+) -> Iterator[list[Result]]:
+    features = FEATURES in index.generation.widths
+    return embed(index.bundle, items, options, keep_features=features, strict=strict)
+
+
 def _decoded(
-    bundle: Bundle, name: str, original: Original, limits: Limits, keep: Keep
-) -> tuple[Embedded, NDArray[Any]]:
-    """Decode an original; return its facts and the encoder's input."""
+    bundle: Bundle, item: Item, name: str, original: Original, options: Options
+) -> tuple[Item, NDArray[Any]]:
+    """Decode an original; return the item with its facts, and the encoder's input."""
     if isinstance(original, DataError):
         raise original
     if isinstance(original, np.ndarray):
-        return Embedded(), original
-    content = original if isinstance(original, bytes) else read_image(original, limits, name)
-    image = decode(content, limits, name)
+        return item, original
+    content = (
+        original if isinstance(original, bytes) else read_image(original, options.limits, name)
+    )
+    image = decode(content, options.limits, name)
     preprocessing = bundle.manifest.input.preprocessing
     assert preprocessing is not None
+    kept = None
     try:
         inputs = preprocessing(image)
-        kept = content if keep == "copy" else thumbnail(image) if keep == "thumbnail" else None
+        if options.keep in ("copy", "thumbnail"):
+            kept = content if options.keep == "copy" else thumbnail(image)
     except DataError as fault:
         raise DataError(f"{name}: {fault}") from fault
     width, height = full_size(image)
-    return Embedded(bytes=len(content), width=width, height=height, kept=kept), inputs
+    item = replace(item, original=kept, bytes=len(content), width=width, height=height)
+    return item, inputs
 
 
 def arrays_of(

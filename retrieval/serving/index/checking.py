@@ -14,6 +14,7 @@ from retrieval.serving.store.address import IndexPlace
 from retrieval.serving.store.contract import Generation, Item, Store, StorePlace
 from retrieval.serving.store.copies import copy_items
 from retrieval.serving.store.folder import check_record, write_snapshot
+from retrieval.serving.store.items import served_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import Record
@@ -43,19 +44,16 @@ def check_store(store: Store) -> list[str]:
     damaged: list[str] = []
     for generation in store.generations():
         try:
-            if (
-                Bundle.open(
-                    store.bundle(generation), variant=generation.variant, device="cpu"
-                ).sha256
-                != generation.bundle
-            ):
+            folder = store.bundle(generation)
+            bundle = Bundle.open(folder, variant=generation.variant, device="cpu")
+            if bundle.sha256 != generation.bundle:
                 damaged.append(
                     f"The bundle of generation {generation.number} is not the one that embedded"
                     " its items."
                 )
         except RetrievalError as fault:
             damaged.append(str(fault))
-    (served,) = (generation for generation in store.generations() if generation.state == "served")
+    served = served_of(store.generations())
     before, read = store.count(), 0
     after: str | None = None
     with Meter("checking", before, "items") as meter:
@@ -111,9 +109,7 @@ def _fill(snapshot: Path, place: StorePlace) -> list[str]:
         raise StoreError(f"{place.address} exists already. Choose another name.")
     behind: list[Item] = []
     with LocalStore(snapshot, upkeep=False) as source:
-        served = next(
-            generation for generation in source.generations() if generation.state == "served"
-        )
+        served = served_of(source.generations())
         bundle = Bundle.open(source.bundle(served), variant=served.variant, device="cpu")
         store = place.create(bundle, served.widths, identity=source.identity())
         try:

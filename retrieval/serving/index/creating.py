@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -17,14 +16,16 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath, kind_of
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, Summary, add_sources
+from retrieval.serving.index.adding import Added, Options, Summary, add_sources
 from retrieval.serving.index.backends import make_backend, short_name
+from retrieval.serving.index.locations import paths_of
 from retrieval.serving.index.migrating import features_of
 from retrieval.serving.progress import Meter, Progress, showing
 from retrieval.serving.runtime import Device
-from retrieval.serving.store.address import Address, IndexPlace, place_of
-from retrieval.serving.store.contract import Keep, Store, StorePlace, StoreUnavailable, widths_of
+from retrieval.serving.store.address import Address, place_of
+from retrieval.serving.store.contract import Keep, StorePlace, StoreUnavailable, widths_of
 from retrieval.serving.store.folder import create_local
+from retrieval.serving.store.items import served_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.place import store_place
 from retrieval.serving.store.record import FILE as RECORD
@@ -101,15 +102,9 @@ def create(
     """
     began = time.monotonic()
     place = place_of(path)
-    adding: dict[str, Any] = {
-        "keep": keep,
-        "skip_bad": skip_bad,
-        "batch": at_least_one("batch", batch),
-        "workers": workers,
-        "limits": limits,
-    }
-    named = [sources] if isinstance(sources, str | os.PathLike) else list(sources)
-
+    batch = at_least_one("batch", batch)
+    adding = Options(keep, skip_bad, batch, workers, limits or Limits())
+    named = paths_of(sources)
     exports = ExitStack()
 
     def opened() -> tuple[Bundle, dict[str, int]]:
@@ -130,7 +125,7 @@ def create(
                 address.drop()
             try:
                 store = address.create(loaded, widths)
-                built = _fill_store(cls, place, store, device, named, adding)
+                built = _filled(cls(place, store, device=device), named, adding)
             except StoreUnavailable:
                 raise  # deleting would fail, too
             except Exception:
@@ -147,9 +142,8 @@ def create(
                 partial = place.with_name(f"{place.name}.partial")
                 try:
                     local = _open_partial(partial, loaded, widths, structure, keep, plugins)
-                    built = _fill_store(
-                        cls, partial, local, device, named, {**adding, "sync": True}
-                    )
+                    index = cls(partial, local, device=device)
+                    built = _filled(index, named, adding, sync=True)
                     rename_whole(partial, place, replace=replace, exists_error=_exists_error(place))
                 except Exception:
                     shutil.rmtree(partial, ignore_errors=True)
@@ -159,29 +153,20 @@ def create(
     return index
 
 
-def _fill_store(
-    cls: type[Index],
-    path: IndexPlace,
-    store: Store,
-    device: Device,
-    named: Sequence[StrPath],
-    adding: Mapping[str, Any],
+def _filled(
+    index: Index, named: Sequence[StrPath], options: Options, sync: bool = False
 ) -> Summary:
-    """Add the items of `named` to a new store and build its structure."""
-    try:
-        index = cls(path, store, device=device)
-    except BaseException:
-        store.close()
-        raise
+    """Add the items of `named` to a new index, build its structure, and close it."""
     with index:
-        before, name, recall = len(index), getattr(path, "scheme", ""), None
-        added = add_sources(index, named, whole=True, **adding) if named else Added()
+        store, before = index.store, len(index)
+        added = add_sources(index, named, options, sync=sync, whole=True) if named else Added()
+        name, recall = getattr(index.path, "scheme", ""), None
         if isinstance(store, LocalStore):
             with Meter("indexing", len(index), "items") as meter:
                 store.compact(lambda done, total: meter.reach(done, total, "indexing"))
             name, recall = store.recall()
         return Summary(
-            path,
+            index.path,
             len(index),
             added.skipped,
             added.repeated,
@@ -193,11 +178,7 @@ def _fill_store(
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to overwrite anything except, with `replace`, an index.
-
-    Raises:
-        StoreError: `output` exists and may not be replaced, or its parent does not exist.
-    """
+    """Refuse to overwrite anything except, with `replace`, an index."""
     if not output.parent.is_dir():
         raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")
     if not (output.exists() or output.is_symlink()):
@@ -260,9 +241,7 @@ def _open_partial(
     """Return the store of an interrupted run with the same settings, or an empty one."""
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
-        served = next(
-            generation for generation in store.generations() if generation.state == "served"
-        )
+        served = served_of(store.generations())
         begun = (served.bundle, served.variant, dict(served.widths), store.chosen_structure())
         if begun == (bundle.sha256, bundle.variant, dict(widths), structure):
             return store

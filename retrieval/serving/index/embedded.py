@@ -7,13 +7,11 @@ of the items. A part is written atomically and named by its number.
 from __future__ import annotations
 
 import bisect
-import builtins
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, field
-from dataclasses import dataclass as plain_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,16 +21,9 @@ from pydantic.dataclasses import dataclass
 
 from retrieval.errors import DataError
 from retrieval.serving.files.strict_json import parse_json, problems_of, strict_loads
-from retrieval.serving.index.locations import (
-    PLAN,
-    Origin,
-    Source,
-    Sources,
-    is_embedding,
-    shown,
-)
+from retrieval.serving.index.locations import PLAN, Origin, Source, Sources, is_embedding, shown
 from retrieval.serving.index.parquet import Table, sentences, text_problem, vectors_of
-from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Keep
+from retrieval.serving.store.items import CODE, FEATURES, VECTOR, Floats, Item, Keep
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -41,30 +32,13 @@ BAD = "bad.jsonl"
 FORMAT = 1
 _PLAN_BYTES = 1_000_000
 ROWS = 512
-_TEXTS = ("key", "label", "metadata", "stamp", "path", "source", "bytes", "width", "height")
+SIZES = ("bytes", "width", "height")
+_TEXTS = ("key", "label", "metadata", "stamp", "path", "source", *SIZES)
 
-
-@plain_dataclass(slots=True)
-class Embedded:
-    """One encoded item, or the reason why it has no vector.
-
-    Attributes:
-        fault: sentence that says why the item cannot be used. `None` if it was encoded.
-        stamp: stamp of the item, taken before its content was read.
-        bytes: size of the original image in bytes.
-        width: width of the original image in pixels.
-        height: height of the original image in pixels.
-        kept: bytes that the index keeps of the original.
-        arrays: "vector" (P,) and, if present, "code" and "features".
-    """
-
-    fault: str | None = None
-    stamp: str = ""
-    bytes: int | None = None
-    width: int | None = None
-    height: int | None = None
-    kept: builtins.bytes | None = None
-    arrays: Mapping[str, Floats] = field(default_factory=dict)
+Sizes = tuple[int | None, int | None, int | None]
+"""Bytes, width and height of an original."""
+Rows = Iterator[tuple[list[tuple[Source, Sizes]], dict[str, Floats]]]
+"""Batches of items, each with the sizes of its original, and their arrays by name."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
@@ -114,11 +88,7 @@ class Plan:
 
     @classmethod
     def read(cls, folder: Path) -> Plan:
-        """Return a folder's plan.
-
-        Raises:
-            DataError: the plan cannot be read or is invalid.
-        """
+        """Return a folder's plan; raise a `DataError` if it cannot be read or is invalid."""
         where = folder / PLAN
         try:
             with where.open("rb") as file:
@@ -138,11 +108,7 @@ class Plan:
 
     @classmethod
     def complete_in(cls, folder: Path) -> Plan:
-        """Return the plan of a complete folder.
-
-        Raises:
-            DataError: the plan cannot be read, or parts are missing.
-        """
+        """Return the plan of a complete folder; see `read`."""
         plan = cls.read(folder)
         if not plan.complete:
             raise DataError(
@@ -160,14 +126,8 @@ def _part_table(folder: Path, number: int) -> Table:
     return Table(part_file(folder, number), "features")
 
 
-def rows(
-    folder: Path, plan: Plan, arrays: Sequence[str]
-) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
-    """Yield the items of a complete folder in batches, with their arrays by name.
-
-    Raises:
-        DataError: a part is missing, damaged or invalid.
-    """
+def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
+    """Yield the items of a complete folder in batches, with their arrays by name."""
     columns = [*_TEXTS, *arrays, "bundle"]
     for number in range(plan.parts):
         with _part_table(folder, number) as table:
@@ -197,8 +157,8 @@ def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Flo
     return values
 
 
-def _item(table: str, row: dict[str, Any]) -> tuple[Source, Embedded]:
-    """Return a row as an item and the facts about its original."""
+def _item(table: str, row: dict[str, Any]) -> tuple[Source, Sizes]:
+    """Return a row as an item and the sizes of its original."""
     key, label, stamp, path, address = (
         row[name] for name in ("key", "label", "stamp", "path", "source")
     )
@@ -222,7 +182,7 @@ def _item(table: str, row: dict[str, Any]) -> tuple[Source, Embedded]:
         raise DataError(f"{table}: {shown(key[:100])}: {problem}.")
     origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)
     where = None if path is None else Path(os.fsdecode(path))
-    return Source(key, label, where, metadata, None, origin, stamp), Embedded(None, stamp, *sizes)
+    return Source(key, label, where, metadata, None, origin, stamp), sizes
 
 
 class Vectors:
@@ -244,48 +204,40 @@ class Vectors:
                 "A folder of embeddings holds no originals: an index of it keeps 'reference' or"
                 f" 'nothing', not '{keep}'."
             )
-        self._arrays = list(index.generation.widths)
+        self._index, self._keep = index, keep
         self._plans = {
             folder: Plan.complete_in(folder)
             for folder in (Path(str(name)) for name in dict.fromkeys(named))
         }
-        for folder, plan in self._plans.items():
-            _refuse_unfit(folder, plan, index)
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
-    def embedded(self, items: Sequence[Source]) -> Iterator[list[tuple[Source, Embedded]]]:
-        """Yield some of the items in batches, with their arrays.
-
-        Raises:
-            DataError: a folder is damaged or has changed since it was opened.
-        """
-        missing = {item.key for item in items}
-        for batch, arrays in self._rows(self._arrays):
-            part = []
-            for row, (item, entry) in enumerate(batch):
-                if item.key in missing:
-                    missing.remove(item.key)
-                    entry.arrays = {name: values[row] for name, values in arrays.items()}
-                    part.append((item, entry))
+    def embedded(self, sources: Sequence[Source]) -> Iterator[list[tuple[Item, str | None]]]:
+        """Yield some of the items in batches, with their arrays and no fault."""
+        missing = {source.key for source in sources}
+        for batch, arrays in self._rows(list(self._index.generation.widths)):
+            part: list[tuple[Item, str | None]] = []
+            for row, (source, (size, width, height)) in enumerate(batch):
+                if source.key in missing:
+                    missing.remove(source.key)
+                    own = {name: values[row] for name, values in arrays.items()}
+                    item = source.item(self._keep)
+                    item = replace(item, bytes=size, width=width, height=height, arrays=own)
+                    part.append((item, None))
             yield part
         if missing:
             raise DataError(
                 f"{next(iter(self._plans))} was changed while it was read. Run the command again."
             )
 
-    def _rows(
-        self, arrays: Sequence[str]
-    ) -> Iterator[tuple[list[tuple[Source, Embedded]], dict[str, Floats]]]:
+    def _rows(self, arrays: Sequence[str]) -> Rows:
+        for folder, plan in self._plans.items():
+            _refuse_unfit(folder, plan, self._index)
         for folder, plan in self._plans.items():
             yield from rows(folder, plan, arrays)
 
 
 def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
-    """Check that a folder has the index's bundle and every array that the index stores.
-
-    Raises:
-        DataError: the bundle differs or an array is missing.
-    """
+    """Check that a folder has the index's bundle and every array that the index stores."""
     bundle = index.bundle
     if (plan.bundle, plan.variant) != (bundle.sha256, bundle.variant):
         ours = f"{bundle.sha256[:12]}…" + (f" (variant {bundle.variant})" if bundle.variant else "")
@@ -305,12 +257,7 @@ def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
 def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Floats]:
     """Return the items of a complete folder and one of their columns (N, width).
 
-    Args:
-        folder: folder that `retrieval embed` wrote.
-        column: a column's name. `None` is "features" if present, else "vector".
-
-    Raises:
-        DataError: the folder is incomplete or damaged, or has no such column.
+    `column` None is "features" if present, else "vector".
     """
     plan = Plan.complete_in(folder)
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
@@ -353,11 +300,7 @@ class VectorRows:
         return self._starts[-1]
 
     def labels(self) -> list[str]:
-        """Return the labels in the order of the rows.
-
-        Raises:
-            DataError: an item has no label.
-        """
+        """Return the labels in the order of the rows; raise a `DataError` if an item has none."""
         labels = [
             item.label for batch, _ in rows(self._folder, self._plan, ()) for item, _ in batch
         ]

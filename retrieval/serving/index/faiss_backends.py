@@ -221,20 +221,12 @@ class FaissBackend(IndexBackend):
         return True
 
     def placed(self) -> Any:
-        """Return a copy of the index on the GPU.
-
-        Raises:
-            StoreError: the GPU has too little memory, or FAISS fails; the message ends a sentence.
-        """
+        """Return a copy of the index on the GPU."""
         with on_the_gpu(self._index.ntotal, self._index.d):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
     def _refuse_foreign(self, index: Any) -> None:
-        """Check that `build` could have made this index, before it is copied to a GPU.
-
-        Raises:
-            StoreError: it could not; the message ends a sentence.
-        """
+        """Check that `build` could have made this index, before it is copied to a GPU."""
 
     def check(self, count: int, width: int) -> None:
         """Check the number and width of the vectors; see `IndexBackend`."""
@@ -356,37 +348,23 @@ class Cagra(Hnsw):
         if gpus_found() == 0 or len(vectors) <= self.degree:
             super().build(vectors, report)
             return
-        self._index = self.built_on_gpu(vectors)
-        report(len(vectors))
-
-    def built_on_gpu(self, vectors: Floats) -> Any:
-        """Build the graph on the GPU and return it as a CPU index."""
         faiss = load_faiss()
-        index, config = faiss.IndexHNSWCagra(), self.config()
+        index, config = faiss.IndexHNSWCagra(), faiss.GpuIndexCagraConfig()
+        links = max(self.degree, min(2 * self.degree, self.ef_construction))
+        config.device, config.build_algo = 0, faiss.graph_build_algo_NN_DESCENT
+        config.graph_degree, config.intermediate_graph_degree = self.degree, links
         try:
             with on_the_gpu(*vectors.shape):
-                graph = faiss.GpuIndexCagra(
-                    _gpu_memory(), vectors.shape[1], faiss.METRIC_L2, config
-                )
+                width = vectors.shape[1]
+                graph = faiss.GpuIndexCagra(_gpu_memory(), width, faiss.METRIC_L2, config)
                 graph.train(np.ascontiguousarray(vectors))
                 index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
                 index.hnsw.efSearch = self.ef_search
                 graph.copyTo(index)
         except StoreError as fault:
             raise StoreError(f"The index back end cagra cannot build it: {fault}.") from fault
-        return index
-
-    def config(self) -> Any:
-        """Return FAISS's configuration for building the graph on a GPU."""
-        faiss = load_faiss()
-        config = faiss.GpuIndexCagraConfig()
-        config.device = 0
-        config.graph_degree = self.degree
-        config.intermediate_graph_degree = max(
-            self.degree, min(2 * self.degree, self.ef_construction)
-        )
-        config.build_algo = faiss.graph_build_algo_NN_DESCENT
-        return config
+        self._index = index
+        report(len(vectors))
 
     def _fits_gpu(self, index: Any) -> bool:
         """Return whether a GPU built the graph; CAGRA refuses the gaps in a CPU's links."""
@@ -412,11 +390,7 @@ class ListsBackend(FaissBackend):
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
-        """Check that the lists fit the index and hold codes of `code_size` bytes.
-
-        Raises:
-            StoreError: they do not; the message ends a sentence.
-        """
+        """Check that the lists fit the index and hold codes of `code_size` bytes."""
         faiss = load_faiss()
         lists = faiss.downcast_InvertedLists(index.invlists)
         check_flat(index.quantizer, index.nlist, index.d)
@@ -515,11 +489,7 @@ def sample_of(vectors: Floats, most: int) -> Floats:
 
 
 def check_flat(index: Any, count: int, width: int) -> None:
-    """Check that an index is a plain table of `count` vectors by Euclidean distance.
-
-    Raises:
-        StoreError: it is not; the message ends a sentence.
-    """
+    """Check that an index is a plain table of `count` vectors by Euclidean distance."""
     faiss = load_faiss()
     index = faiss.downcast_index(index)
     same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)

@@ -16,7 +16,7 @@ from retrieval.serving.bundle import Bundle, Encoded
 from retrieval.serving.files.places import StrPath, instead, kind_of
 from retrieval.serving.filters import Filter, as_filter
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import Added, Summary, add_images, add_sources
+from retrieval.serving.index.adding import Added, Options, Summary, add_images, add_sources
 from retrieval.serving.index.creating import create
 from retrieval.serving.index.duplicates import Duplicates, find_duplicates
 from retrieval.serving.index.hits import Hit, Hits
@@ -40,7 +40,7 @@ from retrieval.serving.store.contract import (
     Store,
     Superseded,
 )
-from retrieval.serving.store.items import own
+from retrieval.serving.store.items import own, served_of
 from retrieval.serving.store.place import store_place
 
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
@@ -74,8 +74,12 @@ class Index:
         self._lock = threading.Lock()
         self._closed = False
         self._served: tuple[Generation, Bundle] | None = None
-        self._identity = store.identity()
-        self.follow()
+        try:
+            self._identity = store.identity()
+            self.follow()
+        except BaseException:
+            store.close()
+            raise
 
     @classmethod
     def open(
@@ -101,21 +105,12 @@ class Index:
             PluginError: the plugin of its back end or store is missing.
         """
         place = place_of(path)
-        store = open_store(place, plugins)
-        try:
-            return cls(place, store, threads, device)
-        except BaseException:
-            store.close()
-            raise
+        return cls(place, open_store(place, plugins), threads, device)
 
     def follow(self) -> Bundle:
         """Open and return the bundle of the generation that is served now."""
         with self._lock:
-            served = next(
-                generation
-                for generation in self.store.generations()
-                if generation.state == "served"
-            )
+            served = served_of(self.store.generations())
             if self._served is None or self._served[0].number != served.number:
                 bundle = Bundle.open(
                     self.store.bundle(served),
@@ -242,16 +237,15 @@ class Index:
             encoded, alone = encode_queries(bundle, queries)
             query, code = _query_arrays(bundle, encoded)
             try:
-                hits: list[list[Hit]] = []
+                hits: list[Hits] = []
                 for start in range(0, len(query), _QUERIES_AT_ONCE):
                     rows = slice(start, start + _QUERIES_AT_ONCE)
-                    part_code = None if code is None else code[rows]
-                    hits += self._nearest(query[rows], part_code, bundle, k, candidates, where)
-                answers = [Hits(row, self.store.original) for row in hits]
-                return answers[0] if alone else answers
+                    own_code = None if code is None else code[rows]
+                    hits += self._nearest(query[rows], own_code, bundle, k, candidates, where)
+                return hits[0] if alone else hits
             except Superseded:
-                # Another generation is served now. Queries that arrived encoded cannot be
-                # encoded again for it.
+                self.follow()
+                # Queries that arrived encoded cannot be encoded again for another generation.
                 if isinstance(queries, Encoded) or attempt == _TRIES - 1:
                     raise
         raise AssertionError
@@ -264,19 +258,14 @@ class Index:
         k: int,
         candidates: int | None,
         where: Filter | None,
-    ) -> list[list[Hit]]:
+    ) -> list[Hits]:
         """Return the hits of each query that `bundle` encoded."""
-        try:
-            proposed = self.store.propose(
-                query, candidates_of(bundle, k, candidates), bundle.sha256, where=where
-            )
-        except Superseded:
-            self.follow()
-            raise
+        count = candidates_of(bundle, k, candidates)
+        proposed = self.store.propose(query, count, bundle.sha256, where=where)
         hits, alone = [], measured_alone(bundle)
         for row, near in enumerate(proposed):
             if alone and near.distances is not None:
-                hits.append(_hits(near.items, near.distances[:k].tolist()))
+                hits.append(self._hits(near.items, near.distances[:k].tolist()))
                 continue
             if near.distances is not None:
                 near = _sorted_by_id(near)
@@ -284,8 +273,17 @@ class Index:
             distances = _distances(bundle, query[row], own_code, near, k)
             order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
             nearest = [near.items[place] for place in order.tolist()]
-            hits.append(_hits(nearest, distances[order].tolist()))
+            hits.append(self._hits(nearest, distances[order].tolist()))
         return hits
+
+    def _hits(self, items: Sequence[Item], distances: Sequence[float]) -> Hits:
+        """Return one hit per distance; items beyond the number of distances are ignored."""
+        pairs = zip(items, distances, strict=False)
+        hits = (
+            Hit(item.id, item.label, distance, own(item.metadata), item.path, item.keep)
+            for item, distance in pairs
+        )
+        return Hits(hits, self.store.original)
 
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
@@ -347,31 +345,12 @@ class Index:
             DataError: there are no items, an id is used twice, or images cannot be used.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
-        if images is not None:
-            with showing(progress):
-                return add_images(
-                    self,
-                    images,
-                    ids,
-                    labels,
-                    metadata,
-                    keep=keep,
-                    skip_bad=skip_bad,
-                    batch=at_least_one("batch", batch),
-                    workers=workers,
-                    limits=limits,
-                )
-        return add_sources(
-            self,
-            sources,
-            keep=keep,
-            sync=sync,
-            skip_bad=skip_bad,
-            batch=batch,
-            workers=workers,
-            limits=limits,
-            progress=progress,
-        )
+        batch = at_least_one("batch", batch)
+        options = Options(keep, skip_bad, batch, workers, limits or Limits())
+        with showing(progress):
+            if images is not None:
+                return add_images(self, images, ids, labels, metadata, options)
+            return add_sources(self, sources, options, sync=sync)
 
     def upsert(self, items: Sequence[Item]) -> int:
         """Add or replace items that are already embedded; return how many were replaced.
@@ -474,9 +453,7 @@ class Index:
 
     def drop_old(self) -> int:
         """Delete all generations except the served one; return how many."""
-        superseded = [
-            generation for generation in self.store.generations() if generation.state != "served"
-        ]
+        superseded = [known for known in self.store.generations() if known.state != "served"]
         for generation in superseded:
             self.store.drop(generation)
         return len(superseded)
@@ -580,18 +557,3 @@ def _distances(
     codes = None if code is None else proposed.arrays[CODE]
     k = min(k, len(proposed.items))
     return measured(bundle, query, code, proposed.arrays[VECTOR], codes, k)
-
-
-def _hits(items: Sequence[Item], distances: Sequence[float]) -> list[Hit]:
-    """Return one hit per distance; items beyond the number of distances are ignored."""
-    return [
-        Hit(
-            item.id,
-            item.label,
-            distance,
-            own(item.metadata) if item.metadata else {},
-            item.path,
-            item.keep,
-        )
-        for item, distance in zip(items, distances, strict=False)
-    ]

@@ -123,12 +123,7 @@ class IndexBackend(ABC):
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Context manager that turns a back end's errors into a sentence with its name and task.
-
-    Raises:
-        PluginError: the back end raised anything but an error of this package or an OSError.
-        DataError: the back end ran out of memory.
-    """
+    """Context manager that turns a back end's errors into a sentence with its name and task."""
     return calling(
         f"The index back end {name}, asked to {doing},",
         "Give it parameters that need less, or index fewer items.",
@@ -143,7 +138,7 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Search and check the result's shape, types and row numbers.
+    """Return the row numbers (Q, k) of a search, padded with -1, after checking them.
 
     Args:
         backend: back end with `count` vectors.
@@ -153,23 +148,16 @@ def checked_search(
         count: number of vectors.
         keep: (count,), True for the vectors to search. `None` searches all.
 
-    Returns:
-        Row numbers (Q, k), padded with -1.
-
     Raises:
         PluginError: the back end fails.
         StoreError: the back end returns an invalid result.
     """
-    try:
-        _, rows = (
-            backend.search(queries, k)
-            if keep is None
-            else backend.search_selected(queries, k, keep)
-        )
+    with using(name, "search"):
+        if keep is None:
+            _, rows = backend.search(queries, k)
+        else:
+            _, rows = backend.search_selected(queries, k, keep)
         rows = np.asarray(rows)
-    except Exception:
-        with using(name, "search"):
-            raise
     if (
         rows.shape != (len(queries), k)
         or rows.dtype.kind != "i"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrieval.errors import DataError
-
-Floats = NDArray[np.float32]
+from retrieval.serving.files.places import StrPath
+from retrieval.serving.store.items import Floats, Item, Keep
 
 PLAN = "embedding.json"
 """File that marks a folder of embeddings and records its plan."""
+
+
+def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
+    """Return one or more paths as a list."""
+    return [paths] if isinstance(paths, str | os.PathLike) else list(paths)
 
 
 def is_table(name: str) -> bool:
@@ -115,6 +118,19 @@ class Source:
             assert self.origin is not None
             return self.origin.stamp()
         return f"{os.fsencode(self.path)!r} {self.row} {stamp_of(self.path)}"
+
+    def item(self, keep: Keep = "reference") -> Item:
+        """Return the item to store, without its arrays and the facts about its original."""
+        places = keep != "nothing" and self.row is None
+        return Item(
+            id=self.key,
+            label=self.label,
+            metadata=self.metadata,
+            path=self.path if places else None,
+            stamp=self.stamp(),
+            keep=keep,
+            source=self.origin.address if places and self.origin else None,
+        )
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,19 @@ from retrieval.errors import BundleError, DataError, StoreError, listed
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.images import Limits
-from retrieval.serving.index.adding import by_name, embed, row_of
+from retrieval.serving.index.adding import Options, by_name, embed, row_of
 from retrieval.serving.index.locations import Origin, Original
 from retrieval.serving.index.sources import contents
 from retrieval.serving.manifest import SplitEntry, write_manifest
 from retrieval.serving.progress import Meter, Progress, showing
-from retrieval.serving.store.contract import FEATURES, Floats, Generation, Item, widths_of
+from retrieval.serving.store.items import (
+    FEATURES,
+    Floats,
+    Generation,
+    Item,
+    served_of,
+    widths_of,
+)
 
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
@@ -83,9 +90,6 @@ def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
     """Return the bundle to serve when migrating to a bundle of features.
 
     For an index of images, `head` is combined with the index's backbone.
-
-    Raises:
-        BundleError: the index stores no features, or features of another width.
     """
     width = index.generation.widths.get(FEATURES)
     if width is None:
@@ -121,7 +125,7 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
                     break
                 continue
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
-            served = next(known for known in store.generations() if known.state == "served")
+            served = served_of(store.generations())
             if by_head and served.number != source.number:  # features may be of another backbone
                 raise StoreError("Another generation is served by now. Run the command again.")
             if wrong and not skip_bad:
@@ -165,20 +169,13 @@ def _by_originals(
             item.id: f"{item.id}: the index keeps no features of it for this bundle."
             for item in items
         }
-    limits = Limits()
-    results = [
-        result
-        for batch in embed(
-            bundle,
-            _originals(index, items, limits.bytes),
-            limits=limits,
-            keep_features=keep_features,
-        )
-        for result in batch
-    ]
+    originals = _originals(index, items, Limits().bytes)
+    batches = embed(bundle, originals, Options(), keep_features=keep_features)
+    results = [result for batch in batches for result in batch]
+    arrays = {item.id: item.arrays for item, fault in results if fault is None}
     return (
-        [replace(item, arrays=result.arrays) for item, result in results if result.fault is None],
-        {item.id: result.fault for item, result in results if result.fault is not None},
+        [replace(item, arrays=arrays[item.id]) for item in items if item.id in arrays],
+        {item.id: fault for item, fault in results if fault is not None},
     )
 
 
@@ -220,15 +217,10 @@ def features_of(bundle: Bundle) -> int:
     if manifest.input.kind == "features":
         return manifest.input.shape[0]
     if bundle.backbone_sha256 is None or manifest.split is None:
-        why = (
-            f"runs its variant '{bundle.variant}'"
-            if manifest.split
-            else "has an encoder of one graph"
-        )
-        advice = (
-            "Leave the variant out."
-            if manifest.split
-            else "Export it with --split (in Python split=True)."
+        why, advice = (
+            ("has an encoder of one graph", "Export it with --split (in Python split=True).")
+            if manifest.split is None
+            else (f"runs its variant '{bundle.variant}'", "Leave the variant out.")
         )
         raise BundleError(
             f"The bundle {bundle.path} {why}, so there are no features to keep. {advice}"

@@ -12,14 +12,14 @@ from datetime import date, time, timedelta
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, MissingDependency, RetrievalError, did_you_mean, listed
 from retrieval.serving.filters import metadata_text
-from retrieval.serving.index.locations import shown
+from retrieval.serving.index.locations import Origin, Source, shown, stamp_of
 from retrieval.serving.store.items import check_id
 
 ITEM_CHARACTERS = 1_000_000
@@ -34,22 +34,8 @@ _MOST_PROBLEMS = 100
 _VECTORS = ("features", "vector")
 
 
-class Row(NamedTuple):
-    """One row of a table as an item; `path` is `None` for a row with image bytes or features."""
-
-    number: int
-    key: str
-    label: str | None
-    path: str | None
-    metadata: dict[str, Any]
-
-
 def pyarrow() -> Any:
-    """Return the module `pyarrow`.
-
-    Raises:
-        MissingDependency: it is not installed.
-    """
+    """Return the module `pyarrow`; raise `MissingDependency` if it is not installed."""
     try:
         import pyarrow.compute
         import pyarrow.parquet
@@ -78,11 +64,7 @@ def sentences(path: Path) -> Iterator[None]:
 
 
 def holds_vectors(path: Path) -> bool:
-    """Return whether a Parquet table has a column of vectors and none of images.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Return whether a Parquet table has a column of vectors and none of images."""
     arrow = pyarrow()
     with sentences(path):
         names = arrow.parquet.read_schema(path).names
@@ -140,7 +122,7 @@ class Table:
     """
 
     def __init__(self, path: Path, kind: str) -> None:
-        self.path, self.name = path, shown(path)
+        self.path, self.name, self._stamp = path, shown(path), stamp_of(path)
         parquet, types = pyarrow().parquet, pyarrow().types
         with sentences(path):
             schema = parquet.read_schema(path)
@@ -181,7 +163,7 @@ class Table:
                 raise DataError(
                     f"{self.name}: '{role}' must be a list of numbers, not {kinds[role]}."
                 )
-        elif "image" in kinds and _is_binary(image):
+        elif "image" in kinds and (types.is_binary(image) or types.is_large_binary(image)):
             self.content = role = "image"
         elif "image" in kinds and types.is_struct(image) and image.get_field_index("bytes") >= 0:
             self.content, role = "image.bytes", "image"
@@ -207,11 +189,7 @@ class Table:
         ]
 
     def batches(self, columns: Sequence[str], rows: int, group: int) -> Iterator[Any]:
-        """Yield columns of a row group, `rows` rows at a time.
-
-        Raises:
-            DataError: the row group is damaged or too large.
-        """
+        """Yield columns of a row group, `rows` rows at a time; refuse one that is too large."""
         row_group = self._file.metadata.row_group(group)
         for chunk in map(row_group.column, range(row_group.num_columns)):
             column, values = chunk.path_in_schema, chunk.num_values
@@ -228,18 +206,38 @@ class Table:
                 rows, row_groups=[group], columns=list(columns), use_threads=False
             )
 
-    def rows(self, take: Callable[[NDArray[np.float32]], object] | None = None) -> Iterator[Row]:
-        """Yield all rows; `take` is called with each batch of features.
+    def sources(
+        self, take: Callable[[NDArray[np.float32]], object] | None = None, first: int = 0
+    ) -> Iterator[Source]:
+        """Yield all rows as items.
+
+        Args:
+            take: called with each batch of features.
+            first: `Source.row` of the first row of features.
 
         Raises:
             DataError: some rows cannot be used; reading stops at the hundredth such row.
         """
+        problems: list[str] = []
+        for number, cells in enumerate(self._cells(take)):
+            source = self._source(number, cells, first)
+            if isinstance(source, Source):
+                yield source
+                continue
+            problems.append(f"row {number}: {source}.")
+            if len(problems) >= _MOST_PROBLEMS:
+                break
+        if problems:
+            raise DataError(listed(self.name, problems))
+
+    def _cells(
+        self, take: Callable[[NDArray[np.float32]], object] | None
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the values of each row by column, except images and features."""
         names = [name for name in (self._key, self._label, self._path, *self._metadata) if name]
         columns = [*names, *([self._vector] if self._vector else [])]
-        problems: list[str] = []
         if not columns:  # the table has only images, so the number of rows is enough
-            for number in range(self.starts[-1]):
-                yield Row(number, self._default_key(number), None, None, {})
+            yield from ({} for _ in range(self.starts[-1]))
             return
         for group, number in enumerate(self.starts[:-1]):
             for batch in self.batches(columns, _ROWS_AT_A_TIME, group):
@@ -248,16 +246,8 @@ class Table:
                 if take is not None and self._vector:
                     take(vectors_of(self.path, batch.column(self._vector), number))
                 for cells in zip(*values, strict=True) if names else [()] * batch.num_rows:
-                    row = self._row(number, dict(zip(names, cells, strict=True)))
-                    if isinstance(row, Row):
-                        yield row
-                    else:
-                        problems.append(f"row {number}: {row}.")
-                    if len(problems) >= _MOST_PROBLEMS:
-                        raise DataError(listed(self.name, problems))
-                    number += 1
-        if problems:
-            raise DataError(listed(self.name, problems))
+                    yield dict(zip(names, cells, strict=True))
+                number += batch.num_rows
 
     def _values(self, column: Any, name: str) -> list[Any]:
         """Return a column as Python values, with times in microseconds and UTC."""
@@ -278,14 +268,11 @@ class Table:
         values: list[Any] = column.to_pylist()
         return values
 
-    def _default_key(self, number: int) -> str:
+    def _source(self, number: int, cells: dict[str, Any], first: int) -> Source | str:
+        """Return a row as an item, or the end of a sentence that says what is wrong with it."""
         stem = shown(self.path.name).partition(".")[0] or shown(self.path.name)
-        return f"{stem}/{number}"
-
-    def _row(self, number: int, cells: dict[str, Any]) -> Row | str:
-        """Return a row, or the end of a sentence that says what is wrong with it."""
         path = cells.get(self._path) if self._path else None
-        key = cells.get(self._key) if self._key else path or self._default_key(number)
+        key = cells.get(self._key) if self._key else path or f"{stem}/{number}"
         label = cells.get(self._label) if self._label else None
         if isinstance(key, bool) or not isinstance(key, str | int):
             return (
@@ -297,8 +284,13 @@ class Table:
             return f"'{self._path}' is empty or is not a path"
         label = label_text(label)
         metadata = {name: _json_value(cells[name]) for name in self._metadata}
-        problem = text_problem(str(key), label, metadata)
-        return problem or Row(number, str(key), label, path, metadata)
+        if problem := text_problem(str(key), label, metadata):
+            return problem
+        if path is not None:
+            return Source(str(key), label, (self.path.parent / path).absolute(), metadata)
+        row = first + number if self._vector else None
+        origin = Origin(self.path, str(number), self._stamp)
+        return Source(str(key), label, None, metadata, row, origin)
 
 
 class TableImages(Table):
@@ -386,11 +378,6 @@ def _json_value(value: Any) -> Any:
 def _is_text(kind: Any) -> bool:
     types = pyarrow().types
     return bool(types.is_string(kind) or types.is_large_string(kind))
-
-
-def _is_binary(kind: Any) -> bool:
-    types = pyarrow().types
-    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _holds_bytes(kind: Any) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
 from retrieval.serving.files.places import no_such
 from retrieval.serving.image_files import find_images
 from retrieval.serving.index.locations import (
-    Floats,
     Origin,
     Original,
     Source,
@@ -29,6 +28,7 @@ from retrieval.serving.index.locations import (
     stamp_of,
 )
 from retrieval.serving.index.parquet import ITEM_CHARACTERS, MAX_WIDTH, Table, TableImages
+from retrieval.serving.store.items import Floats, Item, Keep
 
 T = TypeVar("T")
 
@@ -83,11 +83,7 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
 
 
 def _place(source: object, kind: str) -> Path:
-    """Return the path of a source that exists and fits the bundle's input.
-
-    Raises:
-        DataError: it does not.
-    """
+    """Return the path of a source that exists and fits the bundle's input."""
     if not isinstance(source, str | os.PathLike):
         raise DataError(
             "What is indexed is named by its path: a file or a folder, not an object of type "
@@ -120,12 +116,7 @@ def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
 
 
 def _csv(manifest: Path) -> list[Source]:
-    """Return the items of a CSV manifest.
-
-    Raises:
-        DataError: it cannot be read, lacks the column `path`, or has lines that do not fit its
-            header; the message lists them.
-    """
+    """Return the items of a CSV manifest."""
     name, folder = shown(manifest), manifest.absolute().parent
     table = CsvTable(name, ("path",), lambda: manifest.open("rb"))
     table.files(folder)
@@ -167,87 +158,63 @@ def _csv(manifest: Path) -> list[Source]:
 
 def _table(path: Path) -> tuple[list[Source], list[str]]:
     """Return the items of a Parquet table of images, and notes on columns left out."""
-    stamp = stamp_of(path)
-    items: list[Source] = []
     with Table(path, "image") as table:
-        for row in table.rows():
-            file = None if row.path is None else (path.parent / row.path).absolute()
-            origin = Origin(path, str(row.number), stamp) if file is None else None
-            items.append(Source(row.key, row.label, file, row.metadata, origin=origin))
+        items = list(table.sources())
     if not items:
         raise DataError(f"{shown(path)} lists no item.")
     return items, table.left_out
 
 
-class _Spool:
-    """Features (N, F) of any number of files, kept on disk until they are encoded."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self.width, self.count = file, 0, 0
-
-    def add(self, place: Path, features: Floats) -> None:
-        """Append features (n, F).
-
-        Raises:
-            DataError: their width differs from earlier features.
-        """
-        width = features.shape[1]
-        if not 0 < width <= MAX_WIDTH:
-            raise DataError(
-                f"{shown(place)}: a vector of {width:,} numbers; 1 to {MAX_WIDTH:,} are allowed."
-            )
-        if self.width not in (0, width):
-            raise DataError(
-                f"{shown(place)} holds vectors of {width:,} numbers, others of {self.width:,}: one"
-                " index takes one width."
-            )
-        self.width = width
-        self._file.write(np.ascontiguousarray(features, "<f4").tobytes())
-        self.count += len(features)
-
-    def array(self) -> Floats:
-        """Return all features as a memory-mapped array."""
-        self._file.flush()
-        return np.memmap(self._file, "<f4", "r", shape=(self.count, self.width))
-
-
 def _features(places: list[Path]) -> Sources:
-    """Return the items of Parquet tables and `.npz` files of features."""
+    """Return the items of Parquet tables and `.npz` files, and their features from one file."""
     items: list[Source] = []
     left_out: list[str] = []
     unique = dict.fromkeys(places)
+    count = width = 0
     with tempfile.TemporaryFile() as file:
-        spool = _Spool(file)
+
+        def spool(place: Path, features: Floats) -> None:
+            nonlocal count, width
+            numbers = features.shape[1]
+            if not 0 < numbers <= MAX_WIDTH:
+                raise DataError(
+                    f"{shown(place)}: a vector of {numbers:,} numbers; 1 to {MAX_WIDTH:,} are"
+                    " allowed."
+                )
+            if width not in (0, numbers):
+                raise DataError(
+                    f"{shown(place)} holds vectors of {numbers:,} numbers, others of {width:,}:"
+                    " one index takes one width."
+                )
+            count, width = count + len(features), numbers
+            file.write(np.ascontiguousarray(features, "<f4").tobytes())
+
         for place in unique:
-            start, stamp = spool.count, stamp_of(place)
-            if not is_table(place.name):
-                items += _npz(place, spool)
-                continue
-            with Table(place, "features") as table:
-                for row in table.rows(partial(spool.add, place)):
-                    origin = Origin(place, str(row.number), stamp)
-                    items.append(
-                        Source(row.key, row.label, None, row.metadata, start + row.number, origin)
-                    )
-            left_out += table.left_out
+            if is_table(place.name):
+                with Table(place, "features") as table:
+                    items += table.sources(partial(spool, place), count)
+                left_out += table.left_out
+            else:
+                features, labels, keys = read_features(place)
+                items += _rows_of(place, labels, keys, range(count, count + len(features)))
+                spool(place, features)
         if not items:
             raise DataError(f"{shown(places[0])} lists no item.")
-        return Sources(items, spool.array(), len(places) - len(unique), tuple(left_out))
+        file.flush()
+        array = np.memmap(file, "<f4", "r", shape=(count, width))
+        return Sources(items, array, len(places) - len(unique), tuple(left_out))
 
 
-def _npz(path: Path, spool: _Spool) -> list[Source]:
-    """Return the items of an `.npz` file of features."""
-    start = spool.count
-    features, labels, keys = read_features(path)
-    spool.add(path, features)
+def _rows_of(path: Path, labels: list[str], keys: list[str], rows: range) -> list[Source]:
+    """Return the items of an `.npz` file, whose features are in `rows`."""
     return [
         Source(
-            keys[row] if keys else f"{path.stem}/{row}",
-            None if not labels or is_missing_text(labels[row]) else labels[row],
+            keys[number] if keys else f"{path.stem}/{number}",
+            None if not labels or is_missing_text(labels[number]) else labels[number],
             path,
-            row=start + row,
+            row=row,
         )
-        for row in range(len(features))
+        for number, row in enumerate(rows)
     ]
 
 
@@ -328,11 +295,7 @@ def contents(
 
 
 def _unchanged(origin: Origin) -> TableImages:
-    """Open the table of an origin.
-
-    Raises:
-        DataError: it has changed since it was collected, or cannot be read.
-    """
+    """Open the table of an origin."""
     name = shown(origin.table)
     if stamp_of(origin.table) != origin.table_stamp:
         raise DataError(f"{name} is gone, or has changed since its items were found. Add it again.")
@@ -342,27 +305,27 @@ def _unchanged(origin: Origin) -> TableImages:
 
 
 def originals(
-    items: Iterable[Source], features: Floats | None, most: int
-) -> Iterator[tuple[Source, str, Original]]:
+    sources: Iterable[Source], features: Floats | None, most: int, keep: Keep = "reference"
+) -> Iterator[tuple[Item, str, Original]]:
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
-        items: the items, fastest if grouped by file.
+        sources: the items, fastest if grouped by file.
         features: features (N, F), indexed by `Source.row`. `None` for images.
         most: most bytes of one original.
+        keep: what the index keeps of each original.
     """
     if features is not None:
-        for item in items:
-            row = features[item.row]
-            if np.isfinite(row).all():
-                yield item, item.key, row
-                continue
-            fault = (
-                f"{item.name}: vector {item.key} holds NaN, infinity or a number beyond float32."
-            )
-            yield item, item.key, DataError(fault)
+        for source in sources:
+            fault = f"vector {source.key} holds NaN, infinity or a number beyond float32."
+            row = features[source.row]
+            finite = np.isfinite(row).all()
+            content: Original = row if finite else DataError(f"{source.name}: {fault}")
+            yield source.item(keep), source.name, content
         return
-    for item, content in contents(((item, item.origin) for item in items), most):
-        original = item.path if content is None else content
+    # An item's stamp is taken before its content is read.
+    pairs = (((source, source.item(keep)), source.origin) for source in sources)
+    for (source, item), part in contents(pairs, most):
+        original = source.path if part is None else part
         assert original is not None  # an item has a path or an origin
-        yield item, item.name, original
+        yield item, source.name, original

@@ -11,7 +11,7 @@ from retrieval.host.files import rename_whole, scratch_folder, sync_below
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.store.contract import Item, Store
 from retrieval.serving.store.folder import create_local
-from retrieval.serving.store.items import checked
+from retrieval.serving.store.items import checked, served_of
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import insert, served
 
@@ -32,7 +32,7 @@ def write_copy(store: Store, target: Path) -> None:
         StoreError: `target` exists already, or the disk refuses.
     """
     occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
-    generation = next(known for known in store.generations() if known.state == "served")
+    generation = served_of(store.generations())
     bundle = Bundle.open(store.bundle(generation), variant=generation.variant, device="cpu")
     if target.exists() or target.is_symlink():
         raise occupied

@@ -140,6 +140,11 @@ class Generation:
     state: Literal["served", "building", "kept"]
 
 
+def served_of(generations: Iterable[Generation]) -> Generation:
+    """Return the generation that is served."""
+    return next(generation for generation in generations if generation.state == "served")
+
+
 @dataclass(frozen=True)
 class Stats:
     """Size and state of a store.
@@ -177,11 +182,7 @@ def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
 
 
 def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
-    """Check items and return the metadata of each as JSON.
-
-    Raises:
-        DataError: some items are invalid; the message names each of them.
-    """
+    """Return the metadata of items as JSON, or raise a `DataError` that names each invalid item."""
     problems, texts, seen = [], [], set()
     arrays = {name for name, width in widths.items() if _are_valid(items, name, width)}
     unsure = {name: width for name, width in widths.items() if name not in arrays}
@@ -328,11 +329,7 @@ def _unusable(text: str) -> str | None:
 
 
 def check_queries(queries: Floats, generation: Generation) -> None:
-    """Refuse queries that do not fit a generation.
-
-    Raises:
-        DataError: the queries have the wrong width, or hold NaN or infinity.
-    """
+    """Raise a `DataError` if queries (Q, P) do not fit a generation, or hold NaN or infinity."""
     width = generation.widths[VECTOR]
     if queries.ndim != 2 or queries.shape[1] != width:
         raise DataError(f"Queries of this index are (Q, {width}), not {queries.shape}.")
@@ -341,15 +338,7 @@ def check_queries(queries: Floats, generation: Generation) -> None:
 
 
 def refuse_fields(where: Filter | None, known: Iterable[str]) -> None:
-    """Refuse a filter on a field that no item has.
-
-    Args:
-        where: the filter, or None.
-        known: top-level names in the metadata of all items.
-
-    Raises:
-        DataError: the filter names an unknown field.
-    """
+    """Raise a `DataError` if a filter names a metadata field that is not among the `known` ones."""
     names = set(known)
     for name in sorted(fields(where)) if where is not None else ():
         if name not in names:

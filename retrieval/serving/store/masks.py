@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import apsw
@@ -17,19 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.serving.files.strict_json import strict_loads
-from retrieval.serving.filters import (
-    And,
-    Compare,
-    Exists,
-    Filter,
-    In,
-    Not,
-    Or,
-    fields,
-    matches,
-    to_sql,
-)
+from retrieval.serving.filters import Exists, Filter, fields, matches, to_sql
 from retrieval.serving.filters.deciding import COMPARE
+from retrieval.serving.filters.tree import Condition, Joint, conditions, fold
 from retrieval.serving.store.items import no_field
 from retrieval.serving.store.record import ask, value
 from retrieval.serving.store.structure import Mask
@@ -45,7 +34,6 @@ _NUMBERS = 1 << 24  # distinct values of a column
 _CHARACTERS = 16 << 20  # characters of all distinct values of a column
 _EXACT = 1 << 53  # float64 represents smaller integers exactly
 
-Leaf = Compare | In | Exists
 Name = tuple[str, ...] | str
 
 
@@ -81,11 +69,12 @@ class Masks:
 
     def _by_columns(self, connection: apsw.Connection, view: View, where: Filter) -> Mask | None:
         """Return a mask computed from columns, or None if they cannot decide the filter."""
-        leaves = list(_leaves(where))
+        leaves = conditions(where)
         names = {leaf.field for leaf in leaves}
         if view.stem != self._stem:
             self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
-        exact = all(map(_is_exact, leaves))
+        operands = [operand for leaf in leaves for operand in leaf.values]
+        exact = all(not isinstance(number, int) or abs(number) < _EXACT for number in operands)
         if not exact or "id" in names or len(names) > _COLUMNS or names & self._unfit:
             return None
         if view.seq < self._seq:
@@ -97,19 +86,17 @@ class Masks:
                 self._unfit.add(name)
                 return None
             self._columns[name] = column
-        mask = self._true(where, view.rows)
+        mask = fold(where, lambda leaf: self._columns[leaf.field].true(leaf, view.rows), _join)
         while len(self._columns) > _COLUMNS:
             del self._columns[next(iter(self._columns))]  # least recently used
         return mask if view.alive is None else mask & view.alive
 
-    def _true(self, where: Filter, rows: int) -> Mask:
-        """Return the mask of rows for which a filter is true."""
-        if isinstance(where, And | Or):
-            join = np.logical_and if isinstance(where, And) else np.logical_or
-            return join.reduce([self._true(part, rows) for part in where.parts])  # type: ignore[no-any-return]
-        if isinstance(where, Not):
-            return ~self._true(where.part, rows)
-        return self._columns[where.field].true(where, rows)
+
+def _join(joint: Joint, masks: list[Mask]) -> Mask:
+    if joint == "not":
+        return ~masks[0]
+    join = np.logical_and if joint == "and" else np.logical_or
+    return join.reduce(masks)  # type: ignore[no-any-return]
 
 
 class _Column:
@@ -163,18 +150,18 @@ class _Column:
                 self._by_code[first + place] = content
         self._numbers = np.concatenate([self._numbers, numbers])
 
-    def true(self, leaf: Leaf, rows: int) -> Mask:
+    def true(self, leaf: Condition, rows: int) -> Mask:
         """Return the mask of the first `rows` rows for which a condition is true."""
         table = np.zeros(len(self._numbers), bool)
         plain = ~np.isnan(self._numbers)
         if isinstance(leaf, Exists):
             table[plain] = True
         else:
-            op = "=" if isinstance(leaf, In) or leaf.op == "!=" else leaf.op
-            for operand in leaf.values if isinstance(leaf, In) else (leaf.value,):
+            compare = COMPARE["=" if leaf.op == "!=" else leaf.op]
+            for operand in leaf.values:
                 if isinstance(operand, int | float) and not isinstance(operand, bool):
-                    table |= COMPARE[op](self._numbers, float(operand))
-            if isinstance(leaf, Compare) and leaf.op == "!=":
+                    table |= compare(self._numbers, float(operand))
+            if leaf.op == "!=":
                 table = plain & ~table
         for code, content in self._by_code.items():
             if isinstance(self.name, str):
@@ -186,25 +173,6 @@ class _Column:
             table[code] = matches(leaf, "", None, metadata)
         mask: Mask = table[self._codes[:rows]]
         return mask
-
-
-def _leaves(where: Filter) -> Iterator[Leaf]:
-    """Yield the conditions of a filter."""
-    if isinstance(where, And | Or):
-        for part in where.parts:
-            yield from _leaves(part)
-    elif isinstance(where, Not):
-        yield from _leaves(where.part)
-    else:
-        yield where
-
-
-def _is_exact(leaf: Leaf) -> bool:
-    """Return whether float64 represents the numbers of a condition exactly."""
-    if isinstance(leaf, Exists):
-        return True
-    operands = leaf.values if isinstance(leaf, In) else (leaf.value,)
-    return all(not isinstance(operand, int) or abs(operand) < _EXACT for operand in operands)
 
 
 def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:

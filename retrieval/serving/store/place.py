@@ -1,7 +1,11 @@
-"""Find the store, built in or from a plugin, for a folder or an address."""
+"""Find the store, built in or from a plugin, for a folder or an address.
+
+This module is also the plugin that offers the built-in store.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, metadata
@@ -9,16 +13,24 @@ from pathlib import Path
 
 from retrieval.errors import PluginError, RecipeError, StoreError, did_you_mean
 from retrieval.host.factory import BUILT_IN, Factory, own_factories
+from retrieval.host.hookspecs import Factories, hookimpl
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.store import built_in
 from retrieval.serving.store.address import LOCAL, Address, place_of
 from retrieval.serving.store.contract import StorePlace
+
+
+@hookimpl
+def retrieval_stores() -> Factories:
+    """A folder on this machine: SQLite records the items, FAISS speeds up large indexes."""
+    from retrieval.serving.store.local import LocalPlace
+
+    return {"local": LocalPlace}
 
 
 @cache
 def _built_in_stores() -> dict[str, Factory]:
     """Return the built-in stores by scheme."""
-    return own_factories("stores", built_in)
+    return own_factories("stores", sys.modules[__name__])
 
 
 def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:

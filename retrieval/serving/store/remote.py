@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from retrieval.errors import DataError, StoreError
 from retrieval.serving.bundle import Bundle
-from retrieval.serving.filters import And, Compare, Exists, Filter, In, Not, Or
-from retrieval.serving.filters.tree import Field
+from retrieval.serving.filters import And, Exists, Filter
+from retrieval.serving.filters.tree import Condition, Field, Joint, fold
 from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
 from retrieval.serving.store.contract import (
     Stats,
@@ -49,6 +49,7 @@ from retrieval.serving.store.items import (
     check_queries,
     checked,
     refuse_fields,
+    served_of,
     spans_of,
     usable,
 )
@@ -155,7 +156,7 @@ class RemoteStore(Store):
         """Return, per query (Q, width), the ids of the nearest rows within one sub-space."""
 
     @abstractmethod
-    def _combined(self, joint: Literal["and", "or", "not"], parts: Sequence[Any]) -> Any:
+    def _combined(self, joint: Joint, parts: Sequence[Any]) -> Any:
         """Combine conditions; `not` has one part."""
 
     @abstractmethod
@@ -235,21 +236,15 @@ class RemoteStore(Store):
         """Return the engine's conditions of a filter; raise a `DataError` if it has none."""
         refuse_fields(where, self._fields)
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
-        return [self._express(part) for part in parts]
+        return [fold(part, self._express, self._combined) for part in parts]
 
-    def _express(self, where: Filter) -> Any:
-        if isinstance(where, Not):
-            return self._combined("not", [self._express(where.part)])
-        if isinstance(where, And | Or):
-            joint: Literal["and", "or"] = "and" if isinstance(where, And) else "or"
-            return self._combined(joint, [self._express(part) for part in where.parts])
+    def _express(self, where: Condition) -> Any:
         condition = None
-        if isinstance(where, Exists) and where.field == "id":  # matches every item
-            return self._combined("not", [self._condition("id", "=", ())])
-        if isinstance(where, In):
-            condition = self._condition(where.field, "=", where.values)
-        elif isinstance(where, Compare) and where.op != "!=":
-            condition = self._condition(where.field, where.op, (where.value,))
+        if isinstance(where, Exists):
+            if where.field == "id":  # matches every item
+                return self._combined("not", [self._condition("id", "=", ())])
+        elif where.op != "!=":
+            condition = self._condition(where.field, where.op, where.values)
         if condition is None:
             name = where.field if isinstance(where.field, str) else ".".join(where.field)
             raise DataError(f"{self.engine} cannot decide on '{name}': {self.refusal('filters')}")
@@ -309,7 +304,7 @@ class RemoteStore(Store):
     def stats(self) -> Stats:
         """Return the size and state of the store; see `Store`."""
         generations = self.generations()
-        return Stats(self._count(_served(generations), ()), generations, None, self._details())
+        return Stats(self._count(served_of(generations), ()), generations, None, self._details())
 
     def _details(self) -> dict[str, Any]:
         return {"backend": "flat"}
@@ -335,7 +330,7 @@ class RemoteStore(Store):
         notes = self._notes() if notes is None else notes
         self._fields = {name[6:] for name in notes if name.startswith("field ")}
         self.lists = {name[5:] for name in notes if name.startswith("list ")}
-        return _served(self._listed(notes))
+        return served_of(self._listed(notes))
 
     def _writable(self) -> Generation:
         """Return the served generation, after completing a switch that another process left."""
@@ -505,14 +500,12 @@ class RemoteStore(Store):
         named = self._alias() or ""
         if not named.startswith(self._prefix):
             raise self._lost()
-        served, generations = int(named[len(self._prefix) :]), []
-        for name, note in notes.items():
-            if name.startswith("generation ") and note:
-                number = int(name[11:])
-                spans = tuple((start, stop) for start, stop in note["spans"])
-                state = "served" if number == served else "kept" if note["served"] else "building"
-                fields = (number, note["bundle"], note["variant"], note["widths"], spans, state)
-                generations.append(Generation(*fields))  # type: ignore[arg-type]
+        served = int(named[len(self._prefix) :])
+        generations = [
+            _generation(int(name.removeprefix("generation ")), note, served)
+            for name, note in notes.items()
+            if name.startswith("generation ") and note
+        ]
         return tuple(sorted(generations, key=lambda generation: generation.number))
 
     def _latest(self, generation: Generation, notes: Mapping[str, Any] | None = None) -> Generation:
@@ -528,14 +521,17 @@ class RemoteStore(Store):
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
         pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
-        fields = (bundle.sha256, bundle.variant, dict(widths), spans_of(bundle))
-        generation = Generation(number, *fields, "building")
+        note = {
+            "bundle": bundle.sha256,
+            "variant": bundle.variant,
+            "widths": dict(widths),
+            "spans": spans_of(bundle),
+            "served": False,
+            "pieces": pieces,
+        }
+        generation = _generation(number, note)
         self._make(generation)
-        note: dict[str, Any] = dict(
-            zip(("bundle", "variant", "widths", "spans"), fields, strict=True)
-        )
-        note |= {"served": served, "pieces": pieces}
-        self._note({f"generation {number}": note, "last": number})
+        self._note({f"generation {number}": note | {"served": served}, "last": number})
         return generation
 
     def bundle(self, generation: Generation) -> Path:
@@ -649,14 +645,18 @@ class RemoteStore(Store):
                 self._drop_pieces(target.bundle, note["pieces"])
 
 
+def _generation(number: int, note: Mapping[str, Any], served: int | None = None) -> Generation:
+    spans = tuple((start, stop) for start, stop in note["spans"])
+    plain = note["bundle"], note["variant"], note["widths"]
+    if number == served:
+        return Generation(number, *plain, spans, "served")
+    return Generation(number, *plain, spans, "kept" if note["served"] else "building")
+
+
 def _has_list(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_list, value.values()))
     return isinstance(value, list | tuple)
-
-
-def _served(generations: Iterable[Generation]) -> Generation:
-    return next(generation for generation in generations if generation.state == "served")
 
 
 class RemotePlace(StorePlace):
