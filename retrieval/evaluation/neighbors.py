@@ -403,11 +403,7 @@ class Exclusion:
     same_label: bool = False
 
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
-        """Return the items that are hidden from each query.
-
-        Raises:
-            DataError: the number of values differs from that of queries or items.
-        """
+        """Return the items that are hidden from each query."""
         itself = self.gallery is None
         ours, theirs = list(self.query), list(self.query if self.gallery is None else self.gallery)
         for values, count, what in (

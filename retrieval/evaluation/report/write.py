@@ -114,11 +114,7 @@ def report(
 
 
 def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
-    """Open the runs.
-
-    Raises:
-        DataError: runs cannot be opened; the message lists them.
-    """
+    """Open the runs."""
     opened, problems = [], []
     for run in runs:
         try:
@@ -139,11 +135,7 @@ def _names(runs: Sequence[StrPath]) -> list[str]:
 
 
 def panels(run: Run) -> dict[str, bytes]:
-    """Return drawings by title: the training curves of a run, and the panels of plugins.
-
-    Raises:
-        PluginError: a plugin failed, or did not return drawings.
-    """
+    """Return drawings by title: the training curves of a run, and the panels of plugins."""
     drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
         drawings["Curves of training"] = svg(curves(run))
