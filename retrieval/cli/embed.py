@@ -8,8 +8,16 @@ from typing import Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import JSON, PATH, command, this_command
-from retrieval.cli.index_common import DEVICE, MAX_BYTES, MAX_PIXELS, VARIANT
+from retrieval.cli.common import (
+    DEVICE,
+    JSON,
+    MAX_BYTES,
+    MAX_PIXELS,
+    PATH,
+    VARIANT,
+    command,
+    this_command,
+)
 
 
 @command(

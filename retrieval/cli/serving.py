@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import BYTES, JSON, PATH, PIXELS, Choice, IndexArgument, Number, command
-from retrieval.cli.index_common import DEVICE, WHERE
+from retrieval.cli.common import (
+    BYTES,
+    DEVICE,
+    JSON,
+    PATH,
+    PIXELS,
+    WHERE,
+    Choice,
+    IndexArgument,
+    Number,
+    command,
+)
 from retrieval.cli.plugins import PLUGIN_OPTION
 from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
