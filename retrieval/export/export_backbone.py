@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import tempfile
@@ -85,18 +84,19 @@ class Photos:
             except DataError as fault:
                 return fault
 
-        def sound() -> Iterator[Pixels]:
+        batch: list[Pixels] = []
+        with Meter("reading photos", len(files), "photos") as meter:
             for photo in ahead(read, files, workers=cores(), most=2 * size):
                 meter.update()
                 if isinstance(photo, DataError):
                     bad.append(str(photo))
-                else:
-                    yield photo
-
-        with Meter("reading photos", len(files), "photos") as meter:
-            photos = sound()
-            while batch := list(itertools.islice(photos, size)):
-                yield np.stack(batch)
+                    continue
+                batch.append(photo)
+                if len(batch) == size:
+                    yield np.stack(batch)
+                    batch = []
+        if batch:
+            yield np.stack(batch)
         if len(bad) == len(files):
             raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
         if bad:

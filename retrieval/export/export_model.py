@@ -18,21 +18,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
+from retrieval.export import verify
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
-from retrieval.export.verify import (
-    Floats,
-    candidate_overlap,
-    check_combiner,
-    check_repeatable,
-    checked_items,
-    compare_encoder,
-    encoder_graph,
-    is_normalized,
-    onnx_outputs,
-    refuse_difference,
-    rescorer_graph,
-    torch_outputs,
-)
+from retrieval.export.verify import Floats
 from retrieval.host import files
 from retrieval.model.graph import (
     OPSET,
@@ -88,10 +76,11 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
             the disk is full or refuses.
     """
     output = Path(os.path.realpath(output))
+    refuse_existing(output, replace)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with hold(output, "exporting this bundle", BundleError):
-            refuse_existing(output, replace)
+            refuse_existing(output, replace)  # the last holder of the lock may have made it
             exists = _exists_already(output)
             with files.whole_folder(output, replace=replace, exists_error=exists) as temporary:
                 yield temporary
@@ -139,9 +128,9 @@ class _Export:
     ) -> None:
         self.model, self.items, self.tolerance, self.step = model, items, tolerance, step
         self._module = Encoder(model).eval()
-        self.outputs = torch_outputs(self._module, items)
-        check_repeatable(self._module, items, self.outputs, tolerance)
-        check_combiner(model, items, self.outputs)
+        self.outputs = verify.torch_outputs(self._module, items)
+        verify.check_repeatable(self._module, items, self.outputs, tolerance)
+        verify.check_combiner(model, items, self.outputs)
         self.files: dict[str, bytes] = {}
         self.differences: dict[str, float] = {}
         self.rescore: Callable[[Floats, Floats], Floats] | None = None
@@ -154,7 +143,7 @@ class _Export:
         self, what: str, module: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats]
     ) -> bytes:
         self.step(f"exporting the {what} and comparing it with torch")
-        graph, difference = encoder_graph(module, items, outputs, self.tolerance, what)
+        graph, difference = verify.encoder_graph(module, items, outputs, self.tolerance, what)
         self.differences[f"{what}.onnx"] = difference
         return graph
 
@@ -165,7 +154,7 @@ class _Export:
         another head.
         """
         backbone = FeatureEncoder(self.model).eval()
-        features = torch_outputs(backbone, self.items)
+        features = verify.torch_outputs(backbone, self.items)
         first = self._graph("backbone", backbone, self.items, features)
         head = head_encoder(self.model).eval()
         second = self._graph("head", head, features["features"], self.outputs)
@@ -174,9 +163,9 @@ class _Export:
         def run(names: list[str], feeds: dict[str, NDArray[Any]]) -> list[Any]:
             return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
 
-        worst = compare_encoder(self.outputs, run, self.items)
+        worst = verify.compare_encoder(self.outputs, run, self.items)
         try:
-            refuse_difference(worst, self._module, self.tolerance)
+            verify.refuse_difference(worst, self._module, self.tolerance)
         except BundleError as fault:
             raise BundleError(f"The encoder cannot be split. {fault}") from fault
         self.differences["head.onnx"] = max(worst.value, self.differences["head.onnx"])
@@ -192,7 +181,7 @@ class _Export:
         assert combiner is not None
         self.step("exporting the rescorer and comparing it with torch")
         name, own = "rescorer.onnx", self.outputs["code"]
-        graph, self.differences[name] = rescorer_graph(combiner, own, self.tolerance)
+        graph, self.differences[name] = verify.rescorer_graph(combiner, own, self.tolerance)
         self.files[name] = graph
         run = session(graph).run
         self.rescore = lambda query, items: run(["distance"], {"query": query, "items": items})[0]
@@ -200,7 +189,7 @@ class _Export:
         return RescorerEntry(
             file=name,
             candidates=combiner.choose_candidates(known),
-            overlap=candidate_overlap(combiner, known),
+            overlap=verify.candidate_overlap(combiner, known),
             items=len(known),
         )
 
@@ -217,7 +206,7 @@ class _Export:
         file, combiner = f"encoder_{name}.onnx", self.model.combiner
         self.files[file], emulations = make_variant(name, encoder, calibration, scratch)
         before, *afters = (
-            onnx_outputs(session(graph).run, list(self.outputs), self.items)
+            verify.onnx_outputs(session(graph).run, list(self.outputs), self.items)
             for graph in (encoder, self.files[file], *emulations)
         )
         subspaces = () if combiner is None else combiner.subspaces
@@ -243,7 +232,7 @@ class _Export:
             "vector": vector.shape[1],
             "code": None if code is None else code.shape[1],
             "query_vectors": "query" in self.outputs,
-            "normalized": is_normalized(vector),
+            "normalized": verify.is_normalized(vector),
             "distance": distance,
             "subspaces": tuple(
                 SubspaceEntry(**vars(space))
@@ -298,7 +287,7 @@ def export_model(
             likely cause), a variant cannot be made, or the disk refuses. Nothing is left behind.
         MissingDependency: ONNX Runtime is not installed.
     """
-    names = dict.fromkeys((variants,) if isinstance(variants, str) else variants)
+    names = tuple(dict.fromkeys((variants,) if isinstance(variants, str) else variants))
     items, calibration = _checked(model, items, calibration, labels, names, split)
     whole = not split or bool(names)
     rescored = model.combiner is not None and not model.combiner.exact
@@ -352,9 +341,9 @@ def _checked(
         if variant not in get_args(VariantName):
             known = " and ".join(get_args(VariantName))
             raise BundleError(f"There is no variant '{variant}'; there are {known}.")
-    items = checked_items(model, items, "items")
+    items = verify.checked_items(model, items, "items")
     if calibration is not None:
-        calibration = checked_items(model, calibration, "calibration items")
+        calibration = verify.checked_items(model, calibration, "calibration items")
     if "int8" in variants and calibration is None:
         raise BundleError(
             "The int8 variant cannot be made: it needs calibration items, from the training side."
