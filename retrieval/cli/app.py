@@ -31,12 +31,12 @@ COMMANDS = {
     "distill": "train:distill",
     "report": "evaluate:report",
     "export": "export:export_command",
-    "embed": "embed:embed_command",
+    "embed": "index:embed_command",
     "index": "index:index",
     "search": "serving:search_command",
     "serve": "serving:serve_command",
-    "keys": "keys:keys",
-    "push": "push:push_command",
+    "keys": "serving:keys",
+    "push": "serving:push_command",
     "doctor": "doctor:doctor",
 }
 
