@@ -187,7 +187,8 @@ def evaluate(
         left, right = (None if items is None else encode(items) for items in (query, gallery))
         return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
 
-    rows = {"trained": measure(codes, model.combiner and model.combiner.compute_mat)}
+    combiner = model.combiner
+    rows = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
     if baseline:
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         rows[raw] = measure(lambda items: pixels(run.dataset, items, model))

@@ -535,13 +535,9 @@ class Search:
         query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
-        # sort by the number of hidden items, because a block is searched to its largest depth
-        hidden = (
-            np.zeros(len(query_rows), np.int64)
-            if self.hidden is None
-            else self.hidden.every()[query_rows]
-        )
-        order, done = np.argsort(hidden, kind="stable"), 0
+        order, done = np.arange(len(query_rows)), 0
+        if self.hidden is not None:  # a block is searched to its largest depth
+            order = np.argsort(self.hidden.every()[query_rows], kind="stable")
         for rows, near, far in self.blocks(query_rows[order], np.full(len(query_rows), k)):
             part = order[done : done + len(rows)]
             items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, far

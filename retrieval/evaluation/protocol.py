@@ -15,7 +15,6 @@ from retrieval.evaluation.evaluation import (
     Evaluation,
     Levels,
     Tags,
-    class_numbers,
     evaluate,
     relevant_items,
 )
@@ -114,12 +113,15 @@ class Protocol:
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                ours, theirs = class_numbers(
-                    labels[items], len(left), named, len(left if right is None else right)
-                )
-                exclude = arguments.get("exclude")
+                theirs = labels[items if gallery_items is None else gallery_items]
                 rows[-1] |= open_set(
-                    left, ours, right, theirs, fars=rates, distance=distance, exclude=exclude
+                    left,
+                    labels[items],
+                    right,
+                    theirs,
+                    fars=rates,
+                    distance=distance,
+                    exclude=arguments.get("exclude"),
                 )
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = {name: float(np.mean(column)) for name, column in columns.items()}
@@ -171,15 +173,10 @@ class Protocol:
         if table.by is not None:
             table_arguments["by"] = both(self.column(table.by))[0]
         if table.levels:
-            columns = [
-                self.run.splits.labels.tolist(),
-                *(self.column(name) for name in table.levels),
-            ]
-            levels = [both(column) for column in columns]
-            table_arguments["relevance"] = Levels(
-                [ours for ours, _ in levels],
-                None if gallery is None else [theirs for _, theirs in levels if theirs is not None],
-            )
+            further = (self.column(name) for name in table.levels)
+            levels = [both(column) for column in (self.run.splits.labels.tolist(), *further)]
+            theirs = [column for _, column in levels if column is not None]
+            table_arguments["relevance"] = Levels([ours for ours, _ in levels], theirs or None)
         elif table.tags is not None:
             texts = [_tags(value) for value in self.column(table.tags)]
             table_arguments["relevance"] = Tags(*both(texts))

@@ -177,7 +177,8 @@ def _searched(
     relevance: Relevance | None = arguments.get("relevance")
     hidden = None if exclude is None else exclude.hidden(query_class, item_class)
     combiner = run.model.combiner
-    search = Search(codes, gallery, hidden, combiner and combiner.compute_mat)
+    distance = None if combiner is None else combiner.compute_mat
+    search = Search(codes, gallery, hidden, distance)
     relevant = query_values(search, query_class, item_class, relevance, {})[1]
     answerable = np.flatnonzero(relevant > 0)
     if not len(answerable):

@@ -266,17 +266,6 @@ def page(sections: Sequence[Section]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters["data_uri"] = data_uri
     environment.filters["operating_point"] = _operating_point
-    environment.globals.update(
-        confusions=confusions,
-        hardest=hardest,
-        distances=distances,
-        confusion_matrix=confusion_matrix,
-        rates=rates,
-        suspects=suspects,
-        thresholds=thresholds,
-        zip=zip,
-        most_in_legend=LEGEND,
-    )
     names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
     rows: list[Any] = [
         [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in names)]
@@ -289,6 +278,15 @@ def page(sections: Sequence[Section]) -> str:
         facts=facts([section.measured.run for section in sections]),
         compared=compared(sections),
         recalls=recalls({section.name: section.measured.intervals for section in sections}),
+        confusions=confusions,
+        hardest=hardest,
+        distances=distances,
+        confusion_matrix=confusion_matrix,
+        rates=rates,
+        suspects=suspects,
+        thresholds=thresholds,
+        zip=zip,
+        most_in_legend=LEGEND,
         style=style,
         script=script,
     )
