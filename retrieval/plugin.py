@@ -7,194 +7,139 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from retrieval.host.lazy import lazy
+from retrieval.host.lazy import lazy as lazy
 
+# Type checkers read the first list, the interpreter the second.
 if TYPE_CHECKING:
-    import retrieval.serving.store as stores
-    import retrieval.serving.store.testing as testing
-    from retrieval.data.counts import Count, Counts, differing
-    from retrieval.data.datasets import ArrayDataset, Box, FileDataset
-    from retrieval.data.error_lists import refuse, some
-    from retrieval.data.gate import is_missing, usable
-    from retrieval.data.idx import read_idx
-    from retrieval.data.objects import as_dataset
-    from retrieval.data.readable import ADVICE, report_left_out, skip_unreadable
-    from retrieval.data.records import read_records
-    from retrieval.data.samplers import check_classes, rows_by_class, rows_of
-    from retrieval.data.splits import ROLES, SIDES, SPLITS, sides
-    from retrieval.host.factory import Part, traits
-    from retrieval.host.files import cache_folder, write_bytes
-    from retrieval.host.hookspecs import Factories, hookimpl
-    from retrieval.model.contracts import (
-        Backbone,
-        BatchSampler,
-        Combiner,
-        Dataset,
-        Generator,
-        Learner,
-        Loss,
-        Metric,
-        Miner,
-        Subspace,
-        TrackedRun,
-        Tracker,
-        TrainingItems,
-        Transform,
-        TripletIndices,
-    )
-    from retrieval.model.labels import learner_labels, read_labels
-    from retrieval.model.linear import LinearMap, class_codes, deviations
-    from retrieval.model.loss import (
-        CheckedLoss,
-        Distance,
-        Pairs,
-        Reducer,
-        as_given,
-        listed_pairs,
-        nothing,
-        pair_views,
-    )
-    from retrieval.model.metric_learner import MetricLearner
-    from retrieval.model.model import Normalize, full_precision
-    from retrieval.model.rows import Rows, Sums, first_row, summed
-    from retrieval.serving.files.csv_table import CsvTable, is_missing_text, typed
-    from retrieval.serving.files.strict_json import strict_loads
-    from retrieval.serving.image_files import find_images
-    from retrieval.serving.images import Preprocessing, decode
-    from retrieval.serving.index.index_backend import IndexBackend
+    from retrieval.data.counts import Count as Count
+    from retrieval.data.counts import Counts as Counts
+    from retrieval.data.counts import differing as differing
+    from retrieval.data.datasets import ArrayDataset as ArrayDataset
+    from retrieval.data.datasets import Box as Box
+    from retrieval.data.datasets import FileDataset as FileDataset
+    from retrieval.data.error_lists import refuse as refuse
+    from retrieval.data.error_lists import some as some
+    from retrieval.data.gate import is_missing as is_missing
+    from retrieval.data.gate import usable as usable
+    from retrieval.data.idx import read_idx as read_idx
+    from retrieval.data.objects import as_dataset as as_dataset
+    from retrieval.data.readable import ADVICE as ADVICE
+    from retrieval.data.readable import report_left_out as report_left_out
+    from retrieval.data.readable import skip_unreadable as skip_unreadable
+    from retrieval.data.records import read_records as read_records
+    from retrieval.data.samplers import check_classes as check_classes
+    from retrieval.data.samplers import rows_by_class as rows_by_class
+    from retrieval.data.samplers import rows_of as rows_of
+    from retrieval.data.splits import ROLES as ROLES
+    from retrieval.data.splits import SIDES as SIDES
+    from retrieval.data.splits import SPLITS as SPLITS
+    from retrieval.data.splits import sides as sides
+    from retrieval.host.factory import Part as Part
+    from retrieval.host.factory import traits as traits
+    from retrieval.host.files import cache_folder as cache_folder
+    from retrieval.host.files import write_bytes as write_bytes
+    from retrieval.host.hookspecs import Factories as Factories
+    from retrieval.host.hookspecs import hookimpl as hookimpl
+    from retrieval.model.contracts import Backbone as Backbone
+    from retrieval.model.contracts import BatchSampler as BatchSampler
+    from retrieval.model.contracts import Combiner as Combiner
+    from retrieval.model.contracts import Dataset as Dataset
+    from retrieval.model.contracts import Generator as Generator
+    from retrieval.model.contracts import Learner as Learner
+    from retrieval.model.contracts import Loss as Loss
+    from retrieval.model.contracts import Metric as Metric
+    from retrieval.model.contracts import Miner as Miner
+    from retrieval.model.contracts import Subspace as Subspace
+    from retrieval.model.contracts import TrackedRun as TrackedRun
+    from retrieval.model.contracts import Tracker as Tracker
+    from retrieval.model.contracts import TrainingItems as TrainingItems
+    from retrieval.model.contracts import Transform as Transform
+    from retrieval.model.contracts import TripletIndices as TripletIndices
+    from retrieval.model.labels import learner_labels as learner_labels
+    from retrieval.model.labels import read_labels as read_labels
+    from retrieval.model.linear import LinearMap as LinearMap
+    from retrieval.model.linear import class_codes as class_codes
+    from retrieval.model.linear import deviations as deviations
+    from retrieval.model.loss import CheckedLoss as CheckedLoss
+    from retrieval.model.loss import Distance as Distance
+    from retrieval.model.loss import Pairs as Pairs
+    from retrieval.model.loss import Reducer as Reducer
+    from retrieval.model.loss import as_given as as_given
+    from retrieval.model.loss import listed_pairs as listed_pairs
+    from retrieval.model.loss import nothing as nothing
+    from retrieval.model.loss import pair_views as pair_views
+    from retrieval.model.metric_learner import MetricLearner as MetricLearner
+    from retrieval.model.model import Normalize as Normalize
+    from retrieval.model.model import full_precision as full_precision
+    from retrieval.model.rows import Rows as Rows
+    from retrieval.model.rows import Sums as Sums
+    from retrieval.model.rows import first_row as first_row
+    from retrieval.model.rows import summed as summed
+    from retrieval.serving import store
+    from retrieval.serving.files.csv_table import CsvTable as CsvTable
+    from retrieval.serving.files.csv_table import is_missing_text as is_missing_text
+    from retrieval.serving.files.csv_table import typed as typed
+    from retrieval.serving.files.strict_json import strict_loads as strict_loads
+    from retrieval.serving.image_files import find_images as find_images
+    from retrieval.serving.images import Preprocessing as Preprocessing
+    from retrieval.serving.images import decode as decode
+    from retrieval.serving.index.index_backend import IndexBackend as IndexBackend
+    from retrieval.serving.store import testing as testing
 
-__all__ = [
-    "ADVICE",
-    "ROLES",
-    "SIDES",
-    "SPLITS",
-    "ArrayDataset",
-    "Backbone",
-    "BatchSampler",
-    "Box",
-    "CheckedLoss",
-    "Combiner",
-    "Count",
-    "Counts",
-    "CsvTable",
-    "Dataset",
-    "Distance",
-    "Factories",
-    "FileDataset",
-    "Generator",
-    "IndexBackend",
-    "Learner",
-    "LinearMap",
-    "Loss",
-    "Metric",
-    "MetricLearner",
-    "Miner",
-    "Normalize",
-    "Pairs",
-    "Part",
-    "Preprocessing",
-    "Reducer",
-    "Rows",
-    "Subspace",
-    "Sums",
-    "TrackedRun",
-    "Tracker",
-    "TrainingItems",
-    "Transform",
-    "TripletIndices",
-    "as_dataset",
-    "as_given",
-    "cache_folder",
-    "check_classes",
-    "class_codes",
-    "decode",
-    "deviations",
-    "differing",
-    "find_images",
-    "first_row",
-    "full_precision",
-    "hookimpl",
-    "is_missing",
-    "is_missing_text",
-    "lazy",
-    "learner_labels",
-    "listed_pairs",
-    "nothing",
-    "pair_views",
-    "read_idx",
-    "read_labels",
-    "read_records",
-    "refuse",
-    "report_left_out",
-    "rows_by_class",
-    "rows_of",
-    "sides",
-    "skip_unreadable",
-    "some",
-    "stores",
-    "strict_loads",
-    "summed",
-    "testing",
-    "traits",
-    "typed",
-    "usable",
-    "write_bytes",
-]
-
-if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy(
-        __name__,
-        {
-            "retrieval.data.counts": ["Count", "Counts", "differing"],
-            "retrieval.data.datasets": ["ArrayDataset", "Box", "FileDataset"],
-            "retrieval.data.error_lists": ["refuse", "some"],
-            "retrieval.data.gate": ["is_missing", "usable"],
-            "retrieval.data.idx": ["read_idx"],
-            "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
-            "retrieval.data.objects": ["as_dataset"],
-            "retrieval.data.records": ["read_records"],
-            "retrieval.data.samplers": ["check_classes", "rows_by_class", "rows_of"],
-            "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
-            "retrieval.host.factory": ["Part", "traits"],
-            "retrieval.host.files": ["cache_folder", "write_bytes"],
-            "retrieval.host.hookspecs": ["Factories", "hookimpl"],
-            "retrieval.model.contracts": [
-                "Backbone",
-                "BatchSampler",
-                "Combiner",
-                "Dataset",
-                "Generator",
-                "Learner",
-                "Loss",
-                "Metric",
-                "Miner",
-                "Subspace",
-                "TrackedRun",
-                "Tracker",
-                "TrainingItems",
-                "Transform",
-                "TripletIndices",
-            ],
-            "retrieval.model.labels": ["learner_labels", "read_labels"],
-            "retrieval.model.linear": ["LinearMap", "class_codes", "deviations"],
-            "retrieval.model.loss": [
-                "CheckedLoss",
-                "Distance",
-                "Pairs",
-                "Reducer",
-                "as_given",
-                "listed_pairs",
-                "nothing",
-                "pair_views",
-            ],
-            "retrieval.model.metric_learner": ["MetricLearner"],
-            "retrieval.model.model": ["Normalize", "full_precision"],
-            "retrieval.model.rows": ["Rows", "Sums", "first_row", "summed"],
-            "retrieval.serving.files.csv_table": ["CsvTable", "is_missing_text", "typed"],
-            "retrieval.serving.files.strict_json": ["strict_loads"],
-            "retrieval.serving.image_files": ["find_images"],
-            "retrieval.serving.images": ["Preprocessing", "decode"],
-            "retrieval.serving.index.index_backend": ["IndexBackend"],
-        },
-        {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"},
-    )
+    stores = store
+else:
+    _HOMES = {
+        "retrieval.data.counts": ["Count", "Counts", "differing"],
+        "retrieval.data.datasets": ["ArrayDataset", "Box", "FileDataset"],
+        "retrieval.data.error_lists": ["refuse", "some"],
+        "retrieval.data.gate": ["is_missing", "usable"],
+        "retrieval.data.idx": ["read_idx"],
+        "retrieval.data.readable": ["ADVICE", "report_left_out", "skip_unreadable"],
+        "retrieval.data.objects": ["as_dataset"],
+        "retrieval.data.records": ["read_records"],
+        "retrieval.data.samplers": ["check_classes", "rows_by_class", "rows_of"],
+        "retrieval.data.splits": ["ROLES", "SIDES", "SPLITS", "sides"],
+        "retrieval.host.factory": ["Part", "traits"],
+        "retrieval.host.files": ["cache_folder", "write_bytes"],
+        "retrieval.host.hookspecs": ["Factories", "hookimpl"],
+        "retrieval.model.contracts": [
+            "Backbone",
+            "BatchSampler",
+            "Combiner",
+            "Dataset",
+            "Generator",
+            "Learner",
+            "Loss",
+            "Metric",
+            "Miner",
+            "Subspace",
+            "TrackedRun",
+            "Tracker",
+            "TrainingItems",
+            "Transform",
+            "TripletIndices",
+        ],
+        "retrieval.model.labels": ["learner_labels", "read_labels"],
+        "retrieval.model.linear": ["LinearMap", "class_codes", "deviations"],
+        "retrieval.model.loss": [
+            "CheckedLoss",
+            "Distance",
+            "Pairs",
+            "Reducer",
+            "as_given",
+            "listed_pairs",
+            "nothing",
+            "pair_views",
+        ],
+        "retrieval.model.metric_learner": ["MetricLearner"],
+        "retrieval.model.model": ["Normalize", "full_precision"],
+        "retrieval.model.rows": ["Rows", "Sums", "first_row", "summed"],
+        "retrieval.serving.files.csv_table": ["CsvTable", "is_missing_text", "typed"],
+        "retrieval.serving.files.strict_json": ["strict_loads"],
+        "retrieval.serving.image_files": ["find_images"],
+        "retrieval.serving.images": ["Preprocessing", "decode"],
+        "retrieval.serving.index.index_backend": ["IndexBackend"],
+    }
+    _MODULES = {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"}
+    __getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)
+    __all__ = sorted(["lazy", *_MODULES, *(name for names in _HOMES.values() for name in names)])

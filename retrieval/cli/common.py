@@ -82,6 +82,21 @@ class Number(click.FloatRange):
         return number
 
 
+WHERE = click.option(
+    "--where",
+    metavar="FILTER",
+    help="Only items that match, such as \"price < 20 and label in ('shoe', 'boot')\".",
+)
+VARIANT = click.option(
+    "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
+)
+MAX_PIXELS = click.option("--max-pixels", default="25M", type=PIXELS, help="Largest image.")
+MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file.")
+DEVICE = click.option(
+    "--device", default="auto", type=Choice(["auto", "cpu", "cuda"]), help="Where the encoder runs."
+)
+
+
 class Group(click.Group):
     """A group that lists its commands in their order, and suggests the closest to a wrong name."""
 
@@ -98,10 +113,15 @@ class Group(click.Group):
         return self.commands[cmd_name]
 
 
-def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator for a command whose help ends with these examples."""
+def command(
+    name: str, *examples: str, group: Any = click
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator for a command (of a group) whose help ends with these examples."""
     head = "Examples:" if len(examples) > 1 else "Example:"
-    return click.command(name, epilog="\n  ".join([f"\b\n{head}", *examples]))
+    decorator: Callable[[Callable[..., Any]], click.Command] = group.command(
+        name, epilog="\n  ".join([f"\b\n{head}", *examples])
+    )
+    return decorator
 
 
 def refuse_options(where: str, names: Container[str]) -> None:
@@ -128,8 +148,11 @@ def loading() -> Iterator[None]:
 
     Importing torch creates a million objects that live as long as the process. Collecting among
     them takes a sixth of the time of `retrieval check`. It is for commands only, because a user's
-    own process may have garbage to collect, and does nothing if torch is imported already.
+    own process may have garbage to collect, or may use torch's compiler, which stays out.
     """
+    from retrieval.host.lazy import keep_compiler_out
+
+    keep_compiler_out()
     if not gc.isenabled() or "torch" in sys.modules:
         yield
         return

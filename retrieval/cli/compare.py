@@ -161,11 +161,9 @@ def _run(
     if options["ray"] is None:
         refuse_options("without --ray", {"cpus"})
     with loading():
-        from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.comparison.compare import compare as run
         from retrieval.training.comparison.written import Latex, markdown
 
-    keep_compiler_out()
     names = [name.strip() for name in latex.split(",") if name.strip()]
     style = Latex(names, caption, label)
     result = run(recipes, output, plugins=extra, latex=style, report=say, **options)

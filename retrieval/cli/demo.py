@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 import time
 from collections.abc import Callable
 from importlib.resources import as_file, files
@@ -51,7 +52,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
     say("\n2. Evaluating on held-out digits, beside the raw pixels …")
     results = evaluate(run, baseline=True)
-    say(_indented(results.table()))
+    say(textwrap.indent(results.table(), "   "))
 
     say("\n3. Exporting to ONNX …")
     seen = export(run, output / "bundle").bundle.manifest.verified
@@ -104,24 +105,18 @@ def _write_images(run: Run, output: Path) -> list[Path]:
     from retrieval.serving.images import from_array
 
     splits = run.splits
-    chosen: list[int] = []
-    for label in np.unique(splits.labels[splits.query]):
-        chosen.append(int(splits.query[splits.labels[splits.query] == label][0]))
+    _, first = np.unique(splits.labels[splits.query], return_index=True)
+    chosen = set(splits.query[first].tolist())
     written = []
-    for item in splits.query:
-        name = splits.classes[splits.labels[item]]
-        folder = output / ("queries" if int(item) in chosen else "images") / name
-        folder.mkdir(parents=True, exist_ok=True)
-        image = run.dataset[int(item)]
-        file = folder / f"{int(item):04d}.png"
+    for item in splits.query.tolist():
+        side, name = "queries" if item in chosen else "images", splits.classes[splits.labels[item]]
+        file = output / side / name / f"{item:04d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image = run.dataset[item]
         (from_array(image) if isinstance(image, np.ndarray) else image).save(file)
-        if int(item) in chosen:
+        if item in chosen:
             written.append(file)
     return sorted(written)
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"   {line}" for line in text.splitlines())
 
 
 def remove(folder: Path) -> None:

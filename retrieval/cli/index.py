@@ -1,32 +1,51 @@
-"""`retrieval index` and its subcommands."""
+"""`retrieval index` and its commands, and `retrieval embed`, whose folders an index takes.
+
+The commands of `index` create, change, inspect, copy and repair an index.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import click
 
-from retrieval.cli import index_items, index_whole
-from retrieval.cli.common import Group
+from retrieval.cli import say, say_json
+from retrieval.cli.common import (
+    DEVICE,
+    JSON,
+    MAX_BYTES,
+    MAX_PIXELS,
+    PATH,
+    VARIANT,
+    WHERE,
+    Choice,
+    Group,
+    IndexArgument,
+    command,
+    this_command,
+)
+from retrieval.cli.plugins import PLUGIN_OPTION, plugin_option
+from retrieval.errors import StoreError, listed
 
-COMMANDS: dict[str, click.Command] = {
-    "create": index_items.create,
-    "add": index_items.add,
-    "delete": index_items.delete,
-    "list": index_items.list_items,
-    "show": index_items.show,
-    "check": index_whole.check,
-    "compact": index_whole.compact,
-    "duplicates": index_whole.duplicates,
-    "migrate": index_whole.migrate,
-    "rollback": index_whole.rollback,
-    "snapshot": index_whole.snapshot,
-    "restore": index_whole.restore,
-}
+if TYPE_CHECKING:
+    from retrieval.serving.index.adding import Summary
+    from retrieval.serving.index.index import Index
+    from retrieval.serving.index.migrating import Migrated
+    from retrieval.serving.store.address import IndexPlace
+    from retrieval.serving.store.contract import Item, Store
+
+_PLUGINS = "retrieval.plugins"
+_LOW_RECALL = 0.9
+_PAGE = 1000
 
 
 @click.group(
-    "index",
     cls=Group,
-    commands=COMMANDS,
     epilog="""\b
 Examples:
   retrieval index create photos.index photos/ --bundle demo/bundle
@@ -36,3 +55,615 @@ Examples:
 )
 def index() -> None:
     """Create an index, and change, inspect, copy and repair it while it is searched."""
+
+
+verb = partial(command, group=index)
+"""Decorator for a command of the group; see `command`."""
+
+PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
+
+
+def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument INDEX, a folder or an address, and the option for its store's plugin."""
+
+    def keep(ctx: click.Context, param: click.Parameter, items: tuple[str, ...]) -> None:
+        ctx.meta[_PLUGINS] = items
+
+    option: Callable[..., Any] = plugin_option(callback=keep, expose_value=False)(function)
+    return PLACE(option)
+
+
+def _plugins() -> tuple[str, ...]:
+    """Return the plugins that the user named with the option that `INDEX` added."""
+    plugins: tuple[str, ...] = click.get_current_context().meta.get(_PLUGINS, ())
+    return plugins
+
+
+def opened_index(path: IndexPlace) -> Index:
+    """Open an index."""
+    from retrieval.serving.index.index import open_index
+
+    return open_index(path, plugins=_plugins())
+
+
+def opened_store(path: IndexPlace) -> Store:
+    """Open the store of an index, without its bundle."""
+    from retrieval.serving.index.index import open_store
+
+    return open_store(path, _plugins())
+
+
+def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of commands that embed images into an index."""
+    for option in (
+        click.option(
+            "--keep",
+            default="reference",
+            type=Choice(["reference", "copy", "thumbnail", "nothing"]),
+            help="What the index keeps of each original.",
+        ),
+        MAX_BYTES,
+        MAX_PIXELS,
+        click.option("--batch", default=32, type=click.IntRange(1), help="Items encoded at once."),
+        click.option(
+            "--skip-bad", is_flag=True, help="Skip images that cannot be used, and report each."
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
+    """Print a command's result as a sentence, or as a JSON object that starts with the index."""
+    if as_json:
+        say_json({"index": str(path), **facts})
+    else:
+        say(sentence)
+
+
+@verb(
+    "create",
+    "retrieval index create photos.index photos/ --bundle demo/bundle",
+    "retrieval index create photos.index photos/ --model core.efficientnet_lite0",
+    "retrieval index create items.index items.csv --bundle demo/bundle --backend hnsw --set m=48"
+    " --skip-bad",
+)
+@PLACE
+@click.argument("images", nargs=-1, type=PATH)
+@click.option(
+    "--bundle", type=PATH, help="The bundle that embeds the images, a folder of 'retrieval export'."
+)
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
+)
+@click.option(
+    "--backend",
+    default="auto",
+    help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.name.",
+)
+@click.option(
+    "--set",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A parameter of the back end; repeatable.",
+)
+@PLUGIN_OPTION
+@VARIANT
+@click.option(
+    "--keep-features",
+    is_flag=True,
+    help="Also keep the backbone's features, so that 'index migrate' to another head takes seconds."
+    " For bundles of export --split.",
+)
+@click.option("--replace", is_flag=True, help="Replace an existing index.")
+@DEVICE
+@embedding
+@JSON
+def create(
+    path: IndexPlace,
+    images: tuple[Path, ...],
+    bundle: Path | None,
+    model: str | None,
+    options: tuple[str, ...],
+    extra: tuple[str, ...],
+    max_pixels: int,
+    max_bytes: int,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Create INDEX, a folder or an address, from IMAGES, with the vectors of a bundle or a
+    pretrained model.
+
+    IMAGES are files, folders (the folder's name is the label), CSV files with a column 'path' (and
+    'label', 'key', and any others, kept as metadata), or Parquet tables with a column 'path' or
+    'image' (likewise). For a bundle of features they are .npz files or Parquet tables with
+    'features'. Without IMAGES, the index is empty. To resume after an interruption, run the same
+    command again; for an index at an address, run 'retrieval index add'.
+    """
+    if (bundle is None) == (model is None):
+        raise click.UsageError(
+            "Name what embeds the images: either --bundle BUNDLE or --model NAME."
+        )
+    if model is not None and not images:
+        raise click.UsageError("A model is verified on photos: name some.")
+    structure = _options(options)
+    whole = bundle or _exported(str(model), path, images, extra)
+    from retrieval.serving.images import Limits
+    from retrieval.serving.index.index import create_index
+
+    limits = Limits(max_pixels, max_bytes)
+    try:
+        summary = create_index(
+            path, whole, images, options=structure, plugins=extra, limits=limits, **settings
+        )
+    except KeyboardInterrupt:
+        if not isinstance(path, Path):
+            say(f"What was added is in {path}. Go on with: retrieval index add {path} …", err=True)
+        elif (kept := path.with_name(f"{path.name}.partial")).exists():
+            say(f"What was encoded is kept in {kept}. Go on with: {this_command()}", err=True)
+        raise
+    _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
+    if bundle is None:
+        shutil.rmtree(whole, ignore_errors=True)  # the index has its own copy
+
+
+def _exported(
+    model: str, path: IndexPlace, images: tuple[Path, ...], plugins: tuple[str, ...]
+) -> Path:
+    """Export a bundle of a pretrained model, or return the one that an interrupted run left."""
+    # next to the index; for an address, in the working directory
+    target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
+    target = target.with_name(f".{target.name}.bundle")
+    if not target.is_dir():
+        from retrieval.export.export_backbone import BackboneEncoder
+        from retrieval.serving.index.locations import is_table
+
+        # the export reads only files, so a table does not verify
+        photos = [image for image in images if not is_table(image.name)]
+        BackboneEncoder(model, plugins=plugins).export(target, photos=photos)
+    return target
+
+
+def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: bool) -> None:
+    from retrieval.serving.store.structure import MIN_ROWS
+
+    notes = [f"back end {summary.backend}"]
+    if backend not in ("auto", summary.backend):
+        notes[0] += f"; {backend} from {MIN_ROWS:,} items in a segment on"
+    if summary.recall_at_10 is not None:
+        notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
+        if summary.recall_at_10 < _LOW_RECALL:
+            say(
+                f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its"
+                " parameters with --set (ef_search of hnsw, probes of ivf), or take --backend"
+                " flat, which is exact.",
+                err=True,
+            )
+    counts = {"done by an interrupted run": summary.resumed}
+    counts |= {"named twice and taken once": summary.repeated, "skipped": len(summary.skipped)}
+    notes += [f"{count:,} {what}" for what, count in counts.items() if count]
+    for note in summary.left_out:
+        say(note, err=True)
+    tell(
+        path,
+        as_json,
+        f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {path}",
+        **{name: value for name, value in vars(summary).items() if name != "path"},
+    )
+
+
+def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
+    """Return `--set m=48` as {"m": 48}; values that are not JSON are text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign or not name:
+            raise click.BadParameter(f"'{pair}' is not KEY=VALUE.", param_hint="--set")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+@verb(
+    "add",
+    "retrieval index add photos.index new/",
+    "retrieval index add photos.index photos/ --sync",
+    "retrieval index add photos.index items.parquet --keep copy",
+)
+@INDEX
+@click.argument("images", nargs=-1, required=True, type=PATH)
+@click.option("--sync", is_flag=True, help="Also delete the items that are not in IMAGES.")
+@JSON
+@embedding
+def add(
+    path: IndexPlace,
+    images: tuple[Path, ...],
+    sync: bool,
+    as_json: bool,
+    max_pixels: int,
+    max_bytes: int,
+    **settings: Any,
+) -> None:
+    """Embed IMAGES and add them to INDEX, skipping those that have not changed.
+
+    INDEX can be searched meanwhile. Items are written to the disk every second or so. To resume
+    after an interruption or a kill, run the same command again.
+    """
+    from retrieval.serving.images import Limits
+
+    with opened_index(path) as opened:
+        added = opened.add(
+            list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **settings
+        )
+    for note in added.left_out:
+        say(note, err=True)
+    parts = [f"{added.added:,} added"]
+    for name in ("changed", "unchanged", "removed", "repeated"):
+        if count := getattr(added, name):
+            parts.append(f"{count:,} {name}")
+    if added.skipped:
+        parts.append(f"{len(added.skipped):,} skipped")
+    tell(path, as_json, f"{path}: {', '.join(parts)} in {added.seconds:.1f} s.", **vars(added))
+
+
+@verb(
+    "delete",
+    'retrieval index delete photos.index "dogs/7.jpg"',
+    'retrieval index delete photos.index --where "price > 100"',
+)
+@INDEX
+@click.argument("ids", nargs=-1)
+@WHERE
+@JSON
+def delete(path: IndexPlace, ids: tuple[str, ...], where: str | None, as_json: bool) -> None:
+    """Delete items of INDEX by id, or all that match a filter."""
+    if bool(ids) == (where is not None):
+        raise click.UsageError("Name what to delete: either ids or --where FILTER.")
+    with opened_index(path) as opened:
+        count = opened.delete(ids, where=where)
+    tell(path, as_json, f"{path}: {count:,} deleted.", deleted=count)
+
+
+@verb("list", "retrieval index list photos.index --where \"label = 'dogs'\" --limit 20")
+@INDEX
+@WHERE
+@click.option("--after", metavar="ID", help="Start after this id.")
+@click.option("--limit", default=100, type=click.IntRange(1), help="Most items to list.")
+@JSON
+def list_items(
+    path: IndexPlace, where: str | None, after: str | None, limit: int, as_json: bool
+) -> None:
+    """List items of INDEX in the order of their ids."""
+    with opened_index(path) as opened:
+        items: list[Item] = []
+        while len(items) < limit:
+            page = opened.scan(where, after=after, limit=min(_PAGE, limit - len(items)))
+            if not page:
+                break
+            items += page
+            after = page[-1].id
+        total = opened.count(where)
+    if as_json:
+        say_json(
+            {"index": str(path), "count": total, "items": [_item_facts(item) for item in items]}
+        )
+        return
+    for item in items:
+        details = (
+            f"  {json.dumps(dict(item.metadata), ensure_ascii=False)}" if item.metadata else ""
+        )
+        say(f"{item.id}  {item.label or ''}{details}".rstrip())
+    if len(items) < total:
+        say(f"{len(items):,} of {total:,} items.", err=True)
+
+
+@verb(
+    "show",
+    "retrieval index show photos.index",
+    'retrieval index show photos.index "dogs/7.jpg" --json',
+)
+@INDEX
+@click.argument("id", required=False)
+@JSON
+def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
+    """Show a summary of INDEX, or one of its items."""
+    with opened_index(path) as opened:
+        if id is not None:
+            item = opened.get(id, arrays=True).get(id)
+            if item is None:
+                raise StoreError(f"{path} has no item '{id}'.")
+            content: dict[str, Any] = _item_facts(item) | {
+                "vector": item.vector.tolist() if item.arrays else None
+            }
+        else:
+            stats = opened.stats()
+            content = {
+                "items": stats.count,
+                "bytes": stats.bytes,
+                "generations": [
+                    {
+                        "number": generation.number,
+                        "state": generation.state,
+                        "bundle": generation.bundle,
+                        "variant": generation.variant,
+                        "numbers": dict(generation.widths),
+                    }
+                    for generation in stats.generations
+                ],
+                **stats.details,
+            }
+    if as_json:
+        say_json({"index": str(path), **content})
+        return
+    for name, value in content.items():
+        if name == "bytes" and value is None:  # the store does not know its size
+            continue
+        if isinstance(value, list) and name != "vector":
+            say(f"{name}:")
+            for row in value:
+                parts = (f"{key} {_shown(part)}" for key, part in row.items() if part is not None)
+                say(f"  {', '.join(parts)}")
+        else:
+            text = f"{len(value)} numbers" if name == "vector" and value is not None else value
+            say(f"{name}: {_shown(text)}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text: numbers with thousands separators, objects as JSON."""
+    if value is None:
+        return "none"
+    if isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _item_facts(item: Item) -> dict[str, Any]:
+    names = ("id", "label", "metadata", "path", "source", "keep", "bytes", "width", "height")
+    path = None if item.path is None else str(item.path)
+    return {name: getattr(item, name) for name in names} | {
+        "metadata": dict(item.metadata),
+        "path": path,
+    }
+
+
+@verb("check", "retrieval index check photos.index")
+@INDEX
+@JSON
+def check(path: IndexPlace, as_json: bool) -> None:
+    """Check every file of INDEX against its checksum, and all parts against each other. At an
+    address, read every item and bundle.
+    """
+    from retrieval.serving.index.checking import check_index, check_store
+
+    if isinstance(path, Path):
+        damaged, rebuilt = check_index(path)
+    else:
+        with opened_store(path) as store:
+            damaged, rebuilt = check_store(store), []
+    if as_json:
+        say_json({"index": str(path), "damaged": damaged, "rebuilt": rebuilt})
+        if damaged:
+            raise SystemExit(2)
+        return
+    for note in rebuilt:
+        say(note, err=True)
+    if damaged:
+        raise StoreError(
+            listed(f"{path} is damaged", damaged)
+            + "\nRestore it from a snapshot: retrieval index restore SNAPSHOT INDEX"
+        )
+    say(f"{path} is whole.")
+
+
+@verb("compact", "retrieval index compact photos.index")
+@INDEX
+@JSON
+def compact(path: IndexPlace, as_json: bool) -> None:
+    """Merge the segments of INDEX, remove deleted items, and free their disk space."""
+    from retrieval.serving.progress import Meter
+
+    with opened_store(path) as store, Meter("compacting", store.count(), "items") as meter:
+        before = store.stats().bytes
+        store.compact(lambda done, total: meter.reach(done, total, "compacting"))
+        after = store.stats().bytes
+    if before is None or after is None:  # the store does not know its size
+        sentence = "compacted."
+    else:
+        sentence = f"{before / 1e6:,.1f} MB before, {after / 1e6:,.1f} MB now."
+    tell(path, as_json, f"{path}: {sentence}", bytes_before=before, bytes=after)
+
+
+@verb("duplicates", "retrieval index duplicates photos.index --within 0.05")
+@INDEX
+@click.option(
+    "--within", required=True, type=click.FloatRange(0), help="Largest distance, as in searches."
+)
+@WHERE
+@JSON
+def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool) -> None:
+    """List groups of items of INDEX that are near one another, directly or through others."""
+    with opened_index(path) as opened:
+        groups = opened.duplicates(within, where=where)
+    if as_json:
+        group_rows = [{"ids": list(group.ids), "largest": group.largest} for group in groups]
+        say_json({"index": str(path), "groups": group_rows})
+        return
+    for group in groups:
+        say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
+    extra = sum(len(group.ids) - 1 for group in groups)
+    say(f"{len(groups):,} groups with {extra:,} items more than one each.", err=True)
+
+
+@verb(
+    "migrate",
+    "retrieval index migrate photos.index better.bundle",
+    "retrieval index migrate photos.index --drop-old",
+)
+@INDEX
+@click.argument("bundle", required=False, type=PATH)
+@click.option(
+    "--skip-bad", is_flag=True, help="Skip items whose original is missing or cannot be used."
+)
+@click.option(
+    "--drop-old",
+    is_flag=True,
+    help="Delete generations that are not served. Without BUNDLE, do nothing else.",
+)
+@JSON
+def migrate(
+    path: IndexPlace, bundle: Path | None, skip_bad: bool, drop_old: bool, as_json: bool
+) -> None:
+    """Embed the items of INDEX with another BUNDLE, then serve the new vectors.
+
+    If the index was created with --keep-features and only the head differs, this needs no originals
+    and takes seconds.
+
+    Searches use the old vectors until all new ones are complete; old and new never mix. The old
+    generation is kept for 'retrieval index rollback' until --drop-old. To resume after an
+    interruption or a kill, run the same command again.
+    """
+    with opened_index(path) as opened:
+        if bundle is None and not drop_old:
+            raise click.UsageError("Name the bundle to migrate to.")
+        done = None if bundle is None else opened.migrate(bundle, skip_bad=skip_bad)
+        metrics: dict[str, Any] = {}
+        sentences = []
+        if done is not None:
+            for fault in done.skipped:
+                say(f"skipped: {fault}", err=True)
+            kept = (
+                f", {done.from_features:,} from features that were kept"
+                if done.from_features
+                else ""
+            )
+            sentences.append(
+                f"{path}: {done.embedded:,} items embedded{kept}; generation"
+                f" {done.generation.number} is served."
+            )
+            metrics = _generation_facts(done)
+        if drop_old:
+            metrics["dropped"] = count = opened.drop_old()
+            sentences.append(
+                f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted."
+            )
+    tell(path, as_json, "\n".join(sentences), **metrics)
+
+
+@verb("rollback", "retrieval index rollback photos.index")
+@INDEX
+@JSON
+def rollback(path: IndexPlace, as_json: bool) -> None:
+    """Serve the generation of INDEX before the last migration again. Items that were added since
+    are first embedded for it.
+    """
+    with opened_index(path) as opened:
+        done = opened.rollback()
+    tell(
+        path,
+        as_json,
+        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were"
+        " embedded for it.",
+        **_generation_facts(done),
+    )
+
+
+def _generation_facts(done: Migrated) -> dict[str, Any]:
+    return vars(done) | {"generation": done.generation.number}
+
+
+@verb("snapshot", "retrieval index snapshot photos.index monday.index")
+@INDEX
+@click.argument("target", type=PATH)
+@JSON
+def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
+    """Copy a consistent state of INDEX to the new folder TARGET, which opens as an index. Searches
+    and writes continue meanwhile.
+    """
+    with opened_index(path) as opened:
+        opened.snapshot(target)
+    tell(path, as_json, f"Wrote {target}", snapshot=str(target))
+
+
+@verb("restore", "retrieval index restore monday.index photos.index")
+@click.argument("source", metavar="SNAPSHOT", type=PATH)
+@INDEX
+@JSON
+def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
+    """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
+    from retrieval.serving.index.checking import restore as copy
+
+    notes = copy(source, path, plugins=_plugins())
+    for note in notes:
+        say(note, err=True)
+    tell(
+        path,
+        as_json,
+        f"Restored {path}",
+        snapshot=str(source),
+        **({"left_behind": notes} if notes else {}),
+    )
+
+
+@command(
+    "embed",
+    "retrieval embed demo/bundle photos/ --output vectors/",
+    "retrieval index create photos.index vectors/ --bundle demo/bundle",
+)
+@click.argument("bundle", type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=PATH)
+@click.option("--output", "-o", required=True, type=PATH, help="Folder of the Parquet files.")
+@VARIANT
+@click.option(
+    "--features",
+    is_flag=True,
+    help="Also keep the backbone's features, for bundles of export --split.",
+)
+@click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
+@MAX_PIXELS
+@MAX_BYTES
+@DEVICE
+@JSON
+def embed_command(
+    bundle: Path,
+    sources: tuple[Path, ...],
+    output: Path,
+    max_pixels: int,
+    max_bytes: int,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Embed SOURCES with BUNDLE into a folder of Parquet files.
+
+    SOURCES are the same as for 'retrieval index create'. Each item appears exactly once, with key,
+    label, metadata, vector, code, and features on request. 'retrieval index create' and 'add'
+    accept the folder in place of images. bad.jsonl lists unusable items. After an interruption or a
+    kill, run the same command again: finished files are kept.
+    """
+    from retrieval.serving.embedding.embedding import embed_sources
+    from retrieval.serving.images import Limits
+
+    limits = Limits(max_pixels, max_bytes)
+    try:
+        done = embed_sources(bundle, list(sources), output=output, limits=limits, **settings)
+    except KeyboardInterrupt:
+        say(f"Finished parts are kept in {output}. Go on with: {this_command()}", err=True)
+        raise
+    for note in done.left_out:
+        say(note, err=True)
+    if as_json:
+        say_json(vars(done) | {"output": str(output)})
+        return
+    notes = [f"{done.parts:,} {'file' if done.parts == 1 else 'files'}"]
+    notes.append(f"batches of {done.batch:,}")
+    notes += [f"{done.resumed:,} done before"] if done.resumed else []
+    notes += [f"{done.repeated:,} named twice and taken once"] if done.repeated else []
+    say(f"Embedded {done.items:,} items in {done.seconds:.1f} s ({', '.join(notes)}): {output}")
+    if done.bad:
+        what = "item" if done.bad == 1 else "items"
+        bad = f"{done.bad:,} {what} could not be used; {output / 'bad.jsonl'} says why."
+        say(bad, err=True)

@@ -1,7 +1,8 @@
-"""`retrieval search` and `retrieval serve`. Heavy modules are imported inside the commands."""
+"""`retrieval search`, `serve`, `keys` and `push`: searching, and a server and its clients."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -10,13 +11,26 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from retrieval.cli import say, say_json
-from retrieval.cli.common import BYTES, JSON, PATH, PIXELS, Choice, IndexArgument, Number, command
-from retrieval.cli.index_common import DEVICE, WHERE
+from retrieval.cli.common import (
+    BYTES,
+    DEVICE,
+    JSON,
+    PATH,
+    PIXELS,
+    WHERE,
+    Choice,
+    Group,
+    IndexArgument,
+    Number,
+    command,
+)
 from retrieval.cli.plugins import PLUGIN_OPTION
+from retrieval.errors import DataError
 from retrieval.host.cores import cores
 from retrieval.serving.http.settings import MAX_PROCESSES, Settings
 
 if TYPE_CHECKING:
+    from retrieval.client.folder import PushProgress
     from retrieval.serving.index.hits import Hit
     from retrieval.serving.store.address import IndexPlace
 
@@ -169,6 +183,137 @@ def serve_command(
 
     settings = Settings(workers=workers or cores(), **options)
     serve(named(indexes), host=host, port=port, settings=settings)
+
+
+_FILE = click.argument("path", metavar="KEYS", type=PATH)
+_OUTPUT = click.option(
+    "--output", "-o", "path", required=True, metavar="KEYS", type=PATH, help="The file of keys."
+)
+
+
+@click.group(cls=Group)
+def keys() -> None:
+    """Create, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
+
+    The file holds salted hashes; a key itself is shown only once, when it is created. A running
+    server reloads a changed file.
+
+    Example:  retrieval keys add shop --role read --output keys.jsonl
+    """
+
+
+@keys.command()
+@click.argument("name")
+@_OUTPUT
+@click.option(
+    "--role",
+    default="read",
+    type=Choice(["read", "write", "admin"]),
+    help="read: search and read items. write: also add, change and delete items. admin: also"
+    " snapshots and metrics.",
+)
+@click.option(
+    "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."
+)
+def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
+    """Create a key called NAME, write its hash to a file, and print the key, this once.
+
+    Example:  retrieval keys add importer --role write --index photos --output keys.jsonl
+    """
+    from retrieval.serving.http.keys import add_key, new_key
+
+    sent, kept = new_key(name, role, indexes)
+    add_key(path, kept)
+    click.echo(sent)
+    say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
+
+
+@keys.command("list")
+@_FILE
+@JSON
+def list_keys(path: Path, as_json: bool) -> None:
+    """Print the names, roles and indexes of the keys in a file.
+
+    Example:  retrieval keys list keys.jsonl
+    """
+    from retrieval.serving.http.keys import read_keys
+
+    records = [
+        key.model_dump(exclude={"salt", "hash"}, exclude_none=True) for key in read_keys(path)
+    ]
+    if as_json:
+        say_json(records)
+        return
+    for key in records:
+        name, role, id = key.pop("name"), key.pop("role"), key.pop("id")
+        rest = [f"indexes {', '.join(key.pop('indexes'))}"] if "indexes" in key else []
+        rest += [f"{what.replace('_', ' ')} {value}" for what, value in key.items() if value != ""]
+        say(f"{name}  {role}  rk_{id}_…  {'; '.join(rest)}".rstrip())
+
+
+@keys.command()
+@click.argument("name")
+@_OUTPUT
+def remove(name: str, path: Path) -> None:
+    """Remove the key called NAME from a file. A running server rejects it within seconds.
+
+    Example:  retrieval keys remove shop --output keys.jsonl
+    """
+    from retrieval.serving.http.keys import remove_key
+
+    remove_key(path, name)
+    say(f"Removed {name} from {path}.")
+
+
+@command(
+    "push",
+    "retrieval push photos http://127.0.0.1:8000",
+    "RETRIEVAL_KEY=$(cat key) retrieval push photos https://search.example.com --index photos",
+)
+@click.argument("folder", type=PATH)
+@click.argument("url")
+@click.option("--index", metavar="NAME", help="Name of the index, if the server has several.")
+@click.option("--connections", default=4, type=click.IntRange(1, 64), help="Concurrent requests.")
+@click.option("--batch", default=16, type=click.IntRange(1), help="Most images per request.")
+def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
+    """Add the images below FOLDER to the index of the search server at URL.
+
+    An image's id is its path below FOLDER, and its label is the first folder of that path. Images
+    that the index already has with the same content are skipped, so that after an interruption the
+    same command can be run again. The API key is read from the environment variable RETRIEVAL_KEY.
+    """
+    from retrieval.client.clients import Client
+    from retrieval.serving.progress import Meter
+
+    done = 0
+    with (
+        Client(url, key=os.environ.get("RETRIEVAL_KEY") or None, index=index) as client,
+        Meter("pushing", 0, "images") as meter,
+    ):
+
+        def show(progress: PushProgress) -> None:
+            nonlocal done
+            done = progress.done
+            meter.reach(progress.done, progress.total, "pushing")
+
+        try:
+            report = client.push(folder, connections=connections, batch=batch, progress=show)
+        except KeyboardInterrupt:
+            say(f"{done:,} images were done. The same command goes on.", err=True)
+            raise
+    files = "file" if report.left_out == 1 else "files"
+    say(
+        f"{report.added:,} images added, {report.replaced:,} replaced, {report.unchanged:,} there"
+        f" already, {len(report.bad):,} refused; {report.left_out:,} {files} left out, being no"
+        " images by their names."
+    )
+    for id, why in report.bad:
+        say(f"{id}: {why}", err=True)
+    if report.bad:
+        raise DataError(
+            f"{len(report.bad):,} of the images below {folder} are not on the server, for the"
+            " reasons above."
+        )
 
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:

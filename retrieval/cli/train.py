@@ -1,8 +1,9 @@
-"""`retrieval init`, `retrieval check` and `retrieval train`."""
+"""`retrieval init`, `retrieval check`, `retrieval train` and `retrieval distill`."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,10 +40,8 @@ def init(photos: Path, output: Path, replace: bool) -> None:
     Example:  retrieval init photos/ --output recipes
     """
     with loading():
-        from retrieval.host.lazy import keep_compiler_out
         from retrieval.training.proposal import propose
 
-        keep_compiler_out()
     say(str(propose(photos, output, replace=replace)))
 
 
@@ -57,10 +56,8 @@ def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> N
     Example:  retrieval check models/digits/recipe.toml --set loss.alpha=1.5
     """
     with loading():
-        from retrieval.host.lazy import keep_compiler_out
         from retrieval.recipe.read import naming, read_recipe
 
-        keep_compiler_out()
         checked = read_recipe(recipe, overrides, extra)
         # slow to import, so that a wrong path is reported first
         from retrieval.training.check import run_one_batch
@@ -120,10 +117,8 @@ def train(
     else:
         refuse_options("without --resume", {"replace_plugins"})
     with loading():
-        from retrieval.host.lazy import keep_compiler_out
         from retrieval.recipe.read import naming, read_recipe
 
-        keep_compiler_out()
         if resume:
             from retrieval.run.resume import read_given
 
@@ -160,3 +155,47 @@ def _which(folder: Path) -> int | None:
         return folder.stat().st_ino
     except OSError:
         return None
+
+
+@click.command()
+@click.argument("teacher")
+@click.argument("photos", type=PATH)
+@click.option("--output", "-o", type=PATH, required=True, help="The student's bundle to write.")
+@click.option("--student", default="core.convnet", help="The student's backbone.")
+@click.option("--run", type=PATH, help="Folder to work in; by default runs/NAME, as the output.")
+@click.option("--labels", is_flag=True, help="The folder of a photo is its label; learn it, too.")
+@click.option(
+    "--dimensions",
+    type=click.IntRange(1),
+    default=128,
+    help="Width of the student's embeddings, at most the teacher's.",
+)
+@click.option("--resume", is_flag=True, help="Go on where an interrupted call stopped.")
+@click.option("--replace", is_flag=True, help="Replace the run and the bundle.")
+@SET_OPTION
+@PLUGIN_OPTION
+@ALLOW_OPTION
+def distill(
+    teacher: str,
+    photos: Path,
+    output: Path,
+    run: Path | None,
+    extra: tuple[str, ...],
+    **options: Any,
+) -> None:
+    """Train a small model to embed photos as a large one does, and export it.
+
+    TEACHER is a bundle, a run, or the name of a pretrained backbone. The photos need no labels.
+
+    Example:  retrieval distill core.efficientnet_lite0 photos/ --output small.bundle
+    """
+    with loading():
+        from retrieval.training.distill import distill as distilled
+    run = run or Path("runs") / output.stem
+    try:
+        result = distilled(teacher, photos, output, run=run, plugins=extra, report=say, **options)
+    except (KeyboardInterrupt, Interrupted):
+        again = this_command("--resume", without=ONCE)
+        raise Interrupted(f"Interrupted. Go on with: {again}") from None
+    say(str(result))
+    say(f"Next:\n  retrieval index create photos.index {photos} --model {output}")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
-from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Evaluation, grid
+from retrieval.evaluation.evaluation import grid
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import Measured, Protocol
+from retrieval.evaluation.protocol import (
+    Measured,
+    Protocol,
+    device_of,
+    items_of,
+    refuse_side,
+)
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
@@ -123,9 +127,6 @@ def resolve_metrics(
 
     A metric is the short name of a built-in, `PLUGIN.NAME`, or a table `{name = …, parameters}`,
     whose value is named `NAME(parameter=value, …)`.
-
-    Raises:
-        RetrievalError: a metric does not exist, or its parameters do not fit.
     """
     resolved: dict[str, Metric] = {}
     for item in [*names, *always]:
@@ -137,16 +138,6 @@ def resolve_metrics(
             name = f"{table.get('name')}({parameters})" if parameters else str(table.get("name"))
             resolved[name] = CheckedMetric(plugins.build("metrics", table), name)
     return resolved
-
-
-def refuse_side(side: str) -> None:
-    """Refuse a side that is neither "test" nor "validation".
-
-    Raises:
-        DataError: the side is neither.
-    """
-    if side not in ("test", "validation"):
-        raise DataError(f'A run is measured on its side "test" or "validation", not on {side!r}.')
 
 
 @shown
@@ -182,42 +173,26 @@ def evaluate(
         DataError: the side does not exist, or the run has no items there.
     """
     refuse_side(side)
-    names = (
-        [metrics] if isinstance(metrics, str) else list(metrics)
-    ) or run.recipe.evaluate.metrics
-    chosen = resolve_metrics(names, run.plugins)
+    names = [metrics] if isinstance(metrics, str) else metrics
+    chosen = resolve_metrics(names or run.recipe.evaluate.metrics, run.plugins)
     clusters = clusters or run.recipe.evaluate.clusters
-    query, gallery = (
-        (run.splits.query, run.splits.gallery) if side == "test" else (run.splits.validation, None)
-    )
-    if not len(query):
-        raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu"
-    )
-    model = run.model.to(device)
-
+    query, gallery = items_of(run, side)
     protocol = Protocol(run, query, gallery)
     if bundle is not None:
         protocol.refuse_bundle()
-    codes = ItemCodes(run, device)
-    distance = None if model.combiner is None else model.combiner.compute_mat
-    rows: dict[str, Measured] = {}
+    device = device_of(run)
+    model, codes = run.model.to(device), ItemCodes(run, device)
 
-    def measure(name: str, ours: Any, theirs: Any, distance: Any = None) -> Evaluation:
-        rows[name] = protocol.measure(ours, theirs, distance, metrics=chosen, clusters=clusters)
-        return rows[name].first
+    def measure(encode: Callable[[Rows], Any], distance: Any = None) -> Measured:
+        left, right = (None if items is None else encode(items) for items in (query, gallery))
+        return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
 
-    trained = measure(
-        "trained", codes(query), None if gallery is None else codes(gallery), distance
-    )
+    combiner = model.combiner
+    rows = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
     if baseline:
-        raw = [
-            None if items is None else pixels(run.dataset, items, model)
-            for items in (query, gallery)
-        ]
-        measure("raw vectors" if run.dataset.kind == "features" else "raw pixels", *raw)
-    columns = {name: row.values for name, row in rows.items()}
+        raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
+        rows[raw] = measure(lambda items: pixels(run.dataset, items, model))
+    columns, trained = {name: row.values for name, row in rows.items()}, rows["trained"].first
     candidates = None
     if bundle is not None:
         columns["bundle"], candidates = _served(run, bundle, query, gallery, chosen)

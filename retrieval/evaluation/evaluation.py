@@ -12,7 +12,7 @@ F1 counts pairs of items.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
 
 Ints = NDArray[np.int64]
+Values = NDArray[np.float64]
 
 _TITLES = {"map_at_r": "MAP@R", "r_precision": "R-precision", "nmi": "NMI", "f1": "F1"}
 DEFAULT_METRICS = (
@@ -157,12 +158,8 @@ def evaluate(
             by, "values to group by", "Leave those queries out, or give them a value."
         ).tolist()
     search = Search(codes, gallery, hidden, distance, block, device)
-    if relevance is not None:
-        with Meter("searching", len(codes), "queries") as meter:
-            values, relevant = graded_values(search, relevance, chosen, meter.update)
-        answerable = np.flatnonzero(relevant > 0)
-    else:
-        values, answerable = matched_values(search, query_class, item_class, chosen)
+    values, relevant = query_values(search, query_class, item_class, relevance, chosen)
+    answerable = np.flatnonzero(relevant > 0)
     values_by_name = means(values, answerable)
     groups: dict[str, dict[str, float]] = {}
     if by is not None:
@@ -177,32 +174,37 @@ def evaluate(
     )
 
 
-def matched_values(
+def query_values(
     search: Search,
     query_class: Ints,
     item_class: Ints,
-    chosen: Mapping[str, Metric],
+    relevance: Relevance | None,
+    metrics: Mapping[str, Metric],
     some: Ints | None = None,
-) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-    """Return each metric's values (Q,), and the queries with a relevant item, ascending.
+) -> tuple[dict[str, Values], Ints]:
+    """Return each metric's values (Q,), and the number of relevant items of each query (Q,).
 
-    Queries that are not in `some` (`None` means all) have NaN values.
+    Without `relevance`, items of the query's class are relevant. Values are NaN for a query without
+    a relevant item, and for those that are not in `some` (`None` means all). Without metrics,
+    nothing is searched.
     """
+    if relevance is not None:
+        return _graded_values(search, relevance, metrics, some)
     relevant = relevant_items(search, query_class, item_class)
     answerable = np.flatnonzero(relevant > 0) if some is None else some
-    values = {name: np.full(len(query_class), np.nan) for name in chosen}
-    if len(answerable) and chosen:
+    values = {name: np.full(len(query_class), np.nan) for name in metrics}
+    if len(answerable) and metrics:
         # Queries with a similar R share a block, which is searched to the depth of its largest R.
         ordered = answerable[np.argsort(relevant[answerable], kind="stable")]
         distinct, place = np.unique(relevant[ordered], return_inverse=True)
         size = len(item_class)
-        depths = np.array([depth_of(chosen, int(count), size) for count in distinct])[place]
+        depths = np.array([depth_of(metrics, int(count), size) for count in distinct])[place]
         with Meter("searching", len(answerable), "queries") as meter:
             for rows, matches in matching(search, query_class, item_class, ordered, depths):
-                for name, measure in chosen.items():
+                for name, measure in metrics.items():
                     values[name][rows] = measure(matches, relevant[rows])
                 meter.update(len(rows))
-    return values, answerable
+    return values, relevant
 
 
 def matching(
@@ -246,7 +248,7 @@ def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
     return np.asarray(counts - left_out)
 
 
-def means(values: Mapping[str, NDArray[np.float64]], answerable: Ints) -> dict[str, float]:
+def means(values: Mapping[str, Values], answerable: Ints) -> dict[str, float]:
     """Return the means over queries in ascending order, because rounding depends on the order."""
     return {
         name: float(column[answerable].mean()) if len(answerable) else float("nan")
@@ -266,16 +268,13 @@ def grid(columns_by_title: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return the lines of a table with one row per metric and one column per contestant."""
     names = list(dict.fromkeys(name for column in columns_by_title.values() for name in column))
     width = max(map(len, names))
-    columns = {title: max(len(title), 8) for title in columns_by_title}
-    lines = [" ".join([" " * width, *(f"{title:>{w}}" for title, w in columns.items())])]
+    lines = [" ".join([" " * width, *(f"{title:>8}" for title in columns_by_title)])]
     for name in names:
-        cells = [
-            f"{columns_by_title[title][name]:>{w}.4f}"
-            if name in columns_by_title[title]
-            else " " * w
-            for title, w in columns.items()
-        ]
-        lines.append(" ".join([f"{name:<{width}}", *cells]).rstrip())
+        line = f"{name:<{width}}"
+        for title, column in columns_by_title.items():
+            value = f"{column[name]:.4f}" if name in column else ""
+            line += f" {value:>{max(len(title), 8)}}"
+        lines.append(line.rstrip())
     return lines
 
 
@@ -285,12 +284,7 @@ def class_numbers(
     gallery_labels: Sequence[Any] | NDArray[Any] | None,
     items: int,
 ) -> tuple[Ints, Ints]:
-    """Return class numbers of queries and gallery, which are equal exactly if the labels are.
-
-    Raises:
-        DataError: there are no items, their number differs from that of the labels, or labels
-            cannot be compared exactly.
-    """
+    """Return class numbers of queries and gallery, which are equal exactly if the labels are."""
     if not queries or not items:
         raise DataError(
             f"There are no items: {queries:,} queries and a gallery of {items:,}. Each needs at"
@@ -424,18 +418,10 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
     return items
 
 
-def graded_values(
-    search: Search,
-    relevance: Relevance,
-    metrics: Mapping[str, Metric],
-    progress: Callable[[int], object],
-    answerable: Ints | None = None,
-) -> tuple[dict[str, NDArray[np.float64]], Ints]:
-    """Return each metric's values (Q,), NaN if nothing is relevant, and relevant counts (Q,).
-
-    Without metrics nothing is searched. Queries that are not in `answerable` (`None` means all)
-    have NaN values and a count of 0. `progress` is called with the number of finished queries.
-    """
+def _graded_values(
+    search: Search, relevance: Relevance, metrics: Mapping[str, Metric], some: Ints | None
+) -> tuple[dict[str, Values], Ints]:
+    """Return what `query_values` does; the number of relevant items is 0 outside of `some`."""
     total = len(search.queries)
     size = total if search.gallery is None else len(search.gallery)
     if relevance.sizes != (total, size):
@@ -446,19 +432,29 @@ def graded_values(
     values = {name: np.full(total, np.nan) for name in metrics}
     relevant = np.zeros(total, np.int64)
     step = search.block or max(1, min(1024, _GRADES // size))
-    every = np.arange(total) if answerable is None else answerable
-    for start in range(0, len(every), step):
-        rows = every[start : start + step]
-        grades, count = _visible_grades(search, relevance, rows), len(rows)
-        relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
-        kept = np.flatnonzero(relevant[rows] > 0)
-        if len(kept) and metrics:
+    every = np.arange(total) if some is None else some
+    with Meter("searching", len(every), "queries") as meter:
+        for start in range(0, len(every), step):
+            rows = every[start : start + step]
+            grades = _visible_grades(search, relevance, rows)
+            relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
+            kept = np.flatnonzero(relevant[rows] > 0)
+            meter.update(len(rows))
+            if not len(kept) or not metrics:
+                continue
             rows, grades = rows[kept], grades[kept]
-            for name, of_rows in _graded(
-                search, relevance, metrics, rows, grades, relevant[rows]
-            ).items():
-                values[name][rows] = of_rows
-        progress(count)
+            depth = min(size, depth_of(metrics, int(relevant[rows].max()), size))
+            blocks = search.blocks(rows, np.full(len(rows), depth))
+            items = np.concatenate([near for _, near, _ in blocks])
+            gains = np.where(items >= 0, np.take_along_axis(grades, np.maximum(items, 0), 1), -1)
+            matches = gains >= relevance.match
+            gains = np.maximum(gains, 0).astype(np.float64)
+            ideal = -np.sort(-np.maximum(grades, 0), axis=1)[:, :depth].astype(np.float64)
+            for name, measure in metrics.items():
+                graded = getattr(measure, "graded", None)
+                values[name][rows] = (
+                    graded(gains, ideal) if graded else measure(matches, relevant[rows])
+                )
     return values, relevant
 
 
@@ -471,28 +467,6 @@ def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
         every = np.broadcast_to(np.arange(grades.shape[1]), grades.shape)
         grades[~search.hidden.visible(rows, every)] = -1
     return grades
-
-
-def _graded(
-    search: Search,
-    relevance: Relevance,
-    metrics: Mapping[str, Metric],
-    rows: Ints,
-    grades: Grades,
-    relevant: Ints,
-) -> dict[str, NDArray[np.float64]]:
-    """Return the metrics' values (B,) from the grades (B, N) of some queries."""
-    depth = min(grades.shape[1], depth_of(metrics, int(relevant.max()), grades.shape[1]))
-    items = np.concatenate([near for _, near, _ in search.blocks(rows, np.full(len(rows), depth))])
-    gains = np.where(items >= 0, np.take_along_axis(grades, np.maximum(items, 0), 1), -1)
-    matches = gains >= relevance.match
-    gains = np.maximum(gains, 0).astype(np.float64)
-    ideal = -np.sort(-np.maximum(grades, 0), axis=1)[:, :depth].astype(np.float64)
-    values = {}
-    for name, measure in metrics.items():
-        graded = getattr(measure, "graded", None)
-        values[name] = measure(matches, relevant) if graded is None else graded(gains, ideal)
-    return values
 
 
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
@@ -512,11 +486,7 @@ ROUNDS = 100
 def cluster_figures(
     codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0
 ) -> dict[str, float]:
-    """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,).
-
-    Raises:
-        DataError: there are no codes, or not one label a code.
-    """
+    """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,)."""
     if len(codes) != len(labels) or not len(codes):
         raise DataError(
             f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a"

@@ -403,11 +403,7 @@ class Exclusion:
     same_label: bool = False
 
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
-        """Return the items that are hidden from each query.
-
-        Raises:
-            DataError: the number of values differs from that of queries or items.
-        """
+        """Return the items that are hidden from each query."""
         itself = self.gallery is None
         ours, theirs = list(self.query), list(self.query if self.gallery is None else self.gallery)
         for values, count, what in (
@@ -539,13 +535,9 @@ class Search:
         query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
-        # sort by the number of hidden items, because a block is searched to its largest depth
-        hidden = (
-            np.zeros(len(query_rows), np.int64)
-            if self.hidden is None
-            else self.hidden.every()[query_rows]
-        )
-        order, done = np.argsort(hidden, kind="stable"), 0
+        order, done = np.arange(len(query_rows)), 0
+        if self.hidden is not None:  # a block is searched to its largest depth
+            order = np.argsort(self.hidden.every()[query_rows], kind="stable")
         for rows, near, far in self.blocks(query_rows[order], np.full(len(query_rows), k)):
             part = order[done : done + len(rows)]
             items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, far

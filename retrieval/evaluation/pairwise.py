@@ -9,8 +9,7 @@ metrics are those of `evaluate`.
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
     from retrieval.model.contracts import Metric
 
 Ints = NDArray[np.int64]
-Span = tuple[int, int]
-Block = tuple[Span, Span, int]
+Block = tuple[range, range, int]
 """Rows of queries, rows of the gallery, and the number of neighbours."""
 
 _QUERIES = 8192
@@ -75,14 +73,8 @@ def evaluate_vectors(
             " other."
         )
     theirs = None if items is None else items.labels()
-    return pairwise(
-        queries,
-        queries.labels(),
-        gallery=items,
-        gallery_labels=theirs,
-        metrics=metrics,
-        progress=progress,
-    )
+    options: Any = {"metrics": metrics, "progress": progress}
+    return pairwise(queries, queries.labels(), gallery=items, gallery_labels=theirs, **options)
 
 
 @shown
@@ -114,57 +106,47 @@ def pairwise(
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)
     relevant = counts[query_class] - int(itself)
     values = {name: np.full(len(query_class), np.nan) for name in chosen}
-    blocks = list(_blocks(len(codes), searched, relevant, chosen, block))
-    waiting = Counter(queries for queries, _, _ in blocks)
-    nearest: dict[Span, Ints] = {}
+    blocks = _blocks(relevant, searched, chosen, block)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the last bit of a product may depend on the number of threads
     try:
         with Meter("searching", len(blocks), "blocks") as meter:
             search = _Search(codes, searched, itself)
-            for (queries, _, k), keys in ahead(search, blocks, workers=cores(), most=cores()):
-                if queries in nearest:
-                    keys = np.sort(np.concatenate([nearest[queries], keys], axis=1), axis=1)[:, :k]
-                nearest[queries] = keys
-                waiting[queries] -= 1
+            nearest = np.empty((0, 0), np.int64)
+            for (queries, items, k), keys in ahead(search, blocks, workers=cores(), most=cores()):
+                if items.start:  # not the first block of these queries
+                    keys = np.sort(np.concatenate([nearest, keys], axis=1), axis=1)[:, :k]
+                nearest = keys
                 meter.update()
-                if not waiting[queries]:
-                    keys, rows = nearest.pop(queries), np.arange(*queries)
-                    filled = keys != _NO_NEIGHBOR
-                    classes = item_class[np.where(filled, key_rows(keys), 0)]
-                    matches = (classes == query_class[rows, None]) & filled
-                    some = relevant[rows] > 0
-                    for name, measure in chosen.items():
-                        values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
+                if items.stop < len(searched):
+                    continue
+                rows, some = np.array(queries), relevant[queries] > 0
+                present = nearest != _NO_NEIGHBOR
+                classes = item_class[np.where(present, key_rows(nearest), 0)]
+                matches = (classes == query_class[rows, None]) & present
+                for name, measure in chosen.items():
+                    values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
     finally:
         torch.set_num_threads(threads)
     answerable = np.flatnonzero(relevant > 0)
-    return Evaluation(
-        means(values, answerable),
-        len(answerable),
-        len(searched),
-        len(query_class) - len(answerable),
-    )
+    singletons = len(query_class) - len(answerable)
+    return Evaluation(means(values, answerable), len(answerable), len(searched), singletons)
 
 
 def _blocks(
-    count: int,
-    gallery: VectorRows,
-    relevant: Ints,
-    metrics: Mapping[str, Metric],
-    block: int | None,
-) -> Iterator[Block]:
-    """Yield all blocks, grouped by queries."""
+    relevant: Ints, gallery: VectorRows, metrics: Mapping[str, Metric], block: int | None
+) -> list[Block]:
+    """Return all blocks, grouped by queries, which have `relevant` (Q,) relevant items each."""
     size = block or max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
     step = block or _QUERIES
-    for first in range(0, count, step):
-        queries = first, min(first + step, count)
-        most = int(relevant[slice(*queries)].max(initial=0))
-        if not most:
-            continue
-        k = depth_of(metrics, most, len(gallery))
-        for start in range(0, len(gallery), size):
-            yield queries, (start, min(start + size, len(gallery))), k
+    blocks = []
+    for first in range(0, len(relevant), step):
+        queries = range(first, min(first + step, len(relevant)))
+        if most := int(relevant[queries].max(initial=0)):
+            k = depth_of(metrics, most, len(gallery))
+            for start in range(0, len(gallery), size):
+                blocks.append((queries, range(start, min(start + size, len(gallery))), k))
+    return blocks
 
 
 class _Search(threading.local):
@@ -172,28 +154,28 @@ class _Search(threading.local):
 
     def __init__(self, codes: VectorRows, gallery: VectorRows, itself: bool) -> None:
         self.codes, self.gallery, self.itself = codes, gallery, itself
-        self.kept: tuple[Span, Neighbors, NDArray[np.float64]] | None = None
+        self.kept: tuple[range, Neighbors, NDArray[np.float64]] | None = None
 
     def __call__(self, block: Block) -> tuple[Block, Ints]:
         """Return the block and the sorted keys (B, k) of its queries' neighbours."""
-        (first, last), (low, high), k = block
-        if self.kept is None or self.kept[0] != (low, high):
+        queries, items, k = block
+        if self.kept is None or self.kept[0] != items:
             self.kept = None  # free the old block before reading
-            vectors = self.gallery.read(low, high)
+            vectors = self.gallery.read(items.start, items.stop)
             exact = np.ascontiguousarray(vectors, np.float64)
-            self.kept = (low, high), Neighbors(vectors, device="cpu"), exact
-        _, search, items = self.kept
-        keys = np.full((last - first, k), _NO_NEIGHBOR)
+            self.kept = items, Neighbors(vectors, device="cpu"), exact
+        _, search, gallery = self.kept
+        keys = np.full((len(queries), k), _NO_NEIGHBOR)
         step = search.block(k)
-        for start in range(first, last, step):
-            queries = self.codes.read(start, min(start + step, last))
-            own = np.arange(start, start + len(queries)) - low
-            own[(own < 0) | (own >= high - low)] = -1
-            columns, _ = search(queries, k, own if self.itself else None)
+        for start in range(0, len(queries), step):
+            rows = queries[start : start + step]
+            codes = self.codes.read(rows.start, rows.stop)
+            own = np.array([row - items.start if row in items else -1 for row in rows])
+            columns, _ = search(codes, k, own if self.itself else None)
             query, place = np.nonzero(columns >= 0)
             column = columns[query, place]
             # `Neighbors` scales each block, so measure again to compare distances across blocks
-            squared = measured(np.asarray(queries, np.float64), items, query, column)
-            keys[start - first + query, place] = rounded_keys(squared, column + low)
+            squared = measured(np.asarray(codes, np.float64), gallery, query, column)
+            keys[start + query, place] = rounded_keys(squared, column + items.start)
         keys.sort(axis=1)
         return block, keys

@@ -31,7 +31,6 @@ from retrieval.serving.images import as_list, decode, from_pixels, to_mode
 if TYPE_CHECKING:
     from retrieval.run.open import Run
     from retrieval.serving.bundle import ImageLike
-    from retrieval.serving.index.hits import Hit
     from retrieval.serving.index.index import Index
 
 __all__ = ["curves", "map", "neighbours"]
@@ -117,7 +116,7 @@ def neighbours(
         label = None if names is None else str(names[row])
         _cell(cells[0], _pixels(query), "query" if label is None else f"query: {label}", "black", 1)
         for cell, hit in zip(cells[1:], hits, strict=False):
-            _answer(cell, hit, hits.image(hit), label)
+            _answer(cell, hits.image(hit), hit.label, hit.distance, label, hit.id)
         for cell in cells[1 + len(hits) :]:
             cell.set_visible(False)
     marks = "" if names is None else ": ✓ right, ✗ wrong"
@@ -128,11 +127,7 @@ def neighbours(
 
 
 def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
-    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3).
-
-    Raises:
-        DataError: an item cannot be read.
-    """
+    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3)."""
     from retrieval.evaluation.neighbors import Search
     from retrieval.run.open import ItemCodes
 
@@ -148,30 +143,25 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
         pixels = _pixels(run.dataset[int(items[row])])
         _cell(cells[0], pixels, f"query: {names[row]}", "black", 1)
         for cell, hit, distance in zip(cells[1:], hits, apart, strict=True):
-            mark, colour = _mark(names[hit], names[row])
-            title = f"{names[hit]}{mark} {distance:.2f}"
-            _cell(cell, _pixels(run.dataset[int(items[hit])]), title, colour, 2.5)
+            _answer(cell, run.dataset[int(items[hit])], names[hit], distance, names[row])
     figure.canvas.draw()
     return np.array(figure.canvas.buffer_rgba())[..., :3]  # type: ignore[attr-defined]
 
 
-def _mark(name: str | None, label: str | None) -> tuple[str, str]:
-    """Return the mark and the colour of a result; without a label there is no right one."""
-    if label is None:
-        return "", "0.4"
-    return (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
+def _answer(
+    cell: Axes, image: Any, name: str | None, distance: float, label: str | None, id: str = ""
+) -> None:
+    """Draw one result; an image that cannot be read (`None`) becomes an empty cell with its name.
 
-
-def _answer(cell: Axes, hit: Hit, image: Image.Image | None, label: str | None) -> None:
-    """Draw one result; an image that cannot be read becomes an empty cell with its name."""
-    mark, colour = _mark(hit.label, label)
-    title = f"{hit.id if hit.label is None else hit.label}{mark} {hit.distance:.2f}"
+    Without the query's `label`, no result is right or wrong.
+    """
+    mark, colour = "", "0.4"
+    if label is not None:
+        mark, colour = (" ✓", "tab:blue") if name == label else (" ✗", "tab:orange")
     pixels = None if image is None else _pixels(image)
-    _cell(cell, pixels, title, colour, 2.5)
+    _cell(cell, pixels, f"{id if name is None else name}{mark} {distance:.2f}", colour, 2.5)
     if pixels is None:
-        cell.text(
-            0.5, 0.5, f"cannot read\n{Path(hit.id).name}", ha="center", va="center", fontsize=6
-        )
+        cell.text(0.5, 0.5, f"cannot read\n{Path(id).name}", ha="center", va="center", fontsize=6)
 
 
 def _cell(

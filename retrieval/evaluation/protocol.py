@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
@@ -14,7 +15,6 @@ from retrieval.evaluation.evaluation import (
     Evaluation,
     Levels,
     Tags,
-    class_numbers,
     evaluate,
     relevant_items,
 )
@@ -28,6 +28,27 @@ Items = NDArray[np.int64]
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
 """Keys of `[evaluate]` that need an exhaustive search on one machine."""
+
+
+def refuse_side(side: str) -> None:
+    """Refuse a side that is neither "test" nor "validation"."""
+    if side not in ("test", "validation"):
+        raise DataError(f'A run is measured on its side "test" or "validation", not on {side!r}.')
+
+
+def items_of(run: Run, side: str) -> tuple[Items, Items | None]:
+    """Return the queries of a run's side, and its gallery if that is not the queries."""
+    splits = run.splits
+    query, gallery = (splits.query, splits.gallery) if side == "test" else (splits.validation, None)
+    if not len(query):
+        raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
+    return query, gallery
+
+
+def device_of(run: Run) -> torch.device:
+    """Return where to encode a run's items: a CUDA device, unless its recipe asks for the CPU."""
+    cuda = torch.cuda.is_available() and run.recipe.train.device != "cpu"
+    return torch.device("cuda" if cuda else "cpu")
 
 
 @dataclass(frozen=True)
@@ -60,11 +81,7 @@ class Protocol:
     gallery: Items | None
 
     def refuse_bundle(self) -> None:
-        """Refuse to measure a bundle if a key is set that its search does not support.
-
-        Raises:
-            DataError: such a key is set.
-        """
+        """Refuse to measure a bundle if a key is set that its search does not support."""
         table = self.run.recipe.evaluate
         if keys := [key for key in KEYS if getattr(table, key) not in (None, [])]:
             raise DataError(
@@ -96,12 +113,15 @@ class Protocol:
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                ours, theirs = class_numbers(
-                    labels[items], len(left), named, len(left if right is None else right)
-                )
-                exclude = arguments.get("exclude")
+                theirs = labels[items if gallery_items is None else gallery_items]
                 rows[-1] |= open_set(
-                    left, ours, right, theirs, fars=rates, distance=distance, exclude=exclude
+                    left,
+                    labels[items],
+                    right,
+                    theirs,
+                    fars=rates,
+                    distance=distance,
+                    exclude=arguments.get("exclude"),
                 )
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         values = {name: float(np.mean(column)) for name, column in columns.items()}
@@ -111,11 +131,7 @@ class Protocol:
         return Measured(values, evaluations[0], spread)
 
     def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
-        """Yield queries, gallery, and the codes of both, once or for each random gallery.
-
-        Raises:
-            DataError: a random gallery cannot be drawn.
-        """
+        """Yield queries, gallery, and the codes of both, once or for each random gallery."""
         table = self.run.recipe.evaluate
         if table.gallery_items is None:
             yield self.query, self.gallery, query, gallery
@@ -142,11 +158,7 @@ class Protocol:
             yield self.query[rest], self.query[chosen], query[rest], query[chosen]
 
     def arguments(self, query: Items, gallery: Items | None) -> dict[str, Any]:
-        """Return the arguments of `evaluate` that `[evaluate]` sets for these items.
-
-        Raises:
-            RecipeError: the data lack a column.
-        """
+        """Return the arguments of `evaluate` that `[evaluate]` sets for these items."""
         table = self.run.recipe.evaluate
         check_columns(table, self.run.dataset)
         table_arguments: dict[str, Any] = {}
@@ -161,15 +173,10 @@ class Protocol:
         if table.by is not None:
             table_arguments["by"] = both(self.column(table.by))[0]
         if table.levels:
-            columns = [
-                self.run.splits.labels.tolist(),
-                *(self.column(name) for name in table.levels),
-            ]
-            levels = [both(column) for column in columns]
-            table_arguments["relevance"] = Levels(
-                [ours for ours, _ in levels],
-                None if gallery is None else [theirs for _, theirs in levels if theirs is not None],
-            )
+            further = (self.column(name) for name in table.levels)
+            levels = [both(column) for column in (self.run.splits.labels.tolist(), *further)]
+            theirs = [column for _, column in levels if column is not None]
+            table_arguments["relevance"] = Levels([ours for ours, _ in levels], theirs or None)
         elif table.tags is not None:
             texts = [_tags(value) for value in self.column(table.tags)]
             table_arguments["relevance"] = Tags(*both(texts))

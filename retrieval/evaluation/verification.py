@@ -230,7 +230,7 @@ def draw_pairs(
             f"{count:,} pairs cannot be drawn, half of them same, in {fold_count} equal folds: take"
             f" a multiple of {2 * fold_count}."
         )
-    most = [_same_capacity(labels), _different_capacity(labels)]
+    most = _capacities(labels)
     words = (
         "no class has two items, so no two are the same",
         "they are of one class, so no two differ",
@@ -252,12 +252,19 @@ def draw_pairs(
         refuse(f"Pairs of {len(items):,} items", problems)
     random = np.random.default_rng([seed % 2**64, *b"verification"])
     groups, number = _groups(labels, fold_count, per_fold, count is not None, random)
-    if groups is None:
-        return _undivided(items, labels, fold_count, min(per_fold, min(most) // fold_count), random)
-    parts = []
-    for group in groups:
-        for draw in (_same, _different):
-            parts.append(group[draw(labels[group], number, random)])
+    if groups is None:  # folds share items, but no pair
+        number = min(per_fold, min(most) // fold_count)
+        same, different = (
+            draw(labels, number * fold_count, random) for draw in (_same, _different)
+        )
+        same = random.permutation(same)
+        parts = [rows[k::fold_count] for k in range(fold_count) for rows in (same, different)]
+    else:
+        parts = [
+            group[draw(labels[group], number, random)]
+            for group in groups
+            for draw in (_same, _different)
+        ]
     rows = np.concatenate(parts)
     return LabelledPairs(
         items[rows[:, 0]],
@@ -300,24 +307,6 @@ def _names(folds: int) -> tuple[str, ...]:
     return tuple(str(k + 1) for k in range(folds))
 
 
-def _undivided(
-    items: Items, labels: Items, folds: int, per_fold: int, random: np.random.Generator
-) -> LabelledPairs:
-    """Draw pairs from all items; folds share items, but no pairs."""
-    rows = np.concatenate([draw(labels, per_fold * folds, random) for draw in (_same, _different)])
-    rows[: per_fold * folds] = random.permutation(rows[: per_fold * folds])
-    fold = np.tile(np.arange(folds), 2 * per_fold)
-    order = np.argsort(fold, kind="stable")
-    same = np.repeat([True, False], per_fold * folds)
-    return LabelledPairs(
-        items[rows[order, 0]],
-        items[rows[order, 1]],
-        same[order],
-        fold[order].astype(np.int64),
-        _names(folds),
-    )
-
-
 def _groups(
     labels: Items, folds: int, per_fold: int, exact: bool, random: np.random.Generator
 ) -> tuple[list[Items] | None, int]:
@@ -325,9 +314,7 @@ def _groups(
     need = per_fold if exact else min(per_fold, ENOUGH)
     for dealt in (_by_class(labels, folds, random), _by_item(labels, folds, random)):
         groups = [np.flatnonzero(dealt == k) for k in range(folds)]
-        available = min(
-            min(_same_capacity(labels[g]), _different_capacity(labels[g])) for g in groups
-        )
+        available = min(min(_capacities(labels[rows])) for rows in groups)
         if available >= need:
             return groups, min(per_fold, available)
     return None, 0
@@ -354,13 +341,11 @@ def _by_item(labels: Items, folds: int, random: np.random.Generator) -> Items:
     return dealt
 
 
-def _same_capacity(labels: Items) -> int:
+def _capacities(labels: Items) -> tuple[int, int]:
+    """Return the number of pairs of one class, and of two classes."""
     sizes = np.unique(labels, return_counts=True)[1]
-    return int((sizes * (sizes - 1) // 2).sum())
-
-
-def _different_capacity(labels: Items) -> int:
-    return len(labels) * (len(labels) - 1) // 2 - _same_capacity(labels)
+    same = int((sizes * (sizes - 1) // 2).sum())
+    return same, len(labels) * (len(labels) - 1) // 2 - same
 
 
 def _same(labels: Items, count: int, random: np.random.Generator) -> Items:

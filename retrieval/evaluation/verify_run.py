@@ -19,8 +19,9 @@ from retrieval.data.encode import evaluating
 from retrieval.data.loading import inputs
 from retrieval.data.pairs import LabelledPairs, read_pairs
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluate_run import encoded, refuse_side
+from retrieval.evaluation.evaluate_run import encoded
 from retrieval.evaluation.evaluation import grid
+from retrieval.evaluation.protocol import device_of, items_of, refuse_side
 from retrieval.evaluation.verification import (
     Roc,
     Verification,
@@ -142,16 +143,13 @@ def verify(
     chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, folds, seed)
     items, rows = np.unique(np.stack([chosen.first, chosen.second]), return_inverse=True)
     first, second = rows.reshape(2, -1)
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu"
-    )
-    distances: dict[str, Floats] = {}
+    device = device_of(run)
     codes = ItemCodes(run, device)
 
     def measured(other: Model) -> Floats:
         return pair_distances(other, codes(items, other), first, second)
 
-    distances["trained"] = measured(run.model)
+    distances = {"trained": measured(run.model)}
     raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
     start = "untrained" if run.recipe.learner is None else "backbone features"
     if baseline:
@@ -264,18 +262,16 @@ def _pairs(
     run: Run, side: str, file: Path | None, draw: int | None, folds: int | None, seed: int
 ) -> tuple[LabelledPairs, dict[str, Any]]:
     """Return pairs with folds, and their origin."""
-    splits = run.splits
+    labels = run.splits.labels
     if file is not None and draw is not None:
         raise DataError(
             f"Pairs are either read or drawn: {file} and the number {draw:,} exclude each other."
         )
     if file is None:
-        held = splits.validation if side == "validation" else splits.query
-        if side != "validation" and splits.gallery is not None:
-            held = np.union1d(held, splits.gallery)
-        if not len(held):
-            raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
-        drawn = draw_pairs(held, splits.labels[held], count=draw, folds=folds, seed=seed)
+        held, gallery = items_of(run, side)
+        if gallery is not None:
+            held = np.union1d(held, gallery)
+        drawn = draw_pairs(held, labels[held], count=draw, folds=folds, seed=seed)
         return drawn, {"drawn_from": side, "seed": seed}
     read = read_pairs(file, run.dataset.keys)
     if read.fold is None:

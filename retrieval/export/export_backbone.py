@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,11 +74,7 @@ class Photos:
         self.files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
-        """Yield the first `most` photos as uint8 (B, channels, H, W), decoded ahead in threads.
-
-        Raises:
-            DataError: no photo can be read.
-        """
+        """Yield the first `most` photos as uint8 (B, channels, H, W), decoded ahead in threads."""
         bad: list[str] = []
         files = self.files[:most]
 
@@ -89,18 +84,19 @@ class Photos:
             except DataError as fault:
                 return fault
 
-        def sound() -> Iterator[Pixels]:
+        batch: list[Pixels] = []
+        with Meter("reading photos", len(files), "photos") as meter:
             for photo in ahead(read, files, workers=cores(), most=2 * size):
                 meter.update()
                 if isinstance(photo, DataError):
                     bad.append(str(photo))
-                else:
-                    yield photo
-
-        with Meter("reading photos", len(files), "photos") as meter:
-            photos = sound()
-            while batch := list(itertools.islice(photos, size)):
-                yield np.stack(batch)
+                    continue
+                batch.append(photo)
+                if len(batch) == size:
+                    yield np.stack(batch)
+                    batch = []
+        if batch:
+            yield np.stack(batch)
         if len(bad) == len(files):
             raise DataError(f"None of the {len(bad):,} photos can be read. {bad[0]}")
         if bad:
@@ -148,31 +144,6 @@ No direction is therefore scaled more than 1,000 times as much as the first.
 """
 _EXACT_WIDTH = 4096
 """Wider features use scikit-learn's randomised solver, because their covariance is too large."""
-
-
-def affordable(features: int) -> int:
-    """Return the most photos for whitening: 20,000, or as many as half a gigabyte holds."""
-    return max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * features)))
-
-
-def features_of(model: Model, batches: Iterable[NDArray[np.uint8]]) -> NDArray[np.float32]:
-    """Return the backbone's features (N, F) of raw pixels in batches.
-
-    Raises:
-        PluginError: the backbone fails, or returns features of another width than it declares.
-        DataError: features are NaN or infinite.
-    """
-    what = f"The backbone {type(model.backbone).__name__}"
-    parts: list[Tensor] = []
-    with evaluating(model):
-        for batch in batches:
-            with calling(what):
-                parts.append(model.features(torch.from_numpy(batch)).float())
-    features: NDArray[np.float32] = torch.cat(parts).numpy()
-    check_width(features, what, model.backbone.features)
-    if not np.isfinite(features).all():
-        raise DataError(f"{what} gives NaN or infinite features of these photos.")
-    return features
 
 
 def whitening_head(
@@ -320,9 +291,6 @@ class BackboneEncoder(Encoder):
             BundleError: `output` exists, torch cannot export the model, or the graph disagrees
                 with it; see `export_model`.
         """
-        variant_names: Sequence[VariantName] = (
-            (variants,) if isinstance(variants, str) else variants
-        )
         refuse_existing(Path(output), replace)
         fitted = _photos(whiten)
         checked = _photos(photos) or fitted
@@ -330,28 +298,26 @@ class BackboneEncoder(Encoder):
             raise BundleError(
                 "Dimensions are those of whitened vectors: name photos to whiten by, too."
             )
-        if "int8" in variant_names and checked is None:
+        if "int8" in variants and checked is None:
             raise BundleError(
                 "The int8 variant is calibrated on photos, and none are named (photos, or whiten)."
             )
         built = Model(self.model.backbone, nn.Identity())
         if fitted is not None:
             built.head = _whitening(built, fitted, dimensions)
-        items, calibration = _items(built, checked, "int8" in variant_names)
-        with Meter("export", 0, "steps") as meter:
-            export_model(
-                built,
-                items,
-                Path(output),
-                name=self.name,
-                calibration=calibration,
-                variants=variant_names,
-                split=split,
-                allow_drift=allow_drift,
-                tolerance=tolerance,
-                replace=replace,
-                progress=lambda step, number, of: meter.reach(number, of, step),
-            )
+        items, calibration = _items(built, checked, "int8" in variants)
+        export_model(
+            built,
+            items,
+            Path(output),
+            name=self.name,
+            calibration=calibration,
+            variants=variants,
+            split=split,
+            allow_drift=allow_drift,
+            tolerance=tolerance,
+            replace=replace,
+        )
         return BundleEncoder(Bundle.open(output, device="cpu"))
 
     @contextmanager
@@ -368,21 +334,26 @@ def _photos(places: Places) -> Photos | None:
 
 
 def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Module:
+    """Return a head that whitens the backbone's features, fitted on those of photos."""
     assert model.preprocessing is not None
-    width = model.backbone.features
-    batches = photos.batches(model.preprocessing, affordable(width))
-    return whitening_head(features_of(model, batches), dimensions)
+    what, width = f"The backbone {type(model.backbone).__name__}", model.backbone.features
+    most = max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * width)))
+    parts: list[Tensor] = []
+    with evaluating(model):
+        for batch in photos.batches(model.preprocessing, most):
+            with calling(what):
+                parts.append(model.features(torch.from_numpy(batch)).float())
+    features: NDArray[np.float32] = torch.cat(parts).numpy()
+    check_width(features, what, width)
+    if not np.isfinite(features).all():
+        raise DataError(f"{what} gives NaN or infinite features of these photos.")
+    return whitening_head(features, dimensions)
 
 
 def _items(
     model: Model, photos: Photos | None, calibrated: bool
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
-    """Return the photos that verify the bundle, and the other photos that calibrate int8.
-
-    Raises:
-        DataError: no photo can be read.
-        BundleError: int8 needs two photos, and only one can be read.
-    """
+    """Return the photos that verify the bundle, and the other photos that calibrate int8."""
     assert model.preprocessing is not None
     if photos is None:
         return example_photos(model.preprocessing), None

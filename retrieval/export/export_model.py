@@ -7,11 +7,10 @@ import itertools
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from numpy.typing import NDArray
@@ -19,19 +18,20 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retrieval.errors import BundleError
+from retrieval.export import verify
 from retrieval.export.variants import VariantName, check_drift, make_variant, measure
-from retrieval.export.verify import (
-    Floats,
-    Graphs,
-    candidate_overlap,
-    checked_items,
-    input_of,
-    is_normalized,
-    onnx_outputs,
-)
+from retrieval.export.verify import Floats
 from retrieval.host import files
-from retrieval.model.contracts import Combiner
-from retrieval.model.graph import OPSET, TOLERANCE, check_size, ready, session
+from retrieval.model.graph import (
+    OPSET,
+    TOLERANCE,
+    Encoder,
+    FeatureEncoder,
+    check_size,
+    head_encoder,
+    ready,
+    session,
+)
 from retrieval.model.model import Model
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.files.locks import hold
@@ -39,6 +39,7 @@ from retrieval.serving.files.strict_json import problems_of
 from retrieval.serving.manifest import (
     FILE,
     DistanceEntry,
+    Input,
     Manifest,
     RescorerEntry,
     SplitEntry,
@@ -48,6 +49,19 @@ from retrieval.serving.manifest import (
     write_manifest,
 )
 from retrieval.serving.probe import WIDEST, probe_of
+from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.runtime import installed_packages
+
+_MAKERS = (
+    "embedding-retrieval",
+    "torch",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "numpy",
+)
+"""Distributions that make a bundle, and whose versions its manifest records."""
 
 
 @contextlib.contextmanager
@@ -66,13 +80,11 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with hold(output, "exporting this bundle", BundleError):
-            refuse_existing(output, replace)  # again: the last holder of the lock may have made it
-            with files.whole_folder(
-                output, replace=replace, exists_error=_exists_already(output)
-            ) as temporary:
+            refuse_existing(output, replace)  # the last holder of the lock may have made it
+            exists = _exists_already(output)
+            with files.whole_folder(output, replace=replace, exists_error=exists) as temporary:
                 yield temporary
-                # again: a program without our lock may have made it
-                refuse_existing(output, replace)
+                refuse_existing(output, replace)  # a program without our lock may have made it
     except OSError as fault:
         raise BundleError(
             f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left"
@@ -81,11 +93,7 @@ def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse an existing `output`, unless it is an empty folder or a bundle to replace.
-
-    Raises:
-        BundleError: `output` exists.
-    """
+    """Refuse an existing `output`, unless it is an empty folder or a bundle to replace."""
     if not output.exists():
         return
     if not output.is_dir():
@@ -105,9 +113,136 @@ def _exists_already(output: Path) -> BundleError:
     )
 
 
-_VARIANTS = ("fp16", "int8")
+class _Export:
+    """A bundle in the making: the graphs of a model, each compared with torch.
+
+    Attributes:
+        outputs: the outputs of torch for all items.
+        files: the content of the bundle's files, by name.
+        differences: the largest difference of each graph from torch, by the name of its file.
+        rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if there is one.
+    """
+
+    def __init__(
+        self, model: Model, items: NDArray[Any], tolerance: float, step: Callable[[str], None]
+    ) -> None:
+        self.model, self.items, self.tolerance, self.step = model, items, tolerance, step
+        self._module = Encoder(model).eval()
+        self.outputs = verify.torch_outputs(self._module, items)
+        verify.check_repeatable(self._module, items, self.outputs, tolerance)
+        verify.check_combiner(model, items, self.outputs)
+        self.files: dict[str, bytes] = {}
+        self.differences: dict[str, float] = {}
+        self.rescore: Callable[[Floats, Floats], Floats] | None = None
+
+    def encoder(self) -> bytes:
+        """Return the encoder's graph."""
+        return self._graph("encoder", self._module, self.items, self.outputs)
+
+    def _graph(
+        self, what: str, module: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats]
+    ) -> bytes:
+        self.step(f"exporting the {what} and comparing it with torch")
+        graph, difference = verify.encoder_graph(module, items, outputs, self.tolerance, what)
+        self.differences[f"{what}.onnx"] = difference
+        return graph
+
+    def split(self) -> SplitEntry:
+        """Add the graphs of backbone and head.
+
+        The backbone's graph does not depend on the head, so that it is the same to the byte with
+        another head.
+        """
+        backbone = FeatureEncoder(self.model).eval()
+        features = verify.torch_outputs(backbone, self.items)
+        first = self._graph("backbone", backbone, self.items, features)
+        head = head_encoder(self.model).eval()
+        second = self._graph("head", head, features["features"], self.outputs)
+        run_backbone, run_head = session(first).run, session(second).run
+
+        def run(names: list[str], feeds: dict[str, NDArray[Any]]) -> list[Any]:
+            return list(run_head(names, {"input": run_backbone(["features"], feeds)[0]}))
+
+        worst = verify.compare_encoder(self.outputs, run, self.items)
+        try:
+            verify.refuse_difference(worst, self._module, self.tolerance)
+        except BundleError as fault:
+            raise BundleError(f"The encoder cannot be split. {fault}") from fault
+        self.differences["head.onnx"] = max(worst.value, self.differences["head.onnx"])
+        entry = SplitEntry(
+            backbone="backbone.onnx", head="head.onnx", features=features["features"].shape[1]
+        )
+        self.files |= {entry.backbone: first, entry.head: second}
+        return entry
+
+    def rescorer(self, codes: Tensor | None) -> RescorerEntry:
+        """Add the rescorer's graph; `codes` decide the number of candidates."""
+        combiner = self.model.combiner
+        assert combiner is not None
+        self.step("exporting the rescorer and comparing it with torch")
+        name, own = "rescorer.onnx", self.outputs["code"]
+        graph, self.differences[name] = verify.rescorer_graph(combiner, own, self.tolerance)
+        self.files[name] = graph
+        run = session(graph).run
+        self.rescore = lambda query, items: run(["distance"], {"query": query, "items": items})[0]
+        known = torch.from_numpy(own) if codes is None else codes
+        return RescorerEntry(
+            file=name,
+            candidates=combiner.choose_candidates(known),
+            overlap=verify.candidate_overlap(combiner, known),
+            items=len(known),
+        )
+
+    def variant(
+        self,
+        name: VariantName,
+        encoder: bytes,
+        calibration: NDArray[Any] | None,
+        labels: NDArray[Any] | None,
+        scratch: Path,
+    ) -> Variant:
+        """Add a variant of the encoder, and measure its drift."""
+        self.step(f"making the {name} variant")
+        file, combiner = f"encoder_{name}.onnx", self.model.combiner
+        self.files[file], emulations = make_variant(name, encoder, calibration, scratch)
+        before, *afters = (
+            verify.onnx_outputs(session(graph).run, list(self.outputs), self.items)
+            for graph in (encoder, self.files[file], *emulations)
+        )
+        subspaces = () if combiner is None else combiner.subspaces
+        merge = "min" if combiner is None else combiner.merge
+        return measure(file, before, afters, labels, self.rescore, subspaces, merge)
+
+    def description(self) -> dict[str, Any]:
+        """Return the manifest's entries for input, outputs and distance."""
+        combiner, preprocessing = self.model.combiner, self.model.preprocessing
+        code, vector = self.outputs.get("code"), self.outputs["vector"]
+        distance = DistanceEntry(name="Euclidean", exact=True, measure="euclidean")
+        if combiner is not None:
+            distance = DistanceEntry(
+                name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure
+            )
+        return {
+            "input": Input(
+                kind="features" if preprocessing is None else "image",
+                dtype="float32" if preprocessing is None else "uint8",
+                shape=self.items.shape[1:],
+                preprocessing=preprocessing,
+            ),
+            "vector": vector.shape[1],
+            "code": None if code is None else code.shape[1],
+            "query_vectors": "query" in self.outputs,
+            "normalized": verify.is_normalized(vector),
+            "distance": distance,
+            "subspaces": tuple(
+                SubspaceEntry(**vars(space))
+                for space in (() if combiner is None else combiner.subspaces)
+            ),
+            "merge": "min" if combiner is None else combiner.merge,
+        }
 
 
+@shown
 def export_model(
     model: Model,
     items: NDArray[Any],
@@ -117,13 +252,13 @@ def export_model(
     labels: NDArray[Any] | None = None,
     calibration: NDArray[Any] | None = None,
     codes: Tensor | None = None,
-    variants: Sequence[VariantName] = (),
+    variants: VariantName | Sequence[VariantName] = (),
     split: bool = False,
     allow_drift: bool = False,
     tolerance: float = TOLERANCE,
     evaluation: Mapping[str, float] | None = None,
     replace: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress = True,
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
@@ -144,8 +279,7 @@ def export_model(
         codes: (N, C), codes of more real items, which decide the number of candidates; by default
             the codes of `items`.
         evaluation: metrics for the manifest.
-        progress: called with each step's name, its number from 0, and the number of steps.
-        variants, split, allow_drift, tolerance, replace: see `Run.export`.
+        variants, split, allow_drift, tolerance, replace, progress: see `Run.export`.
 
     Raises:
         BundleError: `output` exists, the items do not fit the model, torch cannot export it, the
@@ -153,51 +287,45 @@ def export_model(
             likely cause), a variant cannot be made, or the disk refuses. Nothing is left behind.
         MissingDependency: ONNX Runtime is not installed.
     """
-    items, calibration = _checked(model, items, calibration, labels, variants, split)
-    exact = model.combiner is None or model.combiner.exact
-    single = not split or bool(variants)
-    step = _counted(progress, 1 + single + 2 * split + (not exact) + len(set(variants)))
-    with ready(model), whole_folder(Path(output), replace=replace) as folder:
-        export = Graphs(model, items, tolerance, step)
-        export.check()
-        halves = _write_split(folder, export) if split else None
-        largest = export.worst.value
-        encoder = export.encoder() if single else b""
+    names = tuple(dict.fromkeys((variants,) if isinstance(variants, str) else variants))
+    items, calibration = _checked(model, items, calibration, labels, names, split)
+    whole = not split or bool(names)
+    rescored = model.combiner is not None and not model.combiner.exact
+    total, number = 1 + whole + 2 * split + rescored + len(names), itertools.count()
+    with (
+        Meter("export", total, "steps") as meter,
+        ready(model),
+        whole_folder(Path(output), replace=replace) as folder,
+    ):
+        export = _Export(
+            model, items, tolerance, lambda step: meter.reach(next(number), total, step)
+        )
+        halves = export.split() if split else None
+        encoder = export.encoder() if whole else b""
         if not split:
-            (folder / "encoder.onnx").write_bytes(encoder)
-            largest = export.worst.value
-        rescore, entry = None, None
-        if model.combiner is not None and not exact:
-            rescore, entry = _write_rescorer(folder, export, model.combiner, codes)
-            largest = max(largest, export.worst.value)
+            export.files["encoder.onnx"] = encoder
+        rescorer = export.rescorer(codes) if rescored else None
         written: dict[str, Variant] = {}
-        for variant in dict.fromkeys(variants):
-            step(f"making the {variant} variant")
-            content, graphs = make_variant(variant, encoder, calibration, folder)
-            written[variant] = _measured(
-                export, variant, (encoder, content, *graphs), labels, rescore
-            )
+        for variant in names:
+            written[variant] = export.variant(variant, encoder, calibration, labels, folder)
             if not allow_drift:
                 check_drift(variant, written[variant])
-            (folder / written[variant].file).write_bytes(content)
-        step("opening the bundle")
-        return _seal(
-            folder,
-            {
-                "name": name,
-                "opset": OPSET,
-                **_description(model, items, export.outputs),
-                "encoder": None if split else "encoder.onnx",
-                "split": halves,
-                "rescorer": entry,
-                "variants": written,
-                "verified": Verified(
-                    tolerance=tolerance, largest_difference=largest, items=len(items)
-                ),
-                "evaluation": evaluation,
-            },
-            items,
-        )
+        for file, content in export.files.items():
+            (folder / file).write_bytes(content)
+        export.step("opening the bundle")
+        largest = max(export.differences.get(file, 0.0) for file in export.files)
+        content_of_manifest = {
+            "name": name,
+            "opset": OPSET,
+            **export.description(),
+            "encoder": None if split else "encoder.onnx",
+            "split": halves,
+            "rescorer": rescorer,
+            "variants": written,
+            "verified": Verified(tolerance=tolerance, largest_difference=largest, items=len(items)),
+            "evaluation": evaluation,
+        }
+        return _seal(folder, content_of_manifest, items)
 
 
 def _checked(
@@ -208,20 +336,14 @@ def _checked(
     variants: Sequence[VariantName],
     split: bool,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return items and calibration items in the form that the model takes.
-
-    Raises:
-        BundleError: the items do not fit the model, the labels or the variants, or the model cannot
-            be split.
-    """
+    """Return items and calibration items in the form that the model takes."""
     for variant in variants:
-        if variant not in _VARIANTS:
-            raise BundleError(
-                f"There is no variant '{variant}'; there are {' and '.join(_VARIANTS)}."
-            )
-    items = checked_items(model, items, "items")
+        if variant not in get_args(VariantName):
+            known = " and ".join(get_args(VariantName))
+            raise BundleError(f"There is no variant '{variant}'; there are {known}.")
+    items = verify.checked_items(model, items, "items")
     if calibration is not None:
-        calibration = checked_items(model, calibration, "calibration items")
+        calibration = verify.checked_items(model, calibration, "calibration items")
     if "int8" in variants and calibration is None:
         raise BundleError(
             "The int8 variant cannot be made: it needs calibration items, from the training side."
@@ -236,93 +358,15 @@ def _checked(
     return items, calibration
 
 
-def _measured(
-    export: Graphs,
-    variant: VariantName,
-    graphs: Sequence[bytes],
-    labels: NDArray[Any] | None,
-    rescore: Callable[[Floats, Floats], Floats] | None,
-) -> Variant:
-    """Return the manifest's entry for a variant."""
-    names = list(export.outputs)
-    before, *afters = (onnx_outputs(session(graph).run, names, export.items) for graph in graphs)
-    combiner = export.combiner
-    subspaces = () if combiner is None else combiner.subspaces
-    merge = "min" if combiner is None else combiner.merge
-    return measure(f"encoder_{variant}.onnx", before, afters, labels, rescore, subspaces, merge)
-
-
-def _counted(progress: Callable[[str, int, int], None] | None, total: int) -> Callable[[str], None]:
-    """Return a function that calls `progress` with each step and its number."""
-    number = itertools.count()
-
-    def step(what: str) -> None:
-        if progress is not None:
-            progress(what, next(number), total)
-
-    return step
-
-
-def _write_split(folder: Path, export: Graphs) -> SplitEntry:
-    """Write the graphs of backbone and head, and return their manifest entry."""
-    backbone, head, features = export.split()
-    entry = SplitEntry(backbone="backbone.onnx", head="head.onnx", features=features)
-    (folder / entry.backbone).write_bytes(backbone)
-    (folder / entry.head).write_bytes(head)
-    return entry
-
-
-def _write_rescorer(
-    folder: Path, export: Graphs, combiner: Combiner, codes: Tensor | None
-) -> tuple[Callable[[Floats, Floats], Floats], RescorerEntry]:
-    """Write the rescorer's graph, and return a function that runs it and its manifest entry."""
-    graph, rescore = export.rescorer(combiner)
-    (folder / "rescorer.onnx").write_bytes(graph)
-    known = torch.from_numpy(export.outputs["code"]) if codes is None else codes
-    entry = RescorerEntry(
-        file="rescorer.onnx",
-        candidates=combiner.choose_candidates(known),
-        overlap=candidate_overlap(combiner, known),
-        items=len(known),
-    )
-    return rescore, entry
-
-
-def _description(
-    model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]
-) -> dict[str, Any]:
-    """Return the manifest's entries for a model's input, outputs and distance."""
-    combiner, code = model.combiner, outputs.get("code")
-    distance = DistanceEntry(name="Euclidean", exact=True, measure="euclidean")
-    if combiner is not None:
-        distance = DistanceEntry(
-            name=type(combiner).__name__, exact=combiner.exact, measure=combiner.measure
-        )
-    return {
-        "input": input_of(model, items),
-        "vector": outputs["vector"].shape[1],
-        "code": None if code is None else code.shape[1],
-        "query_vectors": "query" in outputs,
-        "normalized": is_normalized(outputs["vector"]),
-        "distance": distance,
-        "subspaces": tuple(
-            SubspaceEntry(name=s.name, start=s.start, stop=s.stop, weight=s.weight)
-            for s in (combiner.subspaces if combiner is not None else ())
-        ),
-        "merge": combiner.merge if combiner is not None else "min",
-    }
-
-
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write the manifest of a bundle, and check it by opening the bundle.
-
-    Raises:
-        BundleError: the manifest or the bundle is not valid.
-    """
+    """Write the manifest of a bundle, and check it by opening the bundle."""
     try:
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions=bundle_versions(),
+            versions={
+                "python": platform.python_version(),
+                **{name: version(name) for name in installed_packages(_MAKERS)},
+            },
             **content,
         )
     except ValidationError as fault:
@@ -340,21 +384,3 @@ def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Mani
         update={"probe": probe_of(opened, (float(items.mean()), float(items.std())))}
     )
     return write_manifest(folder, probed)
-
-
-def bundle_versions() -> dict[str, str]:
-    """Return the versions of Python and of the libraries that make a bundle."""
-    packages = (
-        "embedding-retrieval",
-        "torch",
-        "onnx",
-        "onnxscript",
-        "onnxruntime",
-        "onnxruntime-gpu",
-        "numpy",
-    )
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return versions

@@ -24,7 +24,7 @@ from retrieval.run.open import ItemCodes, Run
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.encoder import BundleEncoder
 from retrieval.serving.files.places import StrPath
-from retrieval.serving.progress import Meter, Progress, shown
+from retrieval.serving.progress import Progress, shown
 
 MANY = 10_000
 """Most items for choosing the number of candidates."""
@@ -70,48 +70,38 @@ def export(
             model, or the graph disagrees with it; see `export_model`.
         DataError: an item cannot be read.
     """
-    variant_names: Sequence[VariantName] = (variants,) if isinstance(variants, str) else variants
     folder = run.path / "bundle" if output is None else Path(output)
     splits = run.splits
     chosen = by_class(splits.held_out, splits.labels)
-    if "int8" in variant_names and isinstance(run.dataset, KeptInputs):
+    if "int8" in variants and isinstance(run.dataset, KeptInputs):
         raise BundleError(
             "The int8 variant is calibrated on training items, and there are none."
             f" {splits.notes[0]}"
         )
     items = _load(run, chosen)
     model = run.model if dimensions is None else _cut(run.model, items, dimensions)
-    whole = model is run.model
-    with Meter("export", 0, "steps") as meter:
-        export_model(
-            model,
-            items,
-            folder,
-            name=run.path.resolve().name,
-            labels=splits.labels[chosen],
-            calibration=_load(run, spread(splits.train)) if "int8" in variant_names else None,
-            codes=(
-                None
-                if run.model.combiner is None or run.model.combiner.exact
-                else ItemCodes(run, torch.device("cpu"))(spread(splits.held_out, MANY))
-            ),
-            variants=variant_names,
-            split=split,
-            allow_drift=allow_drift,
-            tolerance=tolerance,
-            evaluation=_evaluation(run.path) if whole else None,
-            replace=replace,
-            progress=lambda step, number, of: meter.reach(number, of, step),
-        )
+    exact = run.model.combiner is None or run.model.combiner.exact
+    device = torch.device("cpu")
+    export_model(
+        model,
+        items,
+        folder,
+        name=run.path.resolve().name,
+        labels=splits.labels[chosen],
+        calibration=_load(run, spread(splits.train)) if "int8" in variants else None,
+        codes=None if exact else ItemCodes(run, device)(spread(splits.held_out, MANY)),
+        variants=variants,
+        split=split,
+        allow_drift=allow_drift,
+        tolerance=tolerance,
+        evaluation=_evaluation(run.path) if model is run.model else None,
+        replace=replace,
+    )
     return BundleEncoder(Bundle.open(folder, device="cpu"))
 
 
 def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
-    """Return a model whose vectors are the first `dimensions` numbers of `model`'s.
-
-    Raises:
-        BundleError: the model has a combiner, or fewer dimensions.
-    """
+    """Return a model whose vectors are the first `dimensions` numbers of `model`'s."""
     if model.combiner is not None:
         raise BundleError(
             f"The run's combiner {type(model.combiner).__name__} compares whole codes: dimensions"

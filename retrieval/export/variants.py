@@ -35,11 +35,7 @@ SCORED = 10
 def make_variant(
     name: VariantName, encoder: bytes, calibration: NDArray[Any] | None, scratch: Path
 ) -> tuple[bytes, list[bytes]]:
-    """Return a variant of a graph, and graphs that emulate its precision on other devices.
-
-    Raises:
-        BundleError: the variant cannot be made.
-    """
+    """Return a variant of a graph, and graphs that emulate its precision on other devices."""
     proto = onnx.load_from_string(encoder)
     if name == "fp16":
         return make_fp16(proto).SerializeToString(), [rounded_to_float16(proto).SerializeToString()]
@@ -58,7 +54,7 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    early, late = light_ends(copy)
+    light = light_ends(copy)
     try:
         with quiet():
             from onnxruntime.transformers.float16 import (
@@ -70,7 +66,7 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
                 copy,
                 keep_io_types=True,
                 op_block_list=[*DEFAULT_OP_BLOCK_LIST],
-                node_block_list=sorted(early | late),
+                node_block_list=sorted(light),
             )
             return tidy(converted)
     except Exception as fault:  # the converter raises ValueError, RuntimeError and protobuf's own
@@ -84,6 +80,8 @@ def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
     at the end. It also passes values between two float32 nodes through float16, where a length
     above 65,504 becomes infinity.
     """
+    from onnxruntime.transformers.onnx_model import OnnxModel
+
     graph = proto.graph
     del graph.value_info[:]
     nodes = list({tuple(node.output): node for node in graph.node}.values())
@@ -104,21 +102,9 @@ def tidy(proto: onnx.ModelProto) -> onnx.ModelProto:
             )
     outputs = {value.name for value in graph.output}
     used = outputs | {name for node in nodes for name in node.input}
-    nodes = [node for node in nodes if used.intersection(node.output)]
-    known = (
-        {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer} | {""}
-    )
-    ordered: list[onnx.NodeProto] = []
-    while nodes:
-        free = [node for node in nodes if known.issuperset(node.input)]
-        if not free:
-            raise ValueError(f"the converted graph never makes an input of {nodes[0].name}")
-        ordered += free
-        known.update(name for node in free for name in node.output)
-        nodes = [node for node in nodes if not known.issuperset(node.output)]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in ordered]
-    del graph.node[:]
-    graph.node.extend(copies)
+    graph.ClearField("node")
+    graph.node.extend(node for node in nodes if used.intersection(node.output))
+    OnnxModel.graph_topological_sort(graph)
     return proto
 
 
@@ -133,13 +119,13 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
     itself does not show the rounding and overflow of a device with float16 units. This graph does.
     """
     copy = onnx.shape_inference.infer_shapes(proto)
-    early, late = light_ends(copy)
+    light = light_ends(copy)
     floats = {
         v.name
         for v in copy.graph.value_info
         if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     }
-    kept = {name for node in copy.graph.node if node.name in early | late for name in node.input}
+    kept = {name for node in copy.graph.node if node.name in light for name in node.input}
     for tensor in copy.graph.initializer:
         if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in kept:
             with np.errstate(over="ignore"):
@@ -148,7 +134,7 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
     nodes = []
     for node in copy.graph.node:
         nodes.append(node)
-        if node.name in early | late or node.op_type == "Constant":
+        if node.name in light or node.op_type == "Constant":
             continue
         for number, name in enumerate(node.output):
             if name in floats:
@@ -158,9 +144,8 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
                     (f"{name}_float16", name, onnx.TensorProto.FLOAT),
                 ):
                     nodes.append(onnx.helper.make_node("Cast", [source], [target], to=kind))
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del copy.graph.node[:]
-    copy.graph.node.extend(copies)
+    copy.graph.ClearField("node")
+    copy.graph.node.extend(nodes)
     return copy
 
 
@@ -179,9 +164,6 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
         calibration: (N, …), raw items of the training side. Held-out items would make the measured
             drift too small.
         scratch: a folder for temporary files.
-
-    Raises:
-        BundleError: no layer can be quantised, or ONNX Runtime fails.
     """
     if not any(node.op_type in _HEAVY for node in proto.graph.node):
         raise BundleError(
@@ -195,21 +177,16 @@ def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) 
             from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
             from onnxruntime.quantization.shape_inference import quant_pre_process
 
+            batches = (
+                {"input": np.ascontiguousarray(calibration[start : start + _CALIBRATION_BATCH])}
+                for start in range(0, len(calibration), _CALIBRATION_BATCH)
+            )
+
             class Reader(CalibrationDataReader):
                 """Yields the calibration items in batches."""
 
-                def __init__(self) -> None:
-                    self._parts = iter(range(0, len(calibration), _CALIBRATION_BATCH))
-
                 def get_next(self) -> dict[str, NDArray[Any]] | None:
-                    start = next(self._parts, None)
-                    if start is None:
-                        return None
-                    return {
-                        "input": np.ascontiguousarray(
-                            calibration[start : start + _CALIBRATION_BATCH]
-                        )
-                    }
+                    return next(batches, None)
 
             source.write_bytes(proto.SerializeToString())
             quant_pre_process(str(source), str(prepared), skip_symbolic_shape=True)
@@ -239,35 +216,31 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
     net (digits, unseen classes), keeping it in float32 raised the mean cosine from 0.9991 to
     0.9997.
     """
-    early, late = light_ends(proto)
     heavy = [node for node in proto.graph.node if node.op_type in _HEAVY]
     head = {heavy[-1].name} if len(heavy) > 1 and heavy[-1].op_type in {"Gemm", "MatMul"} else set()
-    return early | late | head
+    return light_ends(proto) | head
 
 
-def light_ends(proto: onnx.ModelProto) -> tuple[set[str], set[str]]:
+def light_ends(proto: onnx.ModelProto) -> set[str]:
     """Return the names of the nodes before the first heavy layer and after the last.
 
     Nodes without a name get one.
     """
-    nodes = list(proto.graph.node)
+    nodes = list(proto.graph.node)  # ONNX lists nodes in topological order
     for number, node in enumerate(nodes):
         node.name = node.name or f"{node.op_type}_{number}"
-    after: set[str] = set()
-    early = set()
-    for node in nodes:  # ONNX lists nodes in topological order
-        if node.op_type in _HEAVY or any(name in after for name in node.input):
-            after.update(node.output)
-        else:
-            early.add(node.name)
-    before: set[str] = set()
-    late = set()
-    for node in reversed(nodes):
-        if node.op_type in _HEAVY or any(name in before for name in node.output):
-            before.update(node.input)
-        else:
-            late.add(node.name)
-    return early, late
+
+    def light(nodes: Sequence[onnx.NodeProto], source: str, target: str) -> set[str]:
+        heavy: set[str] = set()  # values that lead through a heavy layer
+        names = set()
+        for node in nodes:
+            if node.op_type in _HEAVY or heavy.intersection(getattr(node, source)):
+                heavy.update(getattr(node, target))
+            else:
+                names.add(node.name)
+        return names
+
+    return light(nodes, "input", "output") | light(nodes[::-1], "output", "input")
 
 
 def measure(
@@ -320,11 +293,7 @@ def measure(
 
 
 def check_drift(name: str, variant: Variant) -> None:
-    """Refuse a variant whose vectors are too far from the encoder's.
-
-    Raises:
-        BundleError: the cosine is below `DRIFT`.
-    """
+    """Refuse a variant whose vectors are too far from the encoder's."""
     cosine = variant.cosine
     if cosine.mean < DRIFT.mean or cosine.min < DRIFT.min:
         raise BundleError(

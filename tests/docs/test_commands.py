@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 import pytest
 from retrieval.cli.app import COMMANDS, app
-from retrieval.cli.index import COMMANDS as VERBS
+from retrieval.cli.index import index as index_group
 from retrieval.plugin import testing
 from retrieval.run.open import Run
 
 LEAVES = [
     *(name for name in COMMANDS if name not in ("plugins", "index", "keys", "data")),
     *("plugins list", "plugins show", "plugins new"),
-    *(f"index {verb}" for verb in VERBS),
+    *(f"index {verb}" for verb in index_group.commands),
     *("keys add", "keys list", "keys remove"),
     *("data show", "data check"),
 ]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from retrieval.export.export_model import export_model
 from retrieval.model.contracts import Backbone, Combiner, Subspace
 from retrieval.model.model import Model, Normalize, build_head
 from retrieval.serving.images import Preprocessing, from_array
+from retrieval.serving.manifest import Manifest
 from torch import Tensor, nn
 
 
@@ -161,6 +164,14 @@ def photographs():
         return np.ascontiguousarray(np.stack(found))
 
     return cut
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Callable[..., Manifest]:
+    """Exports a model as the bundle `b` of the test's folder, and returns the manifest."""
+    return lambda model, items, **options: export_model(
+        model, items, tmp_path / "b", name="b", **options
+    )
 
 
 @pytest.fixture

@@ -55,18 +55,12 @@ def trained(parts, digits):
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_drift_and_recall_are_measured_on_the_items(
-    trained, digits, tmp_path, exporter, monkeypatch
+    trained, digits, tmp_path, exporter, monkeypatch, export
 ):
     monkeypatch.setattr("retrieval.export.verify.EXPORTERS", (exporter,))
     held_out, labels = digits[0][150:], digits[1][150:]
-    manifest = export_model(
-        trained,
-        held_out,
-        tmp_path / "b",
-        name="net",
-        labels=labels,
-        calibration=digits[0][:150],
-        variants=["fp16", "int8"],
+    manifest = export(
+        trained, held_out, labels=labels, calibration=digits[0][:150], variants=["fp16", "int8"]
     )
     plain = Bundle.open(tmp_path / "b", threads=1).encode(held_out).vector
     for name, floor in (("fp16", 0.9999), ("int8", 0.99)):
@@ -96,15 +90,8 @@ def test_drift_and_recall_are_measured_on_the_items(
         assert sizes[entry.file].bytes < sizes["encoder.onnx"].bytes * 1.5
 
 
-def test_weights_are_really_narrower(trained, digits, tmp_path):
-    export_model(
-        trained,
-        digits[0][150:],
-        tmp_path / "b",
-        name="net",
-        calibration=digits[0][:40],
-        variants=["fp16", "int8"],
-    )
+def test_weights_are_really_narrower(trained, digits, tmp_path, export):
+    export(trained, digits[0][150:], calibration=digits[0][:40], variants=["fp16", "int8"])
 
     def kinds(name):
         graph = onnx.load(tmp_path / "b" / name).graph
@@ -127,19 +114,11 @@ def test_weights_are_really_narrower(trained, digits, tmp_path):
     assert per_channel, "one scale a channel"
 
 
-def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, tmp_path):
+def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, tmp_path, export):
     black = digits[0][:150] * 0
-    with pytest.raises(
-        BundleError, match=r"int8 variant drifts too far.*0\.99 and 0\.9 are asked.*--allow-drift"
-    ):
-        export_model(
-            trained,
-            digits[0][150:],
-            tmp_path / "b",
-            name="net",
-            calibration=black,
-            variants=["int8"],
-        )
+    sentence = r"int8 variant drifts too far.*0\.99 and 0\.9 are asked.*--allow-drift"
+    with pytest.raises(BundleError, match=sentence):
+        export(trained, digits[0][150:], calibration=black, variants=["int8"])
     assert not list(tmp_path.iterdir())
 
 
@@ -164,64 +143,43 @@ def test_calibration_is_what_the_caller_gave(trained, digits, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
-def test_lengths_beyond_float16_survive_scaling_to_unit_length(parts, vectors, tmp_path):
+def test_lengths_beyond_float16_survive_scaling_to_unit_length(parts, vectors, export):
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(64, 8), Normalize())
     with torch.no_grad():
         head[0].weight.mul_(250)  # entries near 20,000: their squares do not fit float16
-    manifest = export_model(
-        Model(parts.Vectors(), head),
-        vectors[0],
-        tmp_path / "b",
-        name="b",
-        variants=["fp16"],
-    )
+    manifest = export(Model(parts.Vectors(), head), vectors[0], variants=["fp16"])
     assert manifest.variants["fp16"].cosine.min > 0.9999
 
 
-def test_a_model_beyond_float16_says_so(parts, vectors, tmp_path):
+def test_a_model_beyond_float16_says_so(parts, vectors, tmp_path, export):
     head = nn.Sequential(nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 8))
     with torch.no_grad():
         head[0].weight.mul_(1e4)
-    with pytest.raises(
-        BundleError, match=r"fp16.*NaN or infinity in 'vector'.*Leave this variant out"
-    ):
-        export_model(
-            Model(parts.Vectors(), head),
-            vectors[0],
-            tmp_path / "b",
-            name="b",
-            variants=["fp16"],
-        )
+    sentence = r"fp16.*NaN or infinity in 'vector'.*Leave this variant out"
+    with pytest.raises(BundleError, match=sentence):
+        export(Model(parts.Vectors(), head), vectors[0], variants=["fp16"])
     assert not list(tmp_path.iterdir())
 
 
-def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, tmp_path):
+def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, tmp_path, export):
+    items = vectors[0]
     with pytest.raises(BundleError, match="no convolution or linear layer"):
-        export_model(
-            Model(parts.Vectors(), Normalize()),
-            vectors[0],
-            tmp_path / "b",
-            name="b",
-            variants=["int8"],
-            calibration=vectors[0],
-        )
+        export(Model(parts.Vectors(), Normalize()), items, variants=["int8"], calibration=items)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("combiner", ["Sum", "Inner"])
-def test_variants_of_every_output(combiner, parts, vectors, tmp_path):
+def test_variants_of_every_output(combiner, parts, vectors, tmp_path, export):
     """Code, query and vector all come from the variant; Recall@1 is that of the rescorer's or the
     query's order.
     """
     features, labels = vectors[0][:120], vectors[1][:120]
     torch.manual_seed(5)
     combiner = getattr(parts, combiner)()
-    manifest = export_model(
+    manifest = export(
         Model(parts.Vectors(), combiner.build_head(64), combiner),
         features,
-        tmp_path / "b",
-        name="b",
         labels=labels,
         calibration=vectors[0][120:],
         variants=["fp16", "int8"],

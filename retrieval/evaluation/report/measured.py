@@ -10,14 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError, did_you_mean
-from retrieval.evaluation.evaluation import (
-    Relevance,
-    graded_values,
-    matched_values,
-    relevant_items,
-)
-from retrieval.evaluation.neighbors import Search
-from retrieval.evaluation.protocol import Protocol
+from retrieval.evaluation.evaluation import Relevance, query_values
+from retrieval.evaluation.neighbors import Exclusion, Search
+from retrieval.evaluation.protocol import Protocol, device_of, items_of
 from retrieval.evaluation.verification import roc_curve
 from retrieval.model.metrics import metric
 from retrieval.run.open import ItemCodes, Run
@@ -110,9 +105,7 @@ class Pairs:
     same: NDArray[np.bool_]
 
 
-def measure(
-    run: Run, queries: int, sample: int, seed: int = 0, label_column: str | None = None
-) -> Measured:
+def measure(run: Run, queries: int, sample: int, label_column: str | None = None) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
     At most `queries` of each gallery are searched, and the pairs of at most `sample` items are
@@ -123,32 +116,26 @@ def measure(
             column.
         RecipeError: `[evaluate]` names a column that the data lack.
     """
-    splits, random = run.splits, np.random.default_rng(seed)
+    splits, random = run.splits, np.random.default_rng(0)
     names = class_names(run, label_column)
-    query, gallery = splits.query, splits.gallery
-    if not len(query):
-        raise DataError(f"{run.path} has no test items: its [split] keeps none.")
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() and run.recipe.train.device != "cpu" else "cpu"
-    )
-    encoded = ItemCodes(run, device)
+    query, gallery = items_of(run, "test")
+    encoded = ItemCodes(run, device_of(run))
     codes = encoded(query)
     gallery_codes = None if gallery is None else encoded(gallery)
-    model = run.model.to("cpu")
-    distance = None if model.combiner is None else model.combiner.compute_mat
+    run.model.to("cpu")
     protocol = Protocol(run, query, gallery)
-    rounds = []
-    for items, gallery_items, left, right in protocol.rounds(codes, gallery_codes):
-        rounds.append(
-            _searched(protocol, items, gallery_items, left, right, distance, queries, random)
-        )
+    rounds = [
+        _searched(protocol, *drawn, queries, random)
+        for drawn in protocol.rounds(codes, gallery_codes)
+    ]
     first = rounds[0]
     classes = np.concatenate([splits.labels[searched.query] for searched in rounds])
-    intervals = {}
-    for name in first.metrics:
-        if all(name in searched.metrics for searched in rounds):
-            values = np.concatenate([searched.metrics[name] for searched in rounds])
-            intervals[name] = interval(values, classes, random)
+    intervals = {
+        name: interval(
+            np.concatenate([searched.metrics[name] for searched in rounds]), classes, random
+        )
+        for name in first.metrics
+    }
     pairs = _pairs(run, query, codes, sample, random)
     return Measured(
         **vars(first), run=run, rounds=len(rounds), intervals=intervals, pairs=pairs, names=names
@@ -156,11 +143,7 @@ def measure(
 
 
 def class_names(run: Run, column: str | None) -> list[str]:
-    """Return the name of each class: its label, or the value of its first item in `column`.
-
-    Raises:
-        DataError: no item has the column.
-    """
+    """Return the name of each class: its label, or the value of its first item in `column`."""
     names = list(run.splits.classes)
     if column is None:
         return names
@@ -183,27 +166,20 @@ def _searched(
     gallery_items: Items | None,
     codes: Any,
     gallery: Any,
-    distance: Any,
     queries: int,
     random: np.random.Generator,
 ) -> Searched:
-    """Search for items, or a sample of them, in a gallery or, if that is `None`, among themselves.
-
-    Raises:
-        DataError: no query has a relevant item.
-    """
+    """Search for items, or a sample of them, in a gallery or (`None`) among themselves."""
     run, searched = protocol.run, items if gallery_items is None else gallery_items
     query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
     arguments = protocol.arguments(items, gallery_items)
-    hidden = (
-        arguments["exclude"].hidden(query_class, item_class) if "exclude" in arguments else None
-    )
+    exclude: Exclusion | None = arguments.get("exclude")
     relevance: Relevance | None = arguments.get("relevance")
+    hidden = None if exclude is None else exclude.hidden(query_class, item_class)
+    combiner = run.model.combiner
+    distance = None if combiner is None else combiner.compute_mat
     search = Search(codes, gallery, hidden, distance)
-    if relevance is None:
-        relevant = relevant_items(search, query_class, item_class)
-    else:
-        relevant = graded_values(search, relevance, {}, lambda count: None)[1]
+    relevant = query_values(search, query_class, item_class, relevance, {})[1]
     answerable = np.flatnonzero(relevant > 0)
     if not len(answerable):
         what = (
@@ -214,19 +190,16 @@ def _searched(
         seen = "" if hidden is None else " that [evaluate] exclude lets it find"
         raise DataError(f"{run.path}: no test item has {what}{seen}.")
     chosen = np.sort(random.permutation(answerable)[:queries])
-    names = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
     rows, apart = search.nearest(min(len(searched), SHOWN), chosen)
-    if relevance is not None:
-        metrics = {name: metric(name) for name in [*names, f"ndcg_at_{SHOWN}"]}
-        values, _ = graded_values(search, relevance, metrics, lambda count: None, chosen)
-        values_by_name = {name: column[chosen] for name, column in values.items()}
-        grades, match = _grades(relevance, chosen, rows), relevance.match
-    else:
-        metrics = {name: metric(name) for name in names}
-        matched, _ = matched_values(search, query_class, item_class, metrics, chosen)
-        values_by_name = {name: column[chosen] for name, column in matched.items()}
+    names = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
+    if relevance is None:
         matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
         grades, match = matches.astype(np.float64), 1.0
+    else:
+        names.append(f"ndcg_at_{SHOWN}")
+        grades, match = _grades(relevance, chosen, rows), relevance.match
+    metrics = {name: metric(name) for name in names}
+    values, _ = query_values(search, query_class, item_class, relevance, metrics, chosen)
     return Searched(
         query=items[chosen],
         query_count=len(answerable),
@@ -235,7 +208,7 @@ def _searched(
         distances=apart.astype(np.float64),
         grades=grades,
         match=match,
-        metrics=values_by_name,
+        metrics={name: column[chosen] for name, column in values.items()},
     )
 
 

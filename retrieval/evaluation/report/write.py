@@ -114,11 +114,7 @@ def report(
 
 
 def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
-    """Open the runs.
-
-    Raises:
-        DataError: runs cannot be opened; the message lists them.
-    """
+    """Open the runs."""
     opened, problems = [], []
     for run in runs:
         try:
@@ -139,11 +135,7 @@ def _names(runs: Sequence[StrPath]) -> list[str]:
 
 
 def panels(run: Run) -> dict[str, bytes]:
-    """Return drawings by title: the training curves of a run, and the panels of plugins.
-
-    Raises:
-        PluginError: a plugin failed, or did not return drawings.
-    """
+    """Return drawings by title: the training curves of a run, and the panels of plugins."""
     drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
         drawings["Curves of training"] = svg(curves(run))
@@ -274,17 +266,6 @@ def page(sections: Sequence[Section]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True, undefined=StrictUndefined)
     environment.filters["data_uri"] = data_uri
     environment.filters["operating_point"] = _operating_point
-    environment.globals.update(
-        confusions=confusions,
-        hardest=hardest,
-        distances=distances,
-        confusion_matrix=confusion_matrix,
-        rates=rates,
-        suspects=suspects,
-        thresholds=thresholds,
-        zip=zip,
-        most_in_legend=LEGEND,
-    )
     names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
     rows: list[Any] = [
         [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in names)]
@@ -297,6 +278,15 @@ def page(sections: Sequence[Section]) -> str:
         facts=facts([section.measured.run for section in sections]),
         compared=compared(sections),
         recalls=recalls({section.name: section.measured.intervals for section in sections}),
+        confusions=confusions,
+        hardest=hardest,
+        distances=distances,
+        confusion_matrix=confusion_matrix,
+        rates=rates,
+        suspects=suspects,
+        thresholds=thresholds,
+        zip=zip,
+        most_in_legend=LEGEND,
         style=style,
         script=script,
     )
