@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,9 +19,7 @@ def before(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["run", "learner_run"])
-def test_a_run_has_the_figures_that_it_had(
-    cli: Callable[..., Any], before: Path, name: str
-) -> None:
+def test_a_run_has_the_figures_that_it_had(cli, before, name):
     done = cli("evaluate", before / name)
     assert done.code == 0, done.err
     found = json.loads((before / name / "evaluation-test.json").read_text(encoding="utf-8"))[
@@ -33,7 +29,7 @@ def test_a_run_has_the_figures_that_it_had(
     assert found["trained"] == pytest.approx(EXPECTED["figures"][name]["trained"], abs=0.02)
 
 
-def test_a_run_goes_on(cli: Callable[..., Any], before: Path) -> None:
+def test_a_run_goes_on(cli, before):
     recipe = before / "run" / "recipe.toml"
     done = cli("train", recipe, "--set", "phase.0.epochs=2", "--output", before / "run", "--resume")
     assert done.code == 0, done.err
@@ -45,12 +41,12 @@ def test_a_run_goes_on(cli: Callable[..., Any], before: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "learner_run"])
-def test_a_run_is_exported(cli: Callable[..., Any], before: Path, name: str) -> None:
+def test_a_run_is_exported(cli, before, name):
     done = cli("export", before / name)
     assert done.code == 0, done.err
 
 
-def test_a_bundle_is_indexed_and_answers(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_bundle_is_indexed_and_answers(cli, tmp_path):
     (tmp_path / "images" / "3").mkdir(parents=True)
     shutil.copy(BEFORE / "query.png", tmp_path / "images" / "3")
     done = cli(

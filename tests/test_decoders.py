@@ -128,9 +128,6 @@ class Evil:
     ids=["empty", "too many pixels", "too many bytes", "a pickle"],
 )
 def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_path, answer):
-    """Nothing in it is run, its lengths are not believed, and the next image goes to another
-    process.
-    """
     (worker,) = pool._idle
     own = worker.pipe  # as long as it is open, the process lives
     worker.pipe, theirs = socket.socketpair()
@@ -201,9 +198,6 @@ def test_memory_is_limited():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_comes_back_once_large_images_are_done(pool):
-    """A process that is idle after uploads of 20 megapixels holds at most 16 MB more than when it
-    was ready.
-    """
     small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
     content = encoded(small.resize((5000, 4000), Image.Resampling.NEAREST), quality=30) + bytes(
         15_000_000

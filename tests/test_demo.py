@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
@@ -24,9 +23,7 @@ def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_demo_leaves_what_it_says_and_its_next_commands_work(
-    tmp_path: Path, shown: Callable[..., None]
-) -> None:
+def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown):
     done = run("demo", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     demo = tmp_path / "demo"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +37,7 @@ LEARNERS = {
 
 
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
-def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_from_vectors_to_answers(learner, cli, tmp_path):
     def run(*words: str | Path) -> str:
         outcome = cli(*words)
         assert outcome.code == 0, outcome.err
@@ -72,7 +70,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9
 
 
-def test_parameters_that_learners_refuse_are_refused_in_a_recipe() -> None:
+def test_parameters_that_learners_refuse_are_refused_in_a_recipe():
     plugins = load_plugins(block=["pml"])
     prior = [[2.0, 0.0], [0.0, 1.0]]
     assert plugins.build("learners", {"name": "aml.gmml", "prior": prior, "t": 0}).prior == prior

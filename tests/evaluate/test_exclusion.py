@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +234,7 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     assert (rows < 0).any()
 
 
-def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_run(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     rows = ["path,label,split,role,camera"]
@@ -258,9 +257,8 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
     assert (json.loads(done.out)["queries"], json.loads(done.out)["gallery"]) == (4, 12)
     check_the_report(check_the_open_set())
     refused = cli("evaluate", "runs/r", "--bundle", "none")
-    assert (
-        refused.code == 2 and "[evaluate] exclude: a bundle measures no such metrics" in refused.err
-    )
+    assert refused.code == 2
+    assert "[evaluate] exclude: a bundle measures no such metrics" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
     assert "Did you mean 'camera'?" in wrong.err and not Path("runs/other").exists()

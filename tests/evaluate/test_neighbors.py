@@ -214,9 +214,6 @@ def test_a_distance_of_ones_own(digits):
 
 
 def test_values_beyond_24_bits_are_rounded_then_tied():
-    """Pixel vectors have squared distances of over 2²⁴: what float32 cannot tell apart is ordered
-    by row.
-    """
     gallery = np.zeros((6, 300), np.int64)
     gallery[:, :264] = 252
     gallery[:, 265:270] = [110, 11, 1, 1, 1]
@@ -253,9 +250,6 @@ def test_what_cannot_be_searched_is_said(change, says):
 
 
 def test_memory_does_not_hold_queries_times_gallery():
-    """12,000 × 12,000 float32 distances are 576 MB, and even a byte a pair 144 MB: a search may add
-    120.
-    """
     program = """
         import resource
         import numpy as np, torch

@@ -71,7 +71,7 @@ def drawn(cell: Any) -> np.ndarray[Any, Any]:
     return np.asarray(image.get_array())
 
 
-def test_neighbours_shows_each_query_and_what_the_index_finds(made: Path, index: Index) -> None:
+def test_neighbours_shows_each_query_and_what_the_index_finds(made, index):
     queries = [made / "digits" / "3" / "0003.png", made / "digits" / "7" / "0007.png"]
     figure = retrieval.plot.neighbours(index, queries, 4, labels=["3", "8"])
     assert isinstance(figure, Figure) and len(figure.axes) == 2 * 5
@@ -91,23 +91,20 @@ def test_neighbours_shows_each_query_and_what_the_index_finds(made: Path, index:
     assert right.spines["top"].get_edgecolor() != wrong.spines["top"].get_edgecolor()
 
 
-def test_queries_may_be_bytes_arrays_and_colour_images(made: Path, index: Index) -> None:
+def test_queries_may_be_bytes_arrays_and_colour_images(made, index):
     path = made / "digits" / "5" / "0005.png"
     colour = Image.new("RGB", (600, 300), (255, 0, 0))
     figure = retrieval.plot.neighbours(
         index, [path.read_bytes(), np.asarray(Image.open(path)), colour, str(path)], 2
     )
-    assert titles(figure)[::3] == ["query"] * 4 and not any(
-        "✓" in t or "✗" in t for t in titles(figure)
-    )
+    assert titles(figure)[::3] == ["query"] * 4
+    assert not any("✓" in t or "✗" in t for t in titles(figure))
     np.testing.assert_array_equal(drawn(figure.axes[0]), drawn(figure.axes[3]))
     shown = drawn(figure.axes[6])
     assert shown.shape == (128, 256, 3) and (shown == (255, 0, 0)).all()
 
 
-def test_a_file_that_is_gone_is_an_empty_cell(
-    made: Path, makers: ModuleType, tmp_path: Path
-) -> None:
+def test_a_file_that_is_gone_is_an_empty_cell(made, makers, tmp_path):
     shutil.copytree(made / "digits", tmp_path / "digits")
     create_index(tmp_path / "index", made / "bundle", [tmp_path / "digits"], progress=False)
     gone = tmp_path / "digits" / "3" / "0003.png"
@@ -119,9 +116,7 @@ def test_a_file_that_is_gone_is_an_empty_cell(
     assert figure.axes[2].get_images()
 
 
-def test_neighbours_says_what_it_cannot_draw(
-    made: Path, index: Index, makers: ModuleType, tmp_path: Path
-) -> None:
+def test_neighbours_says_what_it_cannot_draw(made, index, makers, tmp_path):
     image = made / "digits" / "3" / "0003.png"
     with pytest.raises(DataError, match="1 to 50 queries, not 0"):
         retrieval.plot.neighbours(index, [])
@@ -148,7 +143,7 @@ def test_neighbours_says_what_it_cannot_draw(
         retrieval.plot.neighbours(vectors, image)
 
 
-def test_curves_shows_each_epoch(tmp_path: Path) -> None:
+def test_curves_shows_each_epoch(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(e) + "\n" for e in EPOCHS), encoding="utf-8"
     )
@@ -167,7 +162,7 @@ def test_curves_shows_each_epoch(tmp_path: Path) -> None:
     assert any(list(line.get_xdata()) == [2.5, 2.5] for line in losses.lines)
 
 
-def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
+def test_curves_without_validation_has_one_panel(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
     assert len(retrieval.plot.curves(str(tmp_path)).axes) == 1
 
@@ -182,9 +177,7 @@ def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
         ("3\n", "no epoch"),
     ],
 )
-def test_curves_says_what_is_wrong_with_a_folder(
-    tmp_path: Path, text: str | None, said: str
-) -> None:
+def test_curves_says_what_is_wrong_with_a_folder(tmp_path, text, said):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(DataError, match=said) as refused:
@@ -193,7 +186,7 @@ def test_curves_says_what_is_wrong_with_a_folder(
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_map_places_every_item_beside_its_class(method: Any) -> None:
+def test_map_places_every_item_beside_its_class(method):
     codes, labels = load_iris(return_X_y=True)
     codes, labels = codes[::3], labels[::3]
     figure = retrieval.plot.map(codes, [f"class {n}" for n in labels], method=method)
@@ -209,7 +202,7 @@ def test_map_places_every_item_beside_its_class(method: Any) -> None:
     )  # setosa is apart by either method
 
 
-def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps() -> None:
+def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps():
     codes, labels = load_iris(return_X_y=True)
     (panel,) = retrieval.plot.map(codes, labels).axes
     points = np.concatenate([np.asarray(group.get_offsets()) for group in panel.collections])
@@ -219,7 +212,7 @@ def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps() -> None:
     assert f"{100 * values[:2].sum() / values.sum():.0f} % of the variance" in panel.get_title()
 
 
-def test_a_map_of_many_classes_colours_without_a_legend() -> None:
+def test_a_map_of_many_classes_colours_without_a_legend():
     random = np.random.default_rng(0)
     (panel,) = retrieval.plot.map(random.normal(size=(40, 3)), np.arange(40) % 20).axes
     assert panel.get_legend() is None and len(set(panel.collections[0].get_array())) == 20
@@ -235,12 +228,12 @@ def test_a_map_of_many_classes_colours_without_a_legend() -> None:
         (np.ones((3, 2)), [0, 1, 2], "unap", "'pca', 'tsne' or 'umap', not 'unap'"),
     ],
 )
-def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said: str) -> None:
+def test_map_says_what_it_cannot_draw(codes, labels, method, said):
     with pytest.raises(DataError, match=said):
         retrieval.plot.map(codes, labels, method=method)
 
 
-def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again() -> None:
+def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again():
     pytest.importorskip("umap", reason="umap-learn is not installed")
     codes, labels = load_iris(return_X_y=True)
     first, second = (
@@ -256,13 +249,13 @@ def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again() -> None
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[umap\]"):
         retrieval.plot.map(np.eye(3), [0, 1, 2], method="umap")
 
 
-def test_no_picture_touches_pyplot(process: Any) -> None:
+def test_no_picture_touches_pyplot(process):
     done = process(
         "-c",
         "import retrieval.plot, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]);"

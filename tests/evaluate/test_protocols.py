@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -228,7 +226,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "r.toml"
 
 
-def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
+def test_everything_in_a_run(cli, recipe):
     text = (
         Path(recipe).read_text()
         + 'levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\n'
@@ -254,7 +252,7 @@ def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
     assert "trained, by group:" in table and "over random galleries" in table
 
 
-def test_random_galleries_are_what_they_say(cli: Callable[..., Any], recipe: str) -> None:
+def test_random_galleries_are_what_they_say(cli, recipe):
     Path(recipe).write_text(Path(recipe).read_text() + "gallery_items = 4\n")
     assert cli("train", recipe).code == 0
     refused = cli("evaluate", "runs/r")

@@ -115,9 +115,6 @@ def test_a_panel_of_too_many_candidates_is_left_to_full_search(monkeypatch):
 
 
 def test_what_is_in_doubt_is_measured():
-    """Distances that differ by less than the product's rounding: without measuring, some matches
-    would be wrong.
-    """
     codes, labels, _ = KINDS["two decimals"]
     found = Ranking(codes, labels, np.arange(len(codes)), np.full(len(codes), 17))
     truth = truth_of("two decimals")

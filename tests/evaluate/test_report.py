@@ -91,7 +91,7 @@ def file(run_folder: Path) -> Path:
     )
 
 
-def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
+def test_figures_are_those_of_evaluate(found, run_folder):
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
     theirs = evaluate(Run.open(run_folder), metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == found.query_count == 100
@@ -100,7 +100,7 @@ def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Pat
         assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
 
 
-def test_an_interval_draws_whole_classes() -> None:
+def test_an_interval_draws_whole_classes():
     values, classes = (
         np.repeat([0.0, 1.0, 1.0, 0.0], [10, 30, 20, 40]),
         np.repeat([5, 6, 7, 8], [10, 30, 20, 40]),
@@ -116,7 +116,7 @@ def test_an_interval_draws_whole_classes() -> None:
     assert measured.interval(np.array([0.0, 1.0]), np.array([3, 3]), random) == (0.5, 0.5, 0.5)
 
 
-def test_thresholds_hold_their_rates_by_plain_loops(found: measured.Measured) -> None:
+def test_thresholds_hold_their_rates_by_plain_loops(found):
     pairs, points = found.pairs, measured.thresholds(found.pairs)
     assert [name for name, *_ in points] == [
         "equal error rate",
@@ -128,18 +128,16 @@ def test_thresholds_hold_their_rates_by_plain_loops(found: measured.Measured) ->
         accepted = [apart <= at for apart in pairs.distance]
         false = [a for a, same in zip(accepted, pairs.same, strict=True) if not same]
         right = [a for a, same in zip(accepted, pairs.same, strict=True) if same]
-        assert far == pytest.approx(sum(false) / len(false)) and frr == pytest.approx(
-            1 - sum(right) / len(right)
-        )
+        assert far == pytest.approx(sum(false) / len(false))
+        assert frr == pytest.approx(1 - sum(right) / len(right))
         assert far <= most
     assert abs(points[0][2] - points[0][3]) < 0.02
     close, far_apart = measured.hardest(found)
-    assert close[0][2] == min(pairs.distance[~pairs.same]) and far_apart[0][2] == max(
-        pairs.distance[pairs.same]
-    )
+    assert close[0][2] == min(pairs.distance[~pairs.same])
+    assert far_apart[0][2] == max(pairs.distance[pairs.same])
 
 
-def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Path) -> None:
+def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
     random = np.random.default_rng(0)
     labels = np.repeat(np.arange(8), 12)
     vectors = (np.eye(8)[labels] * 10 + random.normal(size=(96, 8)) * 0.1).astype(np.float32)
@@ -160,11 +158,9 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
     text = write.report(
         [tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False
     ).read_text()
-    assert (
-        "Labels that are likely wrong" in text
-        and "t-SNE by the learned distance" in text
-        and 'alt="" src=' not in text
-    )
+    assert "Labels that are likely wrong" in text
+    assert "t-SNE by the learned distance" in text
+    assert 'alt="" src=' not in text
     names, columns, counts, total = measured.confusion_matrix(seen)
     assert names == columns == ["4", "5", "6", "7"] and total == 4
     assert counts == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 1], [0, 0, 0, 11]]
@@ -174,9 +170,7 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
     assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
 
 
-def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
-    file: Path, run_folder: Path
-) -> None:
+def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file, run_folder):
     text = file.read_text(encoding="utf-8")
     for each in (
         "Best queries",
@@ -202,9 +196,7 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
     )
 
 
-def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
-    run_folder: Path, file: Path, tmp_path: Path
-) -> None:
+def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(run_folder, file, tmp_path):
     recipe = Run.open(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
     train(tmp_path / "second", recipe)
     runs = [run_folder, tmp_path / "second"]
@@ -228,9 +220,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     assert "Side by side" not in alone and "100 of 100 test items, of 5 classes" in alone
 
 
-def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(run_folder, monkeypatch):
     run = Run.open(run_folder)
     monkeypatch.setattr(measured, "PER_CLASS", 4)  # five classes, and so less than the sample
     seen = measured.measure(run, 1000, 60, label_column="parity")
@@ -240,7 +230,7 @@ def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
         measured.measure(run, 1000, 60, label_column="party")
 
 
-def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
+def test_thumbnails_are_small_whatever_the_images_are(tmp_path):
     from PIL import Image
     from retrieval.data.datasets import FileDataset
 
@@ -252,7 +242,7 @@ def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
     assert thumbnails(1) == "" and SIDE == 96
 
 
-def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_said_at_once(run_folder, tmp_path):
     with pytest.raises(DataError, match=r"gone is not a run(.|\n)*other is not a run"):
         write.report(
             [tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False
@@ -283,9 +273,7 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
         ('{"x": b"<svg" + bytes(5 << 20)}', "at most 4 MB"),
     ],
 )
-def test_a_plugin_that_gives_something_else_is_told(
-    run_folder: Path, given: str, sentence: str
-) -> None:
+def test_a_plugin_that_gives_something_else_is_told(run_folder, given, sentence):
     from retrieval.host.hookspecs import hookimpl
 
     class Bad:
@@ -299,9 +287,7 @@ def test_a_plugin_that_gives_something_else_is_told(
         write.panels(run)
 
 
-def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
-    page: Any, file: Path
-) -> None:
+def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page, file):
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="axe is not installed"
     ).Axe()
@@ -374,9 +360,7 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
         ),
     ],
 )
-def test_the_protocols_figures_are_those_of_evaluate(
-    run_folder: Path, given: dict[str, Any], sentence: str
-) -> None:
+def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence):
     run = protocol(run_folder, **given)
     seen = measured.measure(run, queries=1000, sample=100)
     theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
@@ -408,7 +392,7 @@ def test_the_protocols_figures_are_those_of_evaluate(
         assert pairs.same.tolist() == [bool(a & b) for a, b in zip(one, other, strict=True)]
 
 
-def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
+def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
     for given, sentence in (
         ({"tags": "tag"}, "no column 'tag' of metadata"),
         ({"gallery_items": 99}, "no class has so many test items"),

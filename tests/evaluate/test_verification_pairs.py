@@ -31,7 +31,7 @@ def refused(folder: Path, text: str) -> list[str]:
     return [line.strip(" -") for line in str(error.value).splitlines()]
 
 
-def test_csv(tmp_path: Path) -> None:
+def test_csv(tmp_path):
     pairs = read(
         tmp_path,
         '\ufefffirst,second,note,same,fold\r\nc,a,x,1,10\r\n\r\n"b,1",a,"",0,10\r\na,b'
@@ -40,34 +40,30 @@ def test_csv(tmp_path: Path) -> None:
     )
     assert pairs.first.tolist() == [3, 1, 0, 3] and pairs.second.tolist() == [0, 0, 2, 2]
     assert pairs.same.tolist() == [True, False, True, False]
-    assert (
-        pairs.folds == ("2", "10")
-        and pairs.fold is not None
-        and pairs.fold.tolist() == [1, 1, 0, 0]
-    )
+    assert pairs.folds == ("2", "10")
+    assert pairs.fold is not None
+    assert pairs.fold.tolist() == [1, 1, 0, 0]
     without = read(tmp_path, "first,second,same\na,c,1\na,d,0\n", ["a", "c", "d"])
     assert without.fold is None and without.folds == () and len(without) == 2
 
 
-def test_lfw(tmp_path: Path) -> None:
+def test_lfw(tmp_path):
     pairs = read(tmp_path, LFW)
     named = [(KEYS[a], KEYS[b]) for a, b in zip(pairs.first, pairs.second, strict=True)]
     assert named[0] == ("Bo/Bo_0001.png", "Bo/Bo_0002.png")
     assert named[3] == ("Bo/Bo_0003.png", "Cy/Cy_0002.png")
     assert named[4] == ("Ann_Lee/Ann_Lee_0001.png", "Ann_Lee/Ann_Lee_0003.png")
     assert pairs.same.tolist() == [True, True, False, False] * 2
-    assert (
-        pairs.folds == ("1", "2")
-        and pairs.fold is not None
-        and pairs.fold.tolist() == [0] * 4 + [1] * 4
-    )
+    assert pairs.folds == ("1", "2")
+    assert pairs.fold is not None
+    assert pairs.fold.tolist() == [0] * 4 + [1] * 4
     single = read(tmp_path, "1\nBo\t1\t2\nBo\t1\tCy\t1\n", [f"faces/aligned/{key}" for key in KEYS])
     assert (
         single.fold is None and single.first.tolist() == [3, 3] and single.second.tolist() == [4, 6]
     )
 
 
-def test_all_faults_of_a_csv_file_at_once(tmp_path: Path) -> None:
+def test_all_faults_of_a_csv_file_at_once(tmp_path):
     found = refused(
         tmp_path,
         "first,second,same,fold\nBo/Bo_0001.png,nobody,1,1\nBo/Bo_0001.png,Bo/Bo_0001.png,1,1\n"
@@ -111,7 +107,7 @@ def test_all_faults_of_a_csv_file_at_once(tmp_path: Path) -> None:
         ("first,second,same\na,d,1\na,b,0\n", "'d': 2 items have that name."),
     ],
 )
-def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) -> None:
+def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
     with pytest.raises(DataError) as error:
         read(tmp_path, text, ["a", "b", "c", "d", "d"])
     assert says in str(error.value)
@@ -164,7 +160,7 @@ def test_a_csv_file_that_cannot_be_used(tmp_path: Path, text: str, says: str) ->
         ),
     ],
 )
-def test_an_lfw_list_that_cannot_be_used(tmp_path: Path, text: str, says: list[str]) -> None:
+def test_an_lfw_list_that_cannot_be_used(tmp_path, text, says):
     found = "\n".join(refused(tmp_path, text))
     for sentence in says:
         assert sentence in found
@@ -172,7 +168,7 @@ def test_an_lfw_list_that_cannot_be_used(tmp_path: Path, text: str, says: list[s
         assert "problems" not in found
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_or_no_text(tmp_path):
     with pytest.raises(DataError, match=r"does not exist\. Relative paths start at"):
         read_pairs(tmp_path / "none.csv", KEYS)
     with pytest.raises(DataError, match="cannot be read"):
@@ -208,7 +204,7 @@ def in_folds(pairs: LabelledPairs, values: NDArray[np.int64]) -> list[set[int]]:
     return [set(values[both[pairs.fold == k]].ravel().tolist()) for k in range(len(pairs.folds))]
 
 
-def test_classes_are_kept_apart_where_they_suffice() -> None:
+def test_classes_are_kept_apart_where_they_suffice():
     labels = labels_of(*[12] * 40)
     items = np.arange(len(labels)) + 1000
     pairs = draw_pairs(items, labels)
@@ -222,7 +218,7 @@ def test_classes_are_kept_apart_where_they_suffice() -> None:
     assert not np.array_equal(pairs.first, other.first)
 
 
-def test_items_are_kept_apart_where_classes_do_not_suffice() -> None:
+def test_items_are_kept_apart_where_classes_do_not_suffice():
     labels = labels_of(*[100] * 5)
     pairs = draw_pairs(np.arange(500) + 1000, labels, count=800)
     check(pairs, labels, 10, 40)
@@ -231,7 +227,7 @@ def test_items_are_kept_apart_where_classes_do_not_suffice() -> None:
     assert all(len(group) == 5 for group in in_folds(pairs, labels))
 
 
-def test_few_items_are_shared_by_folds_but_no_pair_is() -> None:
+def test_few_items_are_shared_by_folds_but_no_pair_is():
     labels = labels_of(5, 5, 1)
     pairs = draw_pairs(np.arange(11) + 1000, labels)
     check(pairs, labels, 10, 2)  # 20 same pairs are all there are
@@ -264,14 +260,14 @@ def test_few_items_are_shared_by_folds_but_no_pair_is() -> None:
         ([1], {"count": 7}, "3 problems"),
     ],
 )
-def test_what_cannot_be_drawn_is_said(sizes: list[int], options: dict[str, int], says: str) -> None:
+def test_what_cannot_be_drawn_is_said(sizes, options, says):
     labels = labels_of(*sizes)
     with pytest.raises(DataError) as error:
         draw_pairs(np.arange(len(labels)), labels, **options)
     assert says in str(error.value)
 
 
-def test_same_pairs_are_shared_out_evenly_among_classes() -> None:
+def test_same_pairs_are_shared_out_evenly_among_classes():
     labels = labels_of(100, 3, 20, 1)
     random = np.random.default_rng(0)
     rows = _same(labels, 63, random)
@@ -283,24 +279,21 @@ def test_same_pairs_are_shared_out_evenly_among_classes() -> None:
         )
 
 
-def test_different_pairs_that_are_mostly_of_two_classes_come_to_an_end() -> None:
+def test_different_pairs_that_are_mostly_of_two_classes_come_to_an_end():
     labels = labels_of(*[1] * 60, 300, 300)
     rows = _different(labels, 50_000, np.random.default_rng(0))
     assert len({tuple(sorted(pair)) for pair in rows.tolist()}) == 50_000
     assert (labels[rows[:, 0]] != labels[rows[:, 1]]).all()
 
 
-def test_folds_for_a_list_without() -> None:
+def test_folds_for_a_list_without():
     same = np.arange(90) < 30
     fold, names = make_folds(same)
     assert names == tuple(map(str, range(1, 11)))
-    assert (
-        np.bincount(fold[same]).tolist() == [3] * 10
-        and np.bincount(fold[~same]).tolist() == [6] * 10
-    )
-    assert np.array_equal(fold, make_folds(same)[0]) and not np.array_equal(
-        fold, make_folds(same, seed=1)[0]
-    )
+    assert np.bincount(fold[same]).tolist() == [3] * 10
+    assert np.bincount(fold[~same]).tolist() == [6] * 10
+    assert np.array_equal(fold, make_folds(same)[0])
+    assert not np.array_equal(fold, make_folds(same, seed=1)[0])
     assert len(make_folds(np.arange(9) < 4)[1]) == 4
     for folds in (1, 31):
         with pytest.raises(DataError, match=f"cannot be divided into {folds} folds"):

@@ -90,9 +90,7 @@ def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "combiner", "learner"])
-def test_figures_are_those_of_the_models_own_distances(
-    fresh: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch):
     run = Run.open(fresh(kind))
     monkeypatch.setattr(verification_run, "_NUMBERS_PER_CALL", 160)  # a few pairs at a time
     results = verify(run, baseline=True)
@@ -117,7 +115,7 @@ def test_figures_are_those_of_the_models_own_distances(
     assert results.pairs["same"] == results.pairs["different"] >= 300 and results.notes == []
 
 
-def test_what_is_written(fresh: Callable[[str], Path]) -> None:
+def test_what_is_written(fresh):
     run = Run.open(fresh("plain"))
     results = verify(run, draw=400, seed=3, baseline=True)
     kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
@@ -133,17 +131,15 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
     assert f"raw pixels (AUC {kept['metrics']['raw pixels']['auc']:.4f})" in picture
     text = results.table()
     assert text.splitlines()[0].split() == ["trained", "raw", "pixels", "untrained"]
-    assert (
-        "200 same and 200 different pairs" in text
-        and "in 10 folds which share classes but no item" in text
-    )
+    assert "200 same and 200 different pairs" in text
+    assert "in 10 folds which share classes but no item" in text
     # the pairs that were written are a list that can be read, for this run or another one
     again = verify(run, pairs=run.path / "verification-test-pairs.csv")
     assert again.metrics["trained"] == kept["metrics"]["trained"]
     assert again.pairs["file"].endswith("pairs.csv")
 
 
-def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path]) -> None:
+def test_raw_pixels_and_the_untrained_model_by_loops(fresh):
     run = Run.open(fresh("plain"))
     results = verify(run, draw=200, baseline=True)
     rows = written_pairs(run.path)
@@ -170,9 +166,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
     assert results.metrics["untrained"] == pytest.approx(start, abs=1e-9)
 
 
-def test_each_item_is_encoded_once(
-    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_item_is_encoded_once(fresh, monkeypatch):
     run = Run.open(fresh("combiner"))
     asked: list[int] = []
 
@@ -185,7 +179,7 @@ def test_each_item_is_encoded_once(
     assert len(asked) == len(set(asked)) == results.pairs["items"] < 600
 
 
-def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_exported_bundle_agrees(fresh, tmp_path):
     run = Run.open(fresh("combiner"))
     export(run, tmp_path / "bundle")
     figures = verify(run, draw=400, bundle=tmp_path / "bundle").metrics
@@ -200,13 +194,7 @@ def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path)
     [{}, {"query_vectors": True}, {"inner": True}, {"subspaces": True}, {"rescorer": True}],
     ids=lambda kind: "".join(kind) or "plain",
 )
-def test_a_bundles_distances_by_loops(
-    fresh: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    makers: Any,
-    kind: dict[str, bool],
-) -> None:
+def test_a_bundles_distances_by_loops(fresh, tmp_path, monkeypatch, makers, kind):
     folder = makers.make_bundle(tmp_path / "bundle", **kind)
     run = Run.open(fresh("plain"))
     seen: dict[str, Any] = {}
@@ -250,9 +238,7 @@ def test_a_bundles_distances_by_loops(
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_pairs_with_items_that_trained_are_told(
-    fresh: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
     run = Run.open(fresh("plain"))
     names: dict[str, list[str]] = {}
     for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
@@ -279,9 +265,7 @@ def test_pairs_with_items_that_trained_are_told(
     assert all(note in results.table() for note in results.notes)
 
 
-def test_a_run_without_the_items_and_a_full_disk(
-    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_the_items_and_a_full_disk(fresh, monkeypatch):
     run = Run.open(fresh("plain"))
     before = sorted(path.name for path in run.path.iterdir())
 
@@ -300,9 +284,7 @@ def test_a_run_without_the_items_and_a_full_disk(
         verify(run, side="validation")
 
 
-def test_the_command_on_digits_from_end_to_end(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("digits.toml").write_text(
         'name = "digits"\n[data]\nname = "core.digits"\n[split]\nby = "class"\ntest ='
@@ -316,10 +298,8 @@ def test_the_command_on_digits_from_end_to_end(
     done = cli(*evaluate, "--baseline", "--draw", 400, "--folds", 2)
     assert done.code == 0
     assert "tar_at_far_0.01" in done.out and "tar_at_far_0.001" not in done.out
-    assert (
-        "200 same and 200 different pairs" in done.out
-        and "in 2 folds which share no class" in done.out
-    )
+    assert "200 same and 200 different pairs" in done.out
+    assert "in 2 folds which share no class" in done.out
     assert done.out.splitlines()[-1] == "ROC curve: runs/digits/verification-test-roc.svg"
     found = json.loads(cli(*evaluate, "--split", "validation", "--json").out)
     assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
@@ -354,6 +334,5 @@ def test_the_command_on_digits_from_end_to_end(
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
     done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
-    assert done.code == 2 and "Leave --draw and --seed out with --protocol retrieval" in " ".join(
-        done.err.split()
-    )
+    assert done.code == 2
+    assert "Leave --draw and --seed out with --protocol retrieval" in " ".join(done.err.split())

@@ -32,11 +32,9 @@ def test_a_convolutional_net_keeps_its_vectors_at_every_batch_size(net, digits, 
     assert manifest.verified.largest_difference <= manifest.verified.tolerance == 1e-4
     assert manifest.verified.items == 300 and manifest.normalized and manifest.distance.exact
     assert manifest.input.dtype == "uint8" and manifest.input.shape == (1, 16, 16)
-    assert (
-        manifest.evaluation == {"MAP@R": 0.5}
-        and manifest.code is None
-        and not manifest.query_vectors
-    )
+    assert manifest.evaluation == {"MAP@R": 0.5}
+    assert manifest.code is None
+    assert not manifest.query_vectors
     assert {"python", "torch", "onnx", "onnxruntime", "embedding-retrieval"} <= set(
         manifest.versions
     )
@@ -137,12 +135,10 @@ def test_an_exact_combiner_with_query_vectors_of_its_own(vectors, parts, tmp_pat
     combiner = parts.Inner()
     model = Model(parts.Vectors(), combiner.build_head(64), combiner)
     manifest = export_model(model, features, tmp_path / "b", name="inner")
-    assert (
-        manifest.query_vectors
-        and manifest.vector == 9
-        and manifest.rescorer is None
-        and manifest.code is None
-    )
+    assert manifest.query_vectors
+    assert manifest.vector == 9
+    assert manifest.rescorer is None
+    assert manifest.code is None
     encoded = Bundle.open(tmp_path / "b", threads=1).encode(features)
     codes = torch.from_numpy(torch_codes(model, features))
     wanted = combiner.compute_mat(codes[:5], codes).detach().numpy().argsort(1)[:, :10]

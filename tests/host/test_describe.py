@@ -57,7 +57,7 @@ def pasted(factory: Factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind: str) -> None:
+def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind):
     for factory in PLUGINS.factories(kind).values():
         lines, shown = snippet(factory, PLUGINS), show_text(PLUGINS, factory.name)
         assert factory.name in lines
@@ -75,12 +75,12 @@ def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind: str) -> N
             assert f"  {p.name}: {p.type_text}" in shown and " ".join(p.doc.split()) in words
 
 
-def test_show_of_a_name_of_two_kinds_shows_both() -> None:
+def test_show_of_a_name_of_two_kinds_shows_both():
     text = show_text(PLUGINS, "pml.multi_similarity")
     assert "pml.multi_similarity (loss)" in text and "pml.multi_similarity (miner)" in text
 
 
-def test_built_in_back_ends_and_metrics_are_shown_by_both_names() -> None:
+def test_built_in_back_ends_and_metrics_are_shown_by_both_names():
     listed = list_text(PLUGINS, "indexes")
     for short in ("flat", "hnsw", "ivf"):
         assert f"  core.{short} " in listed
@@ -94,7 +94,7 @@ def test_built_in_back_ends_and_metrics_are_shown_by_both_names() -> None:
     assert '  metrics = ["core.map_at_r"]' in show_text(PLUGINS, "map_at_r")
 
 
-def test_show_suggests() -> None:
+def test_show_suggests():
     with pytest.raises(
         PluginError, match=r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"
     ):
@@ -107,7 +107,7 @@ def test_show_suggests() -> None:
         show_text(PLUGINS, "qqqqq")
 
 
-def test_a_required_parameter_is_marked() -> None:
+def test_a_required_parameter_is_marked():
     margin = PLUGINS.find("losses", "everything.margin")
     assert snippet(margin).splitlines() == [
         "[loss]",
@@ -122,7 +122,7 @@ def test_a_required_parameter_is_marked() -> None:
     assert "  classes: integer (given by the host)" in show_text(PLUGINS, "everything.fixed")
 
 
-def test_a_part_is_shown_inside_something_that_takes_it() -> None:
+def test_a_part_is_shown_inside_something_that_takes_it():
     text = snippet(PLUGINS.find("regularizers", "everything.lp"), PLUGINS)
     table = tomllib.loads(text)["loss"]
     assert table["name"].startswith("pml.")
@@ -130,7 +130,7 @@ def test_a_part_is_shown_inside_something_that_takes_it() -> None:
     assert snippet(PLUGINS.find("regularizers", "everything.lp")).startswith('[loss]\nname = "…"')
 
 
-def test_list_names_everything_by_kind() -> None:
+def test_list_names_everything_by_kind():
     text = list_text(PLUGINS)
     for source in PLUGINS.sources:
         assert re.search(rf"^{source.plugin} +{re.escape(source.origin)}$", text, re.M)

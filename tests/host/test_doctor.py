@@ -33,7 +33,7 @@ def distribution(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_here_all_is_well(tmp_path: Path) -> None:
+def test_here_all_is_well(tmp_path):
     done = run(tmp_path, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     facts: dict[str, Any] = json.loads(done.stdout)
@@ -45,9 +45,7 @@ def test_here_all_is_well(tmp_path: Path) -> None:
     assert facts["sees"]["onnxruntime"]["starts"][-1] == "CPUExecutionProvider"
 
 
-def test_everything_that_is_wrong_is_said_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_that_is_wrong_is_said_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     distribution(tmp_path, "click", "7.0")
     distribution(tmp_path, "onnxruntime-gpu", "1.31.0")
@@ -61,9 +59,7 @@ def test_everything_that_is_wrong_is_said_at_once(
     assert "names no CUDA device (nvidia-smi), and onnxruntime-gpu need one" in faults
 
 
-def test_a_device_that_stays_unused_is_a_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_stays_unused_is_a_fault(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text(
         '#!/bin/sh\nif [ -n "$1" ]; then echo "NVIDIA H100, 550.54"; else echo "| Driver Version:'
@@ -79,7 +75,7 @@ def test_a_device_that_stays_unused_is_a_fault(
 
 
 @pytest.mark.gpu
-def test_a_device_that_the_driver_names_is_used_by_torch(tmp_path: Path) -> None:
+def test_a_device_that_the_driver_names_is_used_by_torch(tmp_path):
     facts = json.loads(run(tmp_path, "--json").stdout)
     if not facts["devices"]:
         pytest.skip("no CUDA device")

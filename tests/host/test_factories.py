@@ -77,7 +77,7 @@ def everything(
     return locals()
 
 
-def test_values_arrive_in_the_types_that_were_asked_for() -> None:
+def test_values_arrive_in_the_types_that_were_asked_for():
     values = {
         "count": 3,
         "scale": 2,
@@ -107,7 +107,7 @@ def test_values_arrive_in_the_types_that_were_asked_for() -> None:
     assert read(everything).build(checked)["folder"] == Path("a/b")
 
 
-def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None:
+def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s():
     checked, problems = read(everything).check({"count": 3}, "[loss]")
     assert (checked, problems) == ({"count": 3}, [])
     built = read(everything).build(checked)
@@ -142,12 +142,12 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None
         ({"name": ["x" * 200]}, 'name: should be text, not ["' + "x" * 75 + "…."),
     ],
 )
-def test_wrong_values_are_one_readable_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_wrong_values_are_one_readable_sentence(values, sentence):
     wrong = {"count": 1, **values} if values else {}
     assert only(everything, **wrong).startswith(f"[loss] {sentence}")
 
 
-def test_no_word_of_pydantic_reaches_a_user() -> None:
+def test_no_word_of_pydantic_reaches_a_user():
     odd: list[Any] = ["text", 0, -1, 2.5, True, [], {}, ["a"], {"a": "b"}, [[1]], [None]]
     for p in read(everything).parameters:
         for value in odd:
@@ -158,7 +158,7 @@ def test_no_word_of_pydantic_reaches_a_user() -> None:
                 assert not re.search("input|valid |array|object|pydantic|literal", problem, re.I)
 
 
-def test_unknown_and_given_parameters() -> None:
+def test_unknown_and_given_parameters():
     def loss(margin: float = 0.1, embedding_size: int = 3) -> Any:
         """A loss.
 
@@ -178,7 +178,7 @@ def test_unknown_and_given_parameters() -> None:
     assert read(loss).parameters[1].default_text == "given by the host"
 
 
-def test_every_fault_of_a_signature_in_one_sentence() -> None:
+def test_every_fault_of_a_signature_in_one_sentence():
     def bad(a: int, b: int, /, c: Annotated[Any, Part("reducer")]) -> Any:
         pass
 
@@ -192,8 +192,8 @@ def test_every_fault_of_a_signature_in_one_sentence() -> None:
         assert sentence.count(fault) == 1, sentence
 
 
-def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault() -> None:
-    def bare(b, c: int, *rest: int, **others: Any) -> Any:  # type: ignore[no-untyped-def]
+def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
+    def bare(b, c: int, *rest: int, **others: Any) -> Any:
         return b, c, rest, others
 
     factory = read(bare)
@@ -210,11 +210,11 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault() -> None:
     assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
 
 
-def test_a_default_that_no_recipe_can_write_stays() -> None:
+def test_a_default_that_no_recipe_can_write_stays():
     def loss(
         activation: Callable[[Tensor], Tensor] = torch.relu,
         start: Tensor | None = None,
-        span: list = [],  # type: ignore[type-arg]  # noqa: B006
+        span: list = [],  # noqa: B006
     ) -> Any:
         return activation, start, span
 
@@ -227,10 +227,10 @@ def test_a_default_that_no_recipe_can_write_stays() -> None:
     )
 
 
-def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
+def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
     assert "object of type partial" in refused(functools.partial(everything, 3))
 
-    def unresolved(x: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
+    def unresolved(x: Nowhere) -> None:  # noqa: F821
         """A loss.
 
         Args:
@@ -250,7 +250,7 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
         read(module).check({}, "[loss]")
 
 
-def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsRecorder) -> None:
+def test_names_that_pydantic_keeps_for_itself_are_free(recwarn):
     def loss(
         copy: int,
         json: int = 1,
@@ -278,7 +278,7 @@ def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsR
     assert not recwarn
 
 
-def test_a_factory_that_refuses_its_values() -> None:
+def test_a_factory_that_refuses_its_values():
     def loss(near: float = 0.1, far: float = 1.0) -> None:
         """A loss.
 

@@ -50,9 +50,7 @@ def write(folder: Path, value: int) -> str:
     return f"{folder}/"
 
 
-def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_modules(
-    tmp_path: Path,
-) -> None:
+def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_modules(tmp_path):
     path, before = list(sys.path), set(sys.modules)
     for value in (1, 2):
         module = FilePlugin.from_name(write(tmp_path / str(value) / "my_plugin", value)).load()
@@ -65,7 +63,7 @@ def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_
     }
 
 
-def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
+def test_bytecode_in_a_folder_never_runs(tmp_path):
     item = write(tmp_path / "my_plugin", 4)
     evil = tmp_path / "evil.py"
     evil.write_text("value = 666")
@@ -78,9 +76,7 @@ def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
     assert module.helpers.value == module.taken == 4
 
 
-def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(
-    tmp_path: Path,
-) -> None:
+def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(tmp_path):
     plugin = FilePlugin.from_name(write(tmp_path / "my_plugin", 3))
     names = [
         "__init__.py",
@@ -101,7 +97,7 @@ def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_no
     ]
 
 
-def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
+def test_a_copy_works_without_what_it_was_copied_from(tmp_path):
     item = write(tmp_path / "mine" / "my_plugin", 5)
     copied = FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins")
     (copied / "gone.py").write_text("raise RuntimeError")
@@ -116,7 +112,7 @@ def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
     assert copy.load().lazily() == 10
 
 
-def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
+def test_a_file_is_copied_as_a_file(tmp_path):
     path = tmp_path / "my_plugin.py"
     path.write_text("value = 1\n")
     (tmp_path / "helpers.py").write_text("")
@@ -126,7 +122,7 @@ def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
-def test_absolute_imports_of_its_own_modules_are_explained(tmp_path: Path) -> None:
+def test_absolute_imports_of_its_own_modules_are_explained(tmp_path):
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")
     with pytest.raises(
@@ -144,7 +140,7 @@ def test_absolute_imports_of_its_own_modules_are_explained(tmp_path: Path) -> No
         load_plugins([str(tmp_path / "alone.py")])
 
 
-def test_a_recipe_finds_a_folder_beside_itself(tmp_path: Path) -> None:
+def test_a_recipe_finds_a_folder_beside_itself(tmp_path):
     (tmp_path / "shapes").mkdir()
     (tmp_path / "recipe.toml").write_text('plugins = ["shapes/", "retrieval_core"]')
     assert read_table(tmp_path / "recipe.toml")[0]["plugins"] == [
@@ -153,7 +149,7 @@ def test_a_recipe_finds_a_folder_beside_itself(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_plugin_is_a_sentence(tmp_path: Path) -> None:
+def test_what_is_no_plugin_is_a_sentence(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(PluginError, match=r"empty/ has no __init__\.py"):
         load_plugins([f"{tmp_path / 'empty'}/"])

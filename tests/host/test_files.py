@@ -12,7 +12,6 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_there(tmp_path: Path) -> None:
+def test_what_is_written_is_there(tmp_path):
     files.write_json(tmp_path / "a.json", {"é": [1, 2]})
     files.write_text(tmp_path / "a.txt", "é\n")
     files.write_bytes(tmp_path / "a.bin", b"\0\1", shared=True)
@@ -39,7 +38,7 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, shared: bool) -> None:
+def test_on_a_full_disk_the_old_file_stays(tmp_path, shared):
     path = tmp_path / "x"
     files.write_bytes(path, b"old", shared=shared)
     with files_of_at_most(1000):
@@ -51,7 +50,7 @@ def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, shared: bool) -> None
     assert names(tmp_path) == ["x"]
 
 
-def test_any_fault_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+def test_any_fault_while_writing_leaves_the_old_file(tmp_path):
     (tmp_path / "x").write_text("old")
     with pytest.raises(ZeroDivisionError), files.whole_file(tmp_path / "x") as temporary:
         temporary.write_bytes(b"half" * (1 // len(temporary.read_bytes())))
@@ -61,9 +60,7 @@ def test_any_fault_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
         files.write_text(tmp_path / "none" / "x", "", DataError)
 
 
-def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(
-    tmp_path: Path, killed: Callable[[Callable[[], object]], None]
-) -> None:
+def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path, killed):
     path = tmp_path / "x"
     path.write_text("old")
 
@@ -80,7 +77,7 @@ def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(
     assert names(tmp_path) == ["x"]
 
 
-def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "x.tmp").symlink_to(tmp_path / "victim")
     files.write_text(tmp_path / "x", "new")
@@ -89,7 +86,7 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Pat
     assert not (tmp_path / "x").is_symlink()
 
 
-def test_rights(tmp_path: Path) -> None:
+def test_rights(tmp_path):
     before = os.umask(0o022)
     try:
         files.write_bytes(tmp_path / "secret", b"", private=True)
@@ -107,7 +104,7 @@ def test_rights(tmp_path: Path) -> None:
     ]
 
 
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_whole(tmp_path):
     target, taken = tmp_path / "new" / "folder", DataError("taken")
     with files.whole_folder(target, replace=False, exists_error=taken) as temporary:
         (temporary / "below").mkdir()
@@ -176,9 +173,7 @@ def write(target: Path) -> None:
         (fresh / "whole").write_text("x")
 
 
-def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp_path):
     with writer(tmp_path / "one") as killed, writer(tmp_path / "two") as living:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -191,10 +186,7 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
     assert names(tmp_path) == ["three", "two"] and names(tmp_path / "two") == ["half"]
 
 
-def test_nothing_else_is_cleared(tmp_path: Path) -> None:
-    """Folders of the same name without a lock, with another's file in its place, of another kind,
-    or behind a link.
-    """
+def test_nothing_else_is_cleared(tmp_path):
     elsewhere = Path(tempfile.mkdtemp(dir=tmp_path))
     (elsewhere / "kept").write_text("x")
     with scratch_folder(tmp_path, ".a.", ".part") as path:
@@ -292,9 +284,6 @@ def test_any_content_of_the_file_is_survived(left, tmp_path):
 
 
 def test_never_two_at_a_time(tmp_path):
-    """Threads that take and give back without a pause: a removed file must not become a second
-    lock.
-    """
     inside, most, taken = [], [0], [0]
 
     def work():

@@ -130,7 +130,7 @@ def circle(package: Path) -> list[str]:
     return []
 
 
-def test_every_folder_is_a_floor() -> None:
+def test_every_folder_is_a_floor():
     found = {
         path.stem for path in PACKAGE.iterdir() if path.name not in ("py.typed", "__pycache__")
     }
@@ -138,11 +138,11 @@ def test_every_folder_is_a_floor() -> None:
     assert len(found) <= MOST_ENTRIES
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_down():
     assert not rising(PACKAGE)
 
 
-def test_an_import_that_goes_up_is_found(tmp_path: Path) -> None:
+def test_an_import_that_goes_up_is_found(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
     changed = copy / "serving" / "merging.py"
     changed.write_text(
@@ -154,13 +154,13 @@ def test_an_import_that_goes_up_is_found(tmp_path: Path) -> None:
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     assert not circle(PACKAGE)
     for plugin in plugins():
         assert not circle(PLUGINS / plugin)
 
 
-def test_a_circle_is_found(tmp_path: Path) -> None:
+def test_a_circle_is_found(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
     changed = copy / "recipe" / "tables.py"
     late = "\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n"
@@ -173,7 +173,7 @@ def plugins() -> set[str]:
     return {path.name for path in PLUGINS.iterdir() if (path / "__init__.py").is_file()}
 
 
-def test_the_host_imports_no_plugin_and_plugins_not_each_other() -> None:
+def test_the_host_imports_no_plugin_and_plugins_not_each_other():
     names = plugins()
     assert {"retrieval_core", "retrieval_pml"} <= names
     for module, path in [
@@ -186,7 +186,7 @@ def test_the_host_imports_no_plugin_and_plugins_not_each_other() -> None:
         assert "plugins" not in {t.partition(".")[0] for t, _ in imports(path, PLUGINS)}
 
 
-def test_plugins_import_the_face_and_what_is_listed() -> None:
+def test_plugins_import_the_face_and_what_is_listed():
     used = {
         (target, name)
         for plugin in plugins()
@@ -212,7 +212,7 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
     return set(json.loads(done.out.splitlines()[-1]))
 
 
-def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
+def test_import_retrieval_is_light(process):
     found = loaded(process, "import retrieval")
     assert not found & HEAVY
     assert {m for m in found if m.startswith("retrieval.")} == {
@@ -223,7 +223,7 @@ def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
     }
 
 
-def test_help_is_light(process: Callable[..., Any]) -> None:
+def test_help_is_light(process):
     code = """
 import io, contextlib, sys
 from retrieval.cli.app import COMMANDS, main
@@ -241,7 +241,7 @@ for call in calls:
     assert not loaded(process, code) & HEAVY
 
 
-def test_the_serving_side_never_imports_the_training_side(process: Callable[..., Any]) -> None:
+def test_the_serving_side_never_imports_the_training_side(process):
     names = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
     assert len(names) > 12
     found = loaded(process, "\n".join(f"import {name}" for name in names))
@@ -251,7 +251,7 @@ def test_the_serving_side_never_imports_the_training_side(process: Callable[...,
     assert not {m for m in found if m.startswith("retrieval_")}
 
 
-def test_loading_plugins_and_reading_recipes_loads_no_torch(process: Callable[..., Any]) -> None:
+def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
     code = (
         "import retrieval.recipe.read, retrieval.host.describe,"
         " retrieval.host.scaffold\nretrieval.host.plugins.load_plugins()"
@@ -261,9 +261,7 @@ def test_loading_plugins_and_reading_recipes_loads_no_torch(process: Callable[..
     assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
 
 
-def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(
-    process: Callable[..., Any],
-) -> None:
+def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process):
     code = """
 from retrieval.serving.index.backends import make_backend
 for name in ("flat", "hnsw", "ivf"):

@@ -31,19 +31,19 @@ def folders() -> dict[str, Path]:
     return found
 
 
-def test_the_packages_listed_are_the_folders_there(config: ConfigParser) -> None:
+def test_the_packages_listed_are_the_folders_there(config):
     listed = config["options"]["packages"].split()
     assert len(listed) == len(set(listed))
     assert set(listed) == set(folders())
 
 
-def test_no_module_lies_outside_a_package() -> None:
+def test_no_module_lies_outside_a_package():
     packages = set(folders().values())
     for root in (ROOT / "retrieval", ROOT / "plugins"):
         assert {path.parent for path in root.rglob("*.py")} <= packages
 
 
-def test_every_file_that_is_no_code_is_package_data(config: ConfigParser) -> None:
+def test_every_file_that_is_no_code_is_package_data(config):
     patterns = [p.strip() for p in config["options.package_data"]["*"].split(",")]
     for folder in folders().values():
         for path in folder.iterdir():
@@ -53,7 +53,7 @@ def test_every_file_that_is_no_code_is_package_data(config: ConfigParser) -> Non
                 )
 
 
-def test_every_template_of_a_new_plugin_is_package_data(config: ConfigParser) -> None:
+def test_every_template_of_a_new_plugin_is_package_data(config):
     patterns = [p.strip() for p in config["options.package_data"]["retrieval.host"].split(",")]
     files = [
         p.relative_to(ROOT / "retrieval" / "host")
@@ -65,12 +65,12 @@ def test_every_template_of_a_new_plugin_is_package_data(config: ConfigParser) ->
         assert any(path.match(pattern) for pattern in patterns), f"{path} is not installed"
 
 
-def test_every_package_says_that_it_is_typed(config: ConfigParser) -> None:
+def test_every_package_says_that_it_is_typed(config):
     for name, folder in folders().items():
         assert "." in name or (folder / "py.typed").is_file(), name
 
 
-def test_every_entry_point_imports_and_every_plugin_has_one(config: ConfigParser) -> None:
+def test_every_entry_point_imports_and_every_plugin_has_one(config):
     points = dict(
         line.split(" = ")
         for line in config["options.entry_points"]["retrieval"].strip().splitlines()
@@ -93,7 +93,7 @@ def test_every_entry_point_imports_and_every_plugin_has_one(config: ConfigParser
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_two_families_never_meet_in_one_extra(config: ConfigParser) -> None:
+def test_the_two_families_never_meet_in_one_extra(config):
     extras = config["options.extras_require"]
     for extra in extras:
         names = {re.split(r"[>\[]", line)[0] for line in extras[extra].split()}

@@ -6,7 +6,6 @@ import pytest
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
 from retrieval.errors import PluginError, RecipeError
-from retrieval.host.plugins import Plugins
 from retrieval.serving.store.address import Address
 
 GIVEN = {
@@ -17,7 +16,7 @@ GIVEN = {
 }
 
 
-def test_one_of_every_kind_is_found_checked_and_built(everything: Plugins) -> None:
+def test_one_of_every_kind_is_found_checked_and_built(everything):
     for kind, name, values in [
         ("datasets", "items", {"count": 2}),
         ("backbones", "same", {}),
@@ -42,7 +41,7 @@ def test_one_of_every_kind_is_found_checked_and_built(everything: Plugins) -> No
             assert made.shape == (3, 8)
 
 
-def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
+def test_parts_within_parts_and_lists_of_parts(everything):
     table = {
         "name": "everything.several",
         "losses": [
@@ -71,7 +70,7 @@ def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
     assert made.losses[0].distance is None
 
 
-def test_each_problem_of_a_nested_part_has_its_place(everything: Plugins) -> None:
+def test_each_problem_of_a_nested_part_has_its_place(everything):
     table = {
         "name": "everything.several",
         "losses": [
@@ -103,7 +102,7 @@ def test_each_problem_of_a_nested_part_has_its_place(everything: Plugins) -> Non
         assert problem.startswith(place) and words in problem
 
 
-def test_a_required_part_that_is_missing(everything: Plugins) -> None:
+def test_a_required_part_that_is_missing(everything):
     assert everything.check("losses", {"name": "everything.several"}, "[loss]") == [
         "[loss] losses: is required (a loss list)."
     ]
@@ -111,7 +110,7 @@ def test_a_required_part_that_is_missing(everything: Plugins) -> None:
         everything.build("losses", {"name": "everything.several"}, GIVEN)
 
 
-def test_the_host_s_distance_goes_before_the_default(everything: Plugins) -> None:
+def test_the_host_s_distance_goes_before_the_default(everything):
     distance = LpDistance(p=7)
     made = everything.build(
         "losses", {"name": "everything.margin", "scale": 1}, {**GIVEN, "distance": distance}
@@ -119,9 +118,9 @@ def test_the_host_s_distance_goes_before_the_default(everything: Plugins) -> Non
     assert made.distance is distance
 
 
-def test_what_the_host_does_not_know_is_said(everything: Plugins) -> None:
+def test_what_the_host_does_not_know_is_said(everything):
     with pytest.raises(
         PluginError,
         match=r"everything\.fixed asks the host for 'classes' \(number of training classes\)",
     ):
-        everything.build("losses", "everything.fixed", {"embedding_size": 3})  # type: ignore[arg-type]
+        everything.build("losses", "everything.fixed", {"embedding_size": 3})

@@ -19,13 +19,11 @@ from retrieval.recipe.read import check_recipe, read_recipe, to_toml
 Problems = Callable[..., tuple[str, ...]]
 
 
-def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
+def test_a_right_recipe_has_no_problem(table):
     recipe = check_recipe(table)
-    assert (
-        recipe.loss is not None
-        and recipe.loss.table == table["loss"]
-        and not recipe.backbone.frozen
-    )
+    assert recipe.loss is not None
+    assert recipe.loss.table == table["loss"]
+    assert not recipe.backbone.frozen
     assert recipe.phases[0].epochs == recipe.train.epochs == 10
     assert recipe.loaded.find("losses", "everything.margin")
 
@@ -82,9 +80,7 @@ def test_a_right_recipe_has_no_problem(table: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_one_mistake_is_one_sentence(
-    table: dict[str, Any], problems: Problems, changes: dict[str, Any], place: str, words: list[str]
-) -> None:
+def test_one_mistake_is_one_sentence(table, problems, changes, place, words):
     plugins = table["plugins"]
     merged = {k: v for k, v in {**table, **changes}.items() if v is not None}
     if merged.get("plugins") != plugins:  # the names of its parts are unknown without it
@@ -182,9 +178,7 @@ WITHOUT_GENERATOR = "is of no use without a [generator]"
         ),
     ],
 )
-def test_what_cannot_go_together(
-    table: dict[str, Any], problems: Problems, changes: dict[str, Any], words: list[str]
-) -> None:
+def test_what_cannot_go_together(table, problems, changes, words):
     found = problems({k: v for k, v in {**table, **changes}.items() if v is not None})
     assert len(found) == 1, found
     assert all(word in found[0] for word in words), found
@@ -211,15 +205,11 @@ def test_what_cannot_go_together(
         {"schedule": {"name": "StepLR", "options": {"step_size": 2}}},
     ],
 )
-def test_what_does_go_together(
-    table: dict[str, Any], problems: Problems, changes: dict[str, Any]
-) -> None:
+def test_what_does_go_together(table, problems, changes):
     assert problems({k: v for k, v in {**table, **changes}.items() if v is not None}) == ()
 
 
-def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(
-    table: dict[str, Any], problems: Problems
-) -> None:
+def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(table, problems):
     found = problems(
         {
             **table,
@@ -234,7 +224,7 @@ def test_a_wrong_table_hides_nothing_of_the_others_and_invents_nothing(
     assert len(problems({**table, "loss": 3})) == 1
 
 
-def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+def test_files_that_are_no_recipes(tmp_path):
     def refused(content: bytes | None) -> str:
         path = tmp_path / "recipe.toml"
         if content is None:
@@ -256,7 +246,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         read_recipe(tmp_path)
 
 
-def test_a_byte_order_mark_and_windows_lines_are_no_mistake(tmp_path: Path) -> None:
+def test_a_byte_order_mark_and_windows_lines_are_no_mistake(tmp_path):
     text = (
         '\ufeffname = "é"\r\n[data]\r\nname = "core.digits"\r\n[backbone]\r\nname ='
         ' "core.convnet"\r\n[loss]\r\nname = "pml.contrastive"\r\n'
@@ -265,7 +255,7 @@ def test_a_byte_order_mark_and_windows_lines_are_no_mistake(tmp_path: Path) -> N
     assert read_recipe(tmp_path / "recipe.toml").name == "é"
 
 
-def test_dates_have_no_place(tmp_path: Path) -> None:
+def test_dates_have_no_place(tmp_path):
     (tmp_path / "recipe.toml").write_text("name = 2024-01-01\n")
     with pytest.raises(
         RecipeError,
@@ -274,9 +264,7 @@ def test_dates_have_no_place(tmp_path: Path) -> None:
         read_recipe(tmp_path / "recipe.toml")
 
 
-def test_plugin_files_are_found_beside_the_recipe_then_here(
-    tmp_path: Path, table: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugin_files_are_found_beside_the_recipe_then_here(tmp_path, table, monkeypatch):
     (tmp_path / "sub").mkdir()
     recipe = tmp_path / "sub" / "recipe.toml"
     source = Path(table["plugins"][0]).read_text(encoding="utf-8")
@@ -302,7 +290,7 @@ def test_plugin_files_are_found_beside_the_recipe_then_here(
     assert len(caught.value.problems) == 2
 
 
-def test_a_recipe_keeps_its_plugins_and_is_compared_by_what_it_says(table: dict[str, Any]) -> None:
+def test_a_recipe_keeps_its_plugins_and_is_compared_by_what_it_says(table):
     recipe = check_recipe(table)
     loss = recipe.build("loss", features=3, embedding_size=2, classes=4)
     assert type(loss) is type(recipe.loaded.build("losses", table["loss"]))
@@ -316,14 +304,14 @@ def test_a_recipe_keeps_its_plugins_and_is_compared_by_what_it_says(table: dict[
     assert tomllib.loads(to_toml(recipe)) == tomllib.loads(tomli_w.dumps(table))
 
 
-def test_frozen_is_the_host_s_and_never_the_backbone_s(table: dict[str, Any]) -> None:
+def test_frozen_is_the_host_s_and_never_the_backbone_s(table):
     recipe = check_recipe({**table, "backbone": {**table["backbone"], "frozen": True}})
     assert recipe.backbone.frozen and "frozen" not in recipe.backbone.table
     assert tomllib.loads(to_toml(recipe))["backbone"] == {**table["backbone"], "frozen": True}
     assert recipe.build("backbone", features=2).features == 2
 
 
-def test_a_metric_s_parameters_survive_set_and_toml(tmp_path: Path, table: dict[str, Any]) -> None:
+def test_a_metric_s_parameters_survive_set_and_toml(tmp_path, table):
     path = tmp_path / "recipe.toml"
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
     entry = '{ name = "core.recall_at", k = 5 }'

@@ -7,9 +7,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from retrieval.errors import PluginError
@@ -42,9 +39,7 @@ for call in calls:
 """
 
 
-def test_a_bad_name_or_a_folder_that_exists_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_name_or_a_folder_that_exists_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("Acme", "a-b", "1a", "import", "é", "", "_x", "a.b", "pml"):
         with pytest.raises(PluginError):
@@ -59,12 +54,7 @@ def test_a_bad_name_or_a_folder_that_exists_writes_nothing(
 KINDS = list(EXAMPLES)
 
 
-def test_every_kind_installs_passes_its_own_test_and_is_used(
-    tmp_path: Path,
-    cli: Callable[..., Any],
-    process: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_kind_installs_passes_its_own_test_and_is_used(tmp_path, cli, process, monkeypatch):
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -77,9 +67,8 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     )
     for kind in KINDS:
         made = cli("plugins", "new", f"my_{kind}", "--kind", kind)
-        assert (
-            made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
-        )
+        assert made.code == 0
+        assert f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
     site = tmp_path / "site"
     folders = [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -120,11 +109,9 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     settings = {"path": site, "cwd": tmp_path, "seconds": 300, "OMP_NUM_THREADS": "1"}
     done = process("-c", CALLS, json.dumps(calls), json.dumps(own), **settings)
     assert done.code == 0, done.out + done.err
-    assert (
-        "retrieval-acme 0.1.0" in done.out
-        and "  acme.margin " in done.out
-        and "  pml.margin " in done.out
-    )
+    assert "retrieval-acme 0.1.0" in done.out
+    assert "  acme.margin " in done.out
+    assert "  pml.margin " in done.out
     assert "near: number = 0.2" in done.out
     assert (tmp_path / "run" / "summary.json").is_file()
     for kind in trained:
@@ -142,7 +129,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     assert '"id": "7.png"' in done.out and "my_index.matrix" in done.out
 
 
-def test_a_kind_that_is_none_is_refused(cli: Callable[..., Any]) -> None:
+def test_a_kind_that_is_none_is_refused(cli):
     outcome = cli("plugins", "new", "acme", "--kind", "reducer")
     assert (
         outcome.code == 2 and "'reducer' is not one of" in outcome.err and "'loss'" in outcome.err

@@ -7,9 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -69,17 +67,13 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
 )
-def test_a_recipe_is_mended_by_its_sentence(
-    recipe: Path, cli: Callable[..., Any], changes: list[str], words: str
-) -> None:
+def test_a_recipe_is_mended_by_its_sentence(recipe, cli, changes, words):
     done = cli("check", "r.toml", *changed(*changes))
     assert done.code == 2 and words in done.err and "Traceback" not in done.err, done
     assert done.err.startswith("Error: r.toml")  # the file is named
 
 
-def test_another_component_drops_the_parameters_of_the_one_before(
-    recipe: Path, cli: Callable[..., Any]
-) -> None:
+def test_another_component_drops_the_parameters_of_the_one_before(recipe, cli):
     assert (
         "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err
     )  # what stays is checked
@@ -94,7 +88,7 @@ def test_another_component_drops_the_parameters_of_the_one_before(
     assert done.code == 0 and "mined" not in done.out, done.err
 
 
-def test_none_unsets_a_key_that_the_recipe_sets(recipe: Path, cli: Callable[..., Any]) -> None:
+def test_none_unsets_a_key_that_the_recipe_sets(recipe, cli):
     done = cli("check", "r.toml", *changed("sampler.batches=none", "train.epochs=none"))
     assert done.code == 0 and "10 epochs" in done.out and "3 batches" not in done.out, done.err
     assert "[data] must name a dataset" in cli("check", "r.toml", *changed("data.name=none")).err
@@ -102,7 +96,7 @@ def test_none_unsets_a_key_that_the_recipe_sets(recipe: Path, cli: Callable[...,
     assert done.code == 2 and "2 problems" in done.err and "Did you mean 'batches'?" in done.err
 
 
-def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]) -> None:
+def test_sizes_that_a_loss_needs_are_named(recipe, cli):
     Path("sized.py").write_text(
         "from pytorch_metric_learning.losses import ArcFaceLoss\n"
         "from retrieval.plugin import hookimpl\n\n"
@@ -119,12 +113,11 @@ def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]
             *changed(f"loss.size={size}", f"loss.number={number}"),
         )
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
-        assert (
-            "5 classes train (num_classes)" in done.err and "width 64 (embedding_size)" in done.err
-        )
+        assert "5 classes train (num_classes)" in done.err
+        assert "width 64 (embedding_size)" in done.err
 
 
-def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_output_that_is_a_file(recipe, cli, tmp_path):
     from retrieval.export.export_model import refuse_existing as refuse_bundle
     from retrieval.serving.index.creating import refuse_existing as refuse_index
 
@@ -138,7 +131,7 @@ def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_pat
         refuse_bundle(file, replace=False)
 
 
-def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
+def test_each_folder_says_where_another_is_to_be_had(tmp_path):
     for folder, mark in (("run", "recipe.toml"), ("b", "manifest.json"), ("i", "index.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / mark).touch()
@@ -176,19 +169,19 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
         ("7B", 7),
     ],
 )
-def test_sizes(text: str, number: int) -> None:
+def test_sizes(text, number):
     assert BYTES.convert(text, None, None) == number
 
 
 @pytest.mark.parametrize("text", ["", "MB", "10XB", "-1", "0", "0.1", "1e6", "10MBB"])
-def test_what_is_no_size(text: str) -> None:
+def test_what_is_no_size(text):
     with pytest.raises(click.BadParameter):
         BYTES.convert(text, None, None)
     with pytest.raises(click.BadParameter):
         PIXELS.convert("10MB", None, None)
 
 
-def test_a_wrong_host_is_no_wrong_port() -> None:
+def test_a_wrong_host_is_no_wrong_port():
     from retrieval.serving.http.server import listen
 
     with pytest.raises(StoreError) as refused:
@@ -205,7 +198,7 @@ def test_a_wrong_host_is_no_wrong_port() -> None:
         listen("127.0.0.1", taken.getsockname()[1], "port")
 
 
-def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe, tmp_path):
     words = ["train", "r.toml", "--set", "train.epochs=1000", "--output", "a run"]
     with subprocess.Popen(
         [sys.executable, "-m", "retrieval.cli", *words],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -57,7 +56,7 @@ print(json.dumps([name for name in %s if name in sys.modules]))
 """
 
 
-def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
+def test_nothing_is_loaded_that_is_not_used(tmp_path):
     """Of `check`, and of a training with its checkpoint."""
     random = np.random.default_rng(0)
     for name in "abc":
@@ -79,7 +78,7 @@ SERVING = {"retrieval.serving", "retrieval.serving.images"}
 """What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
 
 
-def test_a_recipe_loads_of_serving_what_it_uses(tmp_path: Path) -> None:
+def test_a_recipe_loads_of_serving_what_it_uses(tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
         '[data]\nname = "core.digits"\n[split]\nby = "class"\n'

@@ -4,7 +4,6 @@ trained, shown.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,7 @@ def styles() -> Plugins:
     ],
     ids=lambda table: table and table["name"],
 )
-def test_each_style_trains(
-    loss: dict[str, Any], miner: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_each_style_trains(loss, miner, tmp_path):
     import torch
     from retrieval.run import checkpoint
     from retrieval.run.open import build_run
@@ -66,7 +63,7 @@ def test_each_style_trains(
     assert not torch.equal(before["head.0.weight"], after["head.0.weight"])
 
 
-def test_kwargs_pass_on_what_the_base_classes_spell_out(styles: Plugins) -> None:
+def test_kwargs_pass_on_what_the_base_classes_spell_out(styles):
     names = {f.name: [p.name for p in f.parameters] for f in styles.factories("losses").values()}
     upstream = [
         "embedding_regularizer",
@@ -88,7 +85,7 @@ def test_kwargs_pass_on_what_the_base_classes_spell_out(styles: Plugins) -> None
     )  # a word, not the host's combiner
 
 
-def test_what_an_untyped_parameter_refuses_is_a_sentence(styles: Plugins) -> None:
+def test_what_an_untyped_parameter_refuses_is_a_sentence(styles):
     def said(**values: Any) -> str:
         with pytest.raises(RecipeError) as caught:
             styles.build("losses", values, {"classes": 3, "embedding_size": 4})
@@ -107,7 +104,7 @@ def test_what_an_untyped_parameter_refuses_is_a_sentence(styles: Plugins) -> Non
     assert "styles.proxies cannot be made with these parameters: RuntimeError: " in huge
 
 
-def test_show_gives_hints_and_lines_to_paste(styles: Plugins) -> None:
+def test_show_gives_hints_and_lines_to_paste(styles):
     text = show_text(styles, "styles.documented")
     assert "margin: any = 0.1" in text and "reducer: a reducer" in text
     for hint in ("it has no docstring", "it does not document 'margin'", "'margin' has no type"):
@@ -143,9 +140,7 @@ def retrieval_metrics():
 '''
 
 
-def test_a_fault_disables_its_factory_and_nothing_else(
-    tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_fault_disables_its_factory_and_nothing_else(tmp_path, cli):
     file = tmp_path / "faulty.py"
     file.write_text(FAULTY)
     listed = cli("plugins", "list", "--plugin", file)

@@ -22,7 +22,7 @@ def alone(**options: float) -> PartialFC:
     """The loss of one process."""
     partial_fc.world_of = lambda: (0, 1)
     try:
-        return PartialFC(WIDTH, CLASSES, **options)  # type: ignore[arg-type]
+        return PartialFC(WIDTH, CLASSES, **options)
     finally:
         partial_fc.world_of = shards.world_of
 

@@ -23,16 +23,14 @@ def built(make: Make, tmp_path: Path, **tables: Any) -> Any:
 
 
 @pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
-def test_the_generator_is_bound_once_to_the_models_own_head(
-    make: Make, tmp_path: Path, combiner: dict[str, Any] | None
-) -> None:
+def test_the_generator_is_bound_once_to_the_models_own_head(make, tmp_path, combiner):
     run = built(make, tmp_path, combiner=combiner)
     generator = run.objective.generator
     assert len(generator.heads) == 1
     assert generator.heads[0] is run.model.head
 
 
-def test_a_bound_head_is_neither_saved_nor_trained_twice(make: Make, tmp_path: Path) -> None:
+def test_a_bound_head_is_neither_saved_nor_trained_twice(make, tmp_path):
     from accelerate import Accelerator
 
     run = built(make, tmp_path)
@@ -49,7 +47,7 @@ def test_a_bound_head_is_neither_saved_nor_trained_twice(make: Make, tmp_path: P
     )
 
 
-def test_it_sees_the_head_as_it_is_now(make: Make, tmp_path: Path) -> None:
+def test_it_sees_the_head_as_it_is_now(make, tmp_path):
     run = built(make, tmp_path)
     generator, head = run.objective.generator, run.model.head
     random = torch.Generator().manual_seed(0)
@@ -63,18 +61,14 @@ def test_it_sees_the_head_as_it_is_now(make: Make, tmp_path: Path) -> None:
     assert (moved == anchor).all(1).any()
 
 
-def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make, tmp_path):
     with pytest.raises(
         PluginError, match=r"Onto stores the head .* Keep it in a tuple: self\._head = \(head,\)\.$"
     ):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 
 
-def test_it_trains_and_resumes_to_the_same_bits(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_it_trains_and_resumes_to_the_same_bits(make, tmp_path, monkeypatch):
     """A run of two epochs, and one that stopped in its second and was resumed."""
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     train(whole, make(generator=ONTO))

@@ -50,7 +50,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["last", "previous", "best"])
-def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, name: str) -> None:
+def test_a_hundred_of_a_hundred_flips_are_refused(run, tmp_path, name):
     content = (run / "run" / "checkpoints" / f"{name}.safetensors").read_bytes()
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(content)
@@ -70,7 +70,7 @@ def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, nam
             checkpoint.load(path)
 
 
-def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path: Path) -> None:
+def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path):
     path = tmp_path / "x.safetensors"
     checkpoint.save(path, {"sha256": "0" * 64, "x": torch.arange(3.0)})
     content = path.read_bytes()
@@ -81,7 +81,7 @@ def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path: Path) -> None:
             checkpoint.load(path)
 
 
-def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_path: Path) -> None:
+def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
     for name, command, advice in (
         (
             "last",
@@ -101,9 +101,7 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_
         assert retrieval(*command, folder).exit_code == 0
 
 
-def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(
-    run: Path, tmp_path: Path
-) -> None:
+def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(run, tmp_path):
     whole = checkpoint.load(run / "run" / "checkpoints" / "last.safetensors")
     before = checkpoint.load(run / "run" / "checkpoints" / "previous.safetensors")
     assert (before["progress"]["epoch"], whole["progress"]["epoch"]) == (1, 2)

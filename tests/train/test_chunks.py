@@ -87,17 +87,13 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_that_of_the_whole_batch(
-    make: Make, double: None, tmp_path: Path, name: str
-) -> None:
+def test_the_gradient_is_that_of_the_whole_batch(make, double, tmp_path, name):
     """After three steps, each of which would carry on a difference of the one before."""
     whole = trained(make, tmp_path, None, **CASES[name])
     assert apart(trained(make, tmp_path, 5, **CASES[name]), whole) < 1e-6
 
 
-def test_dropout_and_running_statistics_are_drawn_once(
-    make: Make, double: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_and_running_statistics_are_drawn_once(make, double, tmp_path, monkeypatch):
     tables = {"backbone": {"name": "toolbox.net", "dropout": 0.4}, "loss": {"name": "pml.nt_xent"}}
     ours = trained(make, tmp_path, 4, **tables)
     random = torch.get_rng_state()
@@ -112,7 +108,7 @@ def test_dropout_and_running_statistics_are_drawn_once(
         assert torch.allclose(one, other, atol=1e-9), name
 
 
-def test_only_the_activations_of_a_chunk_are_in_memory(make: Make, tmp_path: Path) -> None:
+def test_only_the_activations_of_a_chunk_are_in_memory(make, tmp_path):
     peaks = []
     for chunk in (None, 8):
         of = trained(
@@ -136,9 +132,7 @@ def test_only_the_activations_of_a_chunk_are_in_memory(make: Make, tmp_path: Pat
     assert peaks[1] < peaks[0] / 3
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, stopped: Any
-) -> None:
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, stopped):
     recipe = make(
         loss={"name": "pml.contrastive"}, train={"epochs": 2, "checkpoint_every": 2, "chunk": 3}
     )
@@ -167,16 +161,12 @@ def last(folder: Path) -> dict[str, Any]:
         ({"train": {"chunk": 4}, "loss": None, "learner": {"name": "core.pca"}}, "Remove chunk"),
     ],
 )
-def test_what_cannot_go_together_is_refused(
-    make: Make, tables: dict[str, Any], sentence: str
-) -> None:
+def test_what_cannot_go_together_is_refused(make, tables, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(**tables)
 
 
-def test_two_processes_train_and_export_the_same(
-    make: Make, processes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_processes_train_and_export_the_same(make, processes, tmp_path, monkeypatch):
     """By chunks of each process's share, with a divided loss; the model exports as any other."""
     tables = {**STILL, **CASES["miner"]}
     chunked = make(**{**tables, "train": {"epochs": 1, "chunk": 3}})

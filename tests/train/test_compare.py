@@ -10,7 +10,7 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +77,8 @@ def retrieval_losses():
 
 
 def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    write, tmp_path, monkeypatch
+):
     monkeypatch.delenv(ALLOW, raising=False)
     paths, allowed = [write("triplet"), write("proxy")], [str(tmp_path / "mine.py")]
     whole = go(paths, tmp_path / "whole", plugins=allowed)
@@ -120,7 +120,7 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     )
 
 
-def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path: Path) -> None:
+def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path):
     one = Plan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
     plan.settle(tmp_path / "c", one)
     plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5))
@@ -135,7 +135,7 @@ def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path: Path) -> None:
         plan.settle(tmp_path / "c", one)
 
 
-def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_no_test_item_has_a_part_in_the_search(write, tmp_path):
     scores = []
     for scrambled in (False, True):
         data = {"name": "mine.digits", "scrambled": scrambled}
@@ -166,14 +166,12 @@ def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_p
             )
             made, inner = fold_recipe(job)
             assert set(inner.labels) == set("012345") and len(inner) == 120
-            held += made.split.test  # type: ignore[arg-type]
+            held += made.split.test
         assert sorted(held) == list("012345"), "each class of the training side judges once"
     assert scores[0] == scores[1] and all(score is not None for score in scores[0])
 
 
-def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(write, tmp_path):
     write("triplet")
     table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "loss": LOSSES["triplet"]}
     del table["search"]
@@ -205,9 +203,7 @@ def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
     )["trained"]
 
 
-def test_a_learner_that_draws_random_numbers_has_each_seed(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_learner_that_draws_random_numbers_has_each_seed(write, tmp_path):
     own = {
         "loss": None,
         "sampler": None,
@@ -236,7 +232,7 @@ def test_a_learner_that_draws_random_numbers_has_each_seed(
     assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
 
 
-def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_workers_find_the_same(write, tmp_path):
     paths = [write("triplet"), write("proxy")]
     alone = go(paths, tmp_path / "alone", search=0)
     together = go(paths, tmp_path / "together", search=0, workers=2)
@@ -247,11 +243,8 @@ def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> No
 
 
 def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
-    write: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cli: Callable[..., Any],
-) -> None:
+    write, tmp_path, monkeypatch, cli
+):
     monkeypatch.setenv("NOTED", str(tmp_path))
     (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
     tables = {
@@ -283,11 +276,9 @@ def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
             "--output",
             out,
         )
-        assert (
-            done.code == 130
-            and "The same command goes on" in done.err
-            and "Traceback" not in done.err
-        )
+        assert done.code == 130
+        assert "The same command goes on" in done.err
+        assert "Traceback" not in done.err
         workers = set(map(int, steps.read_text().split()))
         assert len(workers) == 2 and os.getpid() not in workers
         ends = time.monotonic() + 30
@@ -345,7 +336,7 @@ def proposed(
     return trials
 
 
-def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
+def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been():
     scores: list[float | None] = [None if n == 3 else (n * 7919 % 101) / 100 for n in range(24)]
     whole = proposed(Proposals("a", RANGES, {"loss.margin": 0.5}), scores)
     assert whole[0]["loss.margin"] == 0.5, "the recipe's own values come first"
@@ -361,10 +352,7 @@ def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
     assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
 
 
-def test_the_points_of_a_search_fill_its_range() -> None:
-    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points
-    again and again.
-    """
+def test_the_points_of_a_search_fill_its_range():
     first = set()
     for recipe in range(6):
         random = np.random.default_rng(recipe)
@@ -376,7 +364,7 @@ def test_the_points_of_a_search_fill_its_range() -> None:
     assert len(first) == 60, "recipes with the same ranges draw other points"
 
 
-def test_a_search_finds_an_optimum() -> None:
+def test_a_search_finds_an_optimum():
     for recipe in range(6):
         proposals, best = Proposals(f"recipe {recipe}", RANGES, {}), -np.inf
         for _ in range(32):
@@ -387,7 +375,7 @@ def test_a_search_finds_an_optimum() -> None:
         assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
 
 
-def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
+def test_an_optimum_at_the_edge_of_what_was_tried_is_said():
     def notes(*margins: float, best: float) -> list[str]:
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
         return Search({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
@@ -399,9 +387,7 @@ def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
     assert "highest loss.margin tried, 0.3" in high
 
 
-def test_splits_are_drawn_and_each_has_a_search_of_its_own(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_are_drawn_and_each_has_a_search_of_its_own(write, tmp_path, monkeypatch):
     paths = [write("triplet"), write("proxy")]
     found = go(paths, tmp_path / "c", seeds=1, splits=2, fold_by="item", repeats=2)
     held = []
@@ -419,9 +405,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
         drawn_splits(read_recipe(paths[0]), {}, 2)
 
 
-def test_a_sweep_is_a_comparison_of_settings_that_can_grow(
-    write: Callable[..., Path], tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_sweep_is_a_comparison_of_settings_that_can_grow(write, tmp_path, cli):
     path, out = write("triplet"), tmp_path / "sweep"
     more = ["--output", out, "--pretrained", "none", "--latex", "map_at_r"]
     done = cli("sweep", path, "loss.margin=0.1,0.2", "seed=0..1", *more)

@@ -55,7 +55,7 @@ def address() -> Iterator[str]:
         started.shutdown()
 
 
-def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
     assert not ray.is_initialized(), "it is the first test: one that is joined is taken"
     for name, loss in LOSSES.items():
         (tmp_path / f"{name}.toml").write_text(
@@ -67,9 +67,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         )
 
 
-def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(
-    address: str, tmp_path: Path
-) -> None:
+def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address, tmp_path):
     paths = []
     for name, loss in LOSSES.items():
         paths.append(tmp_path / f"{name}.toml")

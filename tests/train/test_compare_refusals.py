@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 from comparing import go
 from retrieval.errors import DataError, MissingDependency
 
 
-def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_at_once(write, tmp_path):
     good, out = write("triplet"), tmp_path / "out"
     with pytest.raises(DataError, match=r"no recipe .*a\.toml(.|\n)*no recipe .*b\.toml"):
         go([tmp_path / "a.toml", good, tmp_path / "b.toml"], out)
@@ -45,9 +41,7 @@ def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Pat
     assert not out.exists()
 
 
-def test_a_search_that_cannot_be_is_refused_before_anything_runs(
-    write: Callable[..., Path], tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path, cli):
     wrong = {
         "loss.margn": {"low": 0.1, "high": 0.2},
         "sampler.classes": {"low": 2, "high": 4},
@@ -63,10 +57,8 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(
     assert "proxy.toml" in said and "has no [search]" in said
     checked = cli("check", tmp_path / "triplet.toml")
     assert checked.code == 2 and "triplet.toml has 5 problems:" in checked.err
-    assert (
-        'optimizer.name = "Adm"' in checked.err
-        and "[search] sampler.classes: data, split" in checked.err
-    )
+    assert 'optimizer.name = "Adm"' in checked.err
+    assert "[search] sampler.classes: data, split" in checked.err
     for range_, sentence in (
         ({"low": 2, "high": 1}, "low < high"),
         ({"low": 0, "high": 1, "log": True}, "above 0"),
@@ -79,9 +71,7 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(
         go([write("triplet"), write("proxy")], tmp_path / "out", folds=4)
 
 
-def test_different_budgets_are_named_and_allowed_only_when_told(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_different_budgets_are_named_and_allowed_only_when_told(write, tmp_path):
     different = write(
         "proxy",
         train={"epochs": 2, "device": "cpu"},
@@ -107,9 +97,7 @@ def test_different_budgets_are_named_and_allowed_only_when_told(
     assert len(found.different) == 4
 
 
-def test_without_optuna_a_search_is_refused_in_a_sentence(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_optuna_a_search_is_refused_in_a_sentence(write, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[compare\]"):
         go([write("triplet"), write("proxy")], tmp_path / "out")

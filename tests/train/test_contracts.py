@@ -5,7 +5,6 @@ give; never a traceback.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,7 @@ def table(**tables: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tables", "words"), CASES, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
 )
-def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+def test_each_is_one_sentence(tables, words, tmp_path):
     recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
         train(tmp_path / "run", recipe)
@@ -172,13 +171,13 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
     ],
     ids=lambda tables: next(reversed(tables)),
 )
-def test_the_same_parts_unbroken_train(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_parts_unbroken_train(tables, tmp_path):
     recipe = check_recipe(table(**tables))
     assert train(tmp_path / "run", recipe).best.is_file()
 
 
 @pytest.mark.parametrize("hook", ["run_start(run)", "epoch_end(run, epoch)", "run_end(metrics)"])
-def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
+def test_a_hook_that_fails(hook, tmp_path):
     file = tmp_path / "hooked.py"
     file.write_text(
         f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n    return"
@@ -192,9 +191,7 @@ def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"A plugin's {name} failed: KeyError: 'gone' {place}")
 
 
-def test_on_the_command_line(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_command_line(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text(tomli_w.dumps(table(loss=of("loss", "raises"))))
     for command in ("check", "train"):
@@ -205,10 +202,8 @@ def test_on_the_command_line(
         )
     traced = cli("--debug", "check", "recipe.toml")
     assert traced.code == 2 and "Traceback (most recent call last)" in traced.err
-    assert (
-        "raise" in traced.err
-        and traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
-    )
+    assert "raise" in traced.err
+    assert traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
     for value in (
         "seed=99999999999999999999",
         "split.seed=-99999999999999999999",
@@ -242,7 +237,7 @@ BEFORE_TRAINING = [
     BEFORE_TRAINING,
     ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else "",
 )
-def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
+def test_check_says_what_train_says(tables, words):
     recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
         run_one_batch(recipe)

@@ -75,7 +75,7 @@ def cut_short(pixels: np.ndarray) -> Image.Image:
         ),
     ],
 )
-def test_what_is_no_image_is_one_sentence_that_names_the_item(make: Any, says: str) -> None:
+def test_what_is_no_image_is_one_sentence_that_names_the_item(make, says):
     dataset = check_dataset(Items(make), "acme.items")
     with pytest.raises((PluginError, DataError), match=says) as caught:
         dataset[3]
@@ -95,7 +95,7 @@ def test_what_is_no_image_is_one_sentence_that_names_the_item(make: Any, says: s
         (lambda x: np.full(64, np.nan), "gave NaN or infinity"),
     ],
 )
-def test_what_is_no_vector_is_one_sentence(make: Any, says: str) -> None:
+def test_what_is_no_vector_is_one_sentence(make, says):
     dataset = check_dataset(Items(make, kind="features"), "acme.items")
     with pytest.raises((PluginError, DataError), match=says):
         list(map(dataset.__getitem__, range(40)))
@@ -116,7 +116,7 @@ NAMES = [str(i % 4) for i in range(40)]
         [np.str_(name) for name in NAMES],
     ],
 )
-def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels: Any) -> None:
+def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels):
     given = Items(labels=labels, keys=torch.arange(40))
     checked = check_dataset(given, "acme.items")
     assert checked.labels == NAMES and all(type(label) is str for label in checked.labels)
@@ -161,14 +161,12 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         ),
     ],
 )
-def test_columns_that_break_the_contract_are_one_sentence(
-    columns: dict[str, Any], says: str
-) -> None:
+def test_columns_that_break_the_contract_are_one_sentence(columns, says):
     with pytest.raises(PluginError, match=f"^The dataset acme.items breaks its contract: .*{says}"):
         check_dataset(Items(**columns), "acme.items")
 
 
-def test_every_fault_is_said_at_once() -> None:
+def test_every_fault_is_said_at_once():
     with pytest.raises(PluginError) as caught:
         check_dataset(Items(labels=[0.5] * 39, files=["x"] * 40, kind="pictures"), "acme.items")
     assert all(
@@ -177,17 +175,17 @@ def test_every_fault_is_said_at_once() -> None:
     )
 
 
-def test_a_column_that_fails_is_a_sentence() -> None:
+def test_a_column_that_fails_is_a_sentence():
     class Broken(Items):
         @property
-        def splits(self) -> Any:  # type: ignore[override]
+        def splits(self) -> Any:
             raise KeyError("split")
 
     with pytest.raises(PluginError, match=r"The dataset acme\.items failed: KeyError: 'split'"):
         check_dataset(Broken(), "acme.items")
 
 
-def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes() -> None:
+def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes():
     checked = check_dataset(Items(np.copy, advice="Look again."), "acme.items")
     again = pickle.loads(pickle.dumps(checked))
     assert checked.advice == again.advice == "Look again." and len(again) == 40
@@ -197,9 +195,7 @@ def test_a_checked_dataset_has_the_others_attributes_and_goes_to_other_processes
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_training_ends_with_the_sentence(
-    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_ends_with_the_sentence(workers, tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
     table = {
         "split": {"by": "item"},
@@ -220,7 +216,7 @@ def pair(pixels: np.ndarray) -> Any:
     return Image.fromarray(pixels), "0"
 
 
-def test_pixels_are_not_listed() -> None:
+def test_pixels_are_not_listed():
     class Pixels(np.ndarray):
         def tolist(self) -> Any:
             raise AssertionError("a list of all pixels takes seconds and hundreds of megabytes")

@@ -43,9 +43,7 @@ def photos(tmp_path: Path) -> dict[str, Any]:
     return {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
 
 
-def test_four_epochs_decode_each_image_once(
-    make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_epochs_decode_each_image_once(make, photos, tmp_path, monkeypatch):
     decoded: Counter[int] = Counter()
     real = FileDataset.__getitem__
 
@@ -64,9 +62,7 @@ def test_four_epochs_decode_each_image_once(
     assert 0 < len(twice) <= 2 * 8 and {decoded[i] for i in twice} == {2}
 
 
-def test_the_processes_that_decode_end_with_a_run_that_fails(
-    make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_processes_that_decode_end_with_a_run_that_fails(make, photos, tmp_path, monkeypatch):
     monkeypatch.setenv("NAN_AT", "2")
     before = set(multiprocessing.active_children())
     crop = {"crop_scale": [0.5, 1.0]}
@@ -82,13 +78,8 @@ def test_the_processes_that_decode_end_with_a_run_that_fails(
 
 @pytest.mark.parametrize(("presses", "raised"), [(1, Interrupted), (2, KeyboardInterrupt)])
 def test_the_processes_that_decode_end_at_ctrl_c(
-    make: Make,
-    photos: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    presses: int,
-    raised: type[BaseException],
-) -> None:
+    make, photos, tmp_path, monkeypatch, presses, raised
+):
     before, seen, call = set(multiprocessing.active_children()), [], Step.__call__
 
     def pressing(self: Step, *batch: Any) -> dict[str, float]:

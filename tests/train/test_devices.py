@@ -54,9 +54,7 @@ items, and not at all.
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_several_processes_train_as_one_and_gather_codes_only(
-    make: Make, processes: Make, tmp_path: Path, world: int
-) -> None:
+def test_several_processes_train_as_one_and_gather_codes_only(make, processes, tmp_path, world):
     names = list(DIVIDED) if world == 2 else ["anchors"]
     for name in names:
         (tmp_path / f"{name}.toml").write_text(to_toml(make(**STILL, **DIVIDED[name])))
@@ -76,12 +74,7 @@ def test_several_processes_train_as_one_and_gather_codes_only(
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-def test_processes_begin_a_run_together_or_not_at_all(
-    make: Make, processes: Make, tmp_path: Path
-) -> None:
-    """One that comes late does not take the run that the first has begun for another; a folder in
-    use is refused to all.
-    """
+def test_processes_begin_a_run_together_or_not_at_all(make, processes, tmp_path):
     for name in ("first", "held", "late"):
         (tmp_path / f"{name}.toml").write_text(to_toml(make(**STILL)))
     with claimed(tmp_path / "held"):
@@ -93,29 +86,16 @@ def test_processes_begin_a_run_together_or_not_at_all(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_rows_all_at_once_and_in_blocks_give_the_same_loss_and_gradients(
-    processes: Make, world: int
-) -> None:
-    """Small shares are computed once; larger ones in blocks, once more for the gradient, whose
-    number of rows is bounded.
-    """
+def test_rows_all_at_once_and_in_blocks_give_the_same_loss_and_gradients(processes, world):
     processes(world, "blocks_process.py")
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_batch_norm_of_all_shares_is_that_of_the_whole_batch(processes: Make, world: int) -> None:
-    """Forward, gradients and running statistics; also a layer of one's own that calls torch's
-    function.
-    """
+def test_batch_norm_of_all_shares_is_that_of_the_whole_batch(processes, world):
     processes(world, "norm_process.py")
 
 
-def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(
-    make: Make, processes: Make, tmp_path: Path
-) -> None:
-    """Its exported graph has ordinary batch norm, and without the key the run's log says that it is
-    another run.
-    """
+def test_a_run_of_two_processes_with_batch_norm_is_that_of_one(make, processes, tmp_path):
     import onnx
     from retrieval.export.export_run import export
     from retrieval.run.open import Run

@@ -6,9 +6,6 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):
     path = tmp_path / "last.safetensors"
     checkpoint.save(path, {"x": torch.ones(3)})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -31,7 +28,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["last.safetensors"]
 
 
-def test_training_on_a_full_disk_is_one_sentence(make: Callable[..., Any], tmp_path: Path) -> None:
+def test_training_on_a_full_disk_is_one_sentence(make, tmp_path):
     made = make(head={"embedding_size": 16, "hidden": [2000, 2000]})
     (tmp_path / "recipe.toml").write_text(to_toml(made))
     code = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,9 +64,7 @@ def retrieval(*words: object) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_another_folder_and_without_the_data(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -39,9 +39,7 @@ def brute_force_recall_at_1(run: Any) -> float:
 
 
 @pytest.mark.parametrize("combiner", [None, {"name": "toolbox.local"}])
-def test_figures_equal_plain_loops_and_the_bundle_agrees(
-    make: Make, tmp_path: Path, combiner: Any
-) -> None:
+def test_figures_equal_plain_loops_and_the_bundle_agrees(make, tmp_path, combiner):
     run = trained(make, tmp_path / "run", combiner=combiner)
     export(run, tmp_path / "bundle")
     results = evaluate(run, baseline=True, clusters=True, bundle=tmp_path / "bundle")
@@ -71,7 +69,7 @@ def test_figures_equal_plain_loops_and_the_bundle_agrees(
         assert by_count[0] > 0.5
 
 
-def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_path: Path) -> None:
+def test_a_metric_with_parameters_reaches_log_table_and_json(make, tmp_path):
     run = trained(
         make,
         tmp_path / "run",
@@ -91,7 +89,7 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make: Make, tmp_pat
     assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
 
 
-def test_a_side_without_items_is_refused(make: Make, tmp_path: Path) -> None:
+def test_a_side_without_items_is_refused(make, tmp_path):
     run = trained(make, tmp_path / "run", split={"by": "class", "validation": 0.0})
     with pytest.raises(DataError, match="has no validation items"):
         evaluate(run, side="validation")

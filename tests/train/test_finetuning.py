@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from retrieval.training.process import make_accelerator
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
 from torch import nn
-from trained_weights import STILL, Make, fit, moved, start, weights
+from trained_weights import STILL, fit, moved, start, weights
 
 PLAIN: dict[str, Any] = {**STILL, "sampler": {"classes": 4, "items": 4, "batches": 3}}
 HEAD_THEN_WHOLE = [
@@ -62,9 +61,7 @@ def rates(step: Step) -> dict[str, tuple[float, float]]:
         ("core.timm", {"model": "convnext_atto", "size": 64}, 5, "stages.3.downsample.0.weight"),
     ],
 )
-def test_the_stages_of_a_net_are_the_blocks_it_is_written_in(
-    name: str, values: dict[str, Any], count: int, last: str
-) -> None:
+def test_the_stages_of_a_net_are_the_blocks_it_is_written_in(name, values, count, last):
     from retrieval.host.plugins import create
 
     if name == "core.timm":
@@ -77,7 +74,7 @@ def test_the_stages_of_a_net_are_the_blocks_it_is_written_in(
     )
 
 
-def test_rates_and_decays_follow_part_stage_pattern_and_depth(make: Make, tmp_path: Path) -> None:
+def test_rates_and_decays_follow_part_stage_pattern_and_depth(make, tmp_path):
     recipe = make(
         backbone={"name": "toolbox.net"},
         optimizer={
@@ -104,7 +101,7 @@ def test_rates_and_decays_follow_part_stage_pattern_and_depth(make: Make, tmp_pa
         assert actual[name] == pytest.approx(value), name
 
 
-def test_a_frozen_stage_keeps_weights_and_batch_statistics(make: Make, tmp_path: Path) -> None:
+def test_a_frozen_stage_keeps_weights_and_batch_statistics(make, tmp_path):
     recipe = make(
         backbone={"name": "toolbox.net"},
         phase=[{"name": "upper", "epochs": 1, "freeze": "stages:1"}],
@@ -156,7 +153,7 @@ def test_a_frozen_stage_keeps_weights_and_batch_statistics(make: Make, tmp_path:
         ),
     ],
 )
-def test_what_cannot_be_or_go_together(make: Make, tables: dict[str, Any], sentence: str) -> None:
+def test_what_cannot_be_or_go_together(make, tables, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(**tables)
 
@@ -176,9 +173,7 @@ def test_what_cannot_be_or_go_together(make: Make, tables: dict[str, Any], sente
         ({"phase": [{"freeze": ["backbone", "head", "loss"]}]}, "has parameters to train"),
     ],
 )
-def test_what_the_model_does_not_have(
-    make: Make, tmp_path: Path, tables: dict[str, Any], sentence: str
-) -> None:
+def test_what_the_model_does_not_have(make, tmp_path, tables, sentence):
     with pytest.raises(RecipeError, match=sentence):
         step_of(make(**tables), tmp_path)
 
@@ -186,7 +181,7 @@ def test_what_the_model_does_not_have(
 # --- warm-up and plateaus
 
 
-def test_the_run_says_how_long_the_rate_rises(make: Make, tmp_path: Path) -> None:
+def test_the_run_says_how_long_the_rate_rises(make, tmp_path):
     lines: list[str] = []
     recipe = make(**PLAIN, schedule={"name": "linear", "warmup": "2 steps"}, train={"epochs": 1})
     train(tmp_path / "run", recipe, report=lines.append)
@@ -203,7 +198,7 @@ def _lr_after(step: Step) -> float:
     return step.rates()["head"]
 
 
-def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make: Make, tmp_path: Path) -> None:
+def test_a_plateau_of_the_monitored_metric_lowers_the_rate(make, tmp_path):
     recipe = make(
         **PLAIN,
         schedule={"name": "ReduceLROnPlateau", "options": {"patience": 0, "factor": 0.5}},
@@ -229,7 +224,7 @@ def log(folder: Path) -> list[dict[str, Any]]:
 # --- the start and the monitored metric
 
 
-def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: Path) -> None:
+def test_the_start_is_kept_where_training_makes_it_worse(make, tmp_path):
     lines: list[str] = []
     recipe = make(**PLAIN, optimizer={"name": "SGD", "lr": 30.0}, seed=1)
     run = train(tmp_path / "run", recipe, report=lines.append)
@@ -247,7 +242,7 @@ def test_the_start_is_kept_where_training_makes_it_worse(make: Make, tmp_path: P
     assert not lines[-1].startswith("Only")
 
 
-def test_the_end_says_if_few_classes_validated(make: Make, tmp_path: Path) -> None:
+def test_the_end_says_if_few_classes_validated(make, tmp_path):
     lines: list[str] = []
     split = {"by": "class", "validation": 0.4, "validation_by": "class"}
     tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 1}}
@@ -255,9 +250,7 @@ def test_the_end_says_if_few_classes_validated(make: Make, tmp_path: Path) -> No
     assert lines[-1].startswith("Only 2 classes validated")
 
 
-def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(
-    make: Make, tmp_path: Path
-) -> None:
+def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(make, tmp_path):
     """The head's phase uses features that are computed once, as a frozen net's recipe does."""
     lines: list[str] = []
     phases = make(**PLAIN, phase=HEAD_THEN_WHOLE)
@@ -293,7 +286,7 @@ def retrieval_metrics():
 '''
 
 
-def test_a_plugins_metric_is_monitored_in_its_own_direction(tmp_path: Path, make: Make) -> None:
+def test_a_plugins_metric_is_monitored_in_its_own_direction(tmp_path, make):
     (tmp_path / "mine.py").write_text(METRICS)
     plugins = [*make().plugins, str(tmp_path / "mine.py")]
     lines: list[str] = []
@@ -311,7 +304,7 @@ def test_a_plugins_metric_is_monitored_in_its_own_direction(tmp_path: Path, make
     assert all("validation_mine.missed" in line for line in lines if line.startswith("epoch"))
 
 
-def test_a_frozen_backbone_with_random_weights_is_warned_of(make: Make, tmp_path: Path) -> None:
+def test_a_frozen_backbone_with_random_weights_is_warned_of(make, tmp_path):
     from retrieval.training.check import run_one_batch
 
     random = make(**{**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}})
@@ -328,7 +321,7 @@ def test_a_frozen_backbone_with_random_weights_is_warned_of(make: Make, tmp_path
 # --- averages of weights
 
 
-def test_ema_is_the_average_by_hand_and_is_what_is_kept(make: Make, tmp_path: Path) -> None:
+def test_ema_is_the_average_by_hand_and_is_what_is_kept(make, tmp_path):
     """Also over a resume: the second run stops after two of four steps' checkpoints."""
     recipe = make(
         **PLAIN,
@@ -362,7 +355,7 @@ def test_ema_is_the_average_by_hand_and_is_what_is_kept(make: Make, tmp_path: Pa
     )
 
 
-def test_the_mean_of_the_last_epochs_is_kept(make: Make, tmp_path: Path) -> None:
+def test_the_mean_of_the_last_epochs_is_kept(make, tmp_path):
     options = {"split": {"by": "class", "validation": 0.0}}
     ends = [
         weights(fit(tmp_path, make(**PLAIN, **options, train={"epochs": n}), f"end{n}"))
@@ -377,9 +370,7 @@ def test_the_mean_of_the_last_epochs_is_kept(make: Make, tmp_path: Path) -> None
 # --- LoRA
 
 
-def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
-    make: Make, tmp_path: Path
-) -> None:
+def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(make, tmp_path):
     pytest.importorskip("peft", reason="the extra lora is not installed")
     from retrieval.export.export_run import export
     from retrieval.serving.bundle import Bundle
@@ -414,7 +405,7 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(
     assert not [name for name in Run.open(folder).model.state_dict() if "lora" in name]
 
 
-def test_lora_names_the_layers_there_are(make: Make, tmp_path: Path) -> None:
+def test_lora_names_the_layers_there_are(make, tmp_path):
     pytest.importorskip("peft", reason="the extra lora is not installed")
     with pytest.raises(RecipeError, match=r"matches 'attn'. It has layers.0, layers.4"):
         build_run(tmp_path, make(lora={"modules": ["attn"]}))
@@ -457,9 +448,7 @@ def everything(plugins: list[str], variant: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("variant", ["", "lora", "plateau"])
-def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
-) -> None:
+def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(make, tmp_path, monkeypatch, variant):
     if variant == "lora":
         pytest.importorskip("peft", reason="the extra lora is not installed")
     recipe = check_recipe(everything(make().plugins, variant))
@@ -478,9 +467,7 @@ def test_a_run_that_is_stopped_anywhere_goes_on_bit_for_bit(
         assert summaries[0] == summaries[1]
 
 
-def test_two_processes_fine_tune_as_one(
-    make: Make, processes: Callable[..., str], tmp_path: Path
-) -> None:
+def test_two_processes_fine_tune_as_one(make, processes, tmp_path):
     from retrieval.recipe.read import to_toml
 
     variants = ["averaged", "plateau", *(["lora"] if find_spec("peft") else [])]
@@ -503,7 +490,7 @@ def test_two_processes_fine_tune_as_one(
         assert rates[0] == rates[1]
 
 
-def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path: Path) -> None:
+def test_the_pages_recipe_trains_head_then_whole_and_says_what_it_gained(tmp_path):
     """As on the page, on small digits and for a few steps."""
     pytest.importorskip("timm", reason="the extra efficientnet is not installed")
     page = Path(__file__).parents[2].joinpath("docs", "engineer.md").read_text(encoding="utf-8")

@@ -114,12 +114,7 @@ for i, call in enumerate(moments):
 """
 
 
-def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
-    recipe: Path, tmp_path: Path
-) -> None:
-    """By --resume where there is a folder, by the same command where there is none; both end as if
-    nothing had been.
-    """
+def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(recipe), str(tmp_path), "13"],
         capture_output=True,
@@ -155,12 +150,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
 
 
 @pytest.mark.parametrize("room", [0, 200, 2_000, 7_000, 20_000])
-def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(
-    recipe: Path, tmp_path: Path, room: int
-) -> None:
-    """No file may grow beyond `room`: from the recipe's copy to the first checkpoint, each is
-    refused in turn.
-    """
+def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(recipe, tmp_path, room):
     folder = tmp_path / "run"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
@@ -176,7 +166,7 @@ def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(
     assert same(folder, recipe.parent / "whole")
 
 
-def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> None:
+def test_two_processes_cannot_train_one_run(recipe, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
     (folder / "summary.json").unlink()
@@ -199,9 +189,7 @@ def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> Non
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
-    recipe: Path, tmp_path: Path
-) -> None:
+def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(recipe, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
     assert "a complete run, which goes on with a larger train.epochs" in sentence(
@@ -245,14 +233,14 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
         "a" * 101,
     ],
 )
-def test_a_name_that_is_no_folders_name_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_name_that_is_no_folders_name_is_refused(tmp_path, name):
     with pytest.raises(RecipeError, match=r"name: .*cannot be a folder's name") as refused:
         check_recipe(TABLE | {"name": name})
     assert "\x1b" not in str(refused.value)
     assert check_recipe(TABLE | {"name": "Ünï Köd – 2.1_b"}).name == "Ünï Köd – 2.1_b"
 
 
-def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch):
     from retrieval.cli.common import this_command
     from retrieval.cli.train import ONCE
 

@@ -108,7 +108,7 @@ def mine(tmp_path: Path) -> Path:
 # -------------------------------------------------------------------------------------------------
 
 
-def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> None:
+def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine):
     train(mine, "run", "--set", "train.epochs=1")
     train(mine, "whole")
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
@@ -143,7 +143,7 @@ FACTOR = Late()
 """Right in the look ahead, which would refuse to begin, and NaN in training."""
 
 
-def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
+def test_replace_plugins_goes_on_with_the_mended_files(mine):
     train(mine, "whole")
     (mine / "mine" / "factors.py").write_text(LATE)
     with pytest.raises(RetrievalError, match="loss is nan"):
@@ -169,7 +169,7 @@ def test_replace_plugins_goes_on_with_the_mended_files(mine: Path) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine: Path) -> None:
+def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine):
     step = "schedule.options={step_size=1, gamma=0.5}"
     schedule = ("--set", "schedule.name=StepLR", "--set", step)
     train(mine, "whole", *schedule, "--set", "train.epochs=4")
@@ -191,7 +191,7 @@ def test_trained_longer_it_ends_as_if_it_had_been_as_long_from_the_start(mine: P
     ]
 
 
-def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) -> None:
+def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine):
     with (mine / "recipe.toml").open("a") as file:
         file.write(
             '[[phase]]\nname = "head"\nepochs = 1\ntrain = ["head"]\n[[phase]]\nname ='
@@ -212,7 +212,7 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) ->
     assert same(load(mine / "run")["model"], load(mine / "whole")["model"])
 
 
-def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine: Path) -> None:
+def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
     train(mine, "run")
     before = {path: path.read_bytes() for path in (mine / "run").rglob("*") if path.is_file()}
     for changes, said in (
@@ -239,7 +239,7 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine: Path)
     assert all(after[path] == content for path, content in before.items())
 
 
-def test_a_run_that_stopped_early_needs_more_patience_too(mine: Path) -> None:
+def test_a_run_that_stopped_early_needs_more_patience_too(mine):
     early = ["--set", "train.epochs=9", "--set", "optimizer.lr=1e-9"]
     train(mine, "run", *early, "--set", "train.patience=1")
     done = len(log(mine / "run"))
@@ -253,7 +253,7 @@ def test_a_run_that_stopped_early_needs_more_patience_too(mine: Path) -> None:
     assert len(log(mine / "run")) == 12
 
 
-def test_a_learner_has_no_epochs_to_add(mine: Path) -> None:
+def test_a_learner_has_no_epochs_to_add(mine):
     learner = ["--set", 'learner.name="core.lda"']
     text = (mine / "recipe.toml").read_text().replace('[loss]\nname = "mine.scaled"\n', "")
     (mine / "recipe.toml").write_text(text)
@@ -266,9 +266,7 @@ def test_a_learner_has_no_epochs_to_add(mine: Path) -> None:
 # ------------------------------------------------------------------------------
 
 
-def test_training_starts_from_the_weights_of_another_run(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_starts_from_the_weights_of_another_run(mine, monkeypatch):
     monkeypatch.chdir(mine)
     train(mine, "a")
     still = [
@@ -293,7 +291,7 @@ def test_training_starts_from_the_weights_of_another_run(
     assert not (mine / "c").exists()
 
 
-def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine: Path) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine):
     train(mine, "a")
     wider = ["--set", "head.embedding_size=6", "--set", f"train.start_from={mine / 'a'}"]
     with pytest.raises(RetrievalError) as refused:
@@ -308,9 +306,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine: Path) -> No
         train(mine, "c", *deeper)
 
 
-def test_a_frozen_backbone_of_another_run_keeps_its_weights_also_when_resumed(
-    mine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_backbone_of_another_run_keeps_its_weights_also_when_resumed(mine, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(mine / "cache"))
     train(mine, "a")
     frozen = ["--set", "backbone.frozen=true", "--set", f"train.start_from={mine / 'a'}"]

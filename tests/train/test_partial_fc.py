@@ -29,7 +29,7 @@ MARGINS = [
 
 
 @pytest.mark.parametrize(("name", "theirs", "ours"), MARGINS)
-def test_it_is_the_known_loss(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_it_is_the_known_loss(name, theirs, ours):
     sizes = {"embedding_size": 6, "classes": 9}
     known = create("loss", name, **sizes, **theirs).double()
     loss = create("loss", "core.partial_fc", **sizes, **ours).double()
@@ -45,7 +45,7 @@ def test_it_is_the_known_loss(name: str, theirs: dict[str, Any], ours: dict[str,
     torch.testing.assert_close(loss.weight.grad, known.W.grad.T, rtol=1e-8, atol=1e-10)
 
 
-def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> None:
+def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked():
     torch.manual_seed(0)
     loss = create("loss", "core.partial_fc", embedding_size=3, classes=5, scale=4.0).double()
     codes, labels = (
@@ -57,17 +57,16 @@ def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> 
         loss(codes, torch.tensor([0, 1, 2, 5]))
 
 
-def test_shares_hold_each_row_once() -> None:
+def test_shares_hold_each_row_once():
     for whole, world in ((7, 3), (1_000_000, 7), (4, 4)):
         shares = [Shard.of(whole, rank, world) for rank in range(world)]
-        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])] and shares[
-            -1
-        ].stop == whole
+        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])]
+        assert shares[-1].stop == whole
         assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_several_processes_have_the_loss_and_gradients_of_one(processes: Make, world: int) -> None:
+def test_several_processes_have_the_loss_and_gradients_of_one(processes, world):
     """With other margins, with drawn classes, and clipped."""
     processes(world, "fc_process.py")
 
@@ -96,9 +95,7 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
-    make: Make, processes: Make, tmp_path: Path
-) -> None:
+def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, processes, tmp_path):
     made = make(**RECIPE)
     for name in ("two", "cut", "half", "four"):
         (tmp_path / f"{name}.toml").write_text(to_toml(made))
@@ -130,7 +127,7 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
         train(tmp_path / "lost", made, resume=True)
 
 
-def test_what_it_cannot_do_is_refused(make: Make) -> None:
+def test_what_it_cannot_do_is_refused(make):
     with pytest.raises(RecipeError, match=r"\[miner\]"):
         make(**RECIPE, miner={"name": "pml.multi_similarity"})
     with pytest.raises(RecipeError, match=r"\[generator\]"):

@@ -61,7 +61,7 @@ def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     )
 
 
-def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path: Path) -> None:
+def test_precision_and_memory_format_train_nearly_the_same(make, tmp_path):
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "bf16": {"precision": "bf16"},
@@ -78,9 +78,7 @@ def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path:
 @pytest.mark.skipif(
     not shutil.which("g++"), reason="torch.compile needs a C++ compiler, and there is no g++"
 )
-def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make, tmp_path):
     """The process has torch's real compiler, which is kept out where nothing is compiled."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
@@ -101,7 +99,7 @@ def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
     assert far(kept(tmp_path / "compiled"), kept(tmp_path / "plain")) < 1e-4
 
 
-def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_a_compiler_that_is_said(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
     with pytest.raises(
         RecipeError, match=r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
@@ -124,14 +122,12 @@ def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_what_is_not_compiled_is_refused(make: Make, tables: dict[str, Any], sentence: str) -> None:
+def test_what_is_not_compiled_is_refused(make, tables, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(**{"train": {"compile": True}, **tables})
 
 
-def test_deterministic_algorithms_are_on_in_training_and_off_after(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_deterministic_algorithms_are_on_in_training_and_off_after(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     seen: list[bool] = []
@@ -153,7 +149,7 @@ def test_deterministic_algorithms_are_on_in_training_and_off_after(
         assert far(kept(tmp_path / "one"), kept(tmp_path / "two")) == 0
 
 
-def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_path: Path) -> None:
+def test_a_part_without_a_deterministic_algorithm_is_refused(make, tmp_path):
     (tmp_path / "unrepeatable.py").write_text(UNREPEATABLE)
     tables = {
         "plugins": [str(Path(__file__).with_name("toolbox.py")), str(tmp_path / "unrepeatable.py")],
@@ -170,8 +166,8 @@ def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_pat
 
 
 def test_a_deterministic_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
+    make, tmp_path, monkeypatch
+):
     made = make(**PLAIN, train={"epochs": 2, "deterministic": True, "checkpoint_every": 3})
     train(tmp_path / "whole", made)
     real, calls = trainer.Trainer._train_batch, [0]

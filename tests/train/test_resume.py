@@ -103,7 +103,7 @@ for i in range(int(sys.argv[5])):
 """  # noqa: E501
 
 
-def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path: Path) -> None:
+def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     seed = 20261121
     kills = random.Random(seed).sample(range(1, STEPS + 1), 10)
@@ -164,7 +164,7 @@ def _same(one: object, other: object, where: str) -> None:
         assert one == other, where
 
 
-def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("epochs = 2", "epochs = 2000"))
     command = [
         sys.executable,

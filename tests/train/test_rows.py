@@ -109,7 +109,7 @@ def compare(loss: Any, kind: Rows, indices: Any, seed: int) -> float:
 @pytest.mark.parametrize(
     ("name", "options"), OPTIONS, ids=[f"{n}{i}" for i, (n, _) in enumerate(OPTIONS)]
 )
-def test_anchors_sums_make_the_whole_loss(name: str, options: dict[str, Any], miner: Any) -> None:
+def test_anchors_sums_make_the_whole_loss(name, options, miner):
     loss = made(name, options)
     kind = rows_of(loss, miner is not None)
     if miner is not None and name == "sup_con":
@@ -128,7 +128,7 @@ def test_anchors_sums_make_the_whole_loss(name: str, options: dict[str, Any], mi
 
 
 @pytest.mark.parametrize("name", ITEMWISE)
-def test_items_sums_make_the_whole_loss(name: str) -> None:
+def test_items_sums_make_the_whole_loss(name):
     loss = made(name)
     assert rows_of(loss, mined=True) is None  # its weights are relative to the whole batch's
     kind = rows_of(loss, mined=False)
@@ -136,10 +136,7 @@ def test_items_sums_make_the_whole_loss(name: str) -> None:
     assert compare(loss, kind, None, 0) > 1e-4
 
 
-def test_what_cannot_be_divided_is_computed_whole() -> None:
-    """Losses of pairs of anchors, regularised ones, other reducers, drawn triplets, and upstream's
-    own classes.
-    """
+def test_what_cannot_be_divided_is_computed_whole():
     regularised = {"embedding_regularizer": {"name": "pml.lp"}}
     drawn = {"triplets_per_anchor": 2}
     for loss in (
@@ -157,14 +154,14 @@ def test_what_cannot_be_divided_is_computed_whole() -> None:
         assert rows_of(loss, mined=False) is None
 
 
-def test_a_loss_that_says_rows_and_is_not_of_them_is_refused() -> None:
-    class Odd(upstream.ContrastiveLoss):  # type: ignore[misc]
+def test_a_loss_that_says_rows_and_is_not_of_them_is_refused():
+    class Odd(upstream.ContrastiveLoss):
         rows = "columns"
 
     with pytest.raises(PluginError, match="'columns'; it must be one of items, anchors, classes"):
         rows_of(Odd(), mined=False)
 
-    class Reduced(upstream.ContrastiveLoss):  # type: ignore[misc]
+    class Reduced(upstream.ContrastiveLoss):
         rows = "anchors"
 
         def compute_loss(self, *arguments: Any) -> Any:

@@ -41,7 +41,7 @@ def drawn(sampler: Any, of: TrainingItems | None = None, epoch: int = 0) -> list
 
 
 class TestRandom:
-    def test_each_item_comes_once_before_any_comes_again(self) -> None:
+    def test_each_item_comes_once_before_any_comes_again(self):
         batches = drawn(create("sampler", "core.random"), items(batches=25))
         assert [len(batch) for batch in batches] == [12] * 25
         order = np.concatenate(batches)
@@ -49,7 +49,7 @@ class TestRandom:
 
 
 class TestHierarchical:
-    def test_a_batch_holds_classes_of_few_groups(self) -> None:
+    def test_a_batch_holds_classes_of_few_groups(self):
         sampler = create("sampler", "core.hierarchical", level="genus", groups=2)
         for batch in drawn(sampler):
             assert sorted(Counter(LABELS[batch]).values()) == [3] * 4
@@ -57,13 +57,13 @@ class TestHierarchical:
         seen = {GENERA[row] for batch in drawn(sampler) for row in batch}
         assert seen == set(GENERA)
 
-    def test_further_groups_fill_a_batch(self) -> None:
+    def test_further_groups_fill_a_batch(self):
         sampler = create("sampler", "core.hierarchical", level="genus", groups=1)
         for batch in drawn(sampler, items(classes=6)):
             classes = Counter(GENERA[row] for row in batch)
             assert sorted(classes.values()) == [2 * 3, 4 * 3]
 
-    def test_a_class_of_two_groups_is_refused(self) -> None:
+    def test_a_class_of_two_groups_is_refused(self):
         columns = [{"genus": genus} for genus in GENERA]
         columns[3] = {"genus": "genus 2"}
         columns[15] = {}
@@ -73,7 +73,7 @@ class TestHierarchical:
 
 
 class TestHardClasses:
-    def test_it_takes_the_class_that_is_nearest_to_one_of_the_batch(self) -> None:
+    def test_it_takes_the_class_that_is_nearest_to_one_of_the_batch(self):
         random = np.random.default_rng(0)
         embeddings = random.normal(size=(120, 5)).astype(np.float32)
         sampler = create("sampler", "core.hard_classes")
@@ -90,7 +90,7 @@ class TestHardClasses:
                 )
                 assert order[size] == best
 
-    def test_other_embeddings_give_other_batches(self) -> None:
+    def test_other_embeddings_give_other_batches(self):
         sampler = create("sampler", "core.hard_classes")
         random = np.random.default_rng(0)
         one, other = (
@@ -100,7 +100,7 @@ class TestHardClasses:
         assert (one != other).any()
 
 
-def test_an_epoch_follows_from_seed_and_epoch_alone() -> None:
+def test_an_epoch_follows_from_seed_and_epoch_alone():
     for name, more in (("random", {}), ("hierarchical", {"level": "genus"})):
         sampler = create("sampler", f"core.{name}", **more)
         first, second = drawn(sampler, epoch=0), drawn(sampler, epoch=1)
@@ -133,9 +133,7 @@ def of_torch(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["state", "own generator", "global generator"])
-def test_torch_batch_samplers_resume_exactly(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
     """Batches of unequal sizes too; the second epoch differs from the first."""
 
     def recipe() -> Recipe:
@@ -179,7 +177,7 @@ def same(one: Path, other: Path) -> bool:
     return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_hard_classes_resume_within_an_epoch(make: Make, tmp_path: Path, stopped: Any) -> None:
+def test_hard_classes_resume_within_an_epoch(make, tmp_path, stopped):
     """The batches follow from the weights at the start of the epoch, which are gone by then."""
     recipe = make(
         sampler={"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5},
@@ -191,7 +189,7 @@ def test_hard_classes_resume_within_an_epoch(make: Make, tmp_path: Path, stopped
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(make, processes, tmp_path):
     for name in ("hard_classes", "random"):
         recipe = make(
             sampler={"name": f"core.{name}", "classes": 4, "items": 4, "batches": 3},
@@ -210,7 +208,7 @@ def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path)
         assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
 
 
-def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
+def test_a_plugin_offers_one(make, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from retrieval.plugin import hookimpl\n"
@@ -231,10 +229,10 @@ def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
     seen = []
     real = TrainBatches.draw
     try:
-        TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+        TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]
         train(tmp_path / "run", recipe)
     finally:
-        TrainBatches.draw = real  # type: ignore[method-assign]
+        TrainBatches.draw = real
     assert [batch.tolist() for batch in seen[-1]] == [
         list(range(i, i + 8)) for i in range(4, 60, 8)
     ]
@@ -249,7 +247,7 @@ def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
         ({"classes": 1}, "classes.*2"),
     ],
 )
-def test_a_wrong_table_is_refused(make: Make, sampler: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_table_is_refused(make, sampler, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(sampler=sampler)
 
@@ -258,7 +256,7 @@ def test_a_wrong_table_is_refused(make: Make, sampler: dict[str, Any], sentence:
     ("wrong", "sentence"),
     [([1, 100000], "not a list of positions"), ([[1, 2]], "not a list"), ([0.5], "not a list")],
 )
-def test_what_is_no_batch_is_refused(wrong: Any, sentence: str) -> None:
+def test_what_is_no_batch_is_refused(wrong, sentence):
     with pytest.raises(PluginError, match=f"Counting.*{sentence}"):
         drawn(as_batch_sampler(Counting(wrong), "object.Counting", 0))
     with pytest.raises(PluginError, match=r"must be a retrieval.plugin.BatchSampler"):
@@ -272,12 +270,12 @@ class Short(BatchSampler):
         return [[1, 2]]
 
 
-def test_another_number_of_batches_is_refused() -> None:
+def test_another_number_of_batches_is_refused():
     with pytest.raises(PluginError, match="Short drew 1 batches for epoch 0, but its length is 8"):
         drawn(Short())
 
 
-def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> None:
+def test_python_takes_one_and_asks_for_it_again(make, tmp_path):
     table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
     sampler = of_torch("own generator")
     retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
@@ -288,7 +286,7 @@ def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> N
         retrieval.load(tmp_path / "run")
 
 
-def test_samplers_by_name_in_torchs_way(make: Make) -> None:
+def test_samplers_by_name_in_torchs_way(make):
     """pytorch-metric-learning's sampler, as a batch sampler, gives whole batches of M per class."""
     labels = np.repeat(np.arange(6), 20)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import pytest
 from retrieval.recipe import read
 from retrieval.recipe.read import read_recipe
 from retrieval.training.comparison import space
@@ -32,9 +30,7 @@ optimizer.lr = { low = 1e-4, high = 1e-2, log = true }
 """
 
 
-def test_ends_and_choices_are_checked_without_loading_a_plugin_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ends_and_choices_are_checked_without_loading_a_plugin_again(tmp_path, monkeypatch):
     file = tmp_path / "triplet.toml"
     file.write_text(RECIPE, encoding="utf-8")
     loads: list[Any] = []

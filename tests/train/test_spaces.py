@@ -68,7 +68,7 @@ class Noted(nn.Module):
         return (embeddings[a] * ref_emb[n]).sum(1).mean()
 
 
-def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) -> None:
+def test_samples_are_embeddings_and_skip_the_head(make, tmp_path):
     recipe = check_recipe(
         {**BASE, "train": {"device": "cpu"}}, objects={"generator": Shifted(), "loss": Noted()}
     )
@@ -100,7 +100,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return model
 
 
-def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
+def test_two_processes_train_as_one(make, processes, tmp_path):
     """Of a generator, and of losses that draw random numbers or see whole rankings."""
     cases = {
         "symmetrical": SYMMETRICAL,
@@ -123,16 +123,14 @@ def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path)
         assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
 
 
-def test_another_space_is_refused() -> None:
+def test_another_space_is_refused():
     generator = Shifted()
-    generator.space = "pixels"  # type: ignore[misc,assignment]
+    generator.space = "pixels"
     with pytest.raises(PluginError, match=r"mine.shifted has space = 'pixels'; it must be \"feat"):
         check_generator(generator, "mine.shifted")
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, stopped: Any
-) -> None:
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, stopped):
     recipe = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
     train(tmp_path / "whole", recipe)
     stopped(tmp_path / "stopped", recipe, 4)

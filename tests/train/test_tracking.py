@@ -124,9 +124,7 @@ def same(one: Path, other: Path) -> bool:
     )
 
 
-def test_a_tracker_is_told_the_run_and_changes_nothing(
-    make: Make, acme: str, tmp_path: Path
-) -> None:
+def test_a_tracker_is_told_the_run_and_changes_nothing(make, acme, tmp_path):
     made = make(plugins=[*make().plugins, acme])
     lines: list[str] = []
     fit(made, tmp_path / "tracked", "acme.notes", tell=lines.append)
@@ -149,21 +147,16 @@ def test_a_tracker_is_told_the_run_and_changes_nothing(
     ]
     for line, record in zip(found[1:3], kept, strict=True):
         assert line["epoch"] == record["epoch"]
-        assert (
-            line["metrics"].items() <= record.items() and "validation_map_at_r" in line["metrics"]
-        )
+        assert line["metrics"].items() <= record.items()
+        assert "validation_map_at_r" in line["metrics"]
     best = json.loads((tmp_path / "tracked" / "summary.json").read_text())["validation"]
-    assert (
-        found[3]["epoch"] is None
-        and found[3]["metrics"]["best_validation_map_at_r"] == best["map_at_r"]
-    )
+    assert found[3]["epoch"] is None
+    assert found[3]["metrics"]["best_validation_map_at_r"] == best["map_at_r"]
     assert found[4]["how"] == "finished" and "acme.notes: a file" in lines
     assert not (tmp_path / "alone" / FILE).exists()
 
 
-def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
-    make: Make, acme: str, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(make, acme, tmp_path):
     made = make(plugins=[*make().plugins, acme])
 
     def stop(line: str) -> None:
@@ -184,9 +177,7 @@ def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
     assert Run.open(tmp_path / "run").recipe.name == "test"
 
 
-def test_no_tracker_stops_a_training(
-    make: Make, acme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tracker_stops_a_training(make, acme, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.1)
     monkeypatch.setattr(module, "FIRST_PATIENCE", 0.1)
     made = make(plugins=[*make().plugins, acme])
@@ -210,8 +201,8 @@ def test_no_tracker_stops_a_training(
 
 
 def test_what_is_no_tracker_is_refused_before_anything_is_written(
-    make: Make, acme: str, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make, acme, tmp_path, cli, monkeypatch
+):
     made = make(plugins=[acme, *make().plugins])
     with pytest.raises(PluginError, match=r"no tracker 'acme\.note' .*Did you mean 'acme\.notes'"):
         fit(made, tmp_path / "run", "acme.note")
@@ -225,7 +216,7 @@ def test_what_is_no_tracker_is_refused_before_anything_is_written(
     assert "embedding-retrieval[wandb]" in done.err and not (tmp_path / "run").exists()
 
 
-def test_tensorboard_has_steps_rates_metrics_the_recipe_and_a_sheet(tmp_path: Path) -> None:
+def test_tensorboard_has_steps_rates_metrics_the_recipe_and_a_sheet(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -289,9 +280,7 @@ def several(*marks: Any) -> Callable[[Any], Any]:
 
 
 @several(*real_one)
-def test_mlflow_has_the_figures_and_goes_on_with_its_run(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_has_the_figures_and_goes_on_with_its_run(make, tmp_path, monkeypatch):
     mlflow = real("mlflow", monkeypatch)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
@@ -307,9 +296,8 @@ def test_mlflow_has_the_figures_and_goes_on_with_its_run(
     ]
     run = client.get_run(key)
     assert run.info.status == "FINISHED" and run.info.run_name == "test"
-    assert (
-        run.data.params["loss.name"] == "toolbox.deadly" and run.data.params["train.epochs"] == "2"
-    )
+    assert run.data.params["loss.name"] == "toolbox.deadly"
+    assert run.data.params["train.epochs"] == "2"
     assert client.get_experiment(run.info.experiment_id).name == "retrieval"
     assert not any("warning" in line for line in lines), lines
     with tracking(["mlflow"], make(train={"epochs": 3}), lines.append):
@@ -324,7 +312,7 @@ def test_mlflow_has_the_figures_and_goes_on_with_its_run(
     assert not any("warning" in line for line in lines), lines
 
 
-def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_path: Path) -> None:
+def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme, tmp_path):
     small: dict[str, Any] = {
         "plugins": [acme],
         "data": {"name": "core.digits"},
@@ -363,16 +351,12 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_p
         one["map_at_r"] for each in found.contestants if each.recipe for one in each.metrics
     ]
     assert final[-1]["contrastive/map_at_r"] == pytest.approx(sum(tested[2:]) / 2)
-    assert (
-        sum("The tracker acme.refused failed" in line for line in lines) == 2
-        and "4 of 4 runs" in lines[-1]
-    )
+    assert sum("The tracker acme.refused failed" in line for line in lines) == 2
+    assert "4 of 4 runs" in lines[-1]
 
 
 @several(*real_one)
-def test_wandb_has_the_figures_offline_under_one_id(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_has_the_figures_offline_under_one_id(make, tmp_path, monkeypatch):
     real("wandb", monkeypatch)
     for name, value in {
         "WANDB_MODE": "offline",
@@ -397,7 +381,7 @@ def test_wandb_has_the_figures_offline_under_one_id(
     assert b"toolbox.deadly" in parts[0]
 
 
-def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> None:
+def test_a_learners_run_is_told_too(make, acme, tmp_path):
     made = make(
         plugins=[*make().plugins, acme],
         loss=None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training.trainer import train
-from trained_weights import GENERATOR, STILL, Make, fit, moved, start, weights
+from trained_weights import GENERATOR, STILL, fit, moved, start, weights
 
 
-def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves(
-    make: Make, tmp_path: Path
-) -> None:
+def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves(make, tmp_path):
     still = {"backbone": 0.0, "head": 0.0, "combiner": 0.0, "loss": 0.0}
     made = make(
         **STILL,
@@ -29,19 +26,14 @@ def test_with_a_zero_rate_the_metric_stays_bit_identical_and_the_generator_moves
     assert all(name.startswith("generator.") for name in changed)
 
 
-def test_with_a_zero_rate_the_generator_stays_bit_identical_and_the_metric_moves(
-    make: Make, tmp_path: Path
-) -> None:
+def test_with_a_zero_rate_the_generator_stays_bit_identical_and_the_metric_moves(make, tmp_path):
     made = make(**STILL, generator=GENERATOR, generator_optimizer={"lr_factor": {"generator": 0.0}})
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
     assert any(name.startswith("model.backbone") for name in changed)
     assert not any(name.startswith("generator.") for name in changed)
 
 
-def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_path: Path) -> None:
-    """The metric's gradient is that of J_m with the synthetic negatives as constants; the
-    generator's that of J_gen.
-    """
+def test_each_side_takes_the_gradient_of_its_own_objective_only(make, tmp_path):
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
@@ -55,7 +47,7 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
     random = checkpoint.random_state()
     losses = trainer.step.losses(inputs, labels)
     metric_side = [*run.model.parameters()]
-    generator_side = [*run.objective.generator.parameters()]  # type: ignore[union-attr]
+    generator_side = [*run.objective.generator.parameters()]
     passing = torch.autograd.grad(
         losses.metric, generator_side, retain_graph=True, allow_unused=True
     )
@@ -77,7 +69,7 @@ def test_each_side_takes_the_gradient_of_its_own_objective_only(make: Make, tmp_
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
 
 
-def test_joint_coupling_lets_both_gradients_flow_everywhere(make: Make, tmp_path: Path) -> None:
+def test_joint_coupling_lets_both_gradients_flow_everywhere(make, tmp_path):
     made = make(**STILL, generator=GENERATOR, train={"epochs": 1, "coupling": "joint"})
     separate = make(**STILL, generator=GENERATOR, train={"epochs": 1})
     one, other = weights(fit(tmp_path, made, "joint")), weights(fit(tmp_path, separate, "separate"))
@@ -86,17 +78,13 @@ def test_joint_coupling_lets_both_gradients_flow_everywhere(make: Make, tmp_path
     assert any(name.startswith("model.head") for name in changed)
 
 
-def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_phase_trains_its_parts_only_and_keeps_the_others_batch_statistics(make, tmp_path):
     made = make(phase=[{"name": "head", "epochs": 1, "train": ["head"]}])
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
     assert changed == {"model.head.0.weight", "model.head.0.bias"}
 
 
-def test_each_part_is_in_training_mode_where_it_trains_and_only_there(
-    make: Make, tmp_path: Path
-) -> None:
+def test_each_part_is_in_training_mode_where_it_trains_and_only_there(make, tmp_path):
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
@@ -110,19 +98,19 @@ def test_each_part_is_in_training_mode_where_it_trains_and_only_there(
     checkpoint.seed_everything(0)
     run = build_run(tmp_path, made)
     trainer = Trainer(run, Accelerator(cpu=True))
-    modules = [run.model.backbone, run.model.head, run.model.combiner, run.objective.generator]  # type: ignore[union-attr]
+    modules = [run.model.backbone, run.model.head, run.model.combiner, run.objective.generator]
     for number, part in enumerate(parts):
         trainer.progress.phase = number
         trainer._enter_phase()
         trainer.step.set_modes()
-        assert [module.training for module in modules] == [each == part for each in parts]  # type: ignore[union-attr]
+        assert [module.training for module in modules] == [each == part for each in parts]
         grads = {
             name for name, group in trainer.step.parts.items() for p in group if p.requires_grad
         }
         assert grads == {part}
 
 
-def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -> None:
+def test_a_generator_phase_leaves_the_metric_alone(make, tmp_path):
     made = make(
         generator=GENERATOR, phase=[{"name": "generator", "epochs": 1, "train": ["generator"]}]
     )
@@ -131,7 +119,7 @@ def test_a_generator_phase_leaves_the_metric_alone(make: Make, tmp_path: Path) -
     assert all(name.startswith("generator.") for name in changed)
 
 
-def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) -> None:
+def test_a_closed_form_generator_needs_no_optimiser(make, tmp_path):
     made = make(generator={"name": "toolbox.midpoint"}, miner={"name": "pml.triplet_margin"})
     lines = [
         json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
@@ -141,9 +129,7 @@ def test_a_closed_form_generator_needs_no_optimiser(make: Make, tmp_path: Path) 
     assert "generator_loss" not in lines[0]
 
 
-def test_a_losss_own_parameters_train_and_take_their_rates_factor(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_losss_own_parameters_train_and_take_their_rates_factor(make, tmp_path):
     loss = {"name": "toolbox.proxies"}
     moving = make(loss=loss, optimizer={"lr_factor": {"loss": 10.0}})
     assert "loss.proxies" in moved(
@@ -180,7 +166,7 @@ generator.
 """
 
 
-def test_rates_and_factors_reach_what_they_name(make: Make, tmp_path: Path) -> None:
+def test_rates_and_factors_reach_what_they_name(make, tmp_path):
     """One step of plain gradient descent: so many times the rate, so many times the way."""
     parts = ("model.backbone", "model.head", "model.combiner", "generator")
 
@@ -209,9 +195,7 @@ def test_rates_and_factors_reach_what_they_name(make: Make, tmp_path: Path) -> N
             assert length(way, part) / length(plain, part) == pytest.approx(factor, rel=1e-3), part
 
 
-def test_a_figure_is_the_mean_of_the_batches_that_have_it(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_a_figure_is_the_mean_of_the_batches_that_have_it(make, tmp_path, monkeypatch):
     """A batch without triplets has no generator's objective: that is none, not zero."""
     from retrieval.training.step import Losses, Step
 
@@ -230,7 +214,7 @@ def test_a_figure_is_the_mean_of_the_batches_that_have_it(
     assert line["generator_loss"] == pytest.approx(sum(had) / 2)
 
 
-def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> None:
+def test_an_epoch_without_triplets_is_warned_of(make, tmp_path):
     from retrieval.training.check import run_one_batch
 
     said: list[str] = []
@@ -250,9 +234,7 @@ def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("synthetic", "real_weight"), [(True, 0.0), (True, 0.5), (False, 0.0), (False, 0.5)]
 )
-def test_without_triplets_the_real_samples_count_as_ever(
-    make: Make, tmp_path: Path, synthetic: bool, real_weight: float
-) -> None:
+def test_without_triplets_the_real_samples_count_as_ever(make, tmp_path, synthetic, real_weight):
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
@@ -275,7 +257,7 @@ def test_without_triplets_the_real_samples_count_as_ever(
     assert losses.metric.requires_grad
 
 
-def test_frozen_features_give_what_the_frozen_backbone_gives(make: Make, tmp_path: Path) -> None:
+def test_frozen_features_give_what_the_frozen_backbone_gives(make, tmp_path):
     made = make(backbone={"name": "toolbox.net", "frozen": True})
     changed = moved(start(tmp_path, made), weights(fit(tmp_path, made)))
     assert all(name.startswith("model.head") for name in changed)

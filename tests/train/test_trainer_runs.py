@@ -6,18 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from retrieval.errors import DataError, RecipeError
 from retrieval.run.open import Run
-from trained_weights import GENERATOR, STILL, Make, fit, moved, start, weights
+from trained_weights import GENERATOR, STILL, fit, moved, start, weights
 
 
-def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path: Path) -> None:
+def test_weights_that_become_nan_are_never_kept_as_the_best(make, tmp_path):
     """In the last step of the first epoch: what was there before is evaluated."""
     from retrieval.evaluation.evaluate_run import evaluate
 
@@ -37,7 +35,7 @@ def test_weights_that_become_nan_are_never_kept_as_the_best(make: Make, tmp_path
     assert evaluate(Run.open(tmp_path / "run")).metrics["trained"]["recall_at_1"] > 0
 
 
-def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_path: Path) -> None:
+def test_early_stopping_ends_after_patience_and_keeps_the_best(make, tmp_path):
     made = make(train={"epochs": 50, "patience": 2}, optimizer={"lr": 1e-9})
     lines = [
         json.loads(x) for x in (fit(tmp_path, made) / "metrics.jsonl").read_text().splitlines()
@@ -50,9 +48,7 @@ def test_early_stopping_ends_after_patience_and_keeps_the_best(make: Make, tmp_p
     assert summary["validation"]["map_at_r"] == max(scores)
 
 
-def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(
-    make: Make, tmp_path: Path
-) -> None:
+def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(make, tmp_path):
     one, two = fit(tmp_path, make(), "one"), fit(tmp_path, make(), "two")
     assert not moved(weights(one), weights(two))
     assert moved(weights(one), weights(fit(tmp_path, make(seed=1), "three")))
@@ -60,28 +56,21 @@ def test_the_same_recipe_and_seed_give_the_same_numbers_and_another_seed_others(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is present")
-def test_training_on_a_gpu_with_fp16(make: Make, tmp_path: Path) -> None:
+def test_training_on_a_gpu_with_fp16(make, tmp_path):
     folder = fit(tmp_path, make(train={"epochs": 2, "precision": "fp16", "device": "cuda"}))
     assert json.loads((folder / "run.json").read_text())["machine"]["device"].startswith("cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 @pytest.mark.parametrize("options", [{"precision": "fp16"}, {"device": "cuda"}])
-def test_what_needs_a_gpu_is_refused_without_one(
-    make: Make, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_what_needs_a_gpu_is_refused_without_one(make, tmp_path, options):
     with pytest.raises(RecipeError, match=r"GPU"):
         fit(tmp_path, make(train=options))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("adversarial", [False, True])
-def test_two_processes_train_as_one(
-    make: Make, processes: Callable[..., str], tmp_path: Path, adversarial: bool
-) -> None:
-    """The batch, its pairs and either side's gradients are the whole batch's: two processes differ
-    by rounding only.
-    """
+def test_two_processes_train_as_one(make, processes, tmp_path, adversarial):
     from retrieval.recipe.read import to_toml
 
     sgd = {"name": "SGD", "lr": 0.05}
@@ -128,7 +117,7 @@ def test_two_processes_train_as_one(
 
 
 @pytest.mark.parametrize("learner", ["core.pca", "core.lda", "core.nca"])
-def test_a_learner_trains_saves_and_loads(make: Make, tmp_path: Path, learner: str) -> None:
+def test_a_learner_trains_saves_and_loads(make, tmp_path, learner):
     table: dict[str, Any] = (
         {"name": learner, "n_components": 4}
         if learner != "core.nca"

@@ -69,9 +69,7 @@ PLAIN = {
     ],
     ids=["classes", "mixed", "generator"],
 )
-def test_a_step_reads_nothing(
-    make: Make, tmp_path: Path, elsewhere: None, tables: dict[str, Any], mixed: bool
-) -> None:
+def test_a_step_reads_nothing(make, tmp_path, elsewhere, tables, mixed):
     recipe = make(**PLAIN, **tables)
     run = build_run(tmp_path, recipe)
     assert run.objective is not None
@@ -90,8 +88,8 @@ def test_a_step_reads_nothing(
 
 
 def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
+    make, tmp_path, monkeypatch
+):
     made = make(**PLAIN, loss={"name": "pml.contrastive"}, generator={"name": "toolbox.mover"})
     train(tmp_path / "at once", made)
     for module in (trainer, step, loss):
@@ -111,7 +109,7 @@ def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
         **{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}},
         loss=made.loss.table,
         generator=made.generator.table,
-    )  # type: ignore[dict-item]
+    )
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "resumed", again)
     train(tmp_path / "resumed", again, resume=True)
@@ -132,8 +130,8 @@ def _log(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_nan_names_its_step_and_leaves_the_last_good_checkpoint(
-    make: Make, tmp_path: Path, late: bool, request: pytest.FixtureRequest, monkeypatch: Any
-) -> None:
+    make, tmp_path, late, request, monkeypatch
+):
     if late:
         request.getfixturevalue("elsewhere")
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
@@ -146,12 +144,7 @@ def test_nan_names_its_step_and_leaves_the_last_good_checkpoint(
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
 
 
-def test_nan_is_said_where_a_part_fails_because_of_it(
-    make: Make, tmp_path: Path, elsewhere: None, monkeypatch: Any
-) -> None:
-    """The fourth step's loss is NaN, the sixth's miner refuses what came of it; the fourth is
-    named.
-    """
+def test_nan_is_said_where_a_part_fails_because_of_it(make, tmp_path, elsewhere, monkeypatch):
     monkeypatch.setenv("NAN_AT", "4")
     real, calls = Step._mined, [0]
 

@@ -24,10 +24,7 @@ def fit(tmp_path: Path, made: Any) -> Path:
     return tmp_path / "run"
 
 
-def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
-    """retrieval_run_start, retrieval_epoch_end and retrieval_run_end, with what their documentation
-    says.
-    """
+def test_the_runs_hooks_are_called(make, tmp_path):
     lines = [
         json.loads(x) for x in (fit(tmp_path, make()) / "hooks.jsonl").read_text().splitlines()
     ]
@@ -39,7 +36,7 @@ def test_the_runs_hooks_are_called(make: Make, tmp_path: Path) -> None:
     )
 
 
-def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> None:
+def test_a_taken_folder_is_refused_and_untouched(make, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine.txt").write_text("keep")
     with pytest.raises(DataError, match=r"exists already and holds no run"):
@@ -47,7 +44,7 @@ def test_a_taken_folder_is_refused_and_untouched(make: Make, tmp_path: Path) -> 
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["mine.txt"]
 
 
-def test_a_damaged_checkpoint_is_one_sentence(make: Make, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_one_sentence(make, tmp_path):
     folder = fit(tmp_path, make())
     best = folder / "checkpoints" / "best.safetensors"
     content = best.read_bytes()
@@ -59,7 +56,7 @@ def test_a_damaged_checkpoint_is_one_sentence(make: Make, tmp_path: Path) -> Non
         Run.open(folder)
 
 
-def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:
+def test_checkpoints_keep_every_nesting_and_type(tmp_path):
     state = {
         "a": {1: [torch.arange(3), (2.5, None, "x", True)]},
         "e": {},
@@ -68,13 +65,13 @@ def test_checkpoints_keep_every_nesting_and_type(tmp_path: Path) -> None:
     }
     checkpoint.save(tmp_path / "x.safetensors", state)
     again = checkpoint.load(tmp_path / "x.safetensors")
-    assert torch.equal(again["a"][1][0], state["a"][1][0])  # type: ignore[index]
+    assert torch.equal(again["a"][1][0], state["a"][1][0])
     assert again["a"][1][1] == (2.5, None, "x", True)
     assert (again["e"], again["l"]) == ({}, [])
     assert again["t"].dtype == torch.bfloat16
 
 
-def test_resuming_with_another_recipe_is_refused(make: Make, tmp_path: Path) -> None:
+def test_resuming_with_another_recipe_is_refused(make, tmp_path):
     from retrieval.run.resume import changes
 
     folder = fit(tmp_path, make())
