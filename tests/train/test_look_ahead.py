@@ -5,7 +5,6 @@ open; and what needs no training.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from retrieval.training.trainer import train
 
 from .conftest import BASE
 
-Make = Callable[..., Any]
 NO_GRADIENT = '''
 import torch
 from retrieval.plugin import hookimpl

@@ -1,12 +1,9 @@
-"""Partial FC: one process's is the known loss; several processes', with their shares of the
-classes, is one process's.
-"""
+"""Partial FC: the known loss, with shares of the classes, saved and resumed by processes."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.training.trainer import train
 from torch import Tensor, nn
+from trained_weights import difference, load, summary
 
-Make = Callable[..., Any]
 MARGINS = [
     ("pml.arc_face", {"margin": 28.6}, {}),
     ("pml.arc_face", {"margin": 80.0}, {"margin": 80.0}),
@@ -65,12 +62,6 @@ def test_shares_hold_each_row_once():
         assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_several_processes_have_the_loss_and_gradients_of_one(processes, world):
-    """With other margins, with drawn classes, and clipped."""
-    processes(world, "fc_process.py")
-
-
 RECIPE: dict[str, Any] = {
     "sampler": {"classes": 4, "items": 4, "batches": 3},
     "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
@@ -82,17 +73,13 @@ RECIPE: dict[str, Any] = {
 
 def state(folder: Path) -> dict[str, Tensor]:
     """A run's weights, with the rows of all processes together, and their optimiser's state."""
-    kept = checkpoint.load(folder / "checkpoints" / "last.safetensors")
+    kept = load(folder)
     rows: dict[str, list[Tensor]] = {}
     for file in kept["shards"]["files"]:
         for name, part in checkpoint.load(folder / "checkpoints" / file)["rows"].items():
             rows.setdefault(name, []).append(part)
     assert set(rows) == {"modules/loss.weight/", "metric/loss.weight/momentum_buffer"}
     return {**kept["model"], **{name: torch.cat(parts) for name, parts in rows.items()}}
-
-
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, processes, tmp_path):
@@ -107,8 +94,8 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
     train(tmp_path / "alone", made)
     alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
     assert two["modules/loss.weight/"].shape == (5, 16)
-    assert apart(two, alone) < 2e-5
-    assert apart(state(tmp_path / "cut"), two) == 0  # bit for bit
+    assert difference(two, alone) < 2e-5
+    assert difference(state(tmp_path / "cut"), two) == 0  # bit for bit
     files = sorted(path.name for path in (tmp_path / "two" / "checkpoints").glob("shard-*"))
     assert files == [
         f"shard-0-{total}-{rank}of2.safetensors" for total in (3, 6) for rank in (0, 1)
@@ -117,10 +104,10 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
     for name in ("four", "one", "lost"):
         shutil.copytree(tmp_path / "half", tmp_path / name)
     processes(4, "train_process.py", str(tmp_path), "four+")
-    assert apart(state(tmp_path / "four"), alone) < 2e-5
+    assert difference(state(tmp_path / "four"), alone) < 2e-5
     train(tmp_path / "one", made, resume=True)
-    assert apart(state(tmp_path / "one"), alone) < 2e-5
-    assert json.loads((tmp_path / "one" / "summary.json").read_text())["steps"] == 6
+    assert difference(state(tmp_path / "one"), alone) < 2e-5
+    assert summary(tmp_path / "one")["steps"] == 6
 
     (tmp_path / "lost" / "checkpoints" / "shard-0-3-1of2.safetensors").unlink()
     with pytest.raises(DataError, match=r"There is no checkpoint .*shard-0-3-1of2"):
@@ -128,7 +115,6 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, proce
 
 
 def test_what_it_cannot_do_is_refused(make):
-    with pytest.raises(RecipeError, match=r"\[miner\]"):
-        make(**RECIPE, miner={"name": "pml.multi_similarity"})
-    with pytest.raises(RecipeError, match=r"\[generator\]"):
-        make(**RECIPE, generator={"name": "toolbox.mover"})
+    for part, name in (("miner", "pml.multi_similarity"), ("generator", "toolbox.mover")):
+        with pytest.raises(RecipeError, match=rf"\[{part}\]"):
+            make(**RECIPE, **{part: {"name": name}})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from retrieval.data.samplers import as_batch_sampler, drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import BatchSampler, TrainingItems
-from retrieval.recipe.read import Recipe, check_recipe, to_toml
-from retrieval.run import checkpoint
+from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.training.trainer import Trainer, train
 from torch.utils import data as torch_data
+from trained_weights import STILL, same
 
 from .conftest import BASE
 
-Make = Callable[..., Any]
 LABELS = np.repeat(np.arange(12), 10)
 GENERA = [f"genus {label // 4}" for label in LABELS]
 
@@ -169,43 +167,26 @@ def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def same(one: Path, other: Path) -> bool:
-    ours, theirs = (
-        checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
-        for folder in (one, other)
+def test_hard_classes_resume_within_an_epoch(make, resumes):
+    # the batches follow from the weights at the start of the epoch, which are gone by then
+    sampler = {"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5}
+    options = {"train": {"epochs": 2, "checkpoint_every": 2}}
+    resumes(make(sampler=sampler, loss={"name": "pml.contrastive"}, **options), 8)
+
+
+def test_two_processes_train_as_one(make, trains_as_one):
+    tables = {
+        **STILL,
+        "loss": {"name": "pml.contrastive"},
+        "optimizer": {"name": "SGD", "lr": 0.05},
+    }
+    sizes = {"classes": 4, "items": 4, "batches": 3}
+    trains_as_one(
+        {
+            name: make(**tables, sampler={"name": f"core.{name}", **sizes})
+            for name in ("hard_classes", "random")
+        }
     )
-    return all(torch.equal(ours[key], theirs[key]) for key in ours)
-
-
-def test_hard_classes_resume_within_an_epoch(make, tmp_path, stopped):
-    """The batches follow from the weights at the start of the epoch, which are gone by then."""
-    recipe = make(
-        sampler={"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5},
-        loss={"name": "pml.contrastive"},
-        train={"epochs": 2, "checkpoint_every": 2},
-    )
-    train(tmp_path / "whole", recipe)
-    stopped(tmp_path / "stopped", recipe, 8)
-    assert same(tmp_path / "whole", tmp_path / "stopped")
-
-
-def test_two_processes_train_as_one(make, processes, tmp_path):
-    for name in ("hard_classes", "random"):
-        recipe = make(
-            sampler={"name": f"core.{name}", "classes": 4, "items": 4, "batches": 3},
-            backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-            loss={"name": "pml.contrastive"},
-            optimizer={"name": "SGD", "lr": 0.05},
-        )
-        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
-        train(tmp_path / f"{name} one", recipe)
-    processes(2, "train_process.py", str(tmp_path), "hard_classes", "random")
-    for name in ("hard_classes", "random"):
-        one, two = (
-            checkpoint.load(tmp_path / run / "checkpoints" / "last.safetensors")["model"]
-            for run in (f"{name} one", name)
-        )
-        assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
 
 
 def test_a_plugin_offers_one(make, tmp_path):

@@ -4,9 +4,6 @@ is named all the same.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,15 +12,13 @@ from accelerate import Accelerator
 from retrieval.data.augment import MixedLabels
 from retrieval.errors import DataError
 from retrieval.model import loss
-from retrieval.run import checkpoint
 from retrieval.run.open import build_run
 from retrieval.training import step, trainer
 from retrieval.training.batch import all_finite
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
 from torch.utils._python_dispatch import TorchDispatchMode
-
-Make = Callable[..., Any]
+from trained_weights import load, log, same
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 """What has to be known on the CPU before it goes on."""
@@ -88,44 +83,15 @@ def test_a_step_reads_nothing(make, tmp_path, elsewhere, tables, mixed):
 
 
 def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
-    make, tmp_path, monkeypatch
+    make, tmp_path, request, resumes
 ):
-    made = make(**PLAIN, loss={"name": "pml.contrastive"}, generator={"name": "toolbox.mover"})
+    tables = {"loss": {"name": "pml.contrastive"}, "generator": {"name": "toolbox.mover"}}
+    made = make(**{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}}, **tables)
     train(tmp_path / "at once", made)
-    for module in (trainer, step, loss):
-        monkeypatch.setattr(module, "reads_at_once", lambda device: False)
-    train(tmp_path / "late", made)
-    stopped = trainer.Trainer._train_batch
-    calls = [0]
-
-    def stop(self: Any, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 8:
-            raise KeyboardInterrupt
-        return stopped(self, *given)
-
-    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
-    again = make(
-        **{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}},
-        loss=made.loss.table,
-        generator=made.generator.table,
-    )
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "resumed", again)
-    train(tmp_path / "resumed", again, resume=True)
-    lines = [_log(tmp_path / name) for name in ("at once", "late", "resumed")]
-    assert lines[0] == lines[1] == lines[2] and len(lines[0]) == 2
-    states = [
-        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")["model"]
-        for name in ("at once", "late", "resumed")
-    ]
-    for other in states[1:]:
-        assert all(torch.equal(states[0][name], other[name]) for name in other)
-
-
-def _log(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+    request.getfixturevalue("elsewhere")
+    resumes(made, 8)
+    assert same(tmp_path / "at once", tmp_path / "whole")
+    assert log(tmp_path / "at once") == log(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -139,7 +105,7 @@ def test_nan_names_its_step_and_leaves_the_last_good_checkpoint(
     monkeypatch.setenv("NAN_AT", "7")
     with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
         train(tmp_path / "run", make())
-    kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    kept = load(tmp_path / "run")
     assert kept["progress"]["total"] == 5
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
 
