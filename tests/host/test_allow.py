@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pty
+import py_compile
 import shutil
 import subprocess
 import sys
@@ -85,9 +87,8 @@ def test_what_the_user_names_is_the_users_word(stranger, cli):
 
 
 def test_python_is_told_what_allows_it(stranger, monkeypatch):
-    with pytest.raises(
-        PluginError, match="in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"
-    ):
+    says = "in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"
+    with pytest.raises(PluginError, match=says):
         read_recipe(stranger / "recipe.toml")
     asked: list[str] = []
     with answering(lambda brings: not asked.append(brings)):
@@ -101,14 +102,9 @@ def test_bytecode_beside_the_file_never_runs(stranger, cli):
     plugin = stranger / "theirs.py"
     evil = stranger / "evil.py"
     evil.write_text(PLUGIN.replace('"ran"', '"evil"'))
-    import importlib.util
-    import py_compile
-
-    py_compile.compile(
-        str(evil),
-        importlib.util.cache_from_source(str(plugin)),
-        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-    )
+    compiled = importlib.util.cache_from_source(str(plugin))
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(evil), compiled, invalidation_mode=unchecked)
     assert cli("check", stranger / "recipe.toml", "--allow-plugins").code == 0
     assert (stranger / "ran").exists() and not (stranger / "evil").exists()
 
@@ -119,9 +115,7 @@ def test_a_module_beside_the_recipe_is_no_installed_one(stranger, cli, monkeypat
     (package / "__init__.py").write_text(PLUGIN)
     (package / "more.py").write_text("")
     recipe = stranger / "recipe.toml"
-    recipe.write_text(
-        RECIPE.replace("theirs.py", "their_package").replace("theirs.mean", "their_package.mean")
-    )
+    recipe.write_text(RECIPE.replace("theirs.py", "theirs").replace("theirs", "their_package"))
     monkeypatch.syspath_prepend(stranger)
     refused(cli("check", recipe), package / "__init__.py", package / "more.py")
     assert "their_package" not in sys.modules

@@ -109,10 +109,8 @@ def test_a_bug_is_a_bug(shout, process):
 def test_ctrl_c_is_130(shout):
     env = {**os.environ, "PYTHONPATH": str(shout)}
     command = [sys.executable, "-m", "retrieval.cli", "wait"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as running:
-        assert running.stdout is not None and running.stderr is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=env) as running:
         assert running.stdout.readline() == "waiting\n"
         running.send_signal(signal.SIGINT)
         assert running.wait(timeout=30) == 130
@@ -196,10 +194,8 @@ def test_mistakes_on_the_command_line(cli, tmp_path, monkeypatch, arguments, wor
 
 def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli, tmp_path):
     path = tmp_path / "recipe.toml"
-    path.write_text(
-        '[data]\nname = "core.digts"\n[backbone]\nname = "core.convnet"\n[loss]\nname ='
-        ' "pml.circl"\n'
-    )
+    names = {"data": "core.digts", "backbone": "core.convnet", "loss": "pml.circl"}
+    path.write_text("".join(f'{part}.name = "{name}"\n' for part, name in names.items()))
     done = cli("check", path, "--set", "head.embedding_size=0")
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines()[0] == f"Error: {path} has 3 problems:"

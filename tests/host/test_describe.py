@@ -16,7 +16,7 @@ from retrieval.host.factory import KINDS, Factory, Parameter
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
 
-from .conftest import EVERYTHING
+from .conftest import EVERYTHING, TABLE
 
 PLUGINS = load_plugins([str(EVERYTHING)])
 ALL = [factory for kind in KINDS for factory in PLUGINS.factories(kind).values()]
@@ -45,14 +45,7 @@ def pasted(factory: Factory) -> dict[str, Any]:
         if p.required:
             text = re.sub(rf"\b{p.name} = …", f"{p.name} = {fill(p)}", text)
     pasted = tomllib.loads(text)
-    base: dict[str, Any] = {
-        "plugins": [str(EVERYTHING)],
-        "data": {"name": "everything.items"},
-        "backbone": {"name": "everything.same"},
-        "loss": {"name": "everything.margin", "scale": 1},
-    }
-    if factory.kind == "learners":
-        del base["loss"]
+    base = {k: v for k, v in TABLE.items() if (k, factory.kind) != ("loss", "learners")}
     return {**base, **pasted}
 
 
@@ -95,30 +88,24 @@ def test_built_in_back_ends_and_metrics_are_shown_by_both_names():
 
 
 def test_show_suggests():
-    with pytest.raises(
-        PluginError, match=r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"
+    for name, says in (
+        ("contrastve", r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"),
+        ("hnws", r"Nothing is called 'hnws'\. Did you mean 'hnsw'"),
+        ("qqqqq", "See: retrieval plugins list"),
     ):
-        show_text(PLUGINS, "contrastve")
-    with pytest.raises(PluginError, match=r"Nothing is called 'hnws'\. Did you mean 'hnsw'"):
-        show_text(PLUGINS, "hnws")
+        with pytest.raises(PluginError, match=says):
+            show_text(PLUGINS, name)
     with pytest.raises(PluginError, match=r"There is no index 'hnws'\. Did you mean 'hnsw'"):
         PLUGINS.find("indexes", "hnws")
-    with pytest.raises(PluginError, match="See: retrieval plugins list"):
-        show_text(PLUGINS, "qqqqq")
 
 
 def test_a_required_parameter_is_marked():
     margin = PLUGINS.find("losses", "everything.margin")
-    assert snippet(margin).splitlines() == [
-        "[loss]",
-        'name = "everything.margin"',
-        "scale = …  # number (> 0), required",
-        "margin = 0.1",
-        "# distance = …  # a distance",
-        "# reducer = …  # a reducer",
-    ]
-    assert "  scale: number (> 0) (required)" in show_text(PLUGINS, "everything.margin")
-    assert "  margin: number = 0.1" in show_text(PLUGINS, "everything.margin")
+    lines = ["[loss]", 'name = "everything.margin"', "scale = …  # number (> 0), required"]
+    lines += ["margin = 0.1", "# distance = …  # a distance", "# reducer = …  # a reducer"]
+    assert snippet(margin).splitlines() == lines
+    shown = show_text(PLUGINS, "everything.margin")
+    assert "  scale: number (> 0) (required)" in shown and "  margin: number = 0.1" in shown
     assert "  classes: integer (given by the host)" in show_text(PLUGINS, "everything.fixed")
 
 
@@ -136,9 +123,8 @@ def test_list_names_everything_by_kind():
         assert re.search(rf"^{source.plugin} +{re.escape(source.origin)}$", text, re.M)
     lines = text.splitlines()
     for factory in ALL:
-        (line,) = [
-            x for x in lines[lines.index(factory.kind) :] if x.startswith(f"  {factory.name} ")
-        ][:1]
+        own = lines[lines.index(factory.kind) :]
+        line = next(line for line in own if line.startswith(f"  {factory.name} "))
         assert factory.summary.split()[0] in line
     losses = list_text(PLUGINS, "losses")
     assert losses.startswith("losses\n") and "everything.items" not in losses

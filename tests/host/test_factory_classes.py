@@ -115,12 +115,8 @@ def test_classes_of_all_sorts_are_read():
     assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
     for make in (Scaled, Child, InInit):
         (p,) = read(make).parameters
-        assert (p.name, p.doc, p.default_text, p.type_text) == (
-            "scale",
-            "how much.",
-            "1.0",
-            "number",
-        )
+        shown = p.name, p.doc, p.default_text, p.type_text
+        assert shown == ("scale", "how much.", "1.0", "number")
     assert [p.name for p in read(Data).parameters] == ["size"]
 
 
@@ -152,19 +148,16 @@ def gives_anything():
     return Full()
 
 
-@pytest.mark.parametrize(
-    ("make", "reference", "miner"),
-    [
+def test_what_a_loss_takes_is_read_from_its_call():
+    for make, reference, miner in (
         (Full, True, True),
         (Short, False, False),
         (Stated, False, True),
         (gives_anything, True, True),
         (Silent, True, True),
-    ],
-)
-def test_what_a_loss_takes_is_read_from_its_call(make, reference, miner):
-    factory = read(make)
-    assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner)
+    ):
+        factory = read(make)
+        assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner), make
 
 
 def test_a_misspelt_trait_is_refused():

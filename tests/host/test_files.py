@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -91,17 +92,11 @@ def test_rights(tmp_path):
     try:
         files.write_bytes(tmp_path / "secret", b"", private=True)
         files.write_bytes(tmp_path / "plain", b"")
-        with files.whole_folder(
-            tmp_path / "folder", replace=False, exists_error=DataError("taken")
-        ):
-            pass
+        write(tmp_path / "folder")
     finally:
         os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "plain", "folder")] == [
-        0o600,
-        0o644,
-        0o755,
-    ]
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "plain", "folder")]
+    assert modes == [0o600, 0o644, 0o755]
 
 
 def test_a_folder_appears_whole(tmp_path):
@@ -111,29 +106,19 @@ def test_a_folder_appears_whole(tmp_path):
         (temporary / "below" / "a").write_text("1")
         assert not target.exists()
     assert (target / "below" / "a").read_text() == "1"
-    with (
-        pytest.raises(DataError, match="taken"),
-        files.whole_folder(target, replace=False, exists_error=taken) as other,
-    ):
-        (other / "b").write_text("2")
-    with (
-        pytest.raises(ZeroDivisionError),
-        files.whole_folder(target, replace=True, exists_error=taken),
-    ):
+    with pytest.raises(DataError, match="taken"):
+        write(target)
+    replacing = partial(files.whole_folder, target, replace=True, exists_error=taken)
+    with pytest.raises(ZeroDivisionError), replacing():
         _ = 1 / 0
     assert names(target) == ["below"]
-    with files.whole_folder(target, replace=True, exists_error=taken) as other:
+    with replacing() as other:
         (other / "b").write_text("2")
-    assert names(target) == ["b"]
-    assert names(target.parent) == ["folder"]
-    with (
-        files_of_at_most(1000),
-        pytest.raises(OSError, match="File too large"),
-        files.whole_folder(target, replace=True, exists_error=taken) as other,
-    ):
+    assert (names(target), names(target.parent)) == (["b"], ["folder"])
+    too_large = pytest.raises(OSError, match="File too large")
+    with files_of_at_most(1000), too_large, replacing() as other:
         (other / "c").write_bytes(bytes(5000))
-    assert names(target) == ["b"]
-    assert names(target.parent) == ["folder"]
+    assert (names(target), names(target.parent)) == (["b"], ["folder"])
 
 
 # Scratch folders: what a killed process leaves is cleared, and nothing else.
@@ -158,12 +143,8 @@ with whole_folder(Path(sys.argv[1]), replace=False, exists_error=DataError("take
 
 def writer(target: Path) -> subprocess.Popen[str]:
     """Start a process that fills a folder until its standard input ends."""
-    started = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, target],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = subprocess.Popen([sys.executable, "-c", _WRITER, target], **pipes)
     assert started.stdout is not None and started.stdout.readline() == "filled\n"
     return started
 
@@ -206,11 +187,8 @@ def test_nothing_else_is_cleared(tmp_path):
         pass
     assert names(tmp_path) == before
     assert (elsewhere / "kept").is_file()
-    assert all(
-        (tmp_path / name / "kept").is_file()
-        for name in before
-        if (tmp_path / name).is_dir() and name[0] == "."
-    )
+    folders = [tmp_path / name for name in before if name[0] == "." and (tmp_path / name).is_dir()]
+    assert all((folder / "kept").is_file() for folder in folders)
     if os.geteuid() == 0:  # another user's lock
         (tmp_path / ".a.67890123.part").mkdir()
         lock = tmp_path / ".a.67890123.part.lock"
@@ -246,10 +224,8 @@ def holder(tmp_path):
 
 
 def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
-    with (
-        pytest.raises(StoreError) as caught,
-        hold(tmp_path / "out", "building this index", StoreError),
-    ):
+    taking = hold(tmp_path / "out", "building this index", StoreError)
+    with pytest.raises(StoreError) as caught, taking:
         raise AssertionError
     text = str(caught.value)
     assert text.startswith(f"Another process is building this index: process {holder.pid} on ")
@@ -298,11 +274,9 @@ def test_never_two_at_a_time(tmp_path):
             except RetrievalError:
                 continue
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work) for _ in range(6)]:
+            done.result()
     assert most[0] == 1
     assert taken[0] > 10
 
@@ -331,20 +305,15 @@ def test_where_the_system_has_no_locks_a_marker_stands_in(tmp_path, monkeypatch)
         raise OSError(errno.ENOSYS, "no locks here")
 
     monkeypatch.setattr(locks, "flock", refuse)
+    refused = pytest.raises(RetrievalError, match="Another process")
     for _ in range(2):
-        with (
-            hold(tmp_path / "out", "x"),
-            pytest.raises(RetrievalError, match="Another process"),
-            hold(tmp_path / "out", "x"),
-        ):
+        with hold(tmp_path / "out", "x"), refused, hold(tmp_path / "out", "x"):
             raise AssertionError
 
 
 def test_where_nothing_can_be_written_a_sentence(tmp_path):
-    with (
-        pytest.raises(RetrievalError, match="cannot be locked"),
-        hold(tmp_path / "no" / "out", "x"),
-    ):
+    refused = pytest.raises(RetrievalError, match="cannot be locked")
+    with refused, hold(tmp_path / "no" / "out", "x"):
         raise AssertionError
 
 

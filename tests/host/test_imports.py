@@ -59,10 +59,8 @@ INNER = {
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
     """Every module below a folder, by its dotted name."""
     for path in sorted(root.rglob("*.py")):
-        yield (
-            ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"),
-            path,
-        )
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        yield ".".join(parts).removesuffix(".__init__"), path
 
 
 def imports(
@@ -81,11 +79,8 @@ def imports(
             for alias in node.names:
                 home = above.joinpath(*(node.module or "").split("."), alias.name)
                 is_module = (home / "__init__.py").is_file() or home.with_suffix(".py").is_file()
-                yield (
-                    (f"{node.module}.{alias.name}", "")
-                    if is_module
-                    else (str(node.module), alias.name)
-                )
+                module = f"{node.module}.{alias.name}" if is_module else str(node.module)
+                yield module, "" if is_module else alias.name
 
 
 def folder(module: str) -> str:
@@ -115,14 +110,10 @@ class Running(ast.NodeTransformer):
 
 def circle(package: Path) -> list[str]:
     """A circle of modules of a package that import each other when they run, if there is one."""
-    graph = {
-        module: {
-            t
-            for t, _ in imports(path, package.parent, Running().visit)
-            if t != module and t.startswith(package.name)
-        }
-        for module, path in modules(package)
-    }
+    graph = {}
+    for module, path in modules(package):
+        targets = {target for target, _ in imports(path, package.parent, Running().visit)}
+        graph[module] = {t for t in targets if t != module and t.startswith(package.name)}
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -131,9 +122,7 @@ def circle(package: Path) -> list[str]:
 
 
 def test_every_folder_is_a_floor():
-    found = {
-        path.stem for path in PACKAGE.iterdir() if path.name not in ("py.typed", "__pycache__")
-    }
+    found = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
     assert found == set().union(*FLOORS)
     assert len(found) <= MOST_ENTRIES
 
@@ -144,13 +133,8 @@ def test_imports_go_down():
 
 def test_an_import_that_goes_up_is_found(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
-    changed = copy / "serving" / "merging.py"
-    changed.write_text(
-        changed.read_text(encoding="utf-8")
-        + "\n\ndef late() -> None:\n    from retrieval.model.model import Model\n    assert"
-        " Model\n",
-        encoding="utf-8",
-    )
+    with (copy / "serving" / "merging.py").open("a") as file:
+        file.write("\ndef late() -> None:\n    from retrieval.model.model import Model\n")
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
 
 
@@ -162,9 +146,8 @@ def test_no_modules_import_each_other_in_a_circle():
 
 def test_a_circle_is_found(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
-    changed = copy / "recipe" / "tables.py"
-    late = "\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n"
-    changed.write_text(changed.read_text(encoding="utf-8") + late, encoding="utf-8")
+    with (copy / "recipe" / "tables.py").open("a") as file:
+        file.write("\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n")
     assert {"retrieval.recipe.tables", "retrieval.recipe.read"} <= set(circle(copy))
 
 
@@ -176,14 +159,11 @@ def plugins() -> set[str]:
 def test_the_host_imports_no_plugin_and_plugins_not_each_other():
     names = plugins()
     assert {"retrieval_core", "retrieval_pml"} <= names
-    for module, path in [
-        *modules(PACKAGE),
-        *(m for name in names for m in modules(PLUGINS / name)),
-    ]:
-        own = module.partition(".")[0]
-        foreign = {t.partition(".")[0] for t, _ in imports(path, PLUGINS)} & (names - {own})
-        assert not foreign, f"{module} imports {foreign}"
-        assert "plugins" not in {t.partition(".")[0] for t, _ in imports(path, PLUGINS)}
+    for root in (PACKAGE, *(PLUGINS / name for name in names)):
+        for module, path in modules(root):
+            targets = {target.partition(".")[0] for target, _ in imports(path, PLUGINS)}
+            foreign = targets & ({*names, "plugins"} - {root.name})
+            assert not foreign, f"{module} imports {foreign}"
 
 
 def test_plugins_import_the_face_and_what_is_listed():
@@ -215,12 +195,8 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
 def test_import_retrieval_is_light(process):
     found = loaded(process, "import retrieval")
     assert not found & HEAVY
-    assert {m for m in found if m.startswith("retrieval.")} == {
-        "retrieval.errors",
-        "retrieval.host",
-        "retrieval.host.cores",
-        "retrieval.host.lazy",
-    }
+    light = {"errors", "host", "host.cores", "host.lazy"}
+    assert {m for m in found if m.startswith("retrieval.")} == {f"retrieval.{m}" for m in light}
 
 
 def test_help_is_light(process):
@@ -252,11 +228,8 @@ def test_the_serving_side_never_imports_the_training_side(process):
 
 
 def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
-    code = (
-        "import retrieval.recipe.read, retrieval.host.describe,"
-        " retrieval.host.scaffold\nretrieval.host.plugins.load_plugins()"
-    )
-    found = loaded(process, code)
+    modules = "retrieval.recipe.read, retrieval.host.describe, retrieval.host.scaffold"
+    found = loaded(process, f"import {modules}; retrieval.host.plugins.load_plugins()")
     assert {"retrieval_core", "retrieval_pml"} <= found
     assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
 

@@ -57,11 +57,8 @@ def test_two_distributions_with_one_name_are_refused_before_loading(tmp_path, in
     assert done.code == 2
     assert "first-acme 1.2" in done.err and "second-acme 3.4" in done.err and "'acme'" in done.err
     assert "LOADED" not in done.out + done.err and "Traceback" not in done.err
-    code = (
-        "from retrieval.host.plugins import load_plugins; print([s.plugin for s in"
-        " load_plugins().sources])"
-    )
-    blocked = process("-c", code, path=tmp_path, RETRIEVAL_BLOCK="acme")
+    listed = "from retrieval.host.plugins import load_plugins as load; print(load().sources)"
+    blocked = process("-c", listed, path=tmp_path, RETRIEVAL_BLOCK="acme")
     assert blocked.code == 0 and "'acme'" not in blocked.out and "'pml'" in blocked.out
 
 
@@ -92,53 +89,54 @@ def test_a_file_and_a_module_serve_as_plugins(tmp_path, monkeypatch):
     plugins = load_plugins([file, "host_from_module", file])  # named twice is loaded once
     assert plugins.find("losses", "from_file.plain")
     assert plugins.find("losses", "host_from_module.plain")
-    assert (plugins.sources[-2].origin, plugins.sources[-1].origin) == (
-        f"file {file}",
-        "module host_from_module",
-    )
+    origins = [source.origin for source in plugins.sources[-2:]]
+    assert origins == [f"file {file}", "module host_from_module"]
+
+
+DATA = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from retrieval.plugin import hookimpl
+
+@dataclass
+class Data:
+    """Items.
+
+    Args:
+        size: pixels.
+    """
+    size: int = 3
+
+@hookimpl
+def retrieval_datasets():
+    return {"data": Data}
+'''
 
 
 def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path):
-    code = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom"
-        ' retrieval.plugin import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n'
-        '        size: pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n'
-        "    return {'data': Data}\n"
-    )
-    plugins = load_plugins([write(tmp_path, "datas.py", code)])
+    plugins = load_plugins([write(tmp_path, "datas.py", DATA)])
     assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5
 
 
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
+        ("raises", "\nraise RuntimeError('no luck')", ["RuntimeError: no luck", "line 2"]),
+        ("syntax", "x = 1\ndef f(:\n", ["SyntaxError", "line 2"]),
+        ("leaves", "import sys\nsys.exit(3)", ["SystemExit: 3", "line 2"]),
+        ("needs", "import surely_not_installed", ["No module named 'surely_not_in", "line 1"]),
         (
-            "raises.py",
-            "\nraise RuntimeError('no luck')",
-            ["'raises'", "RuntimeError: no luck", "raises.py, line 2"],
-        ),
-        ("syntax.py", "x = 1\ndef f(:\n", ["'syntax'", "SyntaxError", "syntax.py, line 2"]),
-        (
-            "leaves.py",
-            "import sys\nsys.exit(3)",
-            ["'leaves'", "SystemExit: 3", "leaves.py, line 2"],
-        ),
-        (
-            "needs.py",
-            "import surely_not_installed",
-            ["No module named 'surely_not_installed'", "needs.py, line 1"],
-        ),
-        (
-            "deep.py",
+            "deep",
             "def inner():\n    return {}['key']\ninner()",
-            ["KeyError: 'key'", "deep.py, line 2", "RETRIEVAL_BLOCK=deep"],
+            ["KeyError: 'key'", "line 2", "RETRIEVAL_BLOCK=deep"],
         ),
     ],
 )
 def test_a_plugin_that_cannot_be_imported(tmp_path, name, code, words):
-    sentence = refused(write(tmp_path, name, code))
-    assert all(word in sentence for word in words), sentence
-    assert "retrieval_file_plugin" not in " ".join(m for m in sys.modules if name[:-3] in m)
+    sentence = refused(write(tmp_path, f"{name}.py", code))
+    for word in (f"'{name}'", f"{name}.py", *words):
+        assert word in sentence, sentence
+    assert f"retrieval_file_plugin_{name}" not in sys.modules
 
 
 def test_missing_and_misnamed_files_and_modules(tmp_path):
@@ -151,29 +149,29 @@ def test_missing_and_misnamed_files_and_modules(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("old", "new", "words"),
     [
+        ("losses():", "losess():", ["'hooks'", "'retrieval_losess'", "mean 'retrieval_losses'?"]),
         (
-            LOSS.replace("losses():", "losess():"),
-            ["'hooks'", "'retrieval_losess'", "Did you mean 'retrieval_losses'?"],
-        ),
-        (
-            LOSS.replace("@hookimpl", "@hookimpl(specname='retrieval_loss')"),
+            "@hookimpl",
+            "@hookimpl(specname='retrieval_loss')",
             ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
         ),
-        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.plugin.hookimpl"]),
+        ("@hookimpl", "", ["retrieval_losses without @retrieval.plugin.hookimpl"]),
         (
-            LOSS.replace("losses():", "losses(recipe):"),
+            "losses():",
+            "losses(recipe):",
             ["it defines retrieval_losses(recipe), and the host calls retrieval_losses()"],
         ),
         (
-            LOSS.replace("losses():", "run_end(run, epochs):"),
+            "losses():",
+            "run_end(run, epochs):",
             ["retrieval_run_end(run, epochs)", "retrieval_run_end(run, metrics)"],
         ),
     ],
 )
-def test_hooks_that_do_not_fit(tmp_path, code, words):
-    sentence = refused(write(tmp_path, "hooks.py", code))
+def test_hooks_that_do_not_fit(tmp_path, old, new, words):
+    sentence = refused(write(tmp_path, "hooks.py", LOSS.replace(old, new)))
     assert all(word in sentence for word in words), sentence
 
 

@@ -16,30 +16,19 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.places import instead
 
 RECIPE = """
-[data]
-name = "core.digits"
-[split]
-by = "class"
-[sampler]
-classes = 5
-batches = 3
-[backbone]
-name = "core.convnet"
-width = 4
-depth = 2
-[loss]
-name = "pml.contrastive"
-pos_margin = 0.1
-[miner]
-name = "pml.multi_similarity"
-[train]
-epochs = 1
+data.name = "core.digits"
+split.by = "class"
+sampler = { classes = 5, batches = 3 }
+backbone = { name = "core.convnet", width = 4, depth = 2 }
+loss = { name = "pml.contrastive", pos_margin = 0.1 }
+miner.name = "pml.multi_similarity"
+train.epochs = 1
 """
 
 
 def changed(*changes: str) -> list[str]:
-    """The words of a command that make changes to a recipe."""
-    return [word for change in changes for word in ("--set", change)]
+    """The words that check the recipe with changes."""
+    return ["check", "r.toml", *(word for change in changes for word in ("--set", change))]
 
 
 @pytest.fixture
@@ -68,31 +57,27 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_recipe_is_mended_by_its_sentence(recipe, cli, changes, words):
-    done = cli("check", "r.toml", *changed(*changes))
+    done = cli(*changed(*changes))
     assert done.code == 2 and words in done.err and "Traceback" not in done.err, done
     assert done.err.startswith("Error: r.toml")  # the file is named
 
 
 def test_another_component_drops_the_parameters_of_the_one_before(recipe, cli):
-    assert (
-        "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err
-    )  # what stays is checked
-    done = cli(
-        "check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle"
-    )  # in any order
+    # what stays is checked, and the order does not matter
+    assert "pos_margin" in cli(*changed("miner.pos_margin=1")).err
+    done = cli(*changed("loss.m=0.3", "loss.name=pml.circle"))
     assert done.code == 0, done.err
-    learner = changed("loss=none", "learner.name=core.pca", "learner.n_components=4")
-    done = cli("check", "r.toml", *learner)
+    done = cli(*changed("loss=none", "learner.name=core.pca", "learner.n_components=4"))
     assert done.code == 0 and "fitted" in done.out, done.err
-    done = cli("check", "r.toml", *changed("miner=none"))
+    done = cli(*changed("miner=none"))
     assert done.code == 0 and "mined" not in done.out, done.err
 
 
 def test_none_unsets_a_key_that_the_recipe_sets(recipe, cli):
-    done = cli("check", "r.toml", *changed("sampler.batches=none", "train.epochs=none"))
+    done = cli(*changed("sampler.batches=none", "train.epochs=none"))
     assert done.code == 0 and "10 epochs" in done.out and "3 batches" not in done.out, done.err
-    assert "[data] must name a dataset" in cli("check", "r.toml", *changed("data.name=none")).err
-    done = cli("check", "r.toml", *changed("sampler.batchs=none", "trian.epochs=none"))
+    assert "[data] must name a dataset" in cli(*changed("data.name=none")).err
+    done = cli(*changed("sampler.batchs=none", "trian.epochs=none"))
     assert done.code == 2 and "2 problems" in done.err and "Did you mean 'batches'?" in done.err
 
 
@@ -107,11 +92,9 @@ def test_sizes_that_a_loss_needs_are_named(recipe, cli):
         "    return {'arc': arc}\n"
     )
     for size, number in ((32, 5), (64, 3)):
-        done = cli(
-            *("check", "r.toml", "--plugin", "sized.py"),
-            *changed("miner=none", "loss.name=sized.arc"),
-            *changed(f"loss.size={size}", f"loss.number={number}"),
-        )
+        sizes = (f"loss.size={size}", f"loss.number={number}")
+        words = changed("miner=none", "loss.name=sized.arc", *sizes)
+        done = cli(*words, "--plugin", "sized.py")
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
         assert "5 classes train (num_classes)" in done.err
         assert "width 64 (embedding_size)" in done.err
@@ -136,25 +119,18 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / mark).touch()
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
-    assert (
-        instead(run, "bundle")
-        == f" It is a run. Make its bundle with: retrieval export {run} (in Python run.export())"
-    )
-    assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
-    assert instead(bundle, "index").startswith(
-        " It is a bundle. Make an index with: retrieval index"
-    )
-    assert (
-        instead(tmp_path, "index")
-        == " Make one with 'retrieval index create' (in Python retrieval.Index.create)."
-    )
+    for folder, other, says in (
+        (run, "bundle", f"It is a run. Make its bundle with: retrieval export {run} (in Python"),
+        (bundle, "run", "It is a bundle. Name the run that it was exported from."),
+        (bundle, "index", "It is a bundle. Make an index with: retrieval index"),
+        (tmp_path, "index", "Make one with 'retrieval index create' (in Python retrieval.Index."),
+        (index, "run", "It is an index. Name the run that its bundle was exported from."),
+    ):
+        assert instead(folder, other).startswith(f" {says}")
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
     (run / "bundle").symlink_to(bundle)
     assert instead(run, "bundle") == f" It is a run; the bundle in it is {run / 'bundle'}."
-    assert (
-        instead(index, "run") == " It is an index. Name the run that its bundle was exported from."
-    )
 
 
 @pytest.mark.parametrize(
@@ -187,14 +163,11 @@ def test_a_wrong_host_is_no_wrong_port():
     with pytest.raises(StoreError) as refused:
         listen("203.0.113.1", 0, "port")  # an address for documentation, which no machine has
     assert "use 127.0.0.1" in str(refused.value) and "another port" not in str(refused.value)
-    with pytest.raises(
-        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
-    ):
+    says = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
+    with pytest.raises(StoreError, match=says):
         listen("no.such.host.invalid", 0, "port")
-    with (
-        listen("127.0.0.1", 0, "port") as taken,
-        pytest.raises(StoreError, match="Choose another port with port"),
-    ):
+    says = "Choose another port with port"
+    with listen("127.0.0.1", 0, "port") as taken, pytest.raises(StoreError, match=says):
         listen("127.0.0.1", taken.getsockname()[1], "port")
 
 
