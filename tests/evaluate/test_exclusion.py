@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metrics_by_loops import ALL, metrics_by_loops
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
@@ -18,39 +19,16 @@ from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
 from retrieval.run.open import ItemCodes, Run
 
-ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
 
-
-def plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label):
-    """Return every figure by its definition, one query and one rank after another, in float64."""
-    itself = gallery is None
-    gallery, theirs, their_cameras = (
-        (codes, labels, cameras) if itself else (gallery, theirs, their_cameras)
-    )
-    sums, asked = dict.fromkeys(ALL, 0.0), 0
-    for i, code in enumerate(np.asarray(codes, float)):
-        order = []
-        for j, other in enumerate(np.asarray(gallery, float)):
-            shared = cameras[i] not in (None, "") and cameras[i] == their_cameras[j]
-            if (itself and i == j) or (shared and (not same_label or labels[i] == theirs[j])):
-                continue
-            distance = sum((a - b) ** 2 for a, b in zip(code, other, strict=True))
-            order.append((float(np.float32(distance)), j))
-        hits = [theirs[j] == labels[i] for _, j in sorted(order)]
-        relevant = sum(hits)
-        if not relevant:
-            continue
-        asked += 1
-        precision = [sum(hits[: rank + 1]) / (rank + 1) for rank in range(len(hits))]
-        sums["recall_at_1"] += any(hits[:1])
-        sums["recall_at_4"] += any(hits[:4])
-        sums["precision_at_5"] += sum(hits[:5]) / 5
-        sums["r_precision"] += sum(hits[:relevant]) / relevant
-        sums["map_at_r"] += (
-            sum(precision[j] for j in range(min(relevant, len(hits))) if hits[j]) / relevant
-        )
-        sums["map"] += sum(precision[j] for j in range(len(hits)) if hits[j]) / relevant
-    return {name: value / asked for name, value in sums.items()}, asked
+def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
+    """Return the places that a query may see."""
+    shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
+    return [
+        j
+        for j in range(len(theirs))
+        if not (itself and i == j)
+        and not (shared[j] and (not same_label or labels[i] == theirs[j]))
+    ]
 
 
 def items(seed: int, count: int, tied: bool):
@@ -71,19 +49,18 @@ def items(seed: int, count: int, tied: bool):
 def test_against_the_definitions(same_label, tied, parted):
     codes, labels, cameras = items(1, 70, tied)
     gallery, theirs, their_cameras = items(2, 50, tied) if parted else (None, None, None)
-    expected, asked = plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label)
-    found = evaluate(
-        codes,
-        labels,
-        gallery=gallery,
-        gallery_labels=theirs,
-        metrics=ALL,
-        exclude=Exclusion(cameras, their_cameras, same_label),
-    )
+    other = (theirs, their_cameras) if parted else (labels, cameras)
+
+    def seen(i: int) -> list[int]:
+        return seen_by(i, labels, cameras, *other, not parted, same_label)
+
+    expected, asked = metrics_by_loops(codes, labels, gallery, theirs, seen)
+    sides = {"gallery": gallery, "gallery_labels": theirs, "metrics": ALL}
+    exclude = Exclusion(cameras, their_cameras, same_label)
+    found = evaluate(codes, labels, **sides, exclude=exclude)
     assert found.values == pytest.approx(expected, abs=1e-12)
     assert (found.queries, found.singletons) == (asked, 70 - asked)
-    alike = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
-    assert found.values != pytest.approx(alike.values, abs=1e-3)
+    assert found.values != pytest.approx(evaluate(codes, labels, **sides).values, abs=1e-3)
 
 
 def test_values_that_exclude_nothing_give_the_very_same_figures():
@@ -96,9 +73,8 @@ def test_block_sizes_give_the_very_same_figures():
     codes, labels, cameras = items(4, 120, True)
     first = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras))
     for block in (1, 7, 119):
-        assert (
-            evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block) == first
-        )
+        other = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block)
+        assert other == first
 
 
 def test_a_combiners_distance_too():
@@ -110,11 +86,7 @@ def test_a_combiners_distance_too():
     order = np.abs(codes[:, None].astype(float) - codes[None]).sum(2)
     hits = asked = 0
     for i in range(60):
-        seen = [
-            j
-            for j in range(60)
-            if j != i and (cameras[i] in (None, "") or cameras[i] != cameras[j])
-        ]
+        seen = seen_by(i, labels, cameras, labels, cameras, True, False)
         if any(labels[j] == labels[i] for j in seen):
             asked += 1
             hits += labels[min(seen, key=lambda j: order[i, j])] == labels[i]
@@ -128,27 +100,11 @@ def test_values_that_do_not_fit():
     codes, labels, cameras = items(6, 20, False)
     with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):
         evaluate(codes, labels, exclude=Exclusion(cameras[1:]))
+    few = Exclusion(cameras, ["a"] * 3)
     with pytest.raises(DataError, match="20 gallery items and 3 values"):
-        evaluate(
-            codes,
-            labels,
-            gallery=codes,
-            gallery_labels=labels,
-            exclude=Exclusion(cameras, ["a"] * 3),
-        )
+        evaluate(codes, labels, gallery=codes, gallery_labels=labels, exclude=few)
     every = evaluate(codes, labels, exclude=Exclusion(["one"] * 20))
     assert every.queries == 0 and every.singletons == 20
-
-
-def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
-    """Return the places that a query may see."""
-    shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
-    return [
-        j
-        for j in range(len(theirs))
-        if not (itself and i == j)
-        and not (shared[j] and (not same_label or labels[i] == theirs[j]))
-    ]
 
 
 def distances(ours, others):
@@ -180,25 +136,14 @@ def test_open_set_by_the_definition(same_label, tied, parted):
     for far in (0.0, 0.1, 0.5):
         rates = []
         for t in {a for a, j in best if j >= 0}:
-            false = sum(
-                a <= t for (a, j), k in zip(best, known, strict=True) if not k
-            ) / known.count(False)
-            right = sum(
-                k and a <= t and theirs[j] == labels[i]
-                for i, ((a, j), k) in enumerate(zip(best, known, strict=True))
-            )
+            accepted = [i for i, (a, _) in enumerate(best) if a <= t]
+            false = sum(not known[i] for i in accepted) / known.count(False)
+            right = sum(known[i] and theirs[best[i][1]] == labels[i] for i in accepted)
             rates.append(right / sum(known) if false <= far else 0.0)
         expected[f"dir_at_far_{far:g}"] = max(rates)
-    numbers = np.asarray(labels), np.asarray(theirs)
     exclude = Exclusion(cameras, their_cameras if parted else None, same_label)
-    found = open_set(
-        codes,
-        numbers[0],
-        gallery if parted else None,
-        numbers[1],
-        fars=(0.0, 0.1, 0.5),
-        exclude=exclude,
-    )
+    sides = codes, np.asarray(labels), gallery if parted else None, np.asarray(theirs)
+    found = open_set(*sides, fars=(0.0, 0.1, 0.5), exclude=exclude)
     assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -234,6 +179,19 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     assert (rows < 0).any()
 
 
+RECIPE = """
+name = "r"
+data = { name = "core.csv", manifest = "items.csv" }
+split.validation = 0.5
+sampler = { classes = 2, items = 2, batches = 2 }
+backbone = { name = "core.pixels", size = 8 }
+head.embedding_size = 4
+loss.name = "pml.contrastive"
+train.epochs = 1
+evaluate.exclude = "camera"
+"""
+
+
 def test_in_a_run(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
@@ -245,12 +203,7 @@ def test_in_a_run(cli, tmp_path, monkeypatch):
         Image.fromarray(pixels.astype(np.uint8)).save(f"{number}.png")
         rows.append(f"{number}.png,{item},{side},c{camera}")
     Path("items.csv").write_text("\n".join(rows) + "\n")
-    Path("r.toml").write_text(
-        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='
-        " 0.5\n[sampler]\nclasses = 2\nitems = 2\nbatches = 2\n[backbone]\nname ="
-        ' "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n[loss]\nname ='
-        ' "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nexclude = "camera"\n'
-    )
+    Path("r.toml").write_text(RECIPE)
     assert cli("train", "r.toml").code == 0
     done = cli("evaluate", "runs/r", "--json")
     assert done.code == 0, done.err

@@ -118,12 +118,8 @@ def test_an_interval_draws_whole_classes():
 
 def test_thresholds_hold_their_rates_by_plain_loops(found):
     pairs, points = found.pairs, measured.thresholds(found.pairs)
-    assert [name for name, *_ in points] == [
-        "equal error rate",
-        "FAR of 10 % at most",
-        "FAR of 1 % at most",
-        "FAR of 0.1 % at most",
-    ]
+    rates = [f"FAR of {rate} % at most" for rate in ("10", "1", "0.1")]
+    assert [name for name, *_ in points] == ["equal error rate", *rates]
     for (_, at, far, frr), most in zip(points, (1.0, 0.1, 0.01, 0.001), strict=True):
         accepted = [apart <= at for apart in pairs.distance]
         false = [a for a, same in zip(accepted, pairs.same, strict=True) if not same]
@@ -155,9 +151,8 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
     seen = measured.measure(Run.open(tmp_path / "run"), 1000, 48)
     assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
     assert measured.confusions(seen) == [("6", "7", 1, 13)]
-    text = write.report(
-        [tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False
-    ).read_text()
+    page = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False)
+    text = page.read_text()
     assert "Labels that are likely wrong" in text
     assert "t-SNE by the learned distance" in text
     assert 'alt="" src=' not in text
@@ -172,17 +167,10 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
 
 def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file, run_folder):
     text = file.read_text(encoding="utf-8")
-    for each in (
-        "Best queries",
-        "Worst queries",
-        "Random queries",
-        "Classes taken for one another",
-        "Curves of training",
-        "PCA: ",
-        "A &lt;panel&gt; of mine",
-        "&lt;b&gt;8&lt;/b&gt;",
-    ):
-        assert each in text
+    queries = ["Best queries", "Worst queries", "Random queries", "Classes taken for one another"]
+    for part in (*queries, "Curves of training", "PCA: ", "A &lt;panel&gt; of mine"):
+        assert part in text
+    assert "&lt;b&gt;8&lt;/b&gt;" in text
     assert "<b>" not in text and text.count("</script>") == 2, "one of data, one of the script"
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
     few = write.report(
@@ -243,24 +231,19 @@ def test_thumbnails_are_small_whatever_the_images_are(tmp_path):
 
 
 def test_what_cannot_be_reported_is_said_at_once(run_folder, tmp_path):
-    with pytest.raises(DataError, match=r"gone is not a run(.|\n)*other is not a run"):
-        write.report(
-            [tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False
-        )
-    wrong: list[tuple[dict[str, Any], str]] = [
+    runs = [tmp_path / "gone", run_folder, tmp_path / "other"]
+    for options, says in (
+        ({"runs": runs}, r"gone is not a run(.|\n)*other is not a run"),
         ({"output": tmp_path}, "is a folder"),
         ({"map": "lle"}, "tsne, pca, none"),
         ({"thumbnails": -1}, "from 0 to 5,000"),
         ({"sample": 9}, "from 10"),
         ({"queries": 0}, "from 1"),
-    ]
-    for options, sentence in wrong:
-        with pytest.raises(DataError, match=sentence):
-            write.report(
-                [run_folder], **{"output": tmp_path / "r.html", "progress": False, **options}
-            )
-    with pytest.raises(DataError, match="1 to 10 runs"):
-        write.report([run_folder] * 11, tmp_path / "r.html")
+        ({"runs": [run_folder] * 11}, "1 to 10 runs"),
+    ):
+        words = {"runs": [run_folder], "output": tmp_path / "r.html", "progress": False, **options}
+        with pytest.raises(DataError, match=says):
+            write.report(**words)
     assert not (tmp_path / "r.html").exists()
 
 
@@ -295,16 +278,12 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page, 
     page.goto(file.as_uri())
     assert {url.partition(":")[0] for url in page.asked} <= {"file", "data"} and not page.faults
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.evaluate(
-        "() => [...document.images].every(image => image.complete && image.naturalWidth > 0)"
-    )
+    whole = "[...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    assert page.evaluate(f"() => {whole}")
     page.fill("input[type=search]", "<b>8")
     assert page.inner_text("[role=status]") == "21 items"
-    bright = (
-        "() => [...document.querySelectorAll('circle')].filter(dot => dot.style.opacity ==="
-        " '1').length"
-    )
-    assert page.evaluate(bright) == 21
+    bright = "[...document.querySelectorAll('circle')].filter(dot => dot.style.opacity === '1')"
+    assert page.evaluate(f"() => {bright}.length") == 21
     assert "<b>8</b>" in page.inner_text(".shown")
     page.click(".legend button:last-child")
     assert page.inner_text("[role=status]") == "20 items"  # not the item with the wrong label
@@ -354,10 +333,7 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
             "nDCG grades an item by the finest it shares with the query: label, part, parity",
         ),
         ({"tags": "tags"}, "An item is right if it shares one of the query’s tags"),
-        (
-            {"tags": "tags", "exclude": "parity", "by": "part"},
-            "leaves out [evaluate] by",
-        ),
+        ({"tags": "tags", "exclude": "parity", "by": "part"}, "leaves out [evaluate] by"),
     ],
 )
 def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence):
@@ -378,17 +354,13 @@ def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence
     assert rows is not None
     if "tags" in given:
         assert "Labels that are likely wrong" not in text
+        tags = [set(row["tags"].split(";")) for row in rows]
         for query, near, grades in zip(seen.query, seen.neighbours, seen.grades, strict=True):
-            ours = set(rows[query]["tags"].split(";"))
-            want = [
-                len(ours & set(rows[item]["tags"].split(";"))) if item >= 0 else 0 for item in near
-            ]
+            want = [len(tags[query] & tags[item]) if item >= 0 else 0 for item in near]
             assert grades.tolist() == want
         pairs = seen.pairs
-        one, other = (
-            [set(rows[pairs.items[i]]["tags"].split(";")) - {""} for i in side]
-            for side in (pairs.first, pairs.second)
-        )
+        sides = (pairs.items[pairs.first], pairs.items[pairs.second])
+        one, other = ([tags[item] - {""} for item in side] for side in sides)
         assert pairs.same.tolist() == [bool(a & b) for a, b in zip(one, other, strict=True)]
 
 

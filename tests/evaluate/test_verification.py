@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -88,16 +87,10 @@ def test_against_plain_loops(seed, tied):
     mean = sum(accuracy) / 6
     error = math.sqrt(sum((a - mean) ** 2 for a in accuracy) / 5) / math.sqrt(6)
     points = curve(distances, same)
-    expected = {
-        "auc": auc_by_loops(distances, same),
-        "eer": eer_by_loops(distances, same),
-        "accuracy": mean,
-        "accuracy_se": error,
-        **{
-            f"tar_at_far_{rate:g}": max(t for f, t in points if f <= rate)
-            for rate in (0.25, 0.1, 1e-2)
-        },
-    }
+    expected = {"auc": auc_by_loops(distances, same), "eer": eer_by_loops(distances, same)}
+    expected |= {"accuracy": mean, "accuracy_se": error}
+    for rate in (0.25, 0.1, 1e-2):
+        expected[f"tar_at_far_{rate:g}"] = max(t for f, t in points if f <= rate)
     assert found.values == pytest.approx(expected, abs=1e-12)
     np.testing.assert_allclose(found.accuracy, accuracy, atol=1e-12)
     np.testing.assert_allclose(found.threshold, thresholds, rtol=1e-12)
@@ -159,10 +152,6 @@ def test_equal_curves_are_drawn_as_equal_bytes():
     ],
 )
 def test_what_cannot_be_verified_is_said(change, says):
-    given: dict[str, Any] = {
-        "distances": [1, 2, 3, 4],
-        "same": [1, 0, 1, 0],
-        "folds": [0, 0, 1, 1],
-    } | change
+    pairs = {"distances": [1, 2, 3, 4], "same": [1, 0, 1, 0], "folds": [0, 0, 1, 1]}
     with pytest.raises(DataError, match=says):
-        verification(**given)
+        verification(**pairs | change)

@@ -43,20 +43,10 @@ RECIPE: dict[str, Any] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One quick run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "combiner": {"combiner": {"name": "toolbox.local"}},
-        "learner": {
-            "learner": {"name": "core.pca", "n_components": 8},
-            "loss": None,
-            "sampler": None,
-        },
-    }
-    kinds["learner"] |= {
-        "backbone": {"name": "toolbox.net", "frozen": True},
-        "head": None,
-        "train": None,
-    }
+    learner = {"learner": {"name": "core.pca", "n_components": 8}}
+    learner |= {"backbone": {"name": "toolbox.net", "frozen": True}}
+    learner |= dict.fromkeys(("loss", "sampler", "head", "train"))
+    kinds = {"plain": {}, "combiner": {"combiner": {"name": "toolbox.local"}}, "learner": learner}
     for name, tables in kinds.items():
         made = {k: v for k, v in {**RECIPE, **tables}.items() if v is not None}
         train(folder / name, check_recipe(made))
@@ -183,9 +173,8 @@ def test_an_exported_bundle_agrees(fresh, tmp_path):
     run = Run.open(fresh("combiner"))
     export(run, tmp_path / "bundle")
     figures = verify(run, draw=400, bundle=tmp_path / "bundle").metrics
-    assert figures["bundle"] == pytest.approx(
-        figures["trained"], abs=0.011
-    )  # a pair or two may change places
+    # a pair or two may change places
+    assert figures["bundle"] == pytest.approx(figures["trained"], abs=0.011)
     assert figures["bundle"]["auc"] == pytest.approx(figures["trained"]["auc"], abs=1e-4)
 
 
@@ -218,21 +207,15 @@ def test_a_bundles_distances_by_loops(fresh, tmp_path, monkeypatch, makers, kind
     for row in written_pairs(run.path):
         a, b = place[row["first"]], place[row["second"]]
         if kind == {"rescorer": True}:
-            expected.append(
-                sum(
-                    abs(x - y)
-                    for x, y in zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True)
-                )
-            )
+            codes = zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True)
+            expected.append(sum(abs(x - y) for x, y in codes))
             continue
         if kind == {"inner": True}:
             product = sum(x * y for x, y in zip(got["query"][a], got["vector"][b], strict=True))
             expected.append((2 - 2 * product) ** 0.5)
             continue
-        squares = [
-            (x - y) ** 2
-            for x, y in zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
-        ]
+        vectors = zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
+        squares = [(x - y) ** 2 for x, y in vectors]
         parts = (squares[:6], squares[6:]) if kind == {"subspaces": True} else (squares,)
         expected.append(min(sum(part) ** 0.5 for part in parts))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
@@ -246,10 +229,8 @@ def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
     lines = ["first,second,same,fold"]
     for fold, (a, b) in {"seen": ("0", "1"), "new": ("8", "9"), "both": ("1", "9")}.items():
         for i in range(0, 12, 2):
-            lines += [
-                f"{names[a][i]},{names[a][i + 1]},1,{fold}",
-                f"{names[a][i]},{names[b][i]},0,{fold}",
-            ]
+            lines.append(f"{names[a][i]},{names[a][i + 1]},1,{fold}")
+            lines.append(f"{names[a][i]},{names[b][i]},0,{fold}")
     lines[-1] = lines[-1].replace(",0,", ",1,")  # a 1 and a 9, called the same
     path = tmp_path / "list.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -284,15 +265,21 @@ def test_a_run_without_the_items_and_a_full_disk(fresh, monkeypatch):
         verify(run, side="validation")
 
 
+DIGITS = """
+name = "digits"
+data.name = "core.digits"
+split = { by = "class", test = 0.4 }
+sampler = { classes = 4, items = 4, batches = 5 }
+backbone = { name = "core.convnet", size = 8, width = 4, depth = 1 }
+head.embedding_size = 8
+loss.name = "pml.contrastive"
+train.epochs = 1
+"""
+
+
 def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("digits.toml").write_text(
-        'name = "digits"\n[data]\nname = "core.digits"\n[split]\nby = "class"\ntest ='
-        " 0.4\n[sampler]\nclasses = 4\nitems = 4\nbatches = 5\n[backbone]\nname ="
-        ' "core.convnet"\nsize = 8\nwidth = 4\ndepth = 1\n[head]\nembedding_size = 8\n[loss]\nname'
-        ' = "pml.contrastive"\n[train]\nepochs = 1\n',
-        encoding="utf-8",
-    )
+    Path("digits.toml").write_text(DIGITS)
     assert cli("train", "digits.toml").code == 0
     evaluate = ("evaluate", "runs/digits", "--protocol", "verification")
     done = cli(*evaluate, "--baseline", "--draw", 400, "--folds", 2)
@@ -305,34 +292,31 @@ def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
     assert Path("runs/digits/verification-validation.json").is_file()
 
-    Path("wrong.csv").write_text(
-        "first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n", encoding="utf-8"
-    )
+    Path("wrong.csv").write_text("first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n")
     done = cli(*evaluate, "--pairs", "wrong.csv")
     assert (done.code, done.out) == (2, "")
+    known = "there is no such item (the data's have keys such as 'digits/0')."
     assert done.err.splitlines() == [
         "Error: wrong.csv has 3 problems:",
         "  - line 2: 'digits/1' is paired with itself.",
-        (
-            "  - line 3: 'digits/9999': there is no such item (the data's have keys such as"
-            " 'digits/0')."
-        ),
+        f"  - line 3: 'digits/9999': {known}",
         "  - all 2 pairs are the same: both kinds are needed.",
     ]
+    written = "runs/digits/verification-test-pairs.csv"
     for wrong, says in {
         ("--pairs", "x.csv", "--draw", "20"): "Leave --draw out with --pairs",
         ("--metric", "map", "--clusters"): "Leave --metric and --clusters out",
-        (
-            "--pairs",
-            "runs/digits/verification-test-pairs.csv",
-            "--folds",
-            "3",
-        ): "states its own 2 folds",
+        ("--pairs", written, "--folds", "3"): "states its own 2 folds",
         ("--pairs", "gone.csv"): "gone.csv does not exist",
         ("--draw", "999998"): "999,998 pairs cannot be drawn",
+        (
+            "--protocol",
+            "retrieval",
+            "--draw",
+            20,
+            "--seed",
+            1,
+        ): "Leave --draw and --seed out with --pro",
     }.items():
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
-    done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
-    assert done.code == 2
-    assert "Leave --draw and --seed out with --protocol retrieval" in " ".join(done.err.split())
