@@ -125,7 +125,7 @@ def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
         ),
         (
             {"Bo\t1\t2": "Bo\t1\t4"},
-            "line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as 'Ann",
+            "line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as",
         ),
         (
             {"Bo\t1\tCy\t1": "Bo\t1\tBo\t2"},
