@@ -35,9 +35,8 @@ def test_the_demo_leaves_what_it_says_and_its_next_commands_work(tmp_path, shown
     ):
         assert (demo / file).is_file(), file
     with Image.open(demo / "neighbours.png") as picture:
-        assert (
-            picture.height > picture.width > 800
-        )  # ten rows, each a query with its ten neighbours
+        # ten rows, each a query with its ten neighbours
+        assert picture.height > picture.width > 800
     shown(demo / "neighbours.png", "neighbours.png", 30)  # the one in README and on the front page
     left = {folder.name: len(list(folder.iterdir())) for folder in (demo / "queries").iterdir()}
     assert left == {str(digit): 1 for digit in range(10)}

@@ -120,13 +120,11 @@ def test_a_missing_label_is_no_class_to_learn(name, wine):
     text = [f"class {number}" for number in y]
     for gap in (math.nan, None):
         for labels in (text, y.tolist()):
-            with pytest.raises(
-                ValueError, match=r"1 of 178 labels is missing .* in row 3 from 0 on"
-            ):
+            says = r"1 of 178 labels is missing .* in row 3 from 0 on"
+            with pytest.raises(ValueError, match=says):
                 FACTORIES[name].make(**SMALL[name]).fit(x, [*labels[:3], gap, *labels[4:]])
-    with pytest.raises(
-        ValueError, match=r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"
-    ):
+    says = r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"
+    with pytest.raises(ValueError, match=says):
         FACTORIES[name].make(**SMALL[name]).fit(x, [*text[:3], 0, *text[4:]])
 
 
@@ -209,9 +207,8 @@ def test_pairs_that_cannot_be_compared(name, fitted, wine):
         for wrong in (x, pairs.transpose(1, 0, 2), pairs[0]):
             with pytest.raises(ValueError, match=r"Pairs must have the shape \(P, 2, F\)"):
                 call(wrong)
-        with pytest.raises(
-            ValueError, match=r"The pairs have 12 features, and \w+ was fitted on 13"
-        ):
+        says = r"The pairs have 12 features, and \w+ was fitted on 13"
+        with pytest.raises(ValueError, match=says):
             call(pairs[:, :, 1:])
         with pytest.raises(ValueError, match="NaN"):
             call(np.where(pairs == pairs[0, 0, 0], np.nan, pairs))
@@ -293,9 +290,8 @@ def test_two_different_seeds_are_refused(name, fitted, wine):
     fitted(name)
     learner = FACTORIES[name].make(**SMALL[name], seed=0)
     assert learner.set_params(random_state=2).get_params()["random_state"] == 2
-    with pytest.raises(
-        ValueError, match=r"seed is 0 and random_state is 2\. They are two names of one parameter"
-    ):
+    says = r"seed is 0 and random_state is 2\. They are two names of one parameter"
+    with pytest.raises(ValueError, match=says):
         learner.fit(*wine)
     learner.set_params(seed=None).fit(*wine)
     for wrong in ("1", -1, 0.5):

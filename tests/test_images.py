@@ -79,9 +79,8 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path):
     path = tmp_path / "large.png"
     with path.open("wb") as file:
         file.truncate(50_000_000_000)  # sparse: reading it would take long, and all memory
-    with pytest.raises(
-        DataError, match=r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"
-    ):
+    says = r"large\.png has 50,000,000,000 bytes; the limit is 20,000,000"
+    with pytest.raises(DataError, match=says):
         decode(path)
     with pytest.raises(DataError, match="the limit is 20,000,000"):
         decode(bytes(Limits.bytes + 1))
@@ -192,9 +191,8 @@ def test_grey_without_a_fixed_range_is_refused_whatever_its_pixels(top, dtype, t
     for channels in (1, 3):
         with pytest.raises(DataError, match=r"an image is .* grey \(mode [FI]\).*save it as 8-bit"):
             Preprocessing((4, 4), channels)(image)
-    with pytest.raises(
-        DataError, match=r"microscope\.tif is .* grey \(mode [FI]\).*save it as 8-bit"
-    ):
+    says = r"microscope\.tif is .* grey \(mode [FI]\).*save it as 8-bit"
+    with pytest.raises(DataError, match=says):
         decode(path)
 
 
@@ -325,9 +323,8 @@ def test_whatever_shows_an_image_shows_what_a_model_gets():
     address = Thumbnails(Sixteen(np.zeros((1, 2, 2), np.uint8), ["a"]), 1)(0)
     shown = [base64.b64decode(address.partition(",")[2]), to_png(image)]
     assert all(np.array_equal(np.asarray(decode(each).convert("RGB")), wanted) for each in shown)
-    assert (
-        np.abs(np.asarray(decode(thumbnail(image))).astype(int) - wanted).max() < 90
-    )  # a JPEG of 2 × 2
+    # a JPEG of 2 × 2
+    assert np.abs(np.asarray(decode(thumbnail(image))).astype(int) - wanted).max() < 90
 
 
 def test_transparency_lies_on_white():
@@ -436,9 +433,8 @@ def test_a_crop_of_a_resized_image_is_exact_to_the_last_bit(interpolation, resiz
 
 def test_a_very_long_image_is_cut_before_it_is_resized():
     strip = Image.fromarray(np.tile(np.arange(256, dtype=np.uint8), 4_000)[None])
-    pixels = Preprocessing((224, 224), resize=256)(
-        strip
-    )  # whole, it would be resized to 262 million pixels wide
+    # whole, it would be resized to 262 million pixels wide
+    pixels = Preprocessing((224, 224), resize=256)(strip)
     assert pixels.shape == (3, 224, 224)
     ordinary = gradient(30, 60)
     centre = Image.fromarray(np.pad(ordinary, ((0, 0), (300, 300), (0, 0))))

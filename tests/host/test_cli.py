@@ -151,9 +151,8 @@ HOOK = (
 def test_a_plugin_that_spoils_the_commands(tmp_path, install, process, body, words):
     install(tmp_path, "retrieval-bad", "bad", "host_bad", HOOK.format(body))
     helped = process("-m", "retrieval.cli", "--help", path=tmp_path)
-    assert (
-        helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
-    )  # help still helps
+    # help still helps
+    assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
     assert all(name in helped.out for name in COMMANDS)
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
 

@@ -98,9 +98,8 @@ def test_a_copy_works_without_what_it_was_copied_from(tmp_path):
     item = write(tmp_path / "mine" / "my_plugin", 5)
     copied = FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins")
     (copied / "gone.py").write_text("raise RuntimeError")
-    assert (
-        FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins") == copied
-    )  # again, into the same place
+    # again, into the same place
+    assert FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins") == copied
     assert not (copied / "gone.py").exists()
     sums = FilePlugin.from_name(item).sums
     shutil.rmtree(tmp_path / "mine")

@@ -48,9 +48,8 @@ def test_a_hundred_of_a_hundred_flips_are_refused(run, tmp_path, name):
     for bit in bits:
         path.write_bytes(content)
         flip(path, bit)
-        with pytest.raises(
-            DataError, match=rf"{name}\.safetensors (is damaged|is not a checkpoint)"
-        ):
+        says = rf"{name}\.safetensors (is damaged|is not a checkpoint)"
+        with pytest.raises(DataError, match=says):
             checkpoint.load(path)
 
 

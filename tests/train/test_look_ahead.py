@@ -124,9 +124,8 @@ def test_files_are_opened_before_training(make, tmp_path, photos):
     for file in sorted(photos.rglob("*.png"))[::2]:
         file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
     for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
-        with pytest.raises(
-            DataError, match=r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
-        ):
+        says = r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
+        with pytest.raises(DataError, match=says):
             attempt()
     assert not (tmp_path / "run").exists()
 
@@ -170,9 +169,8 @@ def test_principal_components_pass_where_training_would(make, tmp_path):
         "train": None,
     }
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
-    assert "fitted 200 items. The recipe is fine." in run_one_batch(
-        made
-    )  # 32 of them refuse 128 components
+    # 32 of them refuse 128 components
+    assert "fitted 200 items. The recipe is fine." in run_one_batch(made)
     with pytest.raises(DataError, match=r"core\.pca refuses 200 of the 200 items that train"):
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 

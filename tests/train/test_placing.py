@@ -84,9 +84,8 @@ def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make, tmp
 
 def test_without_a_compiler_that_is_said(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
-    with pytest.raises(
-        RecipeError, match=r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
-    ):
+    says = r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
+    with pytest.raises(RecipeError, match=says):
         train(tmp_path / "run", make(train={"compile": True, "device": "cpu"}))
     assert not (tmp_path / "run").exists()
 
@@ -139,9 +138,8 @@ def test_a_part_without_a_deterministic_algorithm_is_refused(make, tmp_path):
         "loss": {"name": "unrepeatable.put"},
     }
     train(tmp_path / "any", make(**tables, train={"epochs": 1, "device": "cpu"}))
-    with pytest.raises(
-        PluginError, match=r"The loss unrepeatable\.put failed: .*does not have a deterministic"
-    ):
+    says = r"The loss unrepeatable\.put failed: .*does not have a deterministic"
+    with pytest.raises(PluginError, match=says):
         train(
             tmp_path / "same",
             make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}),

@@ -113,9 +113,8 @@ def test_anchors_sums_make_the_whole_loss(name, options, miner):
     loss = made(name, options)
     kind = rows_of(loss, miner is not None)
     if miner is not None and name == "sup_con":
-        assert (
-            kind is None
-        )  # it is 0 where no pair of the batch is negative, which rows cannot know
+        # it is 0 where no pair of the batch is negative, which rows cannot know
+        assert kind is None
         return
     assert kind == "anchors"
     slopes = []
