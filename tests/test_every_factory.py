@@ -133,9 +133,8 @@ class TestLoss:
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
     def test_batch_without_triplets(self, name, labels):
         torch.manual_seed(0)
-        loss = PLUGINS.build(
-            "losses", values(PLUGINS, PLUGINS.find("losses", name)), GIVEN | {"classes": 12}
-        )
+        table = values(PLUGINS, PLUGINS.find("losses", name))
+        loss = PLUGINS.build("losses", table, GIVEN | {"classes": 12})
         embeddings = batch()
         checked_backward(loss(embeddings, torch.tensor(list(labels))), embeddings)
 
@@ -167,10 +166,8 @@ class TestLoss:
         assert value.dtype == dtype
         low = torch.bfloat16 if dtype == torch.float64 else dtype
         with torch.autocast("cpu", dtype=low):  # a scaled loss would overflow half precision
-            assert build(PLUGINS, "losses", name)(embeddings, LABELS).dtype in (
-                torch.float32,
-                torch.float64,
-            )
+            value_within = build(PLUGINS, "losses", name)(embeddings, LABELS)
+            assert value_within.dtype in (torch.float32, torch.float64)
         value.backward()
         assert embeddings.grad is not None and bool(torch.isfinite(embeddings.grad).all())
 
@@ -263,12 +260,10 @@ class TestMiner:
         assert (indices[0] != indices[1]).all()
 
     def test_reference_set_as_stated(self, name):
-        reference = {
-            "ref_emb": batch(items=20).detach().flip(0),
-            "ref_labels": torch.arange(20) % 4,
-        }
+        others = torch.arange(20) % 4
+        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": others}
         if PLUGINS.find("miners", name).supports_ref_emb:
-            self.check(self.indices(name, **reference), reference["ref_labels"])
+            self.check(self.indices(name, **reference), others)
         else:
             with pytest.raises(ValueError):
                 self.indices(name, **reference)

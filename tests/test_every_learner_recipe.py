@@ -14,23 +14,16 @@ from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
 VECTORS = """
-[data]
-name = "core.features"
-file = "{file}"
-[split]
-by = "item"
-test = 0.5
-[backbone]
-name = "core.features"
+data = {{ name = "core.features", file = "{file}" }}
+split = {{ by = "item", test = 0.5 }}
+backbone.name = "core.features"
 [learner]
 """
 SHORT = "n_components = 16\nmax_iter = 15\nmax_queries = 300\n"
 LEARNERS = {
     "gmml": 'name = "aml.gmml"\nt = 0.3\nregularization = 0.5\nprior = "covariance"\n',
-    "aml": (
-        'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\nstandardize ='
-        " true\nregularization = 0.1\n"
-    ),
+    "aml": 'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\n'
+    "standardize = true\nregularization = 0.1\n",
     "lanml": f'name = "anml.lanml"\ngamma1 = -0.5\n{SHORT}',
     "pnca": f'name = "anml.pnca"\nalpha = 0.3\n{SHORT}',
 }
