@@ -117,7 +117,7 @@ def test_a_worker_holds_a_block_and_not_the_gallery(tmp_path, process):
     written(tmp_path / "large", lambda number: same + np.float32(number), 8, PART)
     script = Path(__file__).with_name("bounded_process.py")
     folders = [tmp_path / name for name in ("q", "small", "large")]
-    done = process(script, *folders, OMP_NUM_THREADS="1")
+    done = process(script, *folders, seconds=300, OMP_NUM_THREADS="1")
     said = json.loads(done.out)
     assert said["recall"] == 1.0 and said["gallery"] == 8 * PART
     gallery = 4 * WIDE * PART * 8

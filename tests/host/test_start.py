@@ -51,7 +51,7 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
     (tmp_path / "recipe.toml").write_text(RECIPE)
     script = SCRIPT % ["torch", *UNUSED]
-    done = process("-c", script, cwd=tmp_path)
+    done = process("-c", script, cwd=tmp_path, seconds=300)
     assert done.code == 0, done.out + done.err
     assert json.loads(done.out.splitlines()[-1]) == ["torch"]
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()

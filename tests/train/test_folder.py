@@ -90,7 +90,7 @@ for i, call in enumerate(moments):
 
 
 def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path, process):
-    done = process("-c", DRIVER, recipe, tmp_path, "13", OMP_NUM_THREADS="1")
+    done = process("-c", DRIVER, recipe, tmp_path, "13", seconds=600, OMP_NUM_THREADS="1")
     assert done.code == 0, done.err
     begun = 0
     for i in range(8):
