@@ -23,22 +23,17 @@ from retrieval.run.open import ItemCodes, Run
 def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
     """Return the places that a query may see."""
     shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
-    return [
-        j
-        for j in range(len(theirs))
-        if not (itself and i == j)
-        and not (shared[j] and (not same_label or labels[i] == theirs[j]))
-    ]
+    hidden = [s and (not same_label or labels[i] == t) for s, t in zip(shared, theirs, strict=True)]
+    return [j for j in range(len(theirs)) if not (itself and i == j) and not hidden[j]]
 
 
 def items(seed: int, count: int, tied: bool):
     random = np.random.default_rng(seed)
     labels = np.minimum(random.geometric(0.25, count), 9)
-    codes = (
-        random.integers(0, 3, (count, 2))
-        if tied
-        else random.normal(size=(count, 5)) + labels[:, None] * 0.3
-    )
+    if tied:
+        codes = random.integers(0, 3, (count, 2))
+    else:
+        codes = random.normal(size=(count, 5)) + labels[:, None] * 0.3
     cameras = [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
     return codes.astype(np.float32), labels, cameras
 
@@ -90,9 +85,8 @@ def test_a_combiners_distance_too():
         if any(labels[j] == labels[i] for j in seen):
             asked += 1
             hits += labels[min(seen, key=lambda j: order[i, j])] == labels[i]
-    found = evaluate(
-        codes, labels, metrics=["recall_at_1"], distance=cityblock, exclude=Exclusion(cameras)
-    )
+    options = {"metrics": ["recall_at_1"], "exclude": Exclusion(cameras)}
+    found = evaluate(codes, labels, distance=cityblock, **options)
     assert found.queries == asked and found.values["recall_at_1"] == pytest.approx(hits / asked)
 
 
@@ -154,9 +148,8 @@ def test_who_may_see_nothing_is_never_accepted():
     every = open_set(codes, labels, gallery, theirs, fars=(1.0,), exclude=exclude)
     assert every == {"dir_at_far_1": 1.0}  # both of class 0, the only ones that see their own
     blind = Exclusion(["a", "a", "b", "b"], ["b"] * 5)
-    assert open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind) == {
-        "dir_at_far_0": 1.0
-    }
+    rates = open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind)
+    assert rates == {"dir_at_far_0": 1.0}
 
 
 @pytest.mark.parametrize("parted", [False, True])
@@ -170,10 +163,8 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, asked)
     far = distances(codes, gallery)
     for place, i in enumerate(asked.tolist()):
-        seen = sorted(
-            seen_by(i, labels, cameras, theirs, their_cameras, not parted, False),
-            key=lambda j: (far[i, j], j),
-        )[:38]
+        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, False)
+        seen = sorted(seen, key=lambda j, i=i: (far[i, j], j))[:38]
         assert rows[place].tolist() == seen + [-1] * (38 - len(seen))
         assert apart[place].tolist() == [*(far[i, j] for j in seen), *[np.inf] * (38 - len(seen))]
     assert (rows < 0).any()
@@ -228,13 +219,10 @@ def check_the_open_set() -> Any:
     run.recipe = run.recipe.model_copy(update={"evaluate": table})
     codes, labels = ItemCodes(run, torch.device("cpu"))(np.arange(32)).numpy(), run.splits.labels
     cameras = [row["camera"] for row in run.dataset.metadata or []]
-    query, gallery = (
-        run.splits.query,
-        run.splits.gallery[labels[run.splits.gallery] != 7],
-    )  # the last class is unknown
-    row = Protocol(run, query, gallery).measure(
-        codes[query], codes[gallery], metrics=["recall_at_1"]
-    )
+    query, gallery = run.splits.query, run.splits.gallery
+    gallery = gallery[labels[gallery] != 7]  # the last class is unknown
+    protocol = Protocol(run, query, gallery)
+    row = protocol.measure(codes[query], codes[gallery], metrics=["recall_at_1"])
     exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
     sides = codes[query], labels[query], codes[gallery], labels[gallery]
     rates = open_set(*sides, fars=(0.5,), exclude=exclude)

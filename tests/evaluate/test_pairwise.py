@@ -38,9 +38,8 @@ def test_the_figures_are_those_of_evaluate_whatever_the_blocks_are(block):
 def test_a_gallery_of_its_own():
     codes, labels = clusters(400)
     theirs = {"gallery_labels": labels[90:], "metrics": METRICS}
-    found = pairwise(
-        ArrayRows(codes[:90]), labels[:90], gallery=ArrayRows(codes[90:]), block=33, **theirs
-    )
+    gallery = ArrayRows(codes[90:])
+    found = pairwise(ArrayRows(codes[:90]), labels[:90], gallery=gallery, block=33, **theirs)
     assert found == evaluate(codes[:90], labels[:90], gallery=codes[90:], **theirs)
 
 
@@ -96,13 +95,11 @@ def written(folder: Path, codes: Callable[[int], np.ndarray], parts: int, size: 
     from retrieval.serving.index.locations import PLAN, Source
 
     folder.mkdir()
-    plan = Plan(
-        "0" * 64, None, "", parts * size, size, 1, {"vector": WIDE}, [1, 1], complete=True, bad=0
-    )
+    sizes = parts * size, size, 1, {"vector": WIDE}, [1, 1]
+    plan = Plan("0" * 64, None, "", *sizes, complete=True, bad=0)
     for number in range(parts):
-        items = [
-            Source(str(row), str(row % 7), None, row=row, recorded="") for row in plan.rows(number)
-        ]
+        rows = plan.rows(number)
+        items = [Source(str(row), str(row % 7), None, row=row, recorded="") for row in rows]
         entries = [Embedded(arrays={"vector": code}) for code in codes(number)]
         write_part(folder, plan, number, list(zip(items, entries, strict=True)))
     (folder / PLAN).write_text(plan.text())

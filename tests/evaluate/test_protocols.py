@@ -23,11 +23,10 @@ GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt
 def items(seed: int, count: int, tied: bool = False):
     random = np.random.default_rng(seed)
     labels = random.integers(0, 8, count)
-    codes = (
-        random.integers(0, 3, (count, 2))
-        if tied
-        else random.normal(size=(count, 4)) + labels[:, None] * 0.2
-    )
+    if tied:
+        codes = random.integers(0, 3, (count, 2))
+    else:
+        codes = random.normal(size=(count, 4)) + labels[:, None] * 0.2
     return codes.astype(np.float32), labels, random
 
 
@@ -72,11 +71,8 @@ def test_levels_of_classes(tied, parted):
     genus = [f"g{n // 2}" if n else None for n in labels]  # one class of no genus
     family = [f"f{n // 4}" for n in labels]
     rest = items(2, 30, tied)
-    others = (
-        list(rest[1]),
-        [f"g{n // 2}" if n else "" for n in rest[1]],
-        [f"f{n // 4}" for n in rest[1]],
-    )
+    genera = [f"g{n // 2}" if n else "" for n in rest[1]]
+    others = (list(rest[1]), genera, [f"f{n // 4}" for n in rest[1]])
     ours = (list(labels), genus, family)
     gallery, theirs = (rest[0], others) if parted else (codes, ours)
     cameras = random.integers(0, 3, 40).tolist()
@@ -89,15 +85,11 @@ def test_levels_of_classes(tied, parted):
     expected, asked = plain(
         codes, gallery, grade, 3, not parted, lambda i, j: cameras[i] == their_cameras[j]
     )
-    found = evaluate(
-        codes,
-        labels,
-        gallery=gallery if parted else None,
-        gallery_labels=rest[1] if parted else None,
-        metrics=GRADED,
-        relevance=Levels(ours, others if parted else None),
-        exclude=Exclusion(cameras, their_cameras if parted else None),
-    )
+    sides = {"gallery": gallery, "gallery_labels": rest[1]} if parted else {}
+    relevance = Levels(ours, others if parted else None)
+    exclude = Exclusion(cameras, their_cameras if parted else None)
+    options = {"metrics": GRADED, "relevance": relevance, "exclude": exclude}
+    found = evaluate(codes, labels, **sides, **options)
     assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked
 
 
@@ -131,15 +123,10 @@ def test_figures_by_group():
     vendors = [f"v{n}" for n in random.integers(0, 3, 50)]
     found = evaluate(codes, labels, metrics=["recall_at_1"], by=vendors)
     for vendor in ("v0", "v1", "v2"):
-        hits = [
-            labels[ranked(codes, codes, i, True)[0]] == labels[i]
-            for i in range(50)
-            if vendors[i] == vendor
-        ]
-        assert found.groups[vendor] == {
-            "recall_at_1": pytest.approx(np.mean(hits)),
-            "queries": len(hits),
-        }
+        own = [i for i in range(50) if vendors[i] == vendor]
+        hits = [labels[ranked(codes, codes, i, True)[0]] == labels[i] for i in own]
+        expected = {"recall_at_1": pytest.approx(np.mean(hits)), "queries": len(hits)}
+        assert found.groups[vendor] == expected
     assert found.values == evaluate(codes, labels, metrics=["recall_at_1"]).values
     with pytest.raises(DataError, match="50 queries and 2 values to group by"):
         evaluate(codes, labels, by=["a", "b"])
@@ -200,11 +187,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_everything_in_a_run(cli, recipe):
-    text = (
-        Path(recipe).read_text()
-        + 'levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\n'
-    )
-    Path(recipe).write_text(text)
+    with Path(recipe).open("a") as file:
+        file.write('levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\n')
     done = cli("train", recipe)
     assert done.code == 0, done.err
     done = cli("evaluate", "runs/r", "--baseline", "--json")

@@ -44,9 +44,8 @@ def kinds():
     codes, labels = clustered()
     pixels, digit = images()
     unit = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
-    crowd = np.concatenate([np.ones((1500, 24)) + codes[:1500] * 1e-7, codes[1500:]]).astype(
-        np.float32
-    )
+    near = np.ones((1500, 24)) + codes[:1500] * 1e-7
+    crowd = np.concatenate([near, codes[1500:]]).astype(np.float32)
     twice = np.concatenate([codes[:1500], codes[:1500]])
     return {
         "clustered": (codes, labels, True),

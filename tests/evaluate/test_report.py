@@ -86,9 +86,8 @@ def found(run_folder: Path) -> measured.Measured:
 
 @pytest.fixture(scope="module")
 def file(run_folder: Path) -> Path:
-    return write.report(
-        [run_folder], run_folder.parent / "out" / "report.html", map="pca", progress=False
-    )
+    output = run_folder.parent / "out" / "report.html"
+    return write.report([run_folder], output, map="pca", progress=False)
 
 
 def test_figures_are_those_of_evaluate(found, run_folder):
@@ -101,10 +100,8 @@ def test_figures_are_those_of_evaluate(found, run_folder):
 
 
 def test_an_interval_draws_whole_classes():
-    values, classes = (
-        np.repeat([0.0, 1.0, 1.0, 0.0], [10, 30, 20, 40]),
-        np.repeat([5, 6, 7, 8], [10, 30, 20, 40]),
-    )
+    sizes = [10, 30, 20, 40]
+    values, classes = np.repeat([0.0, 1.0, 1.0, 0.0], sizes), np.repeat([5, 6, 7, 8], sizes)
     random = np.random.default_rng(1)
     mean, low, high = measured.interval(values, classes, np.random.default_rng(0))
     drawn = []
@@ -173,15 +170,11 @@ def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file, run_folder)
     assert "&lt;b&gt;8&lt;/b&gt;" in text
     assert "<b>" not in text and text.count("</script>") == 2, "one of data, one of the script"
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
-    few = write.report(
-        [run_folder], file.with_name("few.html"), map="pca", thumbnails=5, progress=False
-    )
+    options = {"map": "pca", "progress": False}
+    few = write.report([run_folder], file.with_name("few.html"), thumbnails=5, **options)
     pictures = set(re.findall(r"data:image/png;base64,[^\"]+", few.read_text(encoding="utf-8")))
     assert len(pictures) == 5 and few.stat().st_size < file.stat().st_size
-    assert (
-        write.report([run_folder], file, map="pca", progress=False).read_text(encoding="utf-8")
-        == text
-    )
+    assert write.report([run_folder], file, **options).read_text(encoding="utf-8") == text
 
 
 def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(run_folder, file, tmp_path):

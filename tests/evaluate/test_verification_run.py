@@ -86,16 +86,15 @@ def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch)
     results = verify(run, baseline=True)
     rows = written_pairs(run.path)
     distances = by_matrix(run, rows)
-    np.testing.assert_allclose(
-        [float(row["distance"]) for row in rows], distances, rtol=2e-5, atol=1e-6
-    )
+    written = [float(row["distance"]) for row in rows]
+    np.testing.assert_allclose(written, distances, rtol=2e-5, atol=1e-6)
     labels = dict(zip(run.dataset.keys, run.dataset.labels, strict=True))
     held = {run.dataset.keys[i] for i in run.splits.query}
     for row in rows:
         assert (labels[row["first"]] == labels[row["second"]]) == (row["same"] == "1")
         assert {row["first"], row["second"]} <= held
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    expected = verification([float(row["distance"]) for row in rows], same, folds)
+    expected = verification(written, same, folds)
     assert results.metrics["trained"] == expected.values
     assert list(results.folds["trained"]["accuracy"].values()) == expected.accuracy.tolist()
     wanted = ["trained", "raw pixels", "backbone features" if kind == "learner" else "untrained"]
@@ -136,15 +135,12 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh):
     place = {key: i for i, key in enumerate(run.dataset.keys)}
     distances = []
     for row in rows:
-        x, y = (
-            np.asarray(run.dataset[place[row[name]]], dtype=np.float64).ravel()
-            for name in ("first", "second")
-        )
+        images = (run.dataset[place[row[name]]] for name in ("first", "second"))
+        x, y = (np.asarray(image, dtype=np.float64).ravel() for image in images)
         distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    assert results.metrics["raw pixels"] == pytest.approx(
-        verification(distances, same, folds).values, abs=1e-9
-    )
+    expected = verification(distances, same, folds).values
+    assert results.metrics["raw pixels"] == pytest.approx(expected, abs=1e-9)
     # the weights before the first step, as a run of no learning rate would keep them
     from retrieval.run.build import build_model
 
