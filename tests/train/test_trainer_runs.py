@@ -84,7 +84,7 @@ def test_two_processes_train_two_sides_as_one(make, trains_as_one, tmp_path):
     made = make(**STILL, **SGD, generator=GENERATOR, combiner={"name": "toolbox.local"})
     trains_as_one({"two": made}, within=1e-4)
     changed = moved(start(tmp_path, made), weights(tmp_path / "two"))
-    assert {name.partition(".")[0] for name in changed} == {"model", "generator"}
+    assert {name.partition(".")[0] for name in changed} >= {"model", "generator"}
 
 
 def test_two_processes_that_torch_starts_train_as_one(make, process, tmp_path):
