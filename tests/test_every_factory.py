@@ -1,6 +1,4 @@
-"""Every loss and miner of every installed plugin: it reads, builds, runs forward and backward, and
-survives odd batches.
-"""
+"""Every installed loss and miner builds, runs both ways, and survives odd batches."""
 
 from __future__ import annotations
 

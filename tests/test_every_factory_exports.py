@@ -1,6 +1,4 @@
-"""Every backbone, combiner and learner of every installed plugin becomes a bundle that gives what
-torch gives.
-"""
+"""Every installed backbone, combiner and learner exports to what torch gives."""
 
 from __future__ import annotations
 

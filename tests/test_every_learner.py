@@ -1,6 +1,4 @@
-"""What every learner promises a scikit-learn or metric-learn user: distances of pairs, a metric,
-names, and one seed by two names.
-"""
+"""What every learner promises a user of scikit-learn or metric-learn."""
 
 from __future__ import annotations
 

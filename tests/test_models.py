@@ -1,6 +1,4 @@
-"""Every recipe in models/ is valid against what is installed, and has a card with results and the
-command that made them.
-"""
+"""Every recipe in models/ is valid, and its card has results and their command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Metrics against their definitions in plain Python, and against pytorch-metric-learning where it
-defines the same.
-"""
+"""Metrics against plain loops and, where it has the same, pytorch-metric-learning."""
 
 from __future__ import annotations
 

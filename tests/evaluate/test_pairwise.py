@@ -1,6 +1,4 @@
-"""Figures in blocks of queries by blocks of the gallery: those of `evaluate`, whatever the blocks
-are, and from files.
-"""
+"""Metrics block by block, of arrays and of files, are those of `evaluate`."""
 
 from __future__ import annotations
 

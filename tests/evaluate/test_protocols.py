@@ -1,6 +1,4 @@
-"""Protocols beyond equal labels, each against plain loops in double precision; and all of them
-together in a run.
-"""
+"""Protocols beyond equal labels: each against plain loops, all together in a run."""
 
 from __future__ import annotations
 

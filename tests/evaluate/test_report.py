@@ -1,6 +1,4 @@
-"""`retrieval report`: its figures by plain loops, what it finds, what it refuses, and the page in
-Chromium.
-"""
+"""`retrieval report`: its metrics, what it finds and refuses, the page in Chromium."""
 
 from __future__ import annotations
 

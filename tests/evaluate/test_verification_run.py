@@ -1,6 +1,4 @@
-"""`retrieval evaluate --protocol verification` on real runs: with and without a combiner, a
-learner, a bundle, and by command.
-"""
+"""`retrieval evaluate --protocol verification` on real runs and a bundle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`retrieval export --model`: a pretrained backbone becomes a bundle without labels or training,
-whitened by photos if they are named.
-"""
+"""`retrieval export --model`: a pretrained backbone becomes a bundle, whitened or not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A graph that is not the model: refused, with the difference, the place and the cause, and nothing
-left behind.
-"""
+"""A graph that is not the model is refused with its cause, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`retrieval export --split`: backbone and head as two graphs, and the same backbone known again
-under another head.
-"""
+"""`retrieval export --split`: two graphs, and one backbone known again under another head."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""fp16 and int8 encoders: their drift is what the manifest says, by plain loops, and calibration is
-the caller's.
-"""
+"""fp16 and int8 encoders: their drift, measured again by plain loops."""
 
 from __future__ import annotations
 

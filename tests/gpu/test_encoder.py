@@ -1,6 +1,4 @@
-"""Bundles on CUDA: vectors of the CPU, of any number of rows, one graph or two; a
-server that says nothing of a fallback.
-"""
+"""Bundles on CUDA give the CPU's vectors; a server says nothing of a fallback."""
 
 from __future__ import annotations
 

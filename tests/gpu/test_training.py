@@ -1,6 +1,4 @@
-"""Training on a GPU: no step waits for it, each precision learns, a run that was stopped goes on
-exactly, figures are the CPU's.
-"""
+"""Training on a GPU: it does not wait, learns in each precision, and resumes exactly."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Threads, processes and sessions by the cores that a process may use: affinity and the cgroup's
-quota.
-"""
+"""Threads, processes and sessions by affinity and the cgroup's quota."""
 
 from __future__ import annotations
 

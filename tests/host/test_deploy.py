@@ -1,6 +1,4 @@
-"""What `deploy/` holds fits the code: options, extras, ports, addresses, and every figure of the
-dashboard.
-"""
+"""What `deploy/` holds fits the code: options, extras, ports, addresses."""
 
 from __future__ import annotations
 

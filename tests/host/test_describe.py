@@ -1,6 +1,4 @@
-"""`plugins list` and `plugins show`: what plugins offer, and lines that may be pasted into a recipe
-as they are.
-"""
+"""`plugins list` and `plugins show`, whose lines may be pasted into a recipe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The pages that the code defines: each hook with its signature, each bundled plugin on the page of
-its kind, the floors.
-"""
+"""The pages that the code defines: hooks, bundled plugins, floors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`retrieval doctor`: what is installed and what is wrong with it, each library asked in a process
-of its own.
-"""
+"""`retrieval doctor`: what is installed, and what is wrong with it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Plugins from entry points, files and modules; clashes, misspellings and broken plugins refused in
-one sentence.
-"""
+"""Plugins from entry points, files and modules; broken ones refused in one sentence."""
 
 from __future__ import annotations
 

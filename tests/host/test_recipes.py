@@ -1,6 +1,4 @@
-"""Recipes: every problem at once, each with its place and what to do; files that are none; what
-cannot go together.
-"""
+"""Recipes: every problem at once, with its place; files that are none."""
 
 from __future__ import annotations
 

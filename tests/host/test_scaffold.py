@@ -1,6 +1,4 @@
-"""`plugins new`: a package that installs, lists beside ours, passes its own test, trains and
-exports.
-"""
+"""`plugins new`: a package that installs, passes its own test, trains and exports."""
 
 from __future__ import annotations
 

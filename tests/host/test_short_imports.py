@@ -1,6 +1,4 @@
-"""`from retrieval_anml import LANML`: each plugin's public names load on first use, and type
-checkers see what they are.
-"""
+"""`from retrieval_anml import LANML`: public names load on first use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Losses and miners in the styles of public projects work as they are written: read, set, built,
-trained, shown.
-"""
+"""Losses and miners in the styles of public projects work as they are written."""
 
 from __future__ import annotations
 

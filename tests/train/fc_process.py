@@ -1,6 +1,4 @@
-"""One process of several: partial FC with its share of the classes, against one process's with all
-of them.
-"""
+"""One process of several: partial FC with its share of the classes, against one with all."""
 
 from __future__ import annotations
 

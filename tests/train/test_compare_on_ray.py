@@ -1,6 +1,4 @@
-"""`retrieval compare --ray` on a real cluster of this machine: the figures of one process,
-interrupted in the middle.
-"""
+"""`retrieval compare --ray` on a cluster of this machine, interrupted in the middle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A part that breaks its contract is one sentence: the plugin's name, what it gave, what it should
-give; never a traceback.
-"""
+"""A part that breaks its contract is one sentence and never a traceback."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What a plugin's dataset gives in place of images, vectors, labels and keys is one sentence, or is
-converted by the rule that its page has.
-"""
+"""What a plugin's dataset gives is converted by rule, or refused in one sentence."""
 
 from __future__ import annotations
 

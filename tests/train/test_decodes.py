@@ -1,6 +1,4 @@
-"""Images are decoded no more often than they must be, and the processes that decode end with the
-run.
-"""
+"""Images are decoded once, by processes that end with the run."""
 
 from __future__ import annotations
 

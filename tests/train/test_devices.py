@@ -1,6 +1,4 @@
-"""Several processes train what one would: batch norm, rows of the loss, classes; two and four of
-them, by gloo on the loopback.
-"""
+"""Two and four processes, by gloo on the loopback, train what one would."""
 
 from __future__ import annotations
 

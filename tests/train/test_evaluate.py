@@ -1,6 +1,4 @@
-"""`retrieval evaluate` on real runs: every kind of model, the raw inputs, a bundle with and without
-a rescorer.
-"""
+"""`retrieval evaluate` on real runs: models, raw inputs, a bundle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What `check` and the start of `train` see: what cannot learn, what does not fit, what does not
-open; and what needs no training.
-"""
+"""What `check` and the start of `train` see: what cannot learn, fit or open."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How a run lies on its device: precision, memory format, compiled kernels, algorithms that give
-the same bits.
-"""
+"""How a run lies on its device: precision, memory format, compiled kernels, determinism."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Losses that are divided by rows: the rows' sums make the whole batch's loss and gradients,
-whatever the rows.
-"""
+"""Losses that are divided by rows: the sums make the whole batch's loss and gradients."""
 
 from __future__ import annotations
 

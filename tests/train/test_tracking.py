@@ -1,6 +1,4 @@
-"""Trackers are told how a run goes, in a thread of their own, and whatever happens to them happens
-to nobody else.
-"""
+"""Trackers are told how a run goes, and disturb nobody."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A step does not wait for its device: figures are read some steps later, and so is NaN, whose step
-is named all the same.
-"""
+"""A step does not wait for its device: metrics and NaN are read some steps later."""
 
 from __future__ import annotations
 

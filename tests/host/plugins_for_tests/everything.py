@@ -1,6 +1,4 @@
-"""One small, working thing for every factory hook, and the nesting of parts: what the tests of
-recipes name.
-"""
+"""One small, working thing for every factory hook, which recipes of the tests name."""
 
 from __future__ import annotations
 
