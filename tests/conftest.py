@@ -1,6 +1,4 @@
-"""What all tests share: nothing of this machine's settings, a command line to call, plugins to
-install.
-"""
+"""Fixtures of all tests: isolation from this machine, a command line, plugins to install."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -117,62 +117,61 @@ class Evil:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        _ANSWER.pack(True, 80, 60, 24 * 32 * 3 + 1) + bytes(24 * 32 * 3 + 1),
-        _ANSWER.pack(True, 80, 60, 1_000_000),
-        None,
-    ],
-    ids=["empty", "too many pixels", "too many bytes", "a pickle"],
-)
-def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_path, answer):
-    """Nothing in it is run, its lengths are not believed, and the next image goes to another
-    process.
-    """
+@contextmanager
+def taken_over(pool: Decoders) -> Iterator[socket.socket]:
+    """The other end of the pipe of the pool's only process, as if an image had taken it over."""
     (worker,) = pool._idle
     own = worker.pipe  # as long as it is open, the process lives
     worker.pipe, theirs = socket.socketpair()
+    with theirs:
+        yield theirs
+    own.close()
+
+
+SIZE = 24 * 32 * 3
+ANSWERS = {
+    "empty": b"",
+    "too many pixels": _ANSWER.pack(True, 80, 60, SIZE + 1) + bytes(SIZE + 1),
+    "too many bytes": _ANSWER.pack(True, 80, 60, 1_000_000),
+    "a pickle": None,
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_an_answer_of_a_decoder_that_an_image_took_over_is_only_bytes(pool, tmp_path, answer):
+    pids = pool.pids
     sent = pickle.dumps(Evil(tmp_path / "run")) if answer is None else answer
+    with taken_over(pool) as theirs, ThreadPoolExecutor(1) as threads:
 
-    def take_over() -> None:
-        with theirs, suppress(OSError):  # the server hangs up
-            theirs.recv(65_536)
-            theirs.sendall(sent)
+        def send() -> None:
+            with theirs, suppress(OSError):  # the server hangs up
+                theirs.recv(65_536)
+                theirs.sendall(sent)
 
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(take_over)
+        threads.submit(send)
         with pytest.raises(DataError, match="crashes its decoder"):
             pool.decode("pixels", photo(), PREPROCESSING)
     assert not (tmp_path / "run").exists()
-    own.close()
-    assert worker.process.pid not in pool.pids
+    assert not set(pids) & set(pool.pids)
     assert pool.decode("pixels", photo(), PREPROCESSING).width == 80
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5], ids=["nothing", "half"])
 def test_an_answer_that_does_not_end_meets_the_deadline(share):
     pool = Decoders(seconds=0.5)
-    (worker,) = pool._idle
-    own = worker.pipe  # as long as it is open, the process lives
-    worker.pipe, theirs = socket.socketpair()
-    theirs.sendall(_ANSWER.pack(True, 80, 60, 24 * 32 * 3) + bytes(int(24 * 32 * 3 * share)))
-    with theirs, pytest.raises(DataError, match="takes longer than"):
-        pool.decode("pixels", photo(), PREPROCESSING)
-    own.close()
+    with taken_over(pool) as theirs:
+        theirs.sendall(_ANSWER.pack(True, 80, 60, SIZE) + bytes(int(SIZE * share)))
+        with pytest.raises(DataError, match="takes longer than"):
+            pool.decode("pixels", photo(), PREPROCESSING)
     pool.close()
 
 
 def test_a_decoders_sentence_is_cut_and_printable(pool):
-    (worker,) = pool._idle
-    own = worker.pipe  # as long as it is open, the process lives
-    worker.pipe, theirs = socket.socketpair()
     sentence = b"\x1b[31m\xff" + b"x" * 10_000
-    theirs.sendall(_ANSWER.pack(False, 0, 0, len(sentence)) + sentence)
-    with theirs, pytest.raises(DataError) as error:
-        pool.decode("pixels", photo(), PREPROCESSING)
-    own.close()
+    with taken_over(pool) as theirs:
+        theirs.sendall(_ANSWER.pack(False, 0, 0, len(sentence)) + sentence)
+        with pytest.raises(DataError) as error:
+            pool.decode("pixels", photo(), PREPROCESSING)
     assert str(error.value).isprintable() and len(str(error.value)) < 5000
 
 
@@ -194,21 +193,16 @@ def test_memory_is_limited():
         "job = ('png', sys.stdin.buffer.read(), None, 'it'); "
         "print(decoding._answer(decoding.Limits(), job))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=large, capture_output=True, timeout=60
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input=large, capture_output=True, timeout=60)
     assert b"it needs more memory to be decoded" in done.stdout, done
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_comes_back_once_large_images_are_done(pool):
-    """A process that is idle after uploads of 20 megapixels holds at most 16 MB more than when it
-    was ready.
-    """
     small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))
-    content = encoded(small.resize((5000, 4000), Image.Resampling.NEAREST), quality=30) + bytes(
-        15_000_000
-    )
+    large = small.resize((5000, 4000), Image.Resampling.NEAREST)
+    content = encoded(large, quality=30) + bytes(15_000_000)
     (pid,) = pool.pids
     before = resident(pid)
     for _ in range(4):
@@ -230,10 +224,8 @@ def test_a_phones_photo_of_48_megapixels_is_decoded_at_a_half_and_keeps_its_size
     assert image.size == (3024, 4032) and full_size(image) == (6048, 8064)
     assert np.array_equal(made.pixels, square(image))
     too_large = encoded(Image.new("L", (12_000, 9_000)), quality=30)
-    for content in (
-        too_large,
-        encoded(Image.new("1", (8064, 6048)), "PNG"),
-    ):  # only JPEGs come smaller
+    no_jpeg = encoded(Image.new("1", (8064, 6048)), "PNG")  # only JPEGs come smaller
+    for content in (too_large, no_jpeg):
         with pytest.raises(DataError, match=r"the limit is 25,000,000\..*limit of pixels"):
             pool.decode("pixels", content, PREPROCESSING)
 
@@ -247,9 +239,6 @@ pool.close()
 """
 
 
-def test_a_script_without_a_guard_is_not_run_again_by_each_process(tmp_path):
+def test_a_script_without_a_guard_is_not_run_again_by_each_process(tmp_path, process):
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == ["run", "True"], done
+    assert process(tmp_path / "script.py").out.split() == ["run", "True"]

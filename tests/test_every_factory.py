@@ -1,6 +1,4 @@
-"""Every loss and miner of every installed plugin: it reads, builds, runs forward and backward, and
-survives odd batches.
-"""
+"""Every installed loss and miner builds, runs both ways, and survives odd batches."""
 
 from __future__ import annotations
 
@@ -99,13 +97,13 @@ def batch(dtype: torch.dtype = torch.float32, items: int = 12) -> Tensor:
 
 def checked_backward(loss: Tensor, embeddings: Tensor) -> None:
     assert loss.numel() == 1 and math.isfinite(loss.item())
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if embeddings.grad is not None:
         assert embeddings.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reads(kind: str) -> None:
+def test_reads(kind):
     for factory in PLUGINS.factories(kind).values():
         assert factory.summary.strip(), factory.name
         assert not factory.hints, factory.hints  # ours are typed and documented
@@ -114,7 +112,7 @@ def test_reads(kind: str) -> None:
 
 @pytest.mark.parametrize("name", names("losses"))
 class TestLoss:
-    def test_trains_embeddings_and_own_parameters(self, name: str) -> None:
+    def test_trains_embeddings_and_own_parameters(self, name):
         torch.manual_seed(0)
         loss = build(PLUGINS, "losses", name)
         for _ in range(2):  # some keep a state
@@ -131,23 +129,22 @@ class TestLoss:
         )
 
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
-    def test_batch_without_triplets(self, name: str, labels: Any) -> None:
+    def test_batch_without_triplets(self, name, labels):
         torch.manual_seed(0)
-        loss = PLUGINS.build(
-            "losses", values(PLUGINS, PLUGINS.find("losses", name)), GIVEN | {"classes": 12}
-        )
+        table = values(PLUGINS, PLUGINS.find("losses", name))
+        loss = PLUGINS.build("losses", table, GIVEN | {"classes": 12})
         embeddings = batch()
         checked_backward(loss(embeddings, torch.tensor(list(labels))), embeddings)
 
     @pytest.mark.parametrize("items", [1, 12])
-    def test_equal_embeddings(self, name: str, items: int) -> None:
+    def test_equal_embeddings(self, name, items):
         torch.manual_seed(0)
         embeddings = batch(items=1).detach().repeat(items, 1).requires_grad_()
         loss = build(PLUGINS, "losses", name)
         checked_backward(loss(embeddings, LABELS[:items]), embeddings)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_half_precision_and_autocast(self, name: str, dtype: torch.dtype) -> None:
+    def test_half_precision_and_autocast(self, name, dtype):
         torch.manual_seed(0)
         loss = build(PLUGINS, "losses", name)
         before = {key: tensor.dtype for key, tensor in loss.state_dict().items()}
@@ -161,26 +158,24 @@ class TestLoss:
         assert {key: tensor.dtype for key, tensor in loss.state_dict().items()} == before
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-    def test_is_of_the_embeddings_type(self, name: str, dtype: torch.dtype) -> None:
+    def test_is_of_the_embeddings_type(self, name, dtype):
         embeddings = batch().detach().to(dtype).requires_grad_()
         value = build(PLUGINS, "losses", name)(embeddings, LABELS)
         assert value.dtype == dtype
         low = torch.bfloat16 if dtype == torch.float64 else dtype
         with torch.autocast("cpu", dtype=low):  # a scaled loss would overflow half precision
-            assert build(PLUGINS, "losses", name)(embeddings, LABELS).dtype in (
-                torch.float32,
-                torch.float64,
-            )
+            value_within = build(PLUGINS, "losses", name)(embeddings, LABELS)
+            assert value_within.dtype in (torch.float32, torch.float64)
         value.backward()
         assert embeddings.grad is not None and bool(torch.isfinite(embeddings.grad).all())
 
-    def test_reference_set_as_stated(self, name: str) -> None:
+    def test_reference_set_as_stated(self, name):
         loss, other = build(PLUGINS, "losses", name), batch(items=20).detach().flip(0)
         labels = torch.arange(20) % 4
 
         def call(reference: Tensor) -> Tensor:
             torch.manual_seed(0)
-            return loss(batch(), LABELS, None, ref_emb=reference, ref_labels=labels)  # type: ignore[no-any-return]
+            return loss(batch(), LABELS, None, ref_emb=reference, ref_labels=labels)
 
         if not PLUGINS.find("losses", name).supports_ref_emb:
             with pytest.raises(ValueError):
@@ -191,7 +186,7 @@ class TestLoss:
         assert other.grad is not None and other.grad.abs().sum() > 0
         assert call(torch.randn_like(other)).item() != value.item()
 
-    def test_combiner(self, name: str) -> None:
+    def test_combiner(self, name):
         factory = PLUGINS.find("losses", name)
         if not factory.takes("distance"):
             pytest.skip("takes no distance: a recipe with both is refused")
@@ -207,7 +202,7 @@ class TestLoss:
         checked_backward(loss(embeddings / 4, LABELS), embeddings)
         assert combiner.weights.grad is not None and combiner.weights.grad.abs().sum() > 0
 
-    def test_miner_as_stated(self, name: str) -> None:
+    def test_miner_as_stated(self, name):
         torch.manual_seed(0)
         stated = PLUGINS.find("losses", name).supports_miner
         loss, embeddings = build(PLUGINS, "losses", name), batch()
@@ -224,7 +219,7 @@ class TestLoss:
 
 
 @pytest.mark.parametrize("name", names("losses"))
-def test_input_that_a_checked_loss_refuses(name: str) -> None:
+def test_input_that_a_checked_loss_refuses(name):
     loss, broken = build(PLUGINS, "losses", name), batch().detach()
     if not isinstance(loss, CheckedLoss):
         pytest.skip("wraps a loss that does")
@@ -244,7 +239,7 @@ def test_input_that_a_checked_loss_refuses(name: str) -> None:
 class TestMiner:
     def indices(self, name: str, **reference: Tensor) -> tuple[Tensor, ...]:
         torch.manual_seed(0)
-        return build(PLUGINS, "miners", name)(batch().detach(), LABELS, **reference)  # type: ignore[no-any-return]
+        return build(PLUGINS, "miners", name)(batch().detach(), LABELS, **reference)
 
     def check(self, indices: tuple[Tensor, ...], others: Tensor, by_label: bool = True) -> None:
         pairs = [(indices[0], indices[1], True)]
@@ -256,24 +251,22 @@ class TestMiner:
             if by_label:
                 assert ((LABELS[anchor] == others[other]) == same).all()
 
-    def test_indices_are_of_the_stated_kind(self, name: str) -> None:
+    def test_indices_are_of_the_stated_kind(self, name):
         by_label = "already_packaged" not in name
         indices = self.indices(name)
         self.check(indices, LABELS, by_label)
         assert (indices[0] != indices[1]).all()
 
-    def test_reference_set_as_stated(self, name: str) -> None:
-        reference = {
-            "ref_emb": batch(items=20).detach().flip(0),
-            "ref_labels": torch.arange(20) % 4,
-        }
+    def test_reference_set_as_stated(self, name):
+        others = torch.arange(20) % 4
+        reference = {"ref_emb": batch(items=20).detach().flip(0), "ref_labels": others}
         if PLUGINS.find("miners", name).supports_ref_emb:
-            self.check(self.indices(name, **reference), reference["ref_labels"])
+            self.check(self.indices(name, **reference), others)
         else:
             with pytest.raises(ValueError):
                 self.indices(name, **reference)
 
-    def test_combiner(self, name: str) -> None:
+    def test_combiner(self, name):
         factory = PLUGINS.find("miners", name)
         if not factory.takes("distance"):
             pytest.skip("takes no distance")
@@ -281,13 +274,13 @@ class TestMiner:
         self.check(miner(batch().detach() / 4, LABELS), LABELS)
 
     @pytest.mark.parametrize("labels", [range(12), [0] * 12], ids=["distinct", "alike"])
-    def test_batch_without_triplets(self, name: str, labels: Any) -> None:
+    def test_batch_without_triplets(self, name, labels):
         found = build(PLUGINS, "miners", name)(batch().detach(), torch.tensor(list(labels)))
         if len(found) == 3 and "already_packaged" not in name:
             assert all(len(x) == 0 for x in found)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-    def test_half_precision_and_autocast(self, name: str, dtype: torch.dtype) -> None:
+    def test_half_precision_and_autocast(self, name, dtype):
         miner = build(PLUGINS, "miners", name)
         with torch.autocast("cpu", dtype=dtype):
             self.check(miner(batch(dtype).detach(), LABELS), LABELS, "already_packaged" not in name)

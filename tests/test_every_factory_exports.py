@@ -1,6 +1,4 @@
-"""Every backbone, combiner and learner of every installed plugin becomes a bundle that gives what
-torch gives.
-"""
+"""Every installed backbone, combiner and learner exports to what torch gives."""
 
 from __future__ import annotations
 
@@ -90,7 +88,7 @@ def exported_agrees(model: Model, items: NDArray[Any], folder: Path) -> Bundle:
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("backbones"))
-def test_backbone(name: str, tmp_path: Path) -> None:
+def test_backbone(name, tmp_path):
     backbone = build("backbones", name, GIVEN)
     model = Model(backbone, build_head(backbone.features, 32))
     items = VECTORS if backbone.preprocessing is None else photographs(backbone.preprocessing)
@@ -102,7 +100,7 @@ def test_backbone(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("combiners"))
-def test_combiner(name: str, tmp_path: Path) -> None:
+def test_combiner(name, tmp_path):
     combiner = build("combiners", name, GIVEN)
     features = PLUGINS.build("backbones", {"name": "core.features"}, GIVEN)
     model = Model(features, combiner.build_head(VECTORS.shape[1]), combiner)
@@ -111,7 +109,7 @@ def test_combiner(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("learners"))
-def test_learner(name: str, tmp_path: Path) -> None:
+def test_learner(name, tmp_path):
     given = GIVEN | {"features": FEW.shape[1]}
     learner = build("learners", name, given)
     learner.fit(FEW[:200].astype(np.float64), DIGITS.target[:200])

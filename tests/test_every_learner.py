@@ -1,6 +1,4 @@
-"""What every learner promises a scikit-learn or metric-learn user: distances of pairs, a metric,
-names, and one seed by two names.
-"""
+"""What every learner promises a user of scikit-learn or metric-learn."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def fitted(wine: Any) -> Any:
     return get
 
 
-def test_every_learner_is_tried() -> None:
+def test_every_learner_is_tried():
     assert set(SMALL) == set(FACTORIES)
 
 
@@ -115,23 +113,21 @@ def by_loops(name: str, learner: Any, x: Any, y: Any) -> float:
 @pytest.mark.parametrize(
     "name", [name for name in SMALL if name != "core.pca"]
 )  # which ignores labels
-def test_a_missing_label_is_no_class_to_learn(name: str, wine: Any) -> None:
+def test_a_missing_label_is_no_class_to_learn(name, wine):
     x, y = wine
     text = [f"class {number}" for number in y]
     for gap in (math.nan, None):
         for labels in (text, y.tolist()):
-            with pytest.raises(
-                ValueError, match=r"1 of 178 labels is missing .* in row 3 from 0 on"
-            ):
+            says = r"1 of 178 labels is missing .* in row 3 from 0 on"
+            with pytest.raises(ValueError, match=says):
                 FACTORIES[name].make(**SMALL[name]).fit(x, [*labels[:3], gap, *labels[4:]])
-    with pytest.raises(
-        ValueError, match=r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"
-    ):
+    says = r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"
+    with pytest.raises(ValueError, match=says):
         FACTORIES[name].make(**SMALL[name]).fit(x, [*text[:3], 0, *text[4:]])
 
 
 @each
-def test_pair_distance_and_metric_by_loops(name: str, fitted: Any, wine: Any) -> None:
+def test_pair_distance_and_metric_by_loops(name, fitted, wine):
     learner, x = fitted(name), wine[0]
     assert isinstance(learner, Learner | MetricLearner)
     pairs = np.stack([x[:12], x[100:112]], axis=1)
@@ -154,7 +150,7 @@ def test_pair_distance_and_metric_by_loops(name: str, fitted: Any, wine: Any) ->
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in NOT_LINEAR])
-def test_mahalanobis_matrix_is_the_metric(name: str, fitted: Any, wine: Any) -> None:
+def test_mahalanobis_matrix_is_the_metric(name, fitted, wine):
     learner, x = fitted(name), wine[0]
     if name == "oahu.warm" and learner._unit:
         pytest.skip("serves an angle; see test_an_angle_has_no_matrix")
@@ -169,12 +165,12 @@ def test_mahalanobis_matrix_is_the_metric(name: str, fitted: Any, wine: Any) -> 
     np.testing.assert_allclose(learner.pair_distance(pairs), expected, rtol=1e-6)
 
 
-def test_only_linear_learners_have_a_matrix(fitted: Any) -> None:
+def test_only_linear_learners_have_a_matrix(fitted):
     for name in NOT_LINEAR:
         assert not hasattr(fitted(name), "get_mahalanobis_matrix")
 
 
-def test_an_angle_has_no_matrix(wine: Any) -> None:
+def test_an_angle_has_no_matrix(wine):
     x = wine[0]
     learner = clone(FACTORIES["oahu.warm"].make(**SMALL["oahu.warm"])).fit(*wine)
     learner.left_, learner.alpha_ = True, np.eye(5)[3]  # the first expert that compares by an angle
@@ -187,7 +183,7 @@ def test_an_angle_has_no_matrix(wine: Any) -> None:
 
 
 @each
-def test_the_metric_outlives_another_fit(name: str, wine: Any) -> None:
+def test_the_metric_outlives_another_fit(name, wine):
     x, y = wine
     learner = FACTORIES[name].make(**SMALL[name])
     try:
@@ -202,16 +198,15 @@ def test_the_metric_outlives_another_fit(name: str, wine: Any) -> None:
 
 
 @each
-def test_pairs_that_cannot_be_compared(name: str, fitted: Any, wine: Any) -> None:
+def test_pairs_that_cannot_be_compared(name, fitted, wine):
     learner, x = fitted(name), wine[0]
     pairs = np.stack([x[:3], x[3:6]], axis=1)
     for call in (learner.pair_distance, learner.pair_score):
         for wrong in (x, pairs.transpose(1, 0, 2), pairs[0]):
             with pytest.raises(ValueError, match=r"Pairs must have the shape \(P, 2, F\)"):
                 call(wrong)
-        with pytest.raises(
-            ValueError, match=r"The pairs have 12 features, and \w+ was fitted on 13"
-        ):
+        says = r"The pairs have 12 features, and \w+ was fitted on 13"
+        with pytest.raises(ValueError, match=says):
             call(pairs[:, :, 1:])
         with pytest.raises(ValueError, match="NaN"):
             call(np.where(pairs == pairs[0, 0, 0], np.nan, pairs))
@@ -231,7 +226,7 @@ def test_pairs_that_cannot_be_compared(name: str, fitted: Any, wine: Any) -> Non
 
 
 @each
-def test_saved_and_set_again_it_is_the_same(name: str, fitted: Any, wine: Any) -> None:
+def test_saved_and_set_again_it_is_the_same(name, fitted, wine):
     learner, x = fitted(name), wine[0]
     file = io.BytesIO()
     joblib.dump(learner, file)
@@ -246,7 +241,7 @@ def test_saved_and_set_again_it_is_the_same(name: str, fitted: Any, wine: Any) -
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name not in NOT_LINEAR])
-def test_the_model_keeps_its_digits_far_from_zero(name: str, fitted: Any, wine: Any) -> None:
+def test_the_model_keeps_its_digits_far_from_zero(name, fitted, wine):
     """A bias would lose them."""
     fitted(name)
     x, y = wine
@@ -259,7 +254,7 @@ def test_the_model_keeps_its_digits_far_from_zero(name: str, fitted: Any, wine: 
 
 
 @each
-def test_feature_names(name: str, fitted: Any, wine: Any) -> None:
+def test_feature_names(name, fitted, wine):
     learner = fitted(name)
     names = learner.get_feature_names_out()
     kind = type(learner).__name__.lower()
@@ -267,7 +262,7 @@ def test_feature_names(name: str, fitted: Any, wine: Any) -> None:
 
 
 @each_seeded
-def test_random_state_is_seed(name: str, fitted: Any, wine: Any) -> None:
+def test_random_state_is_seed(name, fitted, wine):
     fitted(name)
     make = FACTORIES[name].make
     probe = np.stack([wine[0][:5], wine[0][100:105]], axis=1)
@@ -289,13 +284,12 @@ def test_random_state_is_seed(name: str, fitted: Any, wine: Any) -> None:
 
 
 @each_seeded
-def test_two_different_seeds_are_refused(name: str, fitted: Any, wine: Any) -> None:
+def test_two_different_seeds_are_refused(name, fitted, wine):
     fitted(name)
     learner = FACTORIES[name].make(**SMALL[name], seed=0)
     assert learner.set_params(random_state=2).get_params()["random_state"] == 2
-    with pytest.raises(
-        ValueError, match=r"seed is 0 and random_state is 2\. They are two names of one parameter"
-    ):
+    says = r"seed is 0 and random_state is 2\. They are two names of one parameter"
+    with pytest.raises(ValueError, match=says):
         learner.fit(*wine)
     learner.set_params(seed=None).fit(*wine)
     for wrong in ("1", -1, 0.5):
@@ -304,7 +298,7 @@ def test_two_different_seeds_are_refused(name: str, fitted: Any, wine: Any) -> N
 
 
 @each
-def test_both_seeds_are_parameters_of_a_recipe(name: str) -> None:
+def test_both_seeds_are_parameters_of_a_recipe(name):
     known = {p.name: p for p in FACTORIES[name].parameters}
     assert ("seed" in known) == ("random_state" in known) == (name in SEEDED)
     if name in SEEDED:
@@ -314,7 +308,7 @@ def test_both_seeds_are_parameters_of_a_recipe(name: str) -> None:
         assert FACTORIES[name].check({"random_state": "3"}, "[learner]")[1]
 
 
-def test_in_a_search_over_random_states_and_as_a_neighbours_metric(wine: Any) -> None:
+def test_in_a_search_over_random_states_and_as_a_neighbours_metric(wine):
     x, y = wine
     make = FACTORIES["core.nca"].make
     pipeline = make_pipeline(

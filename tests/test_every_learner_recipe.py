@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,30 +14,23 @@ from retrieval.serving.bundle import Bundle
 from sklearn.datasets import load_digits
 
 VECTORS = """
-[data]
-name = "core.features"
-file = "{file}"
-[split]
-by = "item"
-test = 0.5
-[backbone]
-name = "core.features"
+data = {{ name = "core.features", file = "{file}" }}
+split = {{ by = "item", test = 0.5 }}
+backbone.name = "core.features"
 [learner]
 """
 SHORT = "n_components = 16\nmax_iter = 15\nmax_queries = 300\n"
 LEARNERS = {
     "gmml": 'name = "aml.gmml"\nt = 0.3\nregularization = 0.5\nprior = "covariance"\n',
-    "aml": (
-        'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\nstandardize ='
-        " true\nregularization = 0.1\n"
-    ),
+    "aml": 'name = "aml.aml"\nalpha = 5.0\nbeta = 0.5\nn_pairs = "paper"\n'
+    "standardize = true\nregularization = 0.1\n",
     "lanml": f'name = "anml.lanml"\ngamma1 = -0.5\n{SHORT}',
     "pnca": f'name = "anml.pnca"\nalpha = 0.3\n{SHORT}',
 }
 
 
 @pytest.mark.parametrize("learner", LEARNERS.values(), ids=LEARNERS)
-def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_from_vectors_to_answers(learner, cli, tmp_path):
     def run(*words: str | Path) -> str:
         outcome = cli(*words)
         assert outcome.code == 0, outcome.err
@@ -72,7 +63,7 @@ def test_from_vectors_to_answers(learner: str, cli: Callable[..., Any], tmp_path
     assert np.mean(np.array(first) == y[test[:60]]) > 0.9
 
 
-def test_parameters_that_learners_refuse_are_refused_in_a_recipe() -> None:
+def test_parameters_that_learners_refuse_are_refused_in_a_recipe():
     plugins = load_plugins(block=["pml"])
     prior = [[2.0, 0.0], [0.0, 1.0]]
     assert plugins.build("learners", {"name": "aml.gmml", "prior": prior, "t": 0}).prior == prior

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from metrics_by_loops import ALL, metrics_by_loops
 from PIL import Image
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import evaluate
@@ -19,49 +19,21 @@ from retrieval.evaluation.report import measured
 from retrieval.evaluation.report.measured import SHOWN
 from retrieval.run.open import ItemCodes, Run
 
-ALL = ["recall_at_1", "recall_at_4", "precision_at_5", "r_precision", "map_at_r", "map"]
 
-
-def plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label):
-    """Return every figure by its definition, one query and one rank after another, in float64."""
-    itself = gallery is None
-    gallery, theirs, their_cameras = (
-        (codes, labels, cameras) if itself else (gallery, theirs, their_cameras)
-    )
-    sums, asked = dict.fromkeys(ALL, 0.0), 0
-    for i, code in enumerate(np.asarray(codes, float)):
-        order = []
-        for j, other in enumerate(np.asarray(gallery, float)):
-            shared = cameras[i] not in (None, "") and cameras[i] == their_cameras[j]
-            if (itself and i == j) or (shared and (not same_label or labels[i] == theirs[j])):
-                continue
-            distance = sum((a - b) ** 2 for a, b in zip(code, other, strict=True))
-            order.append((float(np.float32(distance)), j))
-        hits = [theirs[j] == labels[i] for _, j in sorted(order)]
-        relevant = sum(hits)
-        if not relevant:
-            continue
-        asked += 1
-        precision = [sum(hits[: rank + 1]) / (rank + 1) for rank in range(len(hits))]
-        sums["recall_at_1"] += any(hits[:1])
-        sums["recall_at_4"] += any(hits[:4])
-        sums["precision_at_5"] += sum(hits[:5]) / 5
-        sums["r_precision"] += sum(hits[:relevant]) / relevant
-        sums["map_at_r"] += (
-            sum(precision[j] for j in range(min(relevant, len(hits))) if hits[j]) / relevant
-        )
-        sums["map"] += sum(precision[j] for j in range(len(hits)) if hits[j]) / relevant
-    return {name: value / asked for name, value in sums.items()}, asked
+def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
+    """Return the places that a query may see."""
+    shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
+    hidden = [s and (not same_label or labels[i] == t) for s, t in zip(shared, theirs, strict=True)]
+    return [j for j in range(len(theirs)) if not (itself and i == j) and not hidden[j]]
 
 
 def items(seed: int, count: int, tied: bool):
     random = np.random.default_rng(seed)
     labels = np.minimum(random.geometric(0.25, count), 9)
-    codes = (
-        random.integers(0, 3, (count, 2))
-        if tied
-        else random.normal(size=(count, 5)) + labels[:, None] * 0.3
-    )
+    if tied:
+        codes = random.integers(0, 3, (count, 2))
+    else:
+        codes = random.normal(size=(count, 5)) + labels[:, None] * 0.3
     cameras = [["a", "b", "c", "", None][i] for i in random.integers(0, 5, count)]
     return codes.astype(np.float32), labels, cameras
 
@@ -72,19 +44,18 @@ def items(seed: int, count: int, tied: bool):
 def test_against_the_definitions(same_label, tied, parted):
     codes, labels, cameras = items(1, 70, tied)
     gallery, theirs, their_cameras = items(2, 50, tied) if parted else (None, None, None)
-    expected, asked = plain(codes, labels, cameras, gallery, theirs, their_cameras, same_label)
-    found = evaluate(
-        codes,
-        labels,
-        gallery=gallery,
-        gallery_labels=theirs,
-        metrics=ALL,
-        exclude=Exclusion(cameras, their_cameras, same_label),
-    )
+    other = (theirs, their_cameras) if parted else (labels, cameras)
+
+    def seen(i: int) -> list[int]:
+        return seen_by(i, labels, cameras, *other, not parted, same_label)
+
+    expected, asked = metrics_by_loops(codes, labels, gallery, theirs, seen)
+    sides = {"gallery": gallery, "gallery_labels": theirs, "metrics": ALL}
+    exclude = Exclusion(cameras, their_cameras, same_label)
+    found = evaluate(codes, labels, **sides, exclude=exclude)
     assert found.values == pytest.approx(expected, abs=1e-12)
     assert (found.queries, found.singletons) == (asked, 70 - asked)
-    alike = evaluate(codes, labels, gallery=gallery, gallery_labels=theirs, metrics=ALL)
-    assert found.values != pytest.approx(alike.values, abs=1e-3)
+    assert found.values != pytest.approx(evaluate(codes, labels, **sides).values, abs=1e-3)
 
 
 def test_values_that_exclude_nothing_give_the_very_same_figures():
@@ -97,9 +68,8 @@ def test_block_sizes_give_the_very_same_figures():
     codes, labels, cameras = items(4, 120, True)
     first = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras))
     for block in (1, 7, 119):
-        assert (
-            evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block) == first
-        )
+        other = evaluate(codes, labels, metrics=ALL, exclude=Exclusion(cameras), block=block)
+        assert other == first
 
 
 def test_a_combiners_distance_too():
@@ -111,17 +81,12 @@ def test_a_combiners_distance_too():
     order = np.abs(codes[:, None].astype(float) - codes[None]).sum(2)
     hits = asked = 0
     for i in range(60):
-        seen = [
-            j
-            for j in range(60)
-            if j != i and (cameras[i] in (None, "") or cameras[i] != cameras[j])
-        ]
+        seen = seen_by(i, labels, cameras, labels, cameras, True, False)
         if any(labels[j] == labels[i] for j in seen):
             asked += 1
             hits += labels[min(seen, key=lambda j: order[i, j])] == labels[i]
-    found = evaluate(
-        codes, labels, metrics=["recall_at_1"], distance=cityblock, exclude=Exclusion(cameras)
-    )
+    options = {"metrics": ["recall_at_1"], "exclude": Exclusion(cameras)}
+    found = evaluate(codes, labels, distance=cityblock, **options)
     assert found.queries == asked and found.values["recall_at_1"] == pytest.approx(hits / asked)
 
 
@@ -129,27 +94,11 @@ def test_values_that_do_not_fit():
     codes, labels, cameras = items(6, 20, False)
     with pytest.raises(DataError, match="20 queries and 19 values to exclude by"):
         evaluate(codes, labels, exclude=Exclusion(cameras[1:]))
+    few = Exclusion(cameras, ["a"] * 3)
     with pytest.raises(DataError, match="20 gallery items and 3 values"):
-        evaluate(
-            codes,
-            labels,
-            gallery=codes,
-            gallery_labels=labels,
-            exclude=Exclusion(cameras, ["a"] * 3),
-        )
+        evaluate(codes, labels, gallery=codes, gallery_labels=labels, exclude=few)
     every = evaluate(codes, labels, exclude=Exclusion(["one"] * 20))
     assert every.queries == 0 and every.singletons == 20
-
-
-def seen_by(i, labels, cameras, theirs, their_cameras, itself, same_label):
-    """Return the places that a query may see."""
-    shared = [cameras[i] not in (None, "") and cameras[i] == c for c in their_cameras]
-    return [
-        j
-        for j in range(len(theirs))
-        if not (itself and i == j)
-        and not (shared[j] and (not same_label or labels[i] == theirs[j]))
-    ]
 
 
 def distances(ours, others):
@@ -181,25 +130,14 @@ def test_open_set_by_the_definition(same_label, tied, parted):
     for far in (0.0, 0.1, 0.5):
         rates = []
         for t in {a for a, j in best if j >= 0}:
-            false = sum(
-                a <= t for (a, j), k in zip(best, known, strict=True) if not k
-            ) / known.count(False)
-            right = sum(
-                k and a <= t and theirs[j] == labels[i]
-                for i, ((a, j), k) in enumerate(zip(best, known, strict=True))
-            )
+            accepted = [i for i, (a, _) in enumerate(best) if a <= t]
+            false = sum(not known[i] for i in accepted) / known.count(False)
+            right = sum(known[i] and theirs[best[i][1]] == labels[i] for i in accepted)
             rates.append(right / sum(known) if false <= far else 0.0)
         expected[f"dir_at_far_{far:g}"] = max(rates)
-    numbers = np.asarray(labels), np.asarray(theirs)
     exclude = Exclusion(cameras, their_cameras if parted else None, same_label)
-    found = open_set(
-        codes,
-        numbers[0],
-        gallery if parted else None,
-        numbers[1],
-        fars=(0.0, 0.1, 0.5),
-        exclude=exclude,
-    )
+    sides = codes, np.asarray(labels), gallery if parted else None, np.asarray(theirs)
+    found = open_set(*sides, fars=(0.0, 0.1, 0.5), exclude=exclude)
     assert found == pytest.approx(expected, abs=1e-12)
 
 
@@ -210,9 +148,8 @@ def test_who_may_see_nothing_is_never_accepted():
     every = open_set(codes, labels, gallery, theirs, fars=(1.0,), exclude=exclude)
     assert every == {"dir_at_far_1": 1.0}  # both of class 0, the only ones that see their own
     blind = Exclusion(["a", "a", "b", "b"], ["b"] * 5)
-    assert open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind) == {
-        "dir_at_far_0": 1.0
-    }
+    rates = open_set(codes, labels, gallery, theirs, fars=(0.0,), exclude=blind)
+    assert rates == {"dir_at_far_0": 1.0}
 
 
 @pytest.mark.parametrize("parted", [False, True])
@@ -226,16 +163,27 @@ def test_the_nearest_that_are_visible(parted, block, monkeypatch):
     rows, apart = Search(codes, gallery if parted else None, hidden).nearest(38, asked)
     far = distances(codes, gallery)
     for place, i in enumerate(asked.tolist()):
-        seen = sorted(
-            seen_by(i, labels, cameras, theirs, their_cameras, not parted, False),
-            key=lambda j: (far[i, j], j),
-        )[:38]
+        seen = seen_by(i, labels, cameras, theirs, their_cameras, not parted, False)
+        seen = sorted(seen, key=lambda j, i=i: (far[i, j], j))[:38]
         assert rows[place].tolist() == seen + [-1] * (38 - len(seen))
         assert apart[place].tolist() == [*(far[i, j] for j in seen), *[np.inf] * (38 - len(seen))]
     assert (rows < 0).any()
 
 
-def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+RECIPE = """
+name = "r"
+data = { name = "core.csv", manifest = "items.csv" }
+split.validation = 0.5
+sampler = { classes = 2, items = 2, batches = 2 }
+backbone = { name = "core.pixels", size = 8 }
+head.embedding_size = 4
+loss.name = "pml.contrastive"
+train.epochs = 1
+evaluate.exclude = "camera"
+"""
+
+
+def test_in_a_run(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     rows = ["path,label,split,role,camera"]
@@ -246,21 +194,15 @@ def test_in_a_run(cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.M
         Image.fromarray(pixels.astype(np.uint8)).save(f"{number}.png")
         rows.append(f"{number}.png,{item},{side},c{camera}")
     Path("items.csv").write_text("\n".join(rows) + "\n")
-    Path("r.toml").write_text(
-        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='
-        " 0.5\n[sampler]\nclasses = 2\nitems = 2\nbatches = 2\n[backbone]\nname ="
-        ' "core.pixels"\nsize = 8\n[head]\nembedding_size = 4\n[loss]\nname ='
-        ' "pml.contrastive"\n[train]\nepochs = 1\n[evaluate]\nexclude = "camera"\n'
-    )
+    Path("r.toml").write_text(RECIPE)
     assert cli("train", "r.toml").code == 0
     done = cli("evaluate", "runs/r", "--json")
     assert done.code == 0, done.err
     assert (json.loads(done.out)["queries"], json.loads(done.out)["gallery"]) == (4, 12)
     check_the_report(check_the_open_set())
     refused = cli("evaluate", "runs/r", "--bundle", "none")
-    assert (
-        refused.code == 2 and "[evaluate] exclude: a bundle measures no such metrics" in refused.err
-    )
+    assert refused.code == 2
+    assert "[evaluate] exclude: a bundle measures no such metrics" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
     assert "Did you mean 'camera'?" in wrong.err and not Path("runs/other").exists()
@@ -277,13 +219,10 @@ def check_the_open_set() -> Any:
     run.recipe = run.recipe.model_copy(update={"evaluate": table})
     codes, labels = ItemCodes(run, torch.device("cpu"))(np.arange(32)).numpy(), run.splits.labels
     cameras = [row["camera"] for row in run.dataset.metadata or []]
-    query, gallery = (
-        run.splits.query,
-        run.splits.gallery[labels[run.splits.gallery] != 7],
-    )  # the last class is unknown
-    row = Protocol(run, query, gallery).measure(
-        codes[query], codes[gallery], metrics=["recall_at_1"]
-    )
+    query, gallery = run.splits.query, run.splits.gallery
+    gallery = gallery[labels[gallery] != 7]  # the last class is unknown
+    protocol = Protocol(run, query, gallery)
+    row = protocol.measure(codes[query], codes[gallery], metrics=["recall_at_1"])
     exclude = Exclusion([cameras[i] for i in query], [cameras[i] for i in gallery])
     sides = codes[query], labels[query], codes[gallery], labels[gallery]
     rates = open_set(*sides, fars=(0.5,), exclude=exclude)

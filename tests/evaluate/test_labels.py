@@ -50,24 +50,21 @@ takers = pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
 
 @takers
 @pytest.mark.parametrize("labels", MISSING.values(), ids=MISSING)
-def test_a_missing_label_is_refused_with_its_row(take: Callable[[Any], Any], labels: Any) -> None:
+def test_a_missing_label_is_refused_with_its_row(take, labels):
     with pytest.raises(DataError, match=WHERE):
         take(labels)
 
 
 @takers
 @pytest.mark.parametrize("labels", TWO_KINDS.values(), ids=TWO_KINDS)
-def test_text_beside_numbers_is_refused_with_a_row_of_each(
-    take: Callable[[Any], Any], labels: Any
-) -> None:
-    with pytest.raises(
-        DataError, match=r"two kinds, .* row 0 is '1' \(str\) and row 1 is 1 \(int\)"
-    ):
+def test_text_beside_numbers_is_refused_with_a_row_of_each(take, labels):
+    says = r"two kinds, .* row 0 is '1' \(str\) and row 1 is 1 \(int\)"
+    with pytest.raises(DataError, match=says):
         take(labels)
 
 
 @pytest.mark.parametrize("kind", ["object", "str", "string", "category", "Int64", "Float64"])
-def test_what_pandas_holds_is_read_by_the_same_rule(kind: str) -> None:
+def test_what_pandas_holds_is_read_by_the_same_rule(kind):
     pandas = pytest.importorskip("pandas")
     numbers = kind in ("Int64", "Float64")
     whole = [1, 1, 1, 1, 2, 2] if numbers else ["a", "a", "a", "a", "b", "b"]
@@ -79,7 +76,7 @@ def test_what_pandas_holds_is_read_by_the_same_rule(kind: str) -> None:
         evaluate(CODES, list(pandas.Series(gaps, dtype=kind)))
 
 
-def test_not_a_time_of_pandas_is_missing() -> None:
+def test_not_a_time_of_pandas_is_missing():
     pandas = pytest.importorskip("pandas")
     with pytest.raises(DataError, match=WHERE):
         evaluate(CODES, ["a", pandas.NaT, "a", pandas.NA, "b", "b"])
@@ -102,22 +99,15 @@ def test_not_a_time_of_pandas_is_missing() -> None:
     ],
     ids=repr,
 )
-def test_labels_that_are_all_there_are_read_alike(labels: Any) -> None:
+def test_labels_that_are_all_there_are_read_alike(labels):
     assert evaluate(CODES, labels).values == evaluate(CODES, [0, 0, 1, 1, 2, 2]).values
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [
-        [2**62, 2**62 + 1],
-        [2**63, 2**63 + 1],
-        [2**70, 2**70 + 1],
-        [-1, 2**63],
-        [-1, 2**70],
-        [2**53, 2**53 + 1],
-    ],
-)
-def test_large_whole_numbers_stay_apart(labels: list[int]) -> None:
+LARGE = [[2**power, 2**power + 1] for power in (53, 62, 63, 70)]
+
+
+@pytest.mark.parametrize("labels", [*LARGE, [-1, 2**63], [-1, 2**70]])
+def test_large_whole_numbers_stay_apart(labels):
     assert [int(label) for label in read_labels(labels)] == labels
 
 
@@ -137,12 +127,12 @@ def test_large_whole_numbers_stay_apart(labels: list[int]) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_label_is_shown(labels: Any, says: str) -> None:
+def test_what_is_no_label_is_shown(labels, says):
     with pytest.raises(DataError, match=says):
         evaluate(CODES, labels)
 
 
-def test_without_items_the_sentence_says_so() -> None:
+def test_without_items_the_sentence_says_so():
     with pytest.raises(DataError, match="There are no items"):
         evaluate(CODES[:0], [])
     with pytest.raises(DataError, match="no items: 6 queries and a gallery of 0"):
@@ -152,39 +142,34 @@ def test_without_items_the_sentence_says_so() -> None:
 
 
 @pytest.mark.parametrize("missing", [NAN, None, np.datetime64("NaT")], ids=repr)
-def test_a_missing_value_is_no_group(missing: Any) -> None:
+def test_a_missing_value_is_no_group(missing):
     labels = ["a", "a", "b", "b", "c", "c"]
     assert set(evaluate(CODES, labels, by=["v", "w"] * 3).groups) == {"v", "w"}
-    with pytest.raises(
-        DataError, match=r"3 of 6 values to group by are missing .* rows 1, 3, 5 from 0 on"
-    ):
+    says = r"3 of 6 values to group by are missing .* rows 1, 3, 5 from 0 on"
+    with pytest.raises(DataError, match=says):
         evaluate(CODES, labels, by=["v", missing] * 3)
     with pytest.raises(DataError, match="values to group by are of two kinds"):
         evaluate(CODES, labels, by=["1", 1] * 3)
 
 
 @pytest.mark.parametrize("missing", [NAN, np.float32("nan"), None, ""], ids=repr)
-def test_a_missing_value_to_exclude_by_is_shared_with_none(missing: Any) -> None:
+def test_a_missing_value_to_exclude_by_is_shared_with_none(missing):
     labels = [0, 0, 1, 1, 2, 2]
     shown = evaluate(CODES, labels).values
     assert evaluate(CODES, labels, exclude=Exclusion([missing] * 6)).values == shown
     assert evaluate(CODES, labels, exclude=Exclusion(np.full(6, missing, object))).values == shown
 
 
-def test_a_missing_level_is_shared_with_none() -> None:
+def test_a_missing_level_is_shared_with_none():
     rows = np.arange(3)
-    assert (
-        Levels([["a", "b", "c"], [NAN] * 3])(rows) == Levels([["a", "b", "c"], [None] * 3])(rows)
-    ).all()
+    one, other = (Levels([["a", "b", "c"], [missing] * 3])(rows) for missing in (NAN, None))
+    assert (one == other).all()
 
 
-@pytest.mark.parametrize(
-    "tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]], ids=repr
-)
-def test_tags_that_are_no_lists_of_text_are_refused(tags: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"query labels in row [01] are .*give each item a list of text"
-    ):
+@pytest.mark.parametrize("tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]])
+def test_tags_that_are_no_lists_of_text_are_refused(tags):
+    says = r"query labels in row [01] are .*give each item a list of text"
+    with pytest.raises(DataError, match=says):
         Tags(tags)
 
 
@@ -199,24 +184,22 @@ def test_tags_that_are_no_lists_of_text_are_refused(tags: Any) -> None:
         ([1, 0.5, 0, 0], r"row 1 is 0\.5"),
     ],
 )
-def test_a_pair_is_the_same_or_it_is_not(same: Any, says: str) -> None:
+def test_a_pair_is_the_same_or_it_is_not(same, says):
     with pytest.raises(DataError, match=says):
         verification([0.1, 0.2, 0.3, 0.4], same, [0, 1, 0, 1])
 
 
-def test_kinds_of_pairs_are_read_as_truth_or_as_one_and_zero() -> None:
+def test_kinds_of_pairs_are_read_as_truth_or_as_one_and_zero():
     distances, folds = [0.1, 0.2, 0.3, 0.4], [0, 1, 0, 1]
     expected = verification(distances, [True, True, False, False], folds).values
-    for same in ([1, 1, 0, 0], [1.0, 1.0, 0.0, 0.0], np.array([True, True, False, False], object)):
+    whole = [True, True, False, False]
+    same_kinds = ([1, 1, 0, 0], [1.0, 1.0, 0.0, 0.0], np.array(whole, object), torch.tensor(whole))
+    for same in same_kinds:
         assert verification(distances, same, folds).values == expected
-    assert (
-        verification(distances, torch.tensor([True, True, False, False]), folds).values == expected
-    )
 
 
 @pytest.mark.parametrize("folds", [[0, NAN, 0, 1], ["a", NAN, "a", "b"], ["a", None, "a", "b"]])
-def test_a_missing_fold_is_no_fold(folds: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"1 of 4 folds is missing .* row 1 from 0 on\. Leave those pairs out"
-    ):
+def test_a_missing_fold_is_no_fold(folds):
+    says = r"1 of 4 folds is missing .* row 1 from 0 on\. Leave those pairs out"
+    with pytest.raises(DataError, match=says):
         verification([0.1, 0.2, 0.3, 0.4], [True, True, False, False], folds)

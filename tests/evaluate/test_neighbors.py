@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from fractions import Fraction
 
@@ -113,14 +111,10 @@ def test_near_duplicates_far_from_the_origin_are_told_apart():
     base = generator.normal(size=(1, 32)) * 1000
     gallery = (base + generator.normal(size=(400, 32)) * 1e-3).astype(np.float32)
     rows, distances = exact_neighbors(gallery[:8], gallery, 30)
+    exactly = [[Fraction(float(value)) for value in item] for item in gallery]
     for query in range(8):
-        exact = [
-            sum(
-                (Fraction(float(a)) - Fraction(float(b))) ** 2
-                for a, b in zip(gallery[query], item, strict=True)
-            )
-            for item in gallery
-        ]
+        pairs = [zip(exactly[query], item, strict=True) for item in exactly]
+        exact = [sum((a - b) ** 2 for a, b in pair) for pair in pairs]
         order = sorted(range(400), key=lambda j: (np.float32(float(exact[j])), j))[:30]
         assert rows[query].tolist() == order
         np.testing.assert_allclose(
@@ -133,9 +127,8 @@ def test_crowded_and_lone_codes_together():
     generator = np.random.default_rng(1)
     crowd = (np.ones(24) + generator.normal(size=(4500, 24)) * 1e-4).astype(np.float32)
     spread = generator.normal(size=(800, 24)).astype(np.float32)
-    gallery = np.concatenate(
-        [crowd, spread, 1e4 * np.ones((1, 24), np.float32), np.zeros((1, 24), np.float32)]
-    )
+    lone = np.array([[1e4], [0.0]], np.float32) * np.ones((1, 24), np.float32)
+    gallery = np.concatenate([crowd, spread, lone])
     chosen = np.r_[np.arange(0, 4500, 450), np.arange(4500, 5302, 40), 5300, 5301]
     rows, _ = exact_neighbors(gallery[chosen], gallery, 5, exclude=chosen)
     assert np.array_equal(rows, brute(gallery[chosen], gallery, 5, chosen)[0])
@@ -143,14 +136,10 @@ def test_crowded_and_lone_codes_together():
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-22, 1e22, 1e37])
 def test_neither_tiny_nor_huge_codes_leave_float32(unit, scale):
-    rows, distances = exact_neighbors(
-        unit[:30] * np.float32(scale), unit[:900] * np.float32(scale), 10
-    )
-    expected_rows, expected = brute(
-        (unit[:30] * np.float32(scale)).astype(np.float64) / scale,
-        (unit[:900] * np.float32(scale)).astype(np.float64) / scale,
-        10,
-    )
+    scaled = unit[:900] * np.float32(scale)
+    rows, distances = exact_neighbors(scaled[:30], scaled, 10)
+    exact = scaled.astype(np.float64) / scale
+    expected_rows, expected = brute(exact[:30], exact, 10)
     assert np.array_equal(rows, expected_rows)
     np.testing.assert_allclose(distances / scale, expected, rtol=1e-5, atol=1e-6)
 
@@ -214,9 +203,6 @@ def test_a_distance_of_ones_own(digits):
 
 
 def test_values_beyond_24_bits_are_rounded_then_tied():
-    """Pixel vectors have squared distances of over 2²⁴: what float32 cannot tell apart is ordered
-    by row.
-    """
     gallery = np.zeros((6, 300), np.int64)
     gallery[:, :264] = 252
     gallery[:, 265:270] = [110, 11, 1, 1, 1]
@@ -252,10 +238,7 @@ def test_what_cannot_be_searched_is_said(change, says):
         exact_neighbors(**given)
 
 
-def test_memory_does_not_hold_queries_times_gallery():
-    """12,000 × 12,000 float32 distances are 576 MB, and even a byte a pair 144 MB: a search may add
-    120.
-    """
+def test_memory_does_not_hold_queries_times_gallery(process):
     program = """
         import resource
         import numpy as np, torch
@@ -269,13 +252,7 @@ def test_memory_does_not_hold_queries_times_gallery():
             evaluate(codes, labels, metrics=metrics, distance=distance, block=256)
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    added = [int(line) for line in done.stdout.split()]
+    done = process("-c", textwrap.dedent(program), seconds=300)
+    added = [int(line) for line in done.out.split()]
     assert len(added) == 3
     assert max(added) < 120 * 1024, added

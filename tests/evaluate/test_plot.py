@@ -20,29 +20,12 @@ from retrieval.serving.index.index import Index, create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
-    {
-        "phase": "first",
-        "loss": 1.5,
-        "validation_map_at_r": 0.2,
-        "validation_recall_at_1": 0.5,
-        "best": True,
-    },
-    {
-        "phase": "first",
-        "loss": 0.9,
-        "validation_map_at_r": 0.6,
-        "validation_recall_at_1": 0.9,
-        "gamma_max": 0.3,
-        "best": True,
-    },
-    {
-        "phase": "second",
-        "loss": 0.7,
-        "generator_loss": 3.0,
-        "validation_map_at_r": 0.6,
-        "validation_recall_at_1": 0.8,
-        "best": False,
-    },
+    {"phase": phase, "loss": loss, "validation_map_at_r": score, "best": best, **more}
+    for phase, loss, score, best, more in (
+        ("first", 1.5, 0.2, True, {}),
+        ("first", 0.9, 0.6, True, {"gamma_max": 0.3}),
+        ("second", 0.7, 0.6, False, {"generator_loss": 3.0, "validation_recall_at_1": 0.8}),
+    )
 ]
 
 
@@ -50,9 +33,8 @@ EPOCHS = [
 def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plot")
     makers.write_digits(folder / "digits", 60)
-    create_index(
-        folder / "index", makers.make_bundle(folder / "bundle"), [folder / "digits"], progress=False
-    )
+    bundle = makers.make_bundle(folder / "bundle")
+    create_index(folder / "index", bundle, [folder / "digits"], progress=False)
     return folder
 
 
@@ -71,7 +53,7 @@ def drawn(cell: Any) -> np.ndarray[Any, Any]:
     return np.asarray(image.get_array())
 
 
-def test_neighbours_shows_each_query_and_what_the_index_finds(made: Path, index: Index) -> None:
+def test_neighbours_shows_each_query_and_what_the_index_finds(made, index):
     queries = [made / "digits" / "3" / "0003.png", made / "digits" / "7" / "0007.png"]
     figure = retrieval.plot.neighbours(index, queries, 4, labels=["3", "8"])
     assert isinstance(figure, Figure) and len(figure.axes) == 2 * 5
@@ -91,23 +73,18 @@ def test_neighbours_shows_each_query_and_what_the_index_finds(made: Path, index:
     assert right.spines["top"].get_edgecolor() != wrong.spines["top"].get_edgecolor()
 
 
-def test_queries_may_be_bytes_arrays_and_colour_images(made: Path, index: Index) -> None:
+def test_queries_may_be_bytes_arrays_and_colour_images(made, index):
     path = made / "digits" / "5" / "0005.png"
     colour = Image.new("RGB", (600, 300), (255, 0, 0))
-    figure = retrieval.plot.neighbours(
-        index, [path.read_bytes(), np.asarray(Image.open(path)), colour, str(path)], 2
-    )
-    assert titles(figure)[::3] == ["query"] * 4 and not any(
-        "✓" in t or "✗" in t for t in titles(figure)
-    )
+    queries = [path.read_bytes(), np.asarray(Image.open(path)), colour, str(path)]
+    figure = retrieval.plot.neighbours(index, queries, 2)
+    assert titles(figure)[::3] == ["query"] * 4 and not set("✓✗") & set("".join(titles(figure)))
     np.testing.assert_array_equal(drawn(figure.axes[0]), drawn(figure.axes[3]))
     shown = drawn(figure.axes[6])
     assert shown.shape == (128, 256, 3) and (shown == (255, 0, 0)).all()
 
 
-def test_a_file_that_is_gone_is_an_empty_cell(
-    made: Path, makers: ModuleType, tmp_path: Path
-) -> None:
+def test_a_file_that_is_gone_is_an_empty_cell(made, makers, tmp_path):
     shutil.copytree(made / "digits", tmp_path / "digits")
     create_index(tmp_path / "index", made / "bundle", [tmp_path / "digits"], progress=False)
     gone = tmp_path / "digits" / "3" / "0003.png"
@@ -119,44 +96,33 @@ def test_a_file_that_is_gone_is_an_empty_cell(
     assert figure.axes[2].get_images()
 
 
-def test_neighbours_says_what_it_cannot_draw(
-    made: Path, index: Index, makers: ModuleType, tmp_path: Path
-) -> None:
+def test_neighbours_says_what_it_cannot_draw(made, index, makers, tmp_path):
     image = made / "digits" / "3" / "0003.png"
-    with pytest.raises(DataError, match="1 to 50 queries, not 0"):
-        retrieval.plot.neighbours(index, [])
-    with pytest.raises(DataError, match="1 to 50 queries, not 51"):
-        retrieval.plot.neighbours(index, [image] * 51)
-    with pytest.raises(DataError, match="2 labels for 1 queries"):
-        retrieval.plot.neighbours(index, image, labels=["3", "4"])
-    with pytest.raises(DataError, match="1 of 1 labels is missing"):
-        retrieval.plot.neighbours(index, image, labels=[float("nan")])
-    with pytest.raises(DataError, match="give the queries' labels as text"):
-        retrieval.plot.neighbours(index, image, labels=[3])
-    with pytest.raises(DataError, match="k must be at least 1"):
-        retrieval.plot.neighbours(index, image, 0)
     (tmp_path / "text.png").write_text("no image")
-    with pytest.raises(DataError, match=r"text\.png"):
-        retrieval.plot.neighbours(index, tmp_path / "text.png")
+    for queries, options, says in (
+        ([], {}, "1 to 50 queries, not 0"),
+        ([image] * 51, {}, "1 to 50 queries, not 51"),
+        (image, {"labels": ["3", "4"]}, "2 labels for 1 queries"),
+        (image, {"labels": [float("nan")]}, "1 of 1 labels is missing"),
+        (image, {"labels": [3]}, "give the queries' labels as text"),
+        (image, {"k": 0}, "k must be at least 1"),
+        (tmp_path / "text.png", {}, r"text\.png"),
+    ):
+        with pytest.raises(DataError, match=says):
+            retrieval.plot.neighbours(index, queries, **options)
     np.savez(tmp_path / "f.npz", features=np.eye(20), labels=np.arange(20))
     bundle = makers.make_bundle(tmp_path / "b", kind="features", features=20)
     create_index(tmp_path / "i", bundle, [tmp_path / "f.npz"], progress=False)
-    with (
-        open_index(tmp_path / "i") as vectors,
-        pytest.raises(DataError, match="holds vectors, not images"),
-    ):
+    says = "holds vectors, not images"
+    with open_index(tmp_path / "i") as vectors, pytest.raises(DataError, match=says):
         retrieval.plot.neighbours(vectors, image)
 
 
-def test_curves_shows_each_epoch(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(e) + "\n" for e in EPOCHS), encoding="utf-8"
-    )
-    figure = retrieval.plot.curves(tmp_path)
-    losses, validation = figure.axes
-    lines = {
-        line.get_label(): line.get_xydata().tolist() for line in (*losses.lines, *validation.lines)
-    }
+def test_curves_shows_each_epoch(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(e) + "\n" for e in EPOCHS))
+    losses, validation = retrieval.plot.curves(tmp_path).axes
+    drawn = (*losses.lines, *validation.lines)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in drawn}
     assert lines["loss"] == [[1, 1.5], [2, 0.9], [3, 0.7]]
     assert lines["generator loss"] == [[3, 3.0]]
     assert lines["map at r"] == [[1, 0.2], [2, 0.6], [3, 0.6]]
@@ -167,7 +133,7 @@ def test_curves_shows_each_epoch(tmp_path: Path) -> None:
     assert any(list(line.get_xdata()) == [2.5, 2.5] for line in losses.lines)
 
 
-def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
+def test_curves_without_validation_has_one_panel(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"loss": 1.0}\n{"loss": 0.5}\n')
     assert len(retrieval.plot.curves(str(tmp_path)).axes) == 1
 
@@ -182,9 +148,7 @@ def test_curves_without_validation_has_one_panel(tmp_path: Path) -> None:
         ("3\n", "no epoch"),
     ],
 )
-def test_curves_says_what_is_wrong_with_a_folder(
-    tmp_path: Path, text: str | None, said: str
-) -> None:
+def test_curves_says_what_is_wrong_with_a_folder(tmp_path, text, said):
     if text is not None:
         (tmp_path / "metrics.jsonl").write_text(text)
     with pytest.raises(DataError, match=said) as refused:
@@ -193,7 +157,7 @@ def test_curves_says_what_is_wrong_with_a_folder(
 
 
 @pytest.mark.parametrize("method", ["pca", "tsne"])
-def test_map_places_every_item_beside_its_class(method: Any) -> None:
+def test_map_places_every_item_beside_its_class(method):
     codes, labels = load_iris(return_X_y=True)
     codes, labels = codes[::3], labels[::3]
     figure = retrieval.plot.map(codes, [f"class {n}" for n in labels], method=method)
@@ -204,12 +168,11 @@ def test_map_places_every_item_beside_its_class(method: Any) -> None:
     assert "50 items of 3 classes" in panel.get_title()
     centres = np.array([points.mean(axis=0) for points in groups.values()])
     own = np.linalg.norm(groups["class 0"] - centres[0], axis=1).max()
-    assert (
-        own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
-    )  # setosa is apart by either method
+    # setosa is apart by either method
+    assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
 
 
-def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps() -> None:
+def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps():
     codes, labels = load_iris(return_X_y=True)
     (panel,) = retrieval.plot.map(codes, labels).axes
     points = np.concatenate([np.asarray(group.get_offsets()) for group in panel.collections])
@@ -219,7 +182,7 @@ def test_a_map_by_pca_is_the_projection_and_says_how_much_it_keeps() -> None:
     assert f"{100 * values[:2].sum() / values.sum():.0f} % of the variance" in panel.get_title()
 
 
-def test_a_map_of_many_classes_colours_without_a_legend() -> None:
+def test_a_map_of_many_classes_colours_without_a_legend():
     random = np.random.default_rng(0)
     (panel,) = retrieval.plot.map(random.normal(size=(40, 3)), np.arange(40) % 20).axes
     assert panel.get_legend() is None and len(set(panel.collections[0].get_array())) == 20
@@ -235,38 +198,30 @@ def test_a_map_of_many_classes_colours_without_a_legend() -> None:
         (np.ones((3, 2)), [0, 1, 2], "unap", "'pca', 'tsne' or 'umap', not 'unap'"),
     ],
 )
-def test_map_says_what_it_cannot_draw(codes: Any, labels: Any, method: Any, said: str) -> None:
+def test_map_says_what_it_cannot_draw(codes, labels, method, said):
     with pytest.raises(DataError, match=said):
         retrieval.plot.map(codes, labels, method=method)
 
 
-def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again() -> None:
+def test_a_map_by_umap_keeps_neighbours_together_and_is_the_same_again():
     pytest.importorskip("umap", reason="umap-learn is not installed")
     codes, labels = load_iris(return_X_y=True)
-    first, second = (
-        [
-            np.asarray(g.get_offsets())
-            for g in retrieval.plot.map(codes, labels, method="umap").axes[0].collections
-        ]
-        for _ in range(2)
-    )
+    maps = [retrieval.plot.map(codes, labels, method="umap").axes[0] for _ in range(2)]
+    first, second = ([np.asarray(g.get_offsets()) for g in one.collections] for one in maps)
     centres = np.array([points.mean(axis=0) for points in first])
     own = np.linalg.norm(first[0] - centres[0], axis=1).mean()
     assert own < np.linalg.norm(centres[0] - centres[1:], axis=1).min()
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_by_umap_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
     with pytest.raises(MissingDependency, match=r"embedding-retrieval\[umap\]"):
         retrieval.plot.map(np.eye(3), [0, 1, 2], method="umap")
 
 
-def test_no_picture_touches_pyplot(process: Any) -> None:
-    done = process(
-        "-c",
-        "import retrieval.plot, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]);"
-        " print('matplotlib.pyplot' in sys.modules)",
-    )
+def test_no_picture_touches_pyplot(process):
+    drawing = "import retrieval.plot, sys; retrieval.plot.map([[0, 1], [1, 0]], [0, 1]);"
+    done = process("-c", f"{drawing} print('matplotlib.pyplot' in sys.modules)")
     assert done.out.strip() == "False", done.err
     assert "plot" in dir(retrieval) and sys.modules["retrieval.plot"] is retrieval.plot

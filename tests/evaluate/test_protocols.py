@@ -1,14 +1,10 @@
-"""Protocols beyond equal labels, each against plain loops in double precision; and all of them
-together in a run.
-"""
+"""Protocols beyond equal labels: each against plain loops, all together in a run."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,12 +21,17 @@ GRADED = {"ndcg": NDCGAt(5), "exp": NDCGAt(3, "exponential"), "recall": RecallAt
 def items(seed: int, count: int, tied: bool = False):
     random = np.random.default_rng(seed)
     labels = random.integers(0, 8, count)
-    codes = (
-        random.integers(0, 3, (count, 2))
-        if tied
-        else random.normal(size=(count, 4)) + labels[:, None] * 0.2
-    )
+    if tied:
+        codes = random.integers(0, 3, (count, 2))
+    else:
+        codes = random.normal(size=(count, 4)) + labels[:, None] * 0.2
     return codes.astype(np.float32), labels, random
+
+
+def squared(one, other):
+    """The squared distance in float64, rounded to float32."""
+    squares = ((float(a) - float(b)) ** 2 for a, b in zip(one, other, strict=True))
+    return float(np.float32(sum(squares)))
 
 
 def ranked(codes, gallery, i, itself, hidden=lambda j: False):
@@ -38,15 +39,7 @@ def ranked(codes, gallery, i, itself, hidden=lambda j: False):
     place.
     """
     there = [j for j in range(len(gallery)) if not (itself and i == j) and not hidden(j)]
-    apart = {
-        j: float(
-            np.float32(
-                sum((float(a) - float(b)) ** 2 for a, b in zip(codes[i], gallery[j], strict=True))
-            )
-        )
-        for j in there
-    }
-    return sorted(there, key=lambda j: (apart[j], j))
+    return sorted(there, key=lambda j: (squared(codes[i], gallery[j]), j))
 
 
 def plain(codes, gallery, grade, match, itself, hidden=lambda i, j: False):
@@ -76,47 +69,25 @@ def test_levels_of_classes(tied, parted):
     genus = [f"g{n // 2}" if n else None for n in labels]  # one class of no genus
     family = [f"f{n // 4}" for n in labels]
     rest = items(2, 30, tied)
-    others = (
-        list(rest[1]),
-        [f"g{n // 2}" if n else "" for n in rest[1]],
-        [f"f{n // 4}" for n in rest[1]],
-    )
+    genera = [f"g{n // 2}" if n else "" for n in rest[1]]
+    others = (list(rest[1]), genera, [f"f{n // 4}" for n in rest[1]])
     ours = (list(labels), genus, family)
     gallery, theirs = (rest[0], others) if parted else (codes, ours)
     cameras = random.integers(0, 3, 40).tolist()
     their_cameras = random.integers(0, 3, 30).tolist() if parted else cameras
 
     def grade(i, j):
-        return max(
-            (
-                3 - level
-                for level in range(3)
-                if ours[level][i] and ours[level][i] == theirs[level][j]
-            ),
-            default=0,
-        )
-
-    if 0 in labels:  # label 0 is a label like any other
-
-        def grade(i, j):
-            same = [
-                ours[0][i] == theirs[0][j],
-                *(bool(ours[n][i]) and ours[n][i] == theirs[n][j] for n in (1, 2)),
-            ]
-            return max((3 - level for level in range(3) if same[level]), default=0)
+        same = [ours[n][i] == theirs[n][j] and ours[n][i] not in (None, "") for n in range(3)]
+        return max((3 - level for level in range(3) if same[level]), default=0)
 
     expected, asked = plain(
         codes, gallery, grade, 3, not parted, lambda i, j: cameras[i] == their_cameras[j]
     )
-    found = evaluate(
-        codes,
-        labels,
-        gallery=gallery if parted else None,
-        gallery_labels=rest[1] if parted else None,
-        metrics=GRADED,
-        relevance=Levels(ours, others if parted else None),
-        exclude=Exclusion(cameras, their_cameras if parted else None),
-    )
+    sides = {"gallery": gallery, "gallery_labels": rest[1]} if parted else {}
+    relevance = Levels(ours, others if parted else None)
+    exclude = Exclusion(cameras, their_cameras if parted else None)
+    options = {"metrics": GRADED, "relevance": relevance, "exclude": exclude}
+    found = evaluate(codes, labels, **sides, **options)
     assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked
 
 
@@ -150,15 +121,10 @@ def test_figures_by_group():
     vendors = [f"v{n}" for n in random.integers(0, 3, 50)]
     found = evaluate(codes, labels, metrics=["recall_at_1"], by=vendors)
     for vendor in ("v0", "v1", "v2"):
-        hits = [
-            labels[ranked(codes, codes, i, True)[0]] == labels[i]
-            for i in range(50)
-            if vendors[i] == vendor
-        ]
-        assert found.groups[vendor] == {
-            "recall_at_1": pytest.approx(np.mean(hits)),
-            "queries": len(hits),
-        }
+        own = [i for i in range(50) if vendors[i] == vendor]
+        hits = [labels[ranked(codes, codes, i, True)[0]] == labels[i] for i in own]
+        expected = {"recall_at_1": pytest.approx(np.mean(hits)), "queries": len(hits)}
+        assert found.groups[vendor] == expected
     assert found.values == evaluate(codes, labels, metrics=["recall_at_1"]).values
     with pytest.raises(DataError, match="50 queries and 2 values to group by"):
         evaluate(codes, labels, by=["a", "b"])
@@ -172,39 +138,34 @@ def test_open_set(tied):
     gallery, theirs = gallery[keep], theirs[keep]
     found = open_set(codes, labels, gallery, theirs, fars=(0.0, 0.1, 0.5, 1.0))
     nearest = [ranked(codes, gallery, i, False)[0] for i in range(60)]
-    apart = [
-        np.float32(
-            math.sqrt(
-                float(
-                    np.float32(
-                        sum(
-                            (float(a) - float(b)) ** 2
-                            for a, b in zip(codes[i], gallery[nearest[i]], strict=True)
-                        )
-                    )
-                )
-            )
-        )
-        for i in range(60)
-    ]
+    apart = [np.float32(math.sqrt(squared(codes[i], gallery[nearest[i]]))) for i in range(60)]
     known = [label in set(theirs.tolist()) for label in labels]
     for far, value in zip((0.0, 0.1, 0.5, 1.0), found.values(), strict=True):
         best = 0.0
         for t in apart:
-            accepted = sum(
-                a <= t for a, k in zip(apart, known, strict=True) if not k
-            ) / known.count(False)
-            if accepted <= far:
-                right = sum(
-                    k and a <= t and theirs[n] == label
-                    for a, k, n, label in zip(apart, known, nearest, labels, strict=True)
-                )
+            accepted = [i for i in range(60) if apart[i] <= t]
+            if sum(not known[i] for i in accepted) / known.count(False) <= far:
+                right = sum(known[i] and theirs[nearest[i]] == labels[i] for i in accepted)
                 best = max(best, right / known.count(True))
         assert value == pytest.approx(best, abs=1e-12)
     with pytest.raises(DataError, match="no query is unknown"):
         open_set(codes[labels < 5], labels[labels < 5], gallery, theirs)
     with pytest.raises(DataError, match="no query is known"):
         open_set(codes[labels >= 5], labels[labels >= 5], gallery, theirs)
+
+
+RECIPE = """
+name = "r"
+data = { name = "core.csv", manifest = "items.csv" }
+split.validation = 0
+sampler = { classes = 2, items = 2, batches = 1 }
+backbone = { name = "core.pixels", size = 8 }
+head.embedding_size = 4
+loss.name = "pml.contrastive"
+train.epochs = 1
+[evaluate]
+metrics = ["recall_at_1", "ndcg_at_5"]
+"""
 
 
 @pytest.fixture
@@ -219,21 +180,13 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         side, tags = "train" if item < 4 else "test", f"t{item};t{number % 3}"
         rows.append(f"{number}.png,{item},{side},v{number % 2},g{item // 2},{tags}")
     Path("items.csv").write_text("\n".join(rows) + "\n")
-    Path("r.toml").write_text(
-        'name = "r"\n[data]\nname = "core.csv"\nmanifest = "items.csv"\n[split]\nvalidation ='
-        ' 0\n[sampler]\nclasses = 2\nitems = 2\nbatches = 1\n[backbone]\nname = "core.pixels"\nsize'
-        ' = 8\n[head]\nembedding_size = 4\n[loss]\nname = "pml.contrastive"\n[train]\nepochs ='
-        ' 1\n[evaluate]\nmetrics = ["recall_at_1", "ndcg_at_5"]\n'
-    )
+    Path("r.toml").write_text(RECIPE)
     return "r.toml"
 
 
-def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
-    text = (
-        Path(recipe).read_text()
-        + 'levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\n'
-    )
-    Path(recipe).write_text(text)
+def test_everything_in_a_run(cli, recipe):
+    with Path(recipe).open("a") as file:
+        file.write('levels = ["genus"]\nby = "vendor"\ngallery_items = 1\nrepetitions = 2\n')
     done = cli("train", recipe)
     assert done.code == 0, done.err
     done = cli("evaluate", "runs/r", "--baseline", "--json")
@@ -242,11 +195,8 @@ def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
     rows = ["trained", "raw pixels"]
     assert list(found["metrics"]) == rows and (found["queries"], found["gallery"]) == (24, 8)
     assert set(found["groups"]["trained"]) == {"v0", "v1"}
-    assert (
-        found["spread"]["trained"].keys()
-        == {"recall_at_1", "ndcg_at_5"}
-        == found["metrics"]["trained"].keys()
-    )
+    for kind in ("spread", "metrics"):
+        assert found[kind]["trained"].keys() == {"recall_at_1", "ndcg_at_5"}
     table = cli("evaluate", "runs/r").out
     again = json.loads(Path("runs/r/evaluation-test.json").read_text())["metrics"]
     # random galleries are the same ones
@@ -254,7 +204,7 @@ def test_everything_in_a_run(cli: Callable[..., Any], recipe: str) -> None:
     assert "trained, by group:" in table and "over random galleries" in table
 
 
-def test_random_galleries_are_what_they_say(cli: Callable[..., Any], recipe: str) -> None:
+def test_random_galleries_are_what_they_say(cli, recipe):
     Path(recipe).write_text(Path(recipe).read_text() + "gallery_items = 4\n")
     assert cli("train", recipe).code == 0
     refused = cli("evaluate", "runs/r")

@@ -27,9 +27,8 @@ def expected(codes, labels, asked, depth, gallery=None, gallery_labels=None):
 def images():
     found = load_digits().images
     turned = [found, found[:, ::-1]]
-    return np.concatenate(turned).reshape(-1, 64).astype(np.float32), np.tile(
-        load_digits().target, 2
-    )
+    pixels = np.concatenate(turned).reshape(-1, 64).astype(np.float32)
+    return pixels, np.tile(load_digits().target, 2)
 
 
 def clustered(size=3000, width=24, classes=150):
@@ -45,9 +44,8 @@ def kinds():
     codes, labels = clustered()
     pixels, digit = images()
     unit = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
-    crowd = np.concatenate([np.ones((1500, 24)) + codes[:1500] * 1e-7, codes[1500:]]).astype(
-        np.float32
-    )
+    near = np.ones((1500, 24)) + codes[:1500] * 1e-7
+    crowd = np.concatenate([near, codes[1500:]]).astype(np.float32)
     twice = np.concatenate([codes[:1500], codes[:1500]])
     return {
         "clustered": (codes, labels, True),
@@ -115,9 +113,6 @@ def test_a_panel_of_too_many_candidates_is_left_to_full_search(monkeypatch):
 
 
 def test_what_is_in_doubt_is_measured():
-    """Distances that differ by less than the product's rounding: without measuring, some matches
-    would be wrong.
-    """
     codes, labels, _ = KINDS["two decimals"]
     found = Ranking(codes, labels, np.arange(len(codes)), np.full(len(codes), 17))
     truth = truth_of("two decimals")
@@ -150,20 +145,16 @@ def test_the_error_bound_holds_for_every_pair(name):
 def test_classes_of_every_size_and_singletons(itself):
     """Depths from 1 to more than a ranking takes, and items that nothing is asked of."""
     codes, _ = clustered(4000)
-    labels = np.concatenate(
-        [np.full(1200, 0), np.full(300, 1), np.repeat(np.arange(2, 700), 3), np.arange(700, 1106)]
-    )
-    labels = GENERATOR.permutation(labels)
-    queries, query_class = (
-        (codes, labels) if itself else (codes[::3] + np.float32(0.1), labels[::3])
-    )
+    sizes = np.repeat([1200, 300, 3, 1], [1, 1, 698, 406])
+    labels = GENERATOR.permutation(np.repeat(np.arange(1106), sizes))
+    others = codes[::3] + np.float32(0.1), labels[::3]
+    queries, query_class = (codes, labels) if itself else others
     relevant = np.bincount(labels)[query_class] - int(itself)
     asked = np.flatnonzero(relevant > 0)
     asked = asked[np.argsort(relevant[asked], kind="stable")]
-    search = Search(queries, None if itself else codes)
-    truth = expected(
-        queries, query_class, np.arange(len(queries)), 1200, None if itself else codes, labels
-    )
+    gallery = None if itself else codes
+    search = Search(queries, gallery)
+    truth = expected(queries, query_class, np.arange(len(queries)), 1200, gallery, labels)
     seen = []
     for rows, matches in matching(search, query_class, labels, asked, relevant[asked]):
         assert matches.shape[1] >= relevant[rows].max()
@@ -173,13 +164,13 @@ def test_classes_of_every_size_and_singletons(itself):
 
 
 def test_a_ranking_decides_where_it_can_and_full_search_elsewhere(monkeypatch):
-    searched = []
-    inner = Search.blocks
-    monkeypatch.setattr(
-        Search,
-        "blocks",
-        lambda self, asked, depths: searched.append(len(asked)) or inner(self, asked, depths),
-    )
+    searched, inner = [], Search.blocks
+
+    def noted(self, asked, depths):
+        searched.append(len(asked))
+        return inner(self, asked, depths)
+
+    monkeypatch.setattr(Search, "blocks", noted)
     for name, most in (("clustered", 0.02), ("all the same", 1)):
         codes, labels, _ = KINDS[name]
         every = np.arange(len(codes)), np.full(len(codes), 9)

@@ -1,6 +1,4 @@
-"""`retrieval report`: its figures by plain loops, what it finds, what it refuses, and the page in
-Chromium.
-"""
+"""`retrieval report`: its metrics, what it finds and refuses, the page in Chromium."""
 
 from __future__ import annotations
 
@@ -86,12 +84,11 @@ def found(run_folder: Path) -> measured.Measured:
 
 @pytest.fixture(scope="module")
 def file(run_folder: Path) -> Path:
-    return write.report(
-        [run_folder], run_folder.parent / "out" / "report.html", map="pca", progress=False
-    )
+    output = run_folder.parent / "out" / "report.html"
+    return write.report([run_folder], output, map="pca", progress=False)
 
 
-def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Path) -> None:
+def test_figures_are_those_of_evaluate(found, run_folder):
     names = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r"]
     theirs = evaluate(Run.open(run_folder), metrics=names, progress=False).metrics["trained"]
     assert len(found.query) == found.query_count == 100
@@ -100,11 +97,9 @@ def test_figures_are_those_of_evaluate(found: measured.Measured, run_folder: Pat
         assert mean == pytest.approx(theirs[name], abs=1e-9) and low < mean < high
 
 
-def test_an_interval_draws_whole_classes() -> None:
-    values, classes = (
-        np.repeat([0.0, 1.0, 1.0, 0.0], [10, 30, 20, 40]),
-        np.repeat([5, 6, 7, 8], [10, 30, 20, 40]),
-    )
+def test_an_interval_draws_whole_classes():
+    sizes = [10, 30, 20, 40]
+    values, classes = np.repeat([0.0, 1.0, 1.0, 0.0], sizes), np.repeat([5, 6, 7, 8], sizes)
     random = np.random.default_rng(1)
     mean, low, high = measured.interval(values, classes, np.random.default_rng(0))
     drawn = []
@@ -116,30 +111,24 @@ def test_an_interval_draws_whole_classes() -> None:
     assert measured.interval(np.array([0.0, 1.0]), np.array([3, 3]), random) == (0.5, 0.5, 0.5)
 
 
-def test_thresholds_hold_their_rates_by_plain_loops(found: measured.Measured) -> None:
+def test_thresholds_hold_their_rates_by_plain_loops(found):
     pairs, points = found.pairs, measured.thresholds(found.pairs)
-    assert [name for name, *_ in points] == [
-        "equal error rate",
-        "FAR of 10 % at most",
-        "FAR of 1 % at most",
-        "FAR of 0.1 % at most",
-    ]
+    rates = [f"FAR of {rate} % at most" for rate in ("10", "1", "0.1")]
+    assert [name for name, *_ in points] == ["equal error rate", *rates]
     for (_, at, far, frr), most in zip(points, (1.0, 0.1, 0.01, 0.001), strict=True):
         accepted = [apart <= at for apart in pairs.distance]
         false = [a for a, same in zip(accepted, pairs.same, strict=True) if not same]
         right = [a for a, same in zip(accepted, pairs.same, strict=True) if same]
-        assert far == pytest.approx(sum(false) / len(false)) and frr == pytest.approx(
-            1 - sum(right) / len(right)
-        )
+        assert far == pytest.approx(sum(false) / len(false))
+        assert frr == pytest.approx(1 - sum(right) / len(right))
         assert far <= most
     assert abs(points[0][2] - points[0][3]) < 0.02
     close, far_apart = measured.hardest(found)
-    assert close[0][2] == min(pairs.distance[~pairs.same]) and far_apart[0][2] == max(
-        pairs.distance[pairs.same]
-    )
+    assert close[0][2] == min(pairs.distance[~pairs.same])
+    assert far_apart[0][2] == max(pairs.distance[pairs.same])
 
 
-def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Path) -> None:
+def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path):
     random = np.random.default_rng(0)
     labels = np.repeat(np.arange(8), 12)
     vectors = (np.eye(8)[labels] * 10 + random.normal(size=(96, 8)) * 0.1).astype(np.float32)
@@ -157,14 +146,11 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
     seen = measured.measure(Run.open(tmp_path / "run"), 1000, 48)
     assert [int(seen.query[row]) for row in measured.suspects(seen)] == [95]
     assert measured.confusions(seen) == [("6", "7", 1, 13)]
-    text = write.report(
-        [tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False
-    ).read_text()
-    assert (
-        "Labels that are likely wrong" in text
-        and "t-SNE by the learned distance" in text
-        and 'alt="" src=' not in text
-    )
+    page = write.report([tmp_path / "run"], tmp_path / "r.html", map="tsne", progress=False)
+    text = page.read_text()
+    assert "Labels that are likely wrong" in text
+    assert "t-SNE by the learned distance" in text
+    assert 'alt="" src=' not in text
     names, columns, counts, total = measured.confusion_matrix(seen)
     assert names == columns == ["4", "5", "6", "7"] and total == 4
     assert counts == [[12, 0, 0, 0], [0, 12, 0, 0], [0, 0, 12, 1], [0, 0, 0, 11]]
@@ -174,37 +160,22 @@ def test_a_wrong_label_and_the_class_that_it_is_taken_for_are_found(tmp_path: Pa
     assert len(sampled.query) == 10 and sampled.query_count == 48 and len(sampled.pairs.items) == 20
 
 
-def test_the_file_is_whole_bounded_and_what_names_hold_is_text(
-    file: Path, run_folder: Path
-) -> None:
+def test_the_file_is_whole_bounded_and_what_names_hold_is_text(file, run_folder):
     text = file.read_text(encoding="utf-8")
-    for each in (
-        "Best queries",
-        "Worst queries",
-        "Random queries",
-        "Classes taken for one another",
-        "Curves of training",
-        "PCA: ",
-        "A &lt;panel&gt; of mine",
-        "&lt;b&gt;8&lt;/b&gt;",
-    ):
-        assert each in text
+    queries = ["Best queries", "Worst queries", "Random queries", "Classes taken for one another"]
+    for part in (*queries, "Curves of training", "PCA: ", "A &lt;panel&gt; of mine"):
+        assert part in text
+    assert "&lt;b&gt;8&lt;/b&gt;" in text
     assert "<b>" not in text and text.count("</script>") == 2, "one of data, one of the script"
     assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "url(" not in text
-    few = write.report(
-        [run_folder], file.with_name("few.html"), map="pca", thumbnails=5, progress=False
-    )
+    options = {"map": "pca", "progress": False}
+    few = write.report([run_folder], file.with_name("few.html"), thumbnails=5, **options)
     pictures = set(re.findall(r"data:image/png;base64,[^\"]+", few.read_text(encoding="utf-8")))
     assert len(pictures) == 5 and few.stat().st_size < file.stat().st_size
-    assert (
-        write.report([run_folder], file, map="pca", progress=False).read_text(encoding="utf-8")
-        == text
-    )
+    assert write.report([run_folder], file, **options).read_text(encoding="utf-8") == text
 
 
-def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
-    run_folder: Path, file: Path, tmp_path: Path
-) -> None:
+def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(run_folder, file, tmp_path):
     recipe = Run.open(run_folder).recipe.model_copy(update={"seed": 3, "name": "other"})
     train(tmp_path / "second", recipe)
     runs = [run_folder, tmp_path / "second"]
@@ -228,9 +199,7 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(
     assert "Side by side" not in alone and "100 of 100 test items, of 5 classes" in alone
 
 
-def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(run_folder, monkeypatch):
     run = Run.open(run_folder)
     monkeypatch.setattr(measured, "PER_CLASS", 4)  # five classes, and so less than the sample
     seen = measured.measure(run, 1000, 60, label_column="parity")
@@ -240,7 +209,7 @@ def test_classes_have_the_names_of_a_column_and_a_sample_is_filled(
         measured.measure(run, 1000, 60, label_column="party")
 
 
-def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
+def test_thumbnails_are_small_whatever_the_images_are(tmp_path):
     from PIL import Image
     from retrieval.data.datasets import FileDataset
 
@@ -252,25 +221,20 @@ def test_thumbnails_are_small_whatever_the_images_are(tmp_path: Path) -> None:
     assert thumbnails(1) == "" and SIDE == 96
 
 
-def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"gone is not a run(.|\n)*other is not a run"):
-        write.report(
-            [tmp_path / "gone", run_folder, tmp_path / "other"], tmp_path / "r.html", progress=False
-        )
-    wrong: list[tuple[dict[str, Any], str]] = [
+def test_what_cannot_be_reported_is_said_at_once(run_folder, tmp_path):
+    runs = [tmp_path / "gone", run_folder, tmp_path / "other"]
+    for options, says in (
+        ({"runs": runs}, r"gone is not a run(.|\n)*other is not a run"),
         ({"output": tmp_path}, "is a folder"),
         ({"map": "lle"}, "tsne, pca, none"),
         ({"thumbnails": -1}, "from 0 to 5,000"),
         ({"sample": 9}, "from 10"),
         ({"queries": 0}, "from 1"),
-    ]
-    for options, sentence in wrong:
-        with pytest.raises(DataError, match=sentence):
-            write.report(
-                [run_folder], **{"output": tmp_path / "r.html", "progress": False, **options}
-            )
-    with pytest.raises(DataError, match="1 to 10 runs"):
-        write.report([run_folder] * 11, tmp_path / "r.html")
+        ({"runs": [run_folder] * 11}, "1 to 10 runs"),
+    ):
+        words = {"runs": [run_folder], "output": tmp_path / "r.html", "progress": False, **options}
+        with pytest.raises(DataError, match=says):
+            write.report(**words)
     assert not (tmp_path / "r.html").exists()
 
 
@@ -283,9 +247,7 @@ def test_what_cannot_be_reported_is_said_at_once(run_folder: Path, tmp_path: Pat
         ('{"x": b"<svg" + bytes(5 << 20)}', "at most 4 MB"),
     ],
 )
-def test_a_plugin_that_gives_something_else_is_told(
-    run_folder: Path, given: str, sentence: str
-) -> None:
+def test_a_plugin_that_gives_something_else_is_told(run_folder, given, sentence):
     from retrieval.host.hookspecs import hookimpl
 
     class Bad:
@@ -299,9 +261,7 @@ def test_a_plugin_that_gives_something_else_is_told(
         write.panels(run)
 
 
-def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
-    page: Any, file: Path
-) -> None:
+def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(page, file):
     axe = pytest.importorskip(
         "axe_playwright_python.sync_playwright", reason="axe is not installed"
     ).Axe()
@@ -309,16 +269,12 @@ def test_in_a_browser_it_loads_nothing_fits_a_phone_and_axe_finds_nothing(
     page.goto(file.as_uri())
     assert {url.partition(":")[0] for url in page.asked} <= {"file", "data"} and not page.faults
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth")
-    assert page.evaluate(
-        "() => [...document.images].every(image => image.complete && image.naturalWidth > 0)"
-    )
+    whole = "[...document.images].every(image => image.complete && image.naturalWidth > 0)"
+    assert page.evaluate(f"() => {whole}")
     page.fill("input[type=search]", "<b>8")
     assert page.inner_text("[role=status]") == "21 items"
-    bright = (
-        "() => [...document.querySelectorAll('circle')].filter(dot => dot.style.opacity ==="
-        " '1').length"
-    )
-    assert page.evaluate(bright) == 21
+    bright = "[...document.querySelectorAll('circle')].filter(dot => dot.style.opacity === '1')"
+    assert page.evaluate(f"() => {bright}.length") == 21
     assert "<b>8</b>" in page.inner_text(".shown")
     page.click(".legend button:last-child")
     assert page.inner_text("[role=status]") == "20 items"  # not the item with the wrong label
@@ -368,15 +324,10 @@ NAMES = ["recall_at_1", "recall_at_8", "r_precision", "map_at_r", "ndcg_at_8"]
             "nDCG grades an item by the finest it shares with the query: label, part, parity",
         ),
         ({"tags": "tags"}, "An item is right if it shares one of the query’s tags"),
-        (
-            {"tags": "tags", "exclude": "parity", "by": "part"},
-            "leaves out [evaluate] by",
-        ),
+        ({"tags": "tags", "exclude": "parity", "by": "part"}, "leaves out [evaluate] by"),
     ],
 )
-def test_the_protocols_figures_are_those_of_evaluate(
-    run_folder: Path, given: dict[str, Any], sentence: str
-) -> None:
+def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence):
     run = protocol(run_folder, **given)
     seen = measured.measure(run, queries=1000, sample=100)
     theirs = evaluate(run, metrics=NAMES, progress=False).metrics["trained"]
@@ -394,21 +345,17 @@ def test_the_protocols_figures_are_those_of_evaluate(
     assert rows is not None
     if "tags" in given:
         assert "Labels that are likely wrong" not in text
+        tags = [set(row["tags"].split(";")) for row in rows]
         for query, near, grades in zip(seen.query, seen.neighbours, seen.grades, strict=True):
-            ours = set(rows[query]["tags"].split(";"))
-            want = [
-                len(ours & set(rows[item]["tags"].split(";"))) if item >= 0 else 0 for item in near
-            ]
+            want = [len(tags[query] & tags[item]) if item >= 0 else 0 for item in near]
             assert grades.tolist() == want
         pairs = seen.pairs
-        one, other = (
-            [set(rows[pairs.items[i]]["tags"].split(";")) - {""} for i in side]
-            for side in (pairs.first, pairs.second)
-        )
+        sides = (pairs.items[pairs.first], pairs.items[pairs.second])
+        one, other = ([tags[item] - {""} for item in side] for side in sides)
         assert pairs.same.tolist() == [bool(a & b) for a, b in zip(one, other, strict=True)]
 
 
-def test_a_protocol_that_cannot_be_is_a_sentence(run_folder: Path) -> None:
+def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
     for given, sentence in (
         ({"tags": "tag"}, "no column 'tag' of metadata"),
         ({"gallery_items": 99}, "no class has so many test items"),

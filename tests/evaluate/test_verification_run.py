@@ -1,6 +1,4 @@
-"""`retrieval evaluate --protocol verification` on real runs: with and without a combiner, a
-learner, a bundle, and by command.
-"""
+"""`retrieval evaluate --protocol verification` on real runs and a bundle."""
 
 from __future__ import annotations
 
@@ -43,20 +41,10 @@ RECIPE: dict[str, Any] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One quick run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
-    kinds: dict[str, dict[str, Any]] = {
-        "plain": {},
-        "combiner": {"combiner": {"name": "toolbox.local"}},
-        "learner": {
-            "learner": {"name": "core.pca", "n_components": 8},
-            "loss": None,
-            "sampler": None,
-        },
-    }
-    kinds["learner"] |= {
-        "backbone": {"name": "toolbox.net", "frozen": True},
-        "head": None,
-        "train": None,
-    }
+    learner = {"learner": {"name": "core.pca", "n_components": 8}}
+    learner |= {"backbone": {"name": "toolbox.net", "frozen": True}}
+    learner |= dict.fromkeys(("loss", "sampler", "head", "train"))
+    kinds = {"plain": {}, "combiner": {"combiner": {"name": "toolbox.local"}}, "learner": learner}
     for name, tables in kinds.items():
         made = {k: v for k, v in {**RECIPE, **tables}.items() if v is not None}
         train(folder / name, check_recipe(made))
@@ -90,24 +78,21 @@ def by_matrix(run: Run, rows: list[dict[str, str]]) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["plain", "combiner", "learner"])
-def test_figures_are_those_of_the_models_own_distances(
-    fresh: Callable[[str], Path], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_those_of_the_models_own_distances(fresh, kind, monkeypatch):
     run = Run.open(fresh(kind))
     monkeypatch.setattr(verification_run, "_NUMBERS_PER_CALL", 160)  # a few pairs at a time
     results = verify(run, baseline=True)
     rows = written_pairs(run.path)
     distances = by_matrix(run, rows)
-    np.testing.assert_allclose(
-        [float(row["distance"]) for row in rows], distances, rtol=2e-5, atol=1e-6
-    )
+    written = [float(row["distance"]) for row in rows]
+    np.testing.assert_allclose(written, distances, rtol=2e-5, atol=1e-6)
     labels = dict(zip(run.dataset.keys, run.dataset.labels, strict=True))
     held = {run.dataset.keys[i] for i in run.splits.query}
     for row in rows:
         assert (labels[row["first"]] == labels[row["second"]]) == (row["same"] == "1")
         assert {row["first"], row["second"]} <= held
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    expected = verification([float(row["distance"]) for row in rows], same, folds)
+    expected = verification(written, same, folds)
     assert results.metrics["trained"] == expected.values
     assert list(results.folds["trained"]["accuracy"].values()) == expected.accuracy.tolist()
     wanted = ["trained", "raw pixels", "backbone features" if kind == "learner" else "untrained"]
@@ -117,7 +102,7 @@ def test_figures_are_those_of_the_models_own_distances(
     assert results.pairs["same"] == results.pairs["different"] >= 300 and results.notes == []
 
 
-def test_what_is_written(fresh: Callable[[str], Path]) -> None:
+def test_what_is_written(fresh):
     run = Run.open(fresh("plain"))
     results = verify(run, draw=400, seed=3, baseline=True)
     kept = json.loads((run.path / "verification-test.json").read_text(encoding="utf-8"))
@@ -133,32 +118,27 @@ def test_what_is_written(fresh: Callable[[str], Path]) -> None:
     assert f"raw pixels (AUC {kept['metrics']['raw pixels']['auc']:.4f})" in picture
     text = results.table()
     assert text.splitlines()[0].split() == ["trained", "raw", "pixels", "untrained"]
-    assert (
-        "200 same and 200 different pairs" in text
-        and "in 10 folds which share classes but no item" in text
-    )
+    assert "200 same and 200 different pairs" in text
+    assert "in 10 folds which share classes but no item" in text
     # the pairs that were written are a list that can be read, for this run or another one
     again = verify(run, pairs=run.path / "verification-test-pairs.csv")
     assert again.metrics["trained"] == kept["metrics"]["trained"]
     assert again.pairs["file"].endswith("pairs.csv")
 
 
-def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path]) -> None:
+def test_raw_pixels_and_the_untrained_model_by_loops(fresh):
     run = Run.open(fresh("plain"))
     results = verify(run, draw=200, baseline=True)
     rows = written_pairs(run.path)
     place = {key: i for i, key in enumerate(run.dataset.keys)}
     distances = []
     for row in rows:
-        x, y = (
-            np.asarray(run.dataset[place[row[name]]], dtype=np.float64).ravel()
-            for name in ("first", "second")
-        )
+        images = (run.dataset[place[row[name]]] for name in ("first", "second"))
+        x, y = (np.asarray(image, dtype=np.float64).ravel() for image in images)
         distances.append(float(np.linalg.norm(x / np.linalg.norm(x) - y / np.linalg.norm(y))))
     same, folds = [row["same"] == "1" for row in rows], [int(row["fold"]) for row in rows]
-    assert results.metrics["raw pixels"] == pytest.approx(
-        verification(distances, same, folds).values, abs=1e-9
-    )
+    expected = verification(distances, same, folds).values
+    assert results.metrics["raw pixels"] == pytest.approx(expected, abs=1e-9)
     # the weights before the first step, as a run of no learning rate would keep them
     from retrieval.run.build import build_model
 
@@ -170,9 +150,7 @@ def test_raw_pixels_and_the_untrained_model_by_loops(fresh: Callable[[str], Path
     assert results.metrics["untrained"] == pytest.approx(start, abs=1e-9)
 
 
-def test_each_item_is_encoded_once(
-    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_item_is_encoded_once(fresh, monkeypatch):
     run = Run.open(fresh("combiner"))
     asked: list[int] = []
 
@@ -185,13 +163,12 @@ def test_each_item_is_encoded_once(
     assert len(asked) == len(set(asked)) == results.pairs["items"] < 600
 
 
-def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_exported_bundle_agrees(fresh, tmp_path):
     run = Run.open(fresh("combiner"))
     export(run, tmp_path / "bundle")
     figures = verify(run, draw=400, bundle=tmp_path / "bundle").metrics
-    assert figures["bundle"] == pytest.approx(
-        figures["trained"], abs=0.011
-    )  # a pair or two may change places
+    # a pair or two may change places
+    assert figures["bundle"] == pytest.approx(figures["trained"], abs=0.011)
     assert figures["bundle"]["auc"] == pytest.approx(figures["trained"]["auc"], abs=1e-4)
 
 
@@ -200,13 +177,7 @@ def test_an_exported_bundle_agrees(fresh: Callable[[str], Path], tmp_path: Path)
     [{}, {"query_vectors": True}, {"inner": True}, {"subspaces": True}, {"rescorer": True}],
     ids=lambda kind: "".join(kind) or "plain",
 )
-def test_a_bundles_distances_by_loops(
-    fresh: Callable[[str], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    makers: Any,
-    kind: dict[str, bool],
-) -> None:
+def test_a_bundles_distances_by_loops(fresh, tmp_path, monkeypatch, makers, kind):
     folder = makers.make_bundle(tmp_path / "bundle", **kind)
     run = Run.open(fresh("plain"))
     seen: dict[str, Any] = {}
@@ -230,29 +201,21 @@ def test_a_bundles_distances_by_loops(
     for row in written_pairs(run.path):
         a, b = place[row["first"]], place[row["second"]]
         if kind == {"rescorer": True}:
-            expected.append(
-                sum(
-                    abs(x - y)
-                    for x, y in zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True)
-                )
-            )
+            codes = zip(got["code"][a].tolist(), got["code"][b].tolist(), strict=True)
+            expected.append(sum(abs(x - y) for x, y in codes))
             continue
         if kind == {"inner": True}:
             product = sum(x * y for x, y in zip(got["query"][a], got["vector"][b], strict=True))
             expected.append((2 - 2 * product) ** 0.5)
             continue
-        squares = [
-            (x - y) ** 2
-            for x, y in zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
-        ]
+        vectors = zip(got["query"][a].tolist(), got["vector"][b].tolist(), strict=True)
+        squares = [(x - y) ** 2 for x, y in vectors]
         parts = (squares[:6], squares[6:]) if kind == {"subspaces": True} else (squares,)
         expected.append(min(sum(part) ** 0.5 for part in parts))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_pairs_with_items_that_trained_are_told(
-    fresh: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
     run = Run.open(fresh("plain"))
     names: dict[str, list[str]] = {}
     for key, label in zip(run.dataset.keys, run.dataset.labels, strict=True):
@@ -260,10 +223,8 @@ def test_pairs_with_items_that_trained_are_told(
     lines = ["first,second,same,fold"]
     for fold, (a, b) in {"seen": ("0", "1"), "new": ("8", "9"), "both": ("1", "9")}.items():
         for i in range(0, 12, 2):
-            lines += [
-                f"{names[a][i]},{names[a][i + 1]},1,{fold}",
-                f"{names[a][i]},{names[b][i]},0,{fold}",
-            ]
+            lines.append(f"{names[a][i]},{names[a][i + 1]},1,{fold}")
+            lines.append(f"{names[a][i]},{names[b][i]},0,{fold}")
     lines[-1] = lines[-1].replace(",0,", ",1,")  # a 1 and a 9, called the same
     path = tmp_path / "list.csv"
     path.write_text("\n".join(lines), encoding="utf-8")
@@ -279,9 +240,7 @@ def test_pairs_with_items_that_trained_are_told(
     assert all(note in results.table() for note in results.notes)
 
 
-def test_a_run_without_the_items_and_a_full_disk(
-    fresh: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_the_items_and_a_full_disk(fresh, monkeypatch):
     run = Run.open(fresh("plain"))
     before = sorted(path.name for path in run.path.iterdir())
 
@@ -300,60 +259,51 @@ def test_a_run_without_the_items_and_a_full_disk(
         verify(run, side="validation")
 
 
-def test_the_command_on_digits_from_end_to_end(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+DIGITS = """
+name = "digits"
+data.name = "core.digits"
+split = { by = "class", test = 0.4 }
+sampler = { classes = 4, items = 4, batches = 5 }
+backbone = { name = "core.convnet", size = 8, width = 4, depth = 1 }
+head.embedding_size = 8
+loss.name = "pml.contrastive"
+train.epochs = 1
+"""
+
+
+def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("digits.toml").write_text(
-        'name = "digits"\n[data]\nname = "core.digits"\n[split]\nby = "class"\ntest ='
-        " 0.4\n[sampler]\nclasses = 4\nitems = 4\nbatches = 5\n[backbone]\nname ="
-        ' "core.convnet"\nsize = 8\nwidth = 4\ndepth = 1\n[head]\nembedding_size = 8\n[loss]\nname'
-        ' = "pml.contrastive"\n[train]\nepochs = 1\n',
-        encoding="utf-8",
-    )
+    Path("digits.toml").write_text(DIGITS)
     assert cli("train", "digits.toml").code == 0
     evaluate = ("evaluate", "runs/digits", "--protocol", "verification")
     done = cli(*evaluate, "--baseline", "--draw", 400, "--folds", 2)
     assert done.code == 0
     assert "tar_at_far_0.01" in done.out and "tar_at_far_0.001" not in done.out
-    assert (
-        "200 same and 200 different pairs" in done.out
-        and "in 2 folds which share no class" in done.out
-    )
+    assert "200 same and 200 different pairs" in done.out
+    assert "in 2 folds which share no class" in done.out
     assert done.out.splitlines()[-1] == "ROC curve: runs/digits/verification-test-roc.svg"
     found = json.loads(cli(*evaluate, "--split", "validation", "--json").out)
     assert found["split"] == "validation" and 0 < found["metrics"]["trained"]["eer"] < 1
     assert Path("runs/digits/verification-validation.json").is_file()
 
-    Path("wrong.csv").write_text(
-        "first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n", encoding="utf-8"
-    )
+    Path("wrong.csv").write_text("first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n")
     done = cli(*evaluate, "--pairs", "wrong.csv")
     assert (done.code, done.out) == (2, "")
+    known = "there is no such item (the data's have keys such as 'digits/0')."
     assert done.err.splitlines() == [
         "Error: wrong.csv has 3 problems:",
         "  - line 2: 'digits/1' is paired with itself.",
-        (
-            "  - line 3: 'digits/9999': there is no such item (the data's have keys such as"
-            " 'digits/0')."
-        ),
+        f"  - line 3: 'digits/9999': {known}",
         "  - all 2 pairs are the same: both kinds are needed.",
     ]
+    written = "runs/digits/verification-test-pairs.csv"
     for wrong, says in {
         ("--pairs", "x.csv", "--draw", "20"): "Leave --draw out with --pairs",
         ("--metric", "map", "--clusters"): "Leave --metric and --clusters out",
-        (
-            "--pairs",
-            "runs/digits/verification-test-pairs.csv",
-            "--folds",
-            "3",
-        ): "states its own 2 folds",
+        ("--pairs", written, "--folds", "3"): "states its own 2 folds",
         ("--pairs", "gone.csv"): "gone.csv does not exist",
         ("--draw", "999998"): "999,998 pairs cannot be drawn",
+        ("--protocol", "retrieval", "--draw", 20, "--seed", 1): "Leave --draw and --seed out with",
     }.items():
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
-    done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
-    assert done.code == 2 and "Leave --draw and --seed out with --protocol retrieval" in " ".join(
-        done.err.split()
-    )

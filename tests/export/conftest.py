@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model
 from retrieval.model.contracts import Backbone, Combiner, Subspace
 from retrieval.model.model import Model, Normalize, build_head
@@ -167,11 +169,25 @@ def photographs():
 
 
 @pytest.fixture
-def export(tmp_path: Path) -> Callable[..., Manifest]:
-    """Exports a model as the bundle `b` of the test's folder, and returns the manifest."""
-    return lambda model, items, **options: export_model(
-        model, items, tmp_path / "b", name="b", **options
-    )
+def exported(tmp_path: Path) -> Callable[..., Manifest]:
+    """Export a model into the folder `b`: `exported(model, items, variants=…)`."""
+
+    def export(model: Model, items: np.ndarray, **options: Any) -> Manifest:
+        return export_model(model, items, tmp_path / "b", **{"name": "b", **options})
+
+    return export
+
+
+@pytest.fixture
+def refused(exported: Callable[..., Manifest], tmp_path: Path) -> Callable[..., None]:
+    """Check that a model is not exported, for a reason that is said, and that nothing is left."""
+
+    def check(model: Model, items: np.ndarray, says: str, **options: Any) -> None:
+        with pytest.raises(BundleError, match=says):
+            exported(model, items, **options)
+        assert not list(tmp_path.iterdir())
+
+    return check
 
 
 @pytest.fixture

@@ -1,6 +1,4 @@
-"""`retrieval export --model`: a pretrained backbone becomes a bundle without labels or training,
-whitened by photos if they are named.
-"""
+"""`retrieval export --model`: a pretrained backbone becomes a bundle, whitened or not."""
 
 from __future__ import annotations
 
@@ -59,12 +57,9 @@ def whitened_by_hand(features, fitted, width):
 def lite(tmp_path_factory, folder):
     """EfficientNet-Lite0 with its real weights, as it is and whitened."""
     made = tmp_path_factory.mktemp("lite")
-    common = {"parameters": {"size": 64}, "progress": False}
-    plain = export_backbone("core.efficientnet_lite0", made / "plain", **common)
-    white = export_backbone(
-        "core.efficientnet_lite0", made / "white", whiten=folder, dimensions=24, **common
-    )
-    return plain, white
+    name, common = "core.efficientnet_lite0", {"parameters": {"size": 64}, "progress": False}
+    plain = export_backbone(name, made / "plain", **common)
+    return plain, export_backbone(name, made / "white", whiten=folder, dimensions=24, **common)
 
 
 def test_a_pretrained_backbone_becomes_a_bundle_of_its_features(lite, folder):
@@ -72,22 +67,15 @@ def test_a_pretrained_backbone_becomes_a_bundle_of_its_features(lite, folder):
 
     bundle, backbone = lite[0], efficientnet_lite0(size=64).eval()
     said = bundle.manifest
-    assert (said.name, said.vector, said.input.shape) == (
-        "core.efficientnet_lite0",
-        1280,
-        (3, 64, 64),
-    )
+    shape = (said.name, said.vector, said.input.shape)
+    assert shape == ("core.efficientnet_lite0", 1280, (3, 64, 64))
     assert said.input.preprocessing == backbone.preprocessing
-    assert (
-        said.verified.items == 64
-        and said.verified.largest_difference < 1e-4
-        and not said.normalized
-    )
+    assert said.verified.items == 64
+    assert said.verified.largest_difference < 1e-4
+    assert not said.normalized
     pixels = pixels_of(bundle, folder)[:4]
-    mean, std = (
-        torch.tensor(x).view(3, 1, 1)
-        for x in (said.input.preprocessing.mean, said.input.preprocessing.std)
-    )
+    prepared = said.input.preprocessing
+    mean, std = (torch.tensor(x).view(3, 1, 1) for x in (prepared.mean, prepared.std))
     with torch.no_grad():
         wanted = backbone((torch.from_numpy(pixels) / 255 - mean) / std).numpy()
     assert np.allclose(bundle.encode(pixels).vector, wanted, atol=1e-4)
@@ -101,20 +89,18 @@ def test_whitened_vectors_are_those_of_a_decomposition_by_hand(lite, folder):
     wanted = whitened_by_hand(features, features, 24)
     found = white.encode(pixels).vector
     assert white.manifest.vector == 24 and white.manifest.normalized
-    signs = np.sign(
-        (found * wanted).sum(axis=0)
-    )  # a direction and its opposite are the same component
+    # a direction and its opposite are the same component
+    signs = np.sign((found * wanted).sum(axis=0))
     assert np.abs(found * signs - wanted).max() < 1e-3
     assert white.manifest.verified.items == 160
 
 
 def test_a_backbone_with_random_weights_is_refused_unless_asked_for(tmp_path):
     small = {"parameters": {"width": 2, "depth": 2, "layers": 1, "size": 8}}
-    with pytest.raises(
-        BundleError, match=r"weights of core.convnet are random.*--random-weights"
-    ) as refused:
+    says = r"weights of core.convnet are random(?=.*retrieval train).*--random-weights"
+    with pytest.raises(BundleError, match=says):
         export_backbone("core.convnet", tmp_path / "b", **small)
-    assert "retrieval train" in str(refused.value) and not list(tmp_path.iterdir())
+    assert not list(tmp_path.iterdir())
     before = torch.random.get_rng_state()
     made = [
         export_backbone("core.convnet", tmp_path / n, random_weights=True, **small) for n in "ab"
@@ -178,37 +164,20 @@ def test_a_plugin_brings_backbones_too(tmp_path):
     assert read_manifest(tmp_path / "b").vector == 81
     worn = command("--model", "own.worn", *plugin, "--replace")
     assert isinstance(worn.exception, BundleError)
-    assert "2 of its 3 tensors differ" in str(worn.exception) and "'last.weight'" in str(
-        worn.exception
-    )
+    assert "2 of its 3 tensors differ" in str(worn.exception)
+    assert "'last.weight'" in str(worn.exception)
 
 
 def test_the_command_whitens_and_sets_parameters(tmp_path, folder):
-    done = command(
-        "--model",
-        "core.pixels",
-        "--set",
-        "size=5",
-        "--set",
-        "backbone.channels=3",
-        "--whiten",
-        folder,
-        "--dimensions",
-        8,
-        "--variant",
-        "int8",
-        "--allow-drift",
-        "--output",
-        tmp_path / "b",
-    )
+    changes = ["--set", "size=5", "--set", "backbone.channels=3"]
+    options = ["--whiten", folder, "--dimensions", 8, "--variant", "int8", "--allow-drift"]
+    done = command("--model", "core.pixels", *changes, *options, "--output", tmp_path / "b")
     assert done.exit_code == 0, done.output
     assert "on 80 photos (tolerance 0.0001)" in done.output and "int8: " in done.output
     manifest = read_manifest(tmp_path / "b")
     assert manifest.vector == 8 and manifest.input.shape == (3, 5, 5)
-    vectors = (
-        Bundle.open(tmp_path / "b", variant="int8").encode(np.zeros((2, 3, 5, 5), np.uint8)).vector
-    )
-    assert vectors.shape == (2, 8)
+    bundle = Bundle.open(tmp_path / "b", variant="int8")
+    assert bundle.encode(np.zeros((2, 3, 5, 5), np.uint8)).vector.shape == (2, 8)
 
 
 @pytest.mark.parametrize(
@@ -230,40 +199,23 @@ def test_what_the_command_refuses(words, said):
 def test_mistakes_are_sentences_and_leave_nothing(tmp_path, folder):
     out = tmp_path / "b"
     cases = [
-        (PluginError, "core.pixel.*core.pixels", ("core.pixel",), {}),
-        (
-            RecipeError,
-            "core.pixels has 1 problem.*siez",
-            ("core.pixels",),
-            {"parameters": {"siez": 3}},
-        ),
-        (RecipeError, "named already", ("core.pixels",), {"parameters": {"name": "core.convnet"}}),
-        (
-            RecipeError,
-            "core.timm has 1 problem.*no timm model",
-            ("core.timm",),
-            {"parameters": {"model": "resnet81"}},
-        ),
-        (BundleError, "takes vectors, not images", ("core.features",), {}),
-        (BundleError, "name photos to whiten by", ("core.pixels",), {"dimensions": 4}),
-        (BundleError, "calibrated on photos, and none", ("core.pixels",), {"variants": "int8"}),
-        (DataError, "does not exist", ("core.pixels",), {"whiten": tmp_path / "nowhere"}),
-        (
-            DataError,
-            "785 dimensions are not available.*784",
-            ("core.pixels",),
-            {"whiten": folder, "dimensions": 785},
-        ),
-        (
-            DataError,
-            "160 photos are too few to whiten 160",
-            ("core.pixels",),
-            {"whiten": folder, "dimensions": 160},
-        ),
+        (PluginError, "core.pixel.*core.pixels", "pixel", {}),
+        (RecipeError, "core.pixels has 1 problem.*siez", "pixels", {"parameters": {"siez": 3}}),
+        (RecipeError, "named already", "pixels", {"parameters": {"name": "core.convnet"}}),
+        (RecipeError, "1 problem.*no timm model", "timm", {"parameters": {"model": "resnet81"}}),
+        (BundleError, "takes vectors, not images", "features", {}),
+        (BundleError, "name photos to whiten by", "pixels", {"dimensions": 4}),
+        (BundleError, "calibrated on photos, and none", "pixels", {"variants": "int8"}),
+        (DataError, "does not exist", "pixels", {"whiten": tmp_path / "nowhere"}),
     ]
-    for kind, said, words, options in cases:
+    for width, said in (
+        (785, "785 dimensions are not available.*784"),
+        (160, "160 photos are too few to whiten 160"),
+    ):
+        cases.append((DataError, said, "pixels", {"whiten": folder, "dimensions": width}))
+    for kind, said, name, options in cases:
         with pytest.raises(kind, match=f"(?s){said}"):
-            export_backbone(*words, out, progress=False, **options)
+            export_backbone(f"core.{name}", out, progress=False, **options)
     assert not list(tmp_path.iterdir())
 
 
@@ -305,14 +257,9 @@ def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeyp
         return real(model, items, output, **options)
 
     monkeypatch.setattr(exporting, "export_model", noting)
+    options = {"whiten": folder, "dimensions": 4, "variants": "int8", "allow_drift": True}
     export_backbone(
-        "core.pixels",
-        tmp_path / "b",
-        whiten=folder,
-        dimensions=4,
-        variants="int8",
-        allow_drift=True,
-        **{**SMALL, "parameters": {"size": 12}},
+        "core.pixels", tmp_path / "b", **options, **SMALL | {"parameters": {"size": 12}}
     )
     sides = [{image.tobytes() for image in given[name]} for name in ("items", "calibration")]
     assert [len(side) for side in sides] == [80, 80] and not sides[0] & sides[1]
@@ -324,9 +271,8 @@ def test_no_photo_both_calibrates_int8_and_measures_it(tmp_path, folder, monkeyp
 
 
 def test_wide_features_are_whitened_too(photographs):
-    features = (
-        photographs(64, 60).reshape(60, -1).astype(np.float32)
-    )  # 12,288 wide: the randomised solver
+    # 12,288 wide: the randomised solver
+    features = photographs(64, 60).reshape(60, -1).astype(np.float32)
     found = whitening_head(features, 6).requires_grad_(False)(torch.from_numpy(features)).numpy()
     wanted = whitened_by_hand(features, features, 6)
     signs = np.sign((found * wanted).sum(axis=0))

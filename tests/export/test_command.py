@@ -12,33 +12,19 @@ from retrieval.serving.bundle import Bundle
 from retrieval.serving.manifest import read_manifest
 
 NETWORK = """
-[data]
-name = "core.digits"
-[split]
-by = "class"
-[backbone]
-name = "core.convnet"
-width = 4
-depth = 2
-[head]
-embedding_size = 8
-[loss]
-name = "pml.contrastive"
-[sampler]
-classes = 5
-[train]
-epochs = 1
+data.name = "core.digits"
+split.by = "class"
+backbone = { name = "core.convnet", width = 4, depth = 2 }
+head.embedding_size = 8
+loss.name = "pml.contrastive"
+sampler.classes = 5
+train.epochs = 1
 """
 LEARNER = """
-[data]
-name = "core.features"
-file = "digits.npz"
-[split]
-by = "class"
-[backbone]
-name = "core.features"
-[learner]
-name = "core.lda"
+data = { name = "core.features", file = "digits.npz" }
+split.by = "class"
+backbone.name = "core.features"
+learner.name = "core.lda"
 """
 
 
@@ -48,13 +34,9 @@ def trained(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("runs")
     data = load_digits()
-    np.savez(
-        folder / "digits.npz", features=data.data.astype(np.float32), labels=data.target.astype(str)
-    )
-    for name, text in (
-        ("network", NETWORK),
-        ("learner", LEARNER.replace("digits.npz", str(folder / "digits.npz"))),
-    ):
+    features, file = data.data.astype(np.float32), str(folder / "digits.npz")
+    np.savez(file, features=features, labels=data.target.astype(str))
+    for name, text in (("network", NETWORK), ("learner", LEARNER.replace("digits.npz", file))):
         (folder / f"{name}.toml").write_text(text)
         result = run("train", folder / f"{name}.toml", "--output", folder / name)
         assert result.exit_code == 0, result.output

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
+from limits import files_of_at_most
 from retrieval.errors import BundleError
 from retrieval.export.export_model import export_model, whole_folder
 from retrieval.model.model import Model
@@ -45,12 +46,8 @@ def visible(folder):
 
 def test_a_killed_export_leaves_no_bundle_under_its_name(tmp_path):
     (tmp_path / "out").mkdir()
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, tmp_path / "out"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, tmp_path / "out"], **pipes)
     assert process.stdout.readline() == "written\n", process.stderr.read()
     assert visible(tmp_path / "out") == []
     hidden = list((tmp_path / "out").glob(".*.part"))
@@ -72,17 +69,14 @@ def test_a_stopped_export_leaves_nothing(linear, vectors, tmp_path):
 
 def test_a_full_disk_is_one_sentence(parts, vectors, tmp_path):
     model = Model(parts.Vectors(), nn.Linear(64, 300))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with ExitStack() as disk:
 
-    def fill(step, number, of):  # torch writes files of its own before
-        if step.startswith("opening"):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        def fill(step, number, of):  # torch writes files of its own before
+            if step.startswith("opening"):
+                disk.enter_context(files_of_at_most(100))
 
-    try:
         with pytest.raises(BundleError) as caught:
             export_model(model, vectors[0], tmp_path / "b", name="b", progress=fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "cannot be written: File too large. Nothing was left behind." in str(caught.value)
     assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
 
@@ -155,16 +149,9 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path):
 def test_a_link_to_a_bundle_is_followed(linear, vectors, tmp_path):
     export_model(linear, vectors[0], tmp_path / "v1", name="first")
     (tmp_path / "current").symlink_to("v1")
-    export_model(
-        linear,
-        vectors[0],
-        tmp_path / "current",
-        name="second",
-        replace=True,
-    )
-    assert (tmp_path / "current").is_symlink() and Bundle.open(
-        tmp_path / "v1"
-    ).manifest.name == "second"
+    export_model(linear, vectors[0], tmp_path / "current", name="second", replace=True)
+    assert (tmp_path / "current").is_symlink()
+    assert Bundle.open(tmp_path / "v1").manifest.name == "second"
 
 
 def test_replacing_never_leaves_a_moment_without_a_bundle(tmp_path):

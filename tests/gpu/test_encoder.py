@@ -1,6 +1,4 @@
-"""Bundles on CUDA: vectors of the CPU, of any number of rows, one graph or two; a
-server that says nothing of a fallback.
-"""
+"""Bundles on CUDA give the CPU's vectors; a server says nothing of a fallback."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def pixels(bundle: Bundle, rows: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("name", ["whole", "split"])
-def test_vectors_are_those_of_the_cpu(
-    bundles: dict[str, Path], encoder_device: Any, name: str
-) -> None:
+def test_vectors_are_those_of_the_cpu(bundles, encoder_device, name):
     on, off = (
         Bundle.open(bundles[name], device=encoder_device),
         Bundle.open(bundles[name], device="cpu"),
@@ -55,7 +51,7 @@ def test_vectors_are_those_of_the_cpu(
         assert far.max() < 1e-2, rows  # TF32
 
 
-def test_threads_encode_at_a_time(bundles: dict[str, Path], encoder_device: Any) -> None:
+def test_threads_encode_at_a_time(bundles, encoder_device):
     bundle = Bundle.open(bundles["split"], device=encoder_device)
     given = pixels(bundle, 16)
     expected = bundle.encode(given).vector
@@ -73,15 +69,13 @@ def test_threads_encode_at_a_time(bundles: dict[str, Path], encoder_device: Any)
     assert len(wrong) == 80 and max(wrong) < 1e-3
 
 
-def test_a_server_encodes_on_the_device(
-    bundles: dict[str, Path], encoder_device: Any, tmp_path: Path
-) -> None:
+def test_a_server_encodes_on_the_device(bundles, encoder_device, tmp_path):
     bundle = Bundle.open(bundles["whole"], device="cpu")
     (tmp_path / "photos").mkdir()
     for number, image in enumerate(np.moveaxis(pixels(bundle, 50), 1, -1)):
         Image.fromarray(image.squeeze()).save(tmp_path / "photos" / f"{number}.png")
     create_index(tmp_path / "index", bundles["whole"], tmp_path / "photos", progress=False)
-    with serve(tmp_path / "index", port=0, wait=False, device=encoder_device) as serving:  # type: ignore[union-attr]
+    with serve(tmp_path / "index", port=0, wait=False, device=encoder_device) as serving:
         until = time.monotonic() + 120
         while (
             answer := httpx.get(f"{serving.url}readyz")

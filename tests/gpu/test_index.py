@@ -40,14 +40,14 @@ def recall(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize("name", LEAST)
-def test_what_is_found(index_gpus: int, vectors: Any, tmp_path: Path, name: str) -> None:
+def test_what_is_found(index_gpus, vectors, tmp_path, name):
     backend = loaded(name, vectors, tmp_path)
     assert backend._gpu_index is not None
     _, rows = backend.search(vectors[:200], 10)
     assert recall(rows, exact(vectors, vectors[:200], 10)) >= LEAST[name]
 
 
-def test_a_cpu_searches_what_a_gpu_built(index_gpus: int, vectors: Any, tmp_path: Path) -> None:
+def test_a_cpu_searches_what_a_gpu_built(index_gpus, vectors, tmp_path):
     loaded("cagra", vectors, tmp_path)
     np.save(tmp_path / "vectors.npy", vectors)
     code = (
@@ -61,7 +61,7 @@ def test_a_cpu_searches_what_a_gpu_built(index_gpus: int, vectors: Any, tmp_path
     assert recall(np.load(tmp_path / "rows.npy"), exact(vectors, vectors[:100], 10)) > 0.9
 
 
-def test_many_threads_get_their_own(index_gpus: int, vectors: Any, tmp_path: Path) -> None:
+def test_many_threads_get_their_own(index_gpus, vectors, tmp_path):
     backend = loaded("flat", vectors, tmp_path)
     wrong: list[int] = []
 
@@ -78,17 +78,15 @@ def test_many_threads_get_their_own(index_gpus: int, vectors: Any, tmp_path: Pat
     assert not wrong
 
 
-def test_too_little_memory_is_a_sentence(index_gpus: int, vectors: Any, tmp_path: Path) -> None:
+def test_too_little_memory_is_a_sentence(index_gpus, vectors, tmp_path):
     torch = pytest.importorskip("torch")
     backend = loaded("flat", vectors, tmp_path)
     backend.search(vectors[:1], 1)  # FAISS has what it reserves
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(max(1, free - (4 << 20)), dtype=torch.uint8, device="cuda")
     try:
-        with pytest.raises(
-            StoreError,
-            match="the GPU has too little memory for 20,000 vectors of 64 numbers",
-        ):
+        says = "the GPU has too little memory for 20,000 vectors of 64 numbers"
+        with pytest.raises(StoreError, match=says):
             backend.placed()
     finally:
         del held

@@ -1,12 +1,9 @@
-"""Training on a GPU: no step waits for it, each precision learns, a run that was stopped goes on
-exactly, figures are the CPU's.
-"""
+"""Training on a GPU: it does not wait, learns in each precision, and resumes exactly."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,9 +22,7 @@ Make = Callable[..., Any]
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_each_precision_learns(
-    make: Make, tmp_path: Path, device: str, precision: str, channels_last: bool
-) -> None:
+def test_each_precision_learns(make, tmp_path, device, precision, channels_last):
     made = make(
         device,
         train={"epochs": 4, "precision": precision, "channels_last": channels_last},
@@ -40,10 +35,7 @@ def test_each_precision_learns(
     assert next(run.model.parameters()).device.type == device
 
 
-def test_a_step_waits_for_nothing(make: Make, tmp_path: Path, device: str) -> None:
-    """CUDA itself refuses a synchronisation; torch's optimisers may keep their step counts on the
-    CPU.
-    """
+def test_a_step_waits_for_nothing(make, tmp_path, device):
     run = build_run(tmp_path, make(device, train={"clip_norm": 1.0, "precision": "bf16"}))
     of = trainer.Trainer(run, Accelerator(mixed_precision="bf16", cpu=device == "cpu"))
     of.step.set_modes()
@@ -65,9 +57,7 @@ def test_a_step_waits_for_nothing(make: Make, tmp_path: Path, device: str) -> No
     assert of.progress.counts["loss"] == len(on)
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, device, monkeypatch):
     made = make(device, train={"deterministic": True, "checkpoint_every": 5})
     train(tmp_path / "whole", made)
     real, calls = trainer.Trainer._train_batch, [0]
@@ -89,7 +79,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_compiled_run_learns(make: Make, tmp_path: Path, device: str) -> None:
+def test_a_compiled_run_learns(make, tmp_path, device):
     train(tmp_path / "run", make(device, train={"epochs": 3, "compile": True}))
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -97,7 +87,7 @@ def test_a_compiled_run_learns(make: Make, tmp_path: Path, device: str) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_figures_of_a_run_are_those_of_the_cpu(make: Make, tmp_path: Path, device: str) -> None:
+def test_figures_of_a_run_are_those_of_the_cpu(make, tmp_path, device):
     train(tmp_path / "run", make(device))
     on = evaluate_run.evaluate(Run.open(tmp_path / "run")).metrics["trained"]
     run = Run.open(tmp_path / "run")
@@ -106,7 +96,7 @@ def test_figures_of_a_run_are_those_of_the_cpu(make: Make, tmp_path: Path, devic
     assert on == pytest.approx(off, abs=2e-3)  # TF32 moves codes, and ties with them
 
 
-def test_exact_search_on_the_device_gives_the_same_figures(device: str) -> None:
+def test_exact_search_on_the_device_gives_the_same_figures(device):
     torch.manual_seed(0)
     codes, labels = torch.randn(3000, 32), torch.randint(0, 40, (3000,))
     names = ("recall_at_1", "map_at_r")
@@ -125,7 +115,7 @@ def test_exact_search_on_the_device_gives_the_same_figures(device: str) -> None:
         "pml.arc_face",
     ],
 )
-def test_a_loss_of_8192_items_is_that_of_the_cpu(device: str, name: str) -> None:
+def test_a_loss_of_8192_items_is_that_of_the_cpu(device, name):
     torch.manual_seed(0)
     codes = torch.nn.functional.normalize(torch.randn(8192, 64), dim=1)
     labels = torch.arange(8192) // 8

@@ -1,29 +1,103 @@
-"""The weights of a run before its first step and after its last, by part."""
+"""Runs in the tests of training: their weights, logs and summaries, and how far two are apart."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from click.testing import CliRunner
+from retrieval.cli.app import app
 from retrieval.run import checkpoint
-from retrieval.training.trainer import train
+from retrieval.run.open import build_run
+from retrieval.training.trainer import Trainer, train
 
 Make = Callable[..., Any]
+Weights = dict[str, torch.Tensor]
+GENERATOR = {"name": "toolbox.mover"}
+STILL = {
+    "data": {"name": "toolbox.digits"},
+    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
+}
+# a recipe of four small batches and two epochs, without a plugin of the tests
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "data": {"name": "core.digits"},
+    "split": {"by": "class"},
+    "sampler": {"classes": 4, "items": 4, "batches": 4},
+    "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 2},
+    "head": {"embedding_size": 4},
+    "loss": {"name": "pml.contrastive"},
+    "train": {"epochs": 2, "device": "cpu"},
+}
 
 
-def weights(folder: Path, name: str = "last") -> dict[str, torch.Tensor]:
-    state = checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")
-    return {f"model.{k}": v for k, v in state["model"].items()} | {
-        f"{module}.{k}": v
-        for module, values in state.get("modules", {}).items()
-        for k, v in values.items()
+def retrieval(*words: object) -> Any:
+    """The result of a command, whose exception is kept."""
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def load(folder: Path, name: str = "last") -> Any:
+    return checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")
+
+
+def weights(folder: Path, name: str = "last") -> Weights:
+    """The weights by part, as `model.head.0.weight`."""
+    state = load(folder, name)
+    parts = {"model": state["model"], **state.get("modules", {})}
+    return {f"{part}.{k}": v for part, values in parts.items() for k, v in values.items()}
+
+
+def start(tmp_path: Path, made: Any) -> Weights:
+    """The weights before the first step."""
+    checkpoint.seed_everything(made.seed)
+    run = build_run(tmp_path, made)
+    parts = {"model": run.model}
+    parts |= {name: getattr(run.objective, name) for name in ("loss", "miner", "generator")}
+    return {
+        f"{part}.{k}": v.clone()
+        for part, module in parts.items()
+        if module is not None
+        for k, v in module.state_dict().items()
     }
 
 
-def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
+def moved(before: Weights, after: Weights) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def same(one: Path, other: Path, name: str = "last") -> bool:
+    """Whether two runs have the same weights, bit for bit."""
+    ours, theirs = weights(one, name), weights(other, name)
+    return ours.keys() == theirs.keys() and not moved(ours, theirs)
+
+
+def difference(one: Weights, other: Weights) -> float:
+    """The largest difference of any weight."""
+    assert one.keys() == other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+def apart(one: Path, other: Path) -> float:
+    return difference(weights(one), weights(other))
+
+
+def lines_of(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """What was logged of each epoch, without what depends on the clock."""
+    return [
+        {k: v for k, v in line.items() if k != "images_per_second"} for line in lines_of(folder)
+    ]
+
+
+def summary(folder: Path) -> Any:
+    return json.loads((folder / "summary.json").read_text())
 
 
 def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
@@ -31,27 +105,7 @@ def fit(tmp_path: Path, made: Any, name: str = "run") -> Path:
     return tmp_path / name
 
 
-def start(tmp_path: Path, made: Any) -> dict[str, torch.Tensor]:
-    """The weights before the first step."""
-    from retrieval.run.open import build_run
-
-    checkpoint.seed_everything(made.seed)
-    run = build_run(tmp_path, made)
-    modules = {
-        "loss": run.objective.loss,
-        "miner": run.objective.miner,
-        "generator": run.objective.generator,
-    }
-    return {f"model.{k}": v.clone() for k, v in run.model.state_dict().items()} | {
-        f"{n}.{k}": v.clone()
-        for n, m in modules.items()
-        if m is not None
-        for k, v in m.state_dict().items()
-    }
-
-
-GENERATOR = {"name": "toolbox.mover"}
-STILL = {
-    "data": {"name": "toolbox.digits"},
-    "backbone": {"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-}
+def trainer_of(tmp_path: Path, made: Any) -> Trainer:
+    """The trainer of a new run, before its first step."""
+    checkpoint.seed_everything(0)
+    return Trainer(build_run(tmp_path, made), Accelerator(cpu=True))

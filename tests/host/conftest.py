@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,13 @@ import pytest
 from retrieval.host.plugins import Plugins, load_plugins
 
 EVERYTHING = Path(__file__).with_name("plugins_for_tests") / "everything.py"
+
+TABLE: dict[str, Any] = {
+    "plugins": [str(EVERYTHING)],
+    "data": {"name": "everything.items"},
+    "backbone": {"name": "everything.same"},
+    "loss": {"name": "everything.margin", "scale": 1.0},
+}
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +29,7 @@ def everything() -> Plugins:
 @pytest.fixture
 def table() -> dict[str, Any]:
     """A recipe that is right."""
-    return {
-        "plugins": [str(EVERYTHING)],
-        "data": {"name": "everything.items"},
-        "backbone": {"name": "everything.same"},
-        "loss": {"name": "everything.margin", "scale": 1.0},
-    }
+    return deepcopy(TABLE)
 
 
 @pytest.fixture

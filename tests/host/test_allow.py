@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pty
+import py_compile
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,7 @@ def refused(outcome: Any, *files: Path) -> None:
     assert all(str(file) in line for file in files)
 
 
-def test_every_command_refuses_and_the_flag_lets_it_run(
-    stranger: Path, cli: Callable[..., Any]
-) -> None:
+def test_every_command_refuses_and_the_flag_lets_it_run(stranger, cli):
     recipe, plugin, ran = stranger / "recipe.toml", stranger / "theirs.py", stranger / "ran"
     refused(cli("check", recipe), plugin)
     refused(cli("train", recipe, "--output", "run"), plugin)
@@ -80,17 +79,16 @@ def test_every_command_refuses_and_the_flag_lets_it_run(
     assert cli("evaluate", "run", "--allow-plugins").code == 0 and (copy.parent / "ran").exists()
 
 
-def test_what_the_user_names_is_the_users_word(stranger: Path, cli: Callable[..., Any]) -> None:
+def test_what_the_user_names_is_the_users_word(stranger, cli):
     recipe, plugin = stranger / "recipe.toml", stranger / "theirs.py"
     assert cli("plugins", "show", "theirs.mean", "--plugin", plugin).code == 0
     assert cli("check", recipe, "--plugin", plugin).code == 0
     refused(cli("check", recipe), plugin)
 
 
-def test_python_is_told_what_allows_it(stranger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        PluginError, match="in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"
-    ):
+def test_python_is_told_what_allows_it(stranger, monkeypatch):
+    says = "in Python with RETRIEVAL_ALLOW_PLUGINS=1 in the environment"
+    with pytest.raises(PluginError, match=says):
         read_recipe(stranger / "recipe.toml")
     asked: list[str] = []
     with answering(lambda brings: not asked.append(brings)):
@@ -100,33 +98,24 @@ def test_python_is_told_what_allows_it(stranger: Path, monkeypatch: pytest.Monke
     assert read_recipe(stranger / "recipe.toml")
 
 
-def test_bytecode_beside_the_file_never_runs(stranger: Path, cli: Callable[..., Any]) -> None:
+def test_bytecode_beside_the_file_never_runs(stranger, cli):
     plugin = stranger / "theirs.py"
     evil = stranger / "evil.py"
     evil.write_text(PLUGIN.replace('"ran"', '"evil"'))
-    import importlib.util
-    import py_compile
-
-    py_compile.compile(
-        str(evil),
-        importlib.util.cache_from_source(str(plugin)),
-        invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
-    )
+    compiled = importlib.util.cache_from_source(str(plugin))
+    unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    py_compile.compile(str(evil), compiled, invalidation_mode=unchecked)
     assert cli("check", stranger / "recipe.toml", "--allow-plugins").code == 0
     assert (stranger / "ran").exists() and not (stranger / "evil").exists()
 
 
-def test_a_module_beside_the_recipe_is_no_installed_one(
-    stranger: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_beside_the_recipe_is_no_installed_one(stranger, cli, monkeypatch):
     package = stranger / "their_package"
     package.mkdir()
     (package / "__init__.py").write_text(PLUGIN)
     (package / "more.py").write_text("")
     recipe = stranger / "recipe.toml"
-    recipe.write_text(
-        RECIPE.replace("theirs.py", "their_package").replace("theirs.mean", "their_package.mean")
-    )
+    recipe.write_text(RECIPE.replace("theirs.py", "theirs").replace("theirs", "their_package"))
     monkeypatch.syspath_prepend(stranger)
     refused(cli("check", recipe), package / "__init__.py", package / "more.py")
     assert "their_package" not in sys.modules
@@ -134,7 +123,7 @@ def test_a_module_beside_the_recipe_is_no_installed_one(
 
 
 @pytest.mark.parametrize(("answer", "code"), [(b"n\n", 2), (b"y\n", 0)])
-def test_on_a_terminal_it_asks(stranger: Path, answer: bytes, code: int) -> None:
+def test_on_a_terminal_it_asks(stranger, answer, code):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "retrieval.cli", "check", "recipe.toml"]
     with subprocess.Popen(
@@ -156,9 +145,7 @@ def test_on_a_terminal_it_asks(stranger: Path, answer: bytes, code: int) -> None
     assert (stranger / "ran").exists() == (code == 0)
 
 
-def test_escape_codes_in_names_never_reach_a_terminal(
-    stranger: Path, cli: Callable[..., Any]
-) -> None:
+def test_escape_codes_in_names_never_reach_a_terminal(stranger, cli):
     evil = stranger / "\x1b[2J\x1b]0;owned\x07\u202e.toml"
     shutil.copy(stranger / "recipe.toml", evil)
     outcome = cli("check", evil)

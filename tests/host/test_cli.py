@@ -75,15 +75,13 @@ def shout(tmp_path: Path, install: Callable[..., None]) -> Path:
     return tmp_path / "site"
 
 
-def test_a_plugin_adds_commands(shout: Path, process: Callable[..., Any]) -> None:
+def test_a_plugin_adds_commands(shout, process):
     done = process("-m", "retrieval.cli", "shout", "hello", path=shout)
     assert (done.code, done.out, done.err) == (0, "HELLO\n", "")
     listed = process("-m", "retrieval.cli", "--help", path=shout)
-    assert (
-        listed.code == 0
-        and "Say WORD loudly." in listed.out
-        and listed.out.index("serve") < listed.out.index("shout")
-    )
+    assert listed.code == 0
+    assert "Say WORD loudly." in listed.out
+    assert listed.out.index("serve") < listed.out.index("shout")
     assert "Did you mean 'shout'?" in sentence(process("-m", "retrieval.cli", "shuot", path=shout))
     gone = process("-m", "retrieval.cli", "shout", "hello", path=shout, RETRIEVAL_BLOCK="shout")
     assert "There is no command 'shout'." in sentence(gone)
@@ -99,31 +97,27 @@ def test_a_plugin_adds_commands(shout: Path, process: Callable[..., Any]) -> Non
         ("error", "Error: The data are wrong."),
     ],
 )
-def test_each_kind_of_mistake_is_one_sentence_and_exit_code_2(
-    shout: Path, process: Callable[..., Any], how: str, words: str
-) -> None:
+def test_each_kind_of_mistake_is_one_sentence_and_exit_code_2(shout, process, how, words):
     assert words in sentence(process("-m", "retrieval.cli", "fail", path=shout, HOW=how))
 
 
-def test_a_bug_is_a_bug(shout: Path, process: Callable[..., Any]) -> None:
+def test_a_bug_is_a_bug(shout, process):
     done = process("-m", "retrieval.cli", "fail", path=shout, HOW="bug")
     assert done.code == 1 and "KeyError" in done.err and "Traceback" in done.err
 
 
-def test_ctrl_c_is_130(shout: Path) -> None:
+def test_ctrl_c_is_130(shout):
     env = {**os.environ, "PYTHONPATH": str(shout)}
     command = [sys.executable, "-m", "retrieval.cli", "wait"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-    ) as running:
-        assert running.stdout is not None and running.stderr is not None
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=env) as running:
         assert running.stdout.readline() == "waiting\n"
         running.send_signal(signal.SIGINT)
         assert running.wait(timeout=30) == 130
         assert running.stderr.read().strip() == "Interrupted."
 
 
-def test_a_reader_that_stops_is_told_nothing(shout: Path) -> None:
+def test_a_reader_that_stops_is_told_nothing(shout):
     # click leaves with 1 here, as programs do whose pipe breaks
     pipe = f"{sys.executable} -m retrieval.cli flood | head -n 1"
     env = {**os.environ, "PYTHONPATH": str(shout)}
@@ -133,9 +127,7 @@ def test_a_reader_that_stops_is_told_nothing(shout: Path) -> None:
     assert (done.stdout.splitlines(), done.stderr) == (["0 … ä"], "")
 
 
-def test_a_terminal_without_a_character_shows_a_question_mark(
-    shout: Path, process: Callable[..., Any]
-) -> None:
+def test_a_terminal_without_a_character_shows_a_question_mark(shout, process):
     done = process("-m", "retrieval.cli", "flood", path=shout, PYTHONIOENCODING="latin-1")
     assert done.code == 0 and done.out.startswith("0 ? ") and done.err == ""
 
@@ -156,21 +148,16 @@ HOOK = (
         ("1 / 0", "A plugin's retrieval_commands failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_plugin_that_spoils_the_commands(
-    tmp_path: Path, install: Callable[..., None], process: Callable[..., Any], body: str, words: str
-) -> None:
+def test_a_plugin_that_spoils_the_commands(tmp_path, install, process, body, words):
     install(tmp_path, "retrieval-bad", "bad", "host_bad", HOOK.format(body))
     helped = process("-m", "retrieval.cli", "--help", path=tmp_path)
-    assert (
-        helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
-    )  # help still helps
+    # help still helps
+    assert helped.code == 0 and words in helped.err and helped.err.startswith("Note: ")
     assert all(name in helped.out for name in COMMANDS)
     assert words in sentence(process("-m", "retrieval.cli", "anything", path=tmp_path))
 
 
-def test_two_plugins_with_one_command(
-    tmp_path: Path, install: Callable[..., None], process: Callable[..., Any]
-) -> None:
+def test_two_plugins_with_one_command(tmp_path, install, process):
     for name in ("one", "two"):
         body = "app.add_command(click.Command('extra', callback=retrieval_commands))"
         install(tmp_path, f"retrieval-{name}", name, f"host_{name}", HOOK.format(body))
@@ -198,26 +185,16 @@ def test_two_plugins_with_one_command(
         (["plugins", "new", "core"], "A plugin 'core' is installed already"),
     ],
 )
-def test_mistakes_on_the_command_line(
-    cli: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    words: str,
-) -> None:
+def test_mistakes_on_the_command_line(cli, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
     assert words in sentence(cli(*arguments))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_wrong_recipe_prints_every_problem_and_exits_2(
-    cli: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_wrong_recipe_prints_every_problem_and_exits_2(cli, tmp_path):
     path = tmp_path / "recipe.toml"
-    path.write_text(
-        '[data]\nname = "core.digts"\n[backbone]\nname = "core.convnet"\n[loss]\nname ='
-        ' "pml.circl"\n'
-    )
+    names = {"data": "core.digts", "backbone": "core.convnet", "loss": "pml.circl"}
+    path.write_text("".join(f'{part}.name = "{name}"\n' for part, name in names.items()))
     done = cli("check", path, "--set", "head.embedding_size=0")
     assert (done.code, done.out) == (2, "")
     assert done.err.splitlines()[0] == f"Error: {path} has 3 problems:"
@@ -225,7 +202,7 @@ def test_a_wrong_recipe_prints_every_problem_and_exits_2(
     assert "write it as table.key=value" in sentence(cli("check", path, "--set", "seed"))
 
 
-def test_version(cli: Callable[..., Any]) -> None:
+def test_version(cli):
     from importlib.metadata import version
 
     assert cli("--version").out == f"retrieval, version {version('embedding-retrieval')}\n"

@@ -25,7 +25,7 @@ from retrieval.serving.files.csv_table import typed
         (["12 cm", "3"], ["12 cm", "3"]),
     ],
 )
-def test_a_column_has_one_type(texts: list[str], values: list[object]) -> None:
+def test_a_column_has_one_type(texts, values):
     rows = typed([{"a": text, "b": "x"} for text in texts])
     assert [row["a"] for row in rows] == values
     assert [type(row["a"]) for row in rows] == [type(value) for value in values]
@@ -33,5 +33,5 @@ def test_a_column_has_one_type(texts: list[str], values: list[object]) -> None:
     json.dumps(rows, allow_nan=False)
 
 
-def test_no_rows() -> None:
+def test_no_rows():
     assert typed([]) == []

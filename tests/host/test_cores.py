@@ -1,6 +1,4 @@
-"""Threads, processes and sessions by the cores that a process may use: affinity and the cgroup's
-quota.
-"""
+"""Threads, processes and sessions by affinity and the cgroup's quota."""
 
 from __future__ import annotations
 
@@ -66,21 +64,17 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", {}, 16),
     ],
 )
-def test_the_quota_of_a_cgroup(
-    groups: str, files: dict[str, str], expected: int, tmp_path: Path
-) -> None:
+def test_the_quota_of_a_cgroup(groups, files, expected, tmp_path):
     assert cores(tree(tmp_path, groups, files)) == expected
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_cgroups_the_affinity_counts(tmp_path: Path) -> None:
+def test_without_cgroups_the_affinity_counts(tmp_path):
     assert cores(tmp_path) == 16
 
 
 @pytest.mark.usefixtures("machine")
-def test_a_users_own_number_of_threads_wins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_own_number_of_threads_wins(tmp_path, monkeypatch):
     half = tree(tmp_path, "0::/\n", {"cpu.max": "800000 100000"})
     limit_threads(half)
     assert os.environ["OMP_NUM_THREADS"] == "8"
@@ -96,7 +90,7 @@ def test_a_users_own_number_of_threads_wins(
 
 
 @pytest.mark.usefixtures("machine")
-def test_without_a_quota_nothing_is_set(tmp_path: Path) -> None:
+def test_without_a_quota_nothing_is_set(tmp_path):
     limit_threads(tmp_path)
     assert "OMP_NUM_THREADS" not in os.environ
 
@@ -118,7 +112,7 @@ def asked(code: str, *, one_core: bool = True) -> Any:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
-def test_every_default_follows_the_affinity() -> None:
+def test_every_default_follows_the_affinity():
     found = asked("""
 import faiss, torch
 import numpy as np
@@ -149,7 +143,7 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(cores() < 2, reason="one core: a quota limits nothing")
-def test_torch_faiss_and_blas_follow_the_quota(tmp_path: Path) -> None:
+def test_torch_faiss_and_blas_follow_the_quota(tmp_path):
     tree(tmp_path, "0::/\n", {"cpu.max": "100000 100000"})
     found = asked(
         f"""
@@ -165,12 +159,8 @@ print(json.dumps([torch.get_num_threads(), faiss.omp_get_max_threads(), *(p["num
     assert set(found) == {1}
 
 
-def test_nothing_else_counts_the_machines_cores() -> None:
+def test_nothing_else_counts_the_machines_cores():
     counts = re.compile(r"cpu_count|sched_getaffinity|hardware_concurrency")
-    found = [
-        str(path.relative_to(ROOT))
-        for folder in ("retrieval", "plugins")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if counts.search(path.read_text(encoding="utf-8"))
-    ]
-    assert found == ["retrieval/host/cores.py"]
+    files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
+    found = [path for path in files if counts.search(path.read_text(encoding="utf-8"))]
+    assert found == [ROOT / "retrieval/host/cores.py"]

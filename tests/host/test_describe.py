@@ -1,6 +1,4 @@
-"""`plugins list` and `plugins show`: what plugins offer, and lines that may be pasted into a recipe
-as they are.
-"""
+"""`plugins list` and `plugins show`, whose lines may be pasted into a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from retrieval.host.factory import KINDS, Factory, Parameter
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
 
-from .conftest import EVERYTHING
+from .conftest import EVERYTHING, TABLE
 
 PLUGINS = load_plugins([str(EVERYTHING)])
 ALL = [factory for kind in KINDS for factory in PLUGINS.factories(kind).values()]
@@ -45,19 +43,12 @@ def pasted(factory: Factory) -> dict[str, Any]:
         if p.required:
             text = re.sub(rf"\b{p.name} = …", f"{p.name} = {fill(p)}", text)
     pasted = tomllib.loads(text)
-    base: dict[str, Any] = {
-        "plugins": [str(EVERYTHING)],
-        "data": {"name": "everything.items"},
-        "backbone": {"name": "everything.same"},
-        "loss": {"name": "everything.margin", "scale": 1},
-    }
-    if factory.kind == "learners":
-        del base["loss"]
+    base = {k: v for k, v in TABLE.items() if (k, factory.kind) != ("loss", "learners")}
     return {**base, **pasted}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind: str) -> None:
+def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind):
     for factory in PLUGINS.factories(kind).values():
         lines, shown = snippet(factory, PLUGINS), show_text(PLUGINS, factory.name)
         assert factory.name in lines
@@ -75,12 +66,12 @@ def test_every_factory_is_shown_and_its_snippet_passes_the_check(kind: str) -> N
             assert f"  {p.name}: {p.type_text}" in shown and " ".join(p.doc.split()) in words
 
 
-def test_show_of_a_name_of_two_kinds_shows_both() -> None:
+def test_show_of_a_name_of_two_kinds_shows_both():
     text = show_text(PLUGINS, "pml.multi_similarity")
     assert "pml.multi_similarity (loss)" in text and "pml.multi_similarity (miner)" in text
 
 
-def test_built_in_back_ends_and_metrics_are_shown_by_both_names() -> None:
+def test_built_in_back_ends_and_metrics_are_shown_by_both_names():
     listed = list_text(PLUGINS, "indexes")
     for short in ("flat", "hnsw", "ivf"):
         assert f"  core.{short} " in listed
@@ -94,35 +85,29 @@ def test_built_in_back_ends_and_metrics_are_shown_by_both_names() -> None:
     assert '  metrics = ["core.map_at_r"]' in show_text(PLUGINS, "map_at_r")
 
 
-def test_show_suggests() -> None:
-    with pytest.raises(
-        PluginError, match=r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"
+def test_show_suggests():
+    for name, says in (
+        ("contrastve", r"Nothing is called 'contrastve'\. Did you mean 'pml\.contrastive'"),
+        ("hnws", r"Nothing is called 'hnws'\. Did you mean 'hnsw'"),
+        ("qqqqq", "See: retrieval plugins list"),
     ):
-        show_text(PLUGINS, "contrastve")
-    with pytest.raises(PluginError, match=r"Nothing is called 'hnws'\. Did you mean 'hnsw'"):
-        show_text(PLUGINS, "hnws")
+        with pytest.raises(PluginError, match=says):
+            show_text(PLUGINS, name)
     with pytest.raises(PluginError, match=r"There is no index 'hnws'\. Did you mean 'hnsw'"):
         PLUGINS.find("indexes", "hnws")
-    with pytest.raises(PluginError, match="See: retrieval plugins list"):
-        show_text(PLUGINS, "qqqqq")
 
 
-def test_a_required_parameter_is_marked() -> None:
+def test_a_required_parameter_is_marked():
     margin = PLUGINS.find("losses", "everything.margin")
-    assert snippet(margin).splitlines() == [
-        "[loss]",
-        'name = "everything.margin"',
-        "scale = …  # number (> 0), required",
-        "margin = 0.1",
-        "# distance = …  # a distance",
-        "# reducer = …  # a reducer",
-    ]
-    assert "  scale: number (> 0) (required)" in show_text(PLUGINS, "everything.margin")
-    assert "  margin: number = 0.1" in show_text(PLUGINS, "everything.margin")
+    lines = ["[loss]", 'name = "everything.margin"', "scale = …  # number (> 0), required"]
+    lines += ["margin = 0.1", "# distance = …  # a distance", "# reducer = …  # a reducer"]
+    assert snippet(margin).splitlines() == lines
+    shown = show_text(PLUGINS, "everything.margin")
+    assert "  scale: number (> 0) (required)" in shown and "  margin: number = 0.1" in shown
     assert "  classes: integer (given by the host)" in show_text(PLUGINS, "everything.fixed")
 
 
-def test_a_part_is_shown_inside_something_that_takes_it() -> None:
+def test_a_part_is_shown_inside_something_that_takes_it():
     text = snippet(PLUGINS.find("regularizers", "everything.lp"), PLUGINS)
     table = tomllib.loads(text)["loss"]
     assert table["name"].startswith("pml.")
@@ -130,15 +115,14 @@ def test_a_part_is_shown_inside_something_that_takes_it() -> None:
     assert snippet(PLUGINS.find("regularizers", "everything.lp")).startswith('[loss]\nname = "…"')
 
 
-def test_list_names_everything_by_kind() -> None:
+def test_list_names_everything_by_kind():
     text = list_text(PLUGINS)
     for source in PLUGINS.sources:
         assert re.search(rf"^{source.plugin} +{re.escape(source.origin)}$", text, re.M)
     lines = text.splitlines()
     for factory in ALL:
-        (line,) = [
-            x for x in lines[lines.index(factory.kind) :] if x.startswith(f"  {factory.name} ")
-        ][:1]
+        own = lines[lines.index(factory.kind) :]
+        line = next(line for line in own if line.startswith(f"  {factory.name} "))
         assert factory.summary.split()[0] in line
     losses = list_text(PLUGINS, "losses")
     assert losses.startswith("losses\n") and "everything.items" not in losses

@@ -1,6 +1,4 @@
-"""The pages that the code defines: each hook with its signature, each bundled plugin on the page of
-its kind, the floors.
-"""
+"""The pages that the code defines: hooks, bundled plugins, floors."""
 
 from __future__ import annotations
 
@@ -32,27 +30,23 @@ def generated(generate: ModuleType) -> dict[str, str]:
     return pages
 
 
-def test_all_hooks_are_found() -> None:
+def test_all_hooks_are_found():
     marked = [name for name, value in vars(hookspecs).items() if hasattr(value, "retrieval_spec")]
     assert marked == HOOKS and len(HOOKS) == 22
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_every_hook_is_documented_with_its_signature(hook: str, generated: dict[str, str]) -> None:
+def test_every_hook_is_documented_with_its_signature(hook, generated):
     text = generated["hooks.md"]
     function = getattr(hookspecs, hook)
     signature = str(inspect.signature(function)).replace("'", "")
-    assert (
-        f"## {hook}\n\n```python\ndef"
-        f" {hook}{signature}\n```\n\n{inspect.cleandoc(function.__doc__)}" in text
-    )
+    code = f"```python\ndef {hook}{signature}\n```"
+    assert f"## {hook}\n\n{code}\n\n{inspect.cleandoc(function.__doc__)}" in text
     assert function.__doc__.startswith("Called ")
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "trackers"])
-def test_every_bundled_plugin_is_on_the_page_of_its_kind(
-    kind: str, generate: ModuleType, generated: dict[str, str]
-) -> None:
+def test_every_bundled_plugin_is_on_the_page_of_its_kind(kind, generate, generated):
     text = generated[f"plugins/{kind}.md"]
     for name, factory in generate.bundled().factories(kind).items():
         assert f"\n## {name}\n\n{factory.description}\n" in text
@@ -62,8 +56,8 @@ def test_every_bundled_plugin_is_on_the_page_of_its_kind(
 
 
 def test_the_folder_holds_the_generated_files_and_no_others(
-    generate: ModuleType, generated: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    generate, generated, tmp_path, monkeypatch
+):
     monkeypatch.setattr(generate, "pages", lambda: generated)
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "gone.md").write_text("# A kind that is no more\n", encoding="utf-8")
@@ -74,16 +68,10 @@ def test_the_folder_holds_the_generated_files_and_no_others(
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
-def test_the_diagram_shows_each_floor_and_who_imports_whom(generated: dict[str, str]) -> None:
+def test_the_diagram_shows_each_floor_and_who_imports_whom(generated):
     drawn = generated["floors.svg"]
-    for folder in (
-        path.name
-        for path in (ROOT / "retrieval").iterdir()
-        if path.is_dir() and path.name != "__pycache__"
-    ):
-        assert f">{folder}</text>" in drawn
-    assert (
-        "<title>training imports evaluation</title>" in drawn
-        and "<title>serving imports client</title>" in drawn
-    )
+    for path in (ROOT / "retrieval").glob("*/__init__.py"):
+        assert f">{path.parent.name}</text>" in drawn
+    assert "<title>training imports evaluation</title>" in drawn
+    assert "<title>serving imports client</title>" in drawn
     assert "<title>run imports training</title>" not in drawn

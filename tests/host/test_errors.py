@@ -21,11 +21,11 @@ NAMES = ["pml.contrastive", "pml.margin", "acme.margin", "core.digits", "AdamW",
         ("", ""),
     ],
 )
-def test_the_closest_word(word: str, closest: str) -> None:
+def test_the_closest_word(word, closest):
     assert did_you_mean(word, iter(NAMES)) == (f" Did you mean '{closest}'?" if closest else "")
 
 
-def test_a_recipe_error_counts_its_problems() -> None:
+def test_a_recipe_error_counts_its_problems():
     assert str(RecipeError(["a."])) == "The recipe has 1 problem:\n  - a."
     error = RecipeError(iter(["a.", "b."]), "r.toml")
     assert str(error) == "r.toml has 2 problems:\n  - a.\n  - b." and error.problems == ("a.", "b.")

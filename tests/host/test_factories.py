@@ -77,37 +77,19 @@ def everything(
     return locals()
 
 
-def test_values_arrive_in_the_types_that_were_asked_for() -> None:
-    values = {
-        "count": 3,
-        "scale": 2,
-        "name": "ü",
-        "on": False,
-        "kind": "sum",
-        "limit": 9,
-        "sizes": [1, 2],
-        "span": [0, 0.5],
-        "many": [1, 2, 3],
-        "folder": "a/b",
-        "weights": {"a": 1},
-        "share": 2,
-        "mode": "hard",
-        "free": {"a": [1, "b"]},
-    }
+def test_values_arrive_in_the_types_that_were_asked_for():
+    values = {"count": 3, "scale": 2, "name": "ü", "on": False, "kind": "sum", "limit": 9}
+    values |= {"sizes": [1, 2], "span": [0, 0.5], "many": [1, 2, 3], "folder": "a/b"}
+    values |= {"weights": {"a": 1}, "share": 2, "mode": "hard", "free": {"a": [1, "b"]}}
     checked, problems = read(everything).check(values, "[loss]")
     assert problems == []
-    assert checked == {
-        **values,
-        "span": (0.0, 0.5),
-        "many": (1, 2, 3),
-        "folder": Path("a/b"),
-        "mode": Mode.HARD,
-    }
+    typed = {"span": (0.0, 0.5), "many": (1, 2, 3), "folder": Path("a/b"), "mode": Mode.HARD}
+    assert checked == {**values, **typed}
     assert type(checked["scale"]) is float and type(checked["weights"]["a"]) is float
     assert read(everything).build(checked)["folder"] == Path("a/b")
 
 
-def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None:
+def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s():
     checked, problems = read(everything).check({"count": 3}, "[loss]")
     assert (checked, problems) == ({"count": 3}, [])
     built = read(everything).build(checked)
@@ -142,12 +124,12 @@ def test_only_what_is_set_is_handed_on_and_defaults_stay_the_factory_s() -> None
         ({"name": ["x" * 200]}, 'name: should be text, not ["' + "x" * 75 + "…."),
     ],
 )
-def test_wrong_values_are_one_readable_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_wrong_values_are_one_readable_sentence(values, sentence):
     wrong = {"count": 1, **values} if values else {}
     assert only(everything, **wrong).startswith(f"[loss] {sentence}")
 
 
-def test_no_word_of_pydantic_reaches_a_user() -> None:
+def test_no_word_of_pydantic_reaches_a_user():
     odd: list[Any] = ["text", 0, -1, 2.5, True, [], {}, ["a"], {"a": "b"}, [[1]], [None]]
     for p in read(everything).parameters:
         for value in odd:
@@ -158,7 +140,7 @@ def test_no_word_of_pydantic_reaches_a_user() -> None:
                 assert not re.search("input|valid |array|object|pydantic|literal", problem, re.I)
 
 
-def test_unknown_and_given_parameters() -> None:
+def test_unknown_and_given_parameters():
     def loss(margin: float = 0.1, embedding_size: int = 3) -> Any:
         """A loss.
 
@@ -167,18 +149,14 @@ def test_unknown_and_given_parameters() -> None:
         """
         return margin, embedding_size
 
-    assert (
-        only(loss, margn=1)
-        == "[loss] margn: acme.thing has no such parameter (it has: margin). Did you mean 'margin'?"
-    )
-    assert (
-        only(loss, embedding_size=1)
-        == "[loss] embedding_size: is given by the host (width of the codes); remove it."
-    )
+    unknown = "[loss] margn: acme.thing has no such parameter (it has: margin). Did you mean 'mar"
+    assert only(loss, margn=1).startswith(unknown)
+    given = "[loss] embedding_size: is given by the host (width of the codes); remove it."
+    assert only(loss, embedding_size=1) == given
     assert read(loss).parameters[1].default_text == "given by the host"
 
 
-def test_every_fault_of_a_signature_in_one_sentence() -> None:
+def test_every_fault_of_a_signature_in_one_sentence():
     def bad(a: int, b: int, /, c: Annotated[Any, Part("reducer")]) -> Any:
         pass
 
@@ -192,8 +170,8 @@ def test_every_fault_of_a_signature_in_one_sentence() -> None:
         assert sentence.count(fault) == 1, sentence
 
 
-def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault() -> None:
-    def bare(b, c: int, *rest: int, **others: Any) -> Any:  # type: ignore[no-untyped-def]
+def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
+    def bare(b, c: int, *rest: int, **others: Any) -> Any:
         return b, c, rest, others
 
     factory = read(bare)
@@ -210,27 +188,25 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault() -> None:
     assert factory.build(checked) == ([1, "x", {"y": 2.5}], 3, (), {})
 
 
-def test_a_default_that_no_recipe_can_write_stays() -> None:
+def test_a_default_that_no_recipe_can_write_stays():
     def loss(
         activation: Callable[[Tensor], Tensor] = torch.relu,
         start: Tensor | None = None,
-        span: list = [],  # type: ignore[type-arg]  # noqa: B006
+        span: list = [],  # noqa: B006
     ) -> Any:
         return activation, start, span
 
     factory = read(loss)
     assert [p.default_text for p in factory.parameters] == ["", "", "[]"]
     assert factory.check({"span": [1]}, "[loss]") == ({"span": [1]}, [])
-    assert (
-        only(loss, start=3)
-        == "[loss] start: is of type Tensor, which a recipe cannot write; remove it."
-    )
+    unwritable = "[loss] start: is of type Tensor, which a recipe cannot write; remove it."
+    assert only(loss, start=3) == unwritable
 
 
-def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
+def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s():
     assert "object of type partial" in refused(functools.partial(everything, 3))
 
-    def unresolved(x: Nowhere) -> None:  # type: ignore[name-defined]  # noqa: F821
+    def unresolved(x: Nowhere) -> None:  # noqa: F821
         """A loss.
 
         Args:
@@ -250,25 +226,8 @@ def test_what_is_no_function_cannot_be_read_or_is_never_a_recipe_s() -> None:
         read(module).check({}, "[loss]")
 
 
-def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsRecorder) -> None:
-    def loss(
-        copy: int,
-        json: int = 1,
-        schema: int = 1,
-        model_config: int = 1,
-        _hidden: int = 1,
-        p0: int = 1,
-    ) -> Any:
-        """A loss.
-
-        Args:
-            copy: a.
-            json: b.
-            schema: c.
-            model_config: d.
-            _hidden: e.
-            p0: f.
-        """
+def test_names_that_pydantic_keeps_for_itself_are_free(recwarn):
+    def loss(copy: int, json=1, schema: int = 1, model_config: int = 1, _hidden=1, p0=1) -> Any:
         return copy, json, schema, model_config, _hidden, p0
 
     values = {"copy": 1, "json": 2, "schema": 3, "model_config": 4, "_hidden": 5, "p0": 6}
@@ -278,7 +237,7 @@ def test_names_that_pydantic_keeps_for_itself_are_free(recwarn: pytest.WarningsR
     assert not recwarn
 
 
-def test_a_factory_that_refuses_its_values() -> None:
+def test_a_factory_that_refuses_its_values():
     def loss(near: float = 0.1, far: float = 1.0) -> None:
         """A loss.
 

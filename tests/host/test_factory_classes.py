@@ -37,14 +37,12 @@ class Swallows(Passes):
         super().__init__(1.0)
 
 
-def test_kwargs_are_what_the_next_class_takes_and_was_not_given() -> None:
+def test_kwargs_are_what_the_next_class_takes_and_was_not_given():
     assert [p.name for p in read(ByName).parameters] == ["first", "second"]
     assert [p.name for p in read(ByPosition).parameters] == ["second"]
     assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
-    assert (
-        read(Swallows).parameters == ()
-        and "nothing spells '**more' out" in read(Swallows).hints[-1]
-    )
+    assert read(Swallows).parameters == ()
+    assert "nothing spells '**more' out" in read(Swallows).hints[-1]
     # without source what has no default is taken to be given by the class
     scope: dict[str, Any] = {"Passes": Passes}
     exec("class Made(Passes):\n def __init__(self, **more): super().__init__(3.0, **more)", scope)
@@ -112,17 +110,13 @@ class Data:
     size: int = 3
 
 
-def test_classes_of_all_sorts_are_read() -> None:
+def test_classes_of_all_sorts_are_read():
     assert read(Plain).parameters == () and read(FromProtocol).parameters == ()
     assert read(Undocumented).hints == ("it has no docstring",)  # nn.Module's own does not count
     for make in (Scaled, Child, InInit):
         (p,) = read(make).parameters
-        assert (p.name, p.doc, p.default_text, p.type_text) == (
-            "scale",
-            "how much.",
-            "1.0",
-            "number",
-        )
+        shown = p.name, p.doc, p.default_text, p.type_text
+        assert shown == ("scale", "how much.", "1.0", "number")
     assert [p.name for p in read(Data).parameters] == ["size"]
 
 
@@ -149,26 +143,23 @@ class Stated(Full):
     """Says that it takes none."""
 
 
-def gives_anything():  # type: ignore[no-untyped-def]
+def gives_anything():
     """Give one."""
     return Full()
 
 
-@pytest.mark.parametrize(
-    ("make", "reference", "miner"),
-    [
+def test_what_a_loss_takes_is_read_from_its_call():
+    for make, reference, miner in (
         (Full, True, True),
         (Short, False, False),
         (Stated, False, True),
         (gives_anything, True, True),
         (Silent, True, True),
-    ],
-)
-def test_what_a_loss_takes_is_read_from_its_call(make: Any, reference: bool, miner: bool) -> None:
-    factory = read(make)
-    assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner)
+    ):
+        factory = read(make)
+        assert (factory.supports_ref_emb, factory.supports_miner) == (reference, miner), make
 
 
-def test_a_misspelt_trait_is_refused() -> None:
+def test_a_misspelt_trait_is_refused():
     with pytest.raises(PluginError, match=r"no trait 'ref_embb'.*Did you mean 'ref_emb'"):
         traits(ref_embb=False)

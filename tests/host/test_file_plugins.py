@@ -50,9 +50,12 @@ def write(folder: Path, value: int) -> str:
     return f"{folder}/"
 
 
-def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_modules(
-    tmp_path: Path,
-) -> None:
+def refused(item: Path | str, says: str) -> None:
+    with pytest.raises(PluginError, match=says):
+        load_plugins([str(item)])
+
+
+def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_modules(tmp_path):
     path, before = list(sys.path), set(sys.modules)
     for value in (1, 2):
         module = FilePlugin.from_name(write(tmp_path / str(value) / "my_plugin", value)).load()
@@ -60,12 +63,11 @@ def test_a_folder_is_a_package_whatever_the_working_folder_and_each_has_its_own_
         assert module.json.dumps(value) == str(value)
         assert module.lazily() == 2 * value
     assert sys.path == path
-    assert {name.partition(".")[0] for name in set(sys.modules) - before} <= {
-        "retrieval_file_plugin_my_plugin"
-    }
+    new = {name.partition(".")[0] for name in set(sys.modules) - before}
+    assert new <= {"retrieval_file_plugin_my_plugin"}
 
 
-def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
+def test_bytecode_in_a_folder_never_runs(tmp_path):
     item = write(tmp_path / "my_plugin", 4)
     evil = tmp_path / "evil.py"
     evil.write_text("value = 666")
@@ -78,19 +80,10 @@ def test_bytecode_in_a_folder_never_runs(tmp_path: Path) -> None:
     assert module.helpers.value == module.taken == 4
 
 
-def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(
-    tmp_path: Path,
-) -> None:
+def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_not(tmp_path):
     plugin = FilePlugin.from_name(write(tmp_path / "my_plugin", 3))
-    names = [
-        "__init__.py",
-        "helpers.py",
-        "json.py",
-        "later.py",
-        "kit/__init__.py",
-        "kit/inner.py",
-        "kit/words.txt",
-    ]
+    names = ["__init__.py", "helpers.py", "json.py", "later.py"]
+    names += ["kit/__init__.py", "kit/inner.py", "kit/words.txt"]
     assert list(plugin.files) == names
     before = plugin.sums
     (tmp_path / "my_plugin" / "later.py").write_text("def late():\n    return 0\n")
@@ -101,13 +94,12 @@ def test_what_lies_in_a_folder_belongs_to_it_and_what_lies_beside_a_file_does_no
     ]
 
 
-def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
+def test_a_copy_works_without_what_it_was_copied_from(tmp_path):
     item = write(tmp_path / "mine" / "my_plugin", 5)
     copied = FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins")
     (copied / "gone.py").write_text("raise RuntimeError")
-    assert (
-        FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins") == copied
-    )  # again, into the same place
+    # again, into the same place
+    assert FilePlugin.from_name(item).copy(tmp_path / "run" / "plugins") == copied
     assert not (copied / "gone.py").exists()
     sums = FilePlugin.from_name(item).sums
     shutil.rmtree(tmp_path / "mine")
@@ -116,7 +108,7 @@ def test_a_copy_works_without_what_it_was_copied_from(tmp_path: Path) -> None:
     assert copy.load().lazily() == 10
 
 
-def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
+def test_a_file_is_copied_as_a_file(tmp_path):
     path = tmp_path / "my_plugin.py"
     path.write_text("value = 1\n")
     (tmp_path / "helpers.py").write_text("")
@@ -126,25 +118,22 @@ def test_a_file_is_copied_as_a_file(tmp_path: Path) -> None:
     assert [place.name for place in (tmp_path / "run").iterdir()] == ["my_plugin.py"]
 
 
-def test_absolute_imports_of_its_own_modules_are_explained(tmp_path: Path) -> None:
+def test_absolute_imports_of_its_own_modules_are_explained(tmp_path):
     (tmp_path / "helpers_beside.py").write_text("")
     (tmp_path / "alone.py").write_text("import helpers_beside\n")
-    with pytest.raises(
-        PluginError, match=r"lies beside it.*make a folder alone/.*from \. import helpers_beside"
-    ):
-        load_plugins([str(tmp_path / "alone.py")])
+    refused(
+        tmp_path / "alone.py", r"beside it.*make a folder alone/.*from \. import helpers_beside"
+    )
     for line in ("import shapes.parts_inside", "from parts_inside import x"):
         (tmp_path / "shapes").mkdir(exist_ok=True)
         (tmp_path / "shapes" / "__init__.py").write_text(line)
         (tmp_path / "shapes" / "parts_inside.py").write_text("x = 1")
-        with pytest.raises(PluginError, match=r"which is its own.*write `from \."):
-            load_plugins([f"{tmp_path / 'shapes'}/"])
+        refused(f"{tmp_path / 'shapes'}/", r"which is its own.*write `from \.")
     (tmp_path / "alone.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(PluginError, match="No module named 'nowhere_at_all'"):
-        load_plugins([str(tmp_path / "alone.py")])
+    refused(tmp_path / "alone.py", "No module named 'nowhere_at_all'")
 
 
-def test_a_recipe_finds_a_folder_beside_itself(tmp_path: Path) -> None:
+def test_a_recipe_finds_a_folder_beside_itself(tmp_path):
     (tmp_path / "shapes").mkdir()
     (tmp_path / "recipe.toml").write_text('plugins = ["shapes/", "retrieval_core"]')
     assert read_table(tmp_path / "recipe.toml")[0]["plugins"] == [
@@ -153,19 +142,16 @@ def test_a_recipe_finds_a_folder_beside_itself(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_no_plugin_is_a_sentence(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(PluginError, match=r"empty/ has no __init__\.py"):
-        load_plugins([f"{tmp_path / 'empty'}/"])
-    with pytest.raises(PluginError, match=r"folder .*none/ does not exist"):
-        load_plugins([f"{tmp_path / 'none'}/"])
+def test_what_is_no_plugin_is_a_sentence(tmp_path):
+    empty = f"{tmp_path / 'empty'}/"
+    Path(empty).mkdir()
+    refused(empty, r"empty/ has no __init__\.py")
+    refused(f"{tmp_path / 'none'}/", r"folder .*none/ does not exist")
     (tmp_path / "odd.py").write_text("def f(:\n")
-    with pytest.raises(PluginError, match=r"odd\.py, line 1"):
-        load_plugins([str(tmp_path / "odd.py")])
-    (tmp_path / "empty" / "__init__.py").write_text("")
-    with pytest.raises(PluginError, match=r"'empty' .* marks no hook.*retrieval_losses"):
-        load_plugins([f"{tmp_path / 'empty'}/"])
+    refused(tmp_path / "odd.py", r"odd\.py, line 1")
+    Path(empty, "__init__.py").write_text("")
+    refused(empty, r"'empty' .* marks no hook.*retrieval_losses")
     for i in range(1_001):
-        (tmp_path / "empty" / f"{i}.txt").touch()
+        Path(empty, f"{i}.txt").touch()
     with pytest.raises(PluginError, match=r"more than 1,000 files"):
-        FilePlugin.from_name(f"{tmp_path / 'empty'}/").files  # noqa: B018
+        FilePlugin.from_name(empty).files  # noqa: B018

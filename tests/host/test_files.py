@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_written_is_there(tmp_path: Path) -> None:
+def test_what_is_written_is_there(tmp_path):
     files.write_json(tmp_path / "a.json", {"é": [1, 2]})
     files.write_text(tmp_path / "a.txt", "é\n")
     files.write_bytes(tmp_path / "a.bin", b"\0\1", shared=True)
@@ -39,7 +39,7 @@ def test_what_is_written_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, shared: bool) -> None:
+def test_on_a_full_disk_the_old_file_stays(tmp_path, shared):
     path = tmp_path / "x"
     files.write_bytes(path, b"old", shared=shared)
     with files_of_at_most(1000):
@@ -51,7 +51,7 @@ def test_on_a_full_disk_the_old_file_stays(tmp_path: Path, shared: bool) -> None
     assert names(tmp_path) == ["x"]
 
 
-def test_any_fault_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
+def test_any_fault_while_writing_leaves_the_old_file(tmp_path):
     (tmp_path / "x").write_text("old")
     with pytest.raises(ZeroDivisionError), files.whole_file(tmp_path / "x") as temporary:
         temporary.write_bytes(b"half" * (1 // len(temporary.read_bytes())))
@@ -61,9 +61,7 @@ def test_any_fault_while_writing_leaves_the_old_file(tmp_path: Path) -> None:
         files.write_text(tmp_path / "none" / "x", "", DataError)
 
 
-def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(
-    tmp_path: Path, killed: Callable[[Callable[[], object]], None]
-) -> None:
+def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(tmp_path, killed):
     path = tmp_path / "x"
     path.write_text("old")
 
@@ -80,7 +78,7 @@ def test_a_killed_writer_leaves_the_old_file_and_hinders_nobody(
     assert names(tmp_path) == ["x"]
 
 
-def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "x.tmp").symlink_to(tmp_path / "victim")
     files.write_text(tmp_path / "x", "new")
@@ -89,54 +87,38 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path: Pat
     assert not (tmp_path / "x").is_symlink()
 
 
-def test_rights(tmp_path: Path) -> None:
+def test_rights(tmp_path):
     before = os.umask(0o022)
     try:
         files.write_bytes(tmp_path / "secret", b"", private=True)
         files.write_bytes(tmp_path / "plain", b"")
-        with files.whole_folder(
-            tmp_path / "folder", replace=False, exists_error=DataError("taken")
-        ):
-            pass
+        write(tmp_path / "folder")
     finally:
         os.umask(before)
-    assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "plain", "folder")] == [
-        0o600,
-        0o644,
-        0o755,
-    ]
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("secret", "plain", "folder")]
+    assert modes == [0o600, 0o644, 0o755]
 
 
-def test_a_folder_appears_whole(tmp_path: Path) -> None:
+def test_a_folder_appears_whole(tmp_path):
     target, taken = tmp_path / "new" / "folder", DataError("taken")
     with files.whole_folder(target, replace=False, exists_error=taken) as temporary:
         (temporary / "below").mkdir()
         (temporary / "below" / "a").write_text("1")
         assert not target.exists()
     assert (target / "below" / "a").read_text() == "1"
-    with (
-        pytest.raises(DataError, match="taken"),
-        files.whole_folder(target, replace=False, exists_error=taken) as other,
-    ):
-        (other / "b").write_text("2")
-    with (
-        pytest.raises(ZeroDivisionError),
-        files.whole_folder(target, replace=True, exists_error=taken),
-    ):
+    with pytest.raises(DataError, match="taken"):
+        write(target)
+    replacing = partial(files.whole_folder, target, replace=True, exists_error=taken)
+    with pytest.raises(ZeroDivisionError), replacing():
         _ = 1 / 0
     assert names(target) == ["below"]
-    with files.whole_folder(target, replace=True, exists_error=taken) as other:
+    with replacing() as other:
         (other / "b").write_text("2")
-    assert names(target) == ["b"]
-    assert names(target.parent) == ["folder"]
-    with (
-        files_of_at_most(1000),
-        pytest.raises(OSError, match="File too large"),
-        files.whole_folder(target, replace=True, exists_error=taken) as other,
-    ):
+    assert (names(target), names(target.parent)) == (["b"], ["folder"])
+    too_large = pytest.raises(OSError, match="File too large")
+    with files_of_at_most(1000), too_large, replacing() as other:
         (other / "c").write_bytes(bytes(5000))
-    assert names(target) == ["b"]
-    assert names(target.parent) == ["folder"]
+    assert (names(target), names(target.parent)) == (["b"], ["folder"])
 
 
 # Scratch folders: what a killed process leaves is cleared, and nothing else.
@@ -161,12 +143,8 @@ with whole_folder(Path(sys.argv[1]), replace=False, exists_error=DataError("take
 
 def writer(target: Path) -> subprocess.Popen[str]:
     """Start a process that fills a folder until its standard input ends."""
-    started = subprocess.Popen(
-        [sys.executable, "-c", _WRITER, target],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = subprocess.Popen([sys.executable, "-c", _WRITER, target], **pipes)
     assert started.stdout is not None and started.stdout.readline() == "filled\n"
     return started
 
@@ -176,9 +154,7 @@ def write(target: Path) -> None:
         (fresh / "whole").write_text("x")
 
 
-def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
-    tmp_path: Path,
-) -> None:
+def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(tmp_path):
     with writer(tmp_path / "one") as killed, writer(tmp_path / "two") as living:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
@@ -191,10 +167,7 @@ def test_what_a_killed_writer_left_is_cleared_by_the_next_whatever_it_writes(
     assert names(tmp_path) == ["three", "two"] and names(tmp_path / "two") == ["half"]
 
 
-def test_nothing_else_is_cleared(tmp_path: Path) -> None:
-    """Folders of the same name without a lock, with another's file in its place, of another kind,
-    or behind a link.
-    """
+def test_nothing_else_is_cleared(tmp_path):
     elsewhere = Path(tempfile.mkdtemp(dir=tmp_path))
     (elsewhere / "kept").write_text("x")
     with scratch_folder(tmp_path, ".a.", ".part") as path:
@@ -214,11 +187,8 @@ def test_nothing_else_is_cleared(tmp_path: Path) -> None:
         pass
     assert names(tmp_path) == before
     assert (elsewhere / "kept").is_file()
-    assert all(
-        (tmp_path / name / "kept").is_file()
-        for name in before
-        if (tmp_path / name).is_dir() and name[0] == "."
-    )
+    folders = [tmp_path / name for name in before if name[0] == "." and (tmp_path / name).is_dir()]
+    assert all((folder / "kept").is_file() for folder in folders)
     if os.geteuid() == 0:  # another user's lock
         (tmp_path / ".a.67890123.part").mkdir()
         lock = tmp_path / ".a.67890123.part.lock"
@@ -254,10 +224,8 @@ def holder(tmp_path):
 
 
 def test_a_second_process_is_told_who_holds_it(holder, tmp_path):
-    with (
-        pytest.raises(StoreError) as caught,
-        hold(tmp_path / "out", "building this index", StoreError),
-    ):
+    taking = hold(tmp_path / "out", "building this index", StoreError)
+    with pytest.raises(StoreError) as caught, taking:
         raise AssertionError
     text = str(caught.value)
     assert text.startswith(f"Another process is building this index: process {holder.pid} on ")
@@ -292,9 +260,6 @@ def test_any_content_of_the_file_is_survived(left, tmp_path):
 
 
 def test_never_two_at_a_time(tmp_path):
-    """Threads that take and give back without a pause: a removed file must not become a second
-    lock.
-    """
     inside, most, taken = [], [0], [0]
 
     def work():
@@ -309,11 +274,9 @@ def test_never_two_at_a_time(tmp_path):
             except RetrievalError:
                 continue
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(work) for _ in range(6)]:
+            done.result()
     assert most[0] == 1
     assert taken[0] > 10
 
@@ -342,20 +305,15 @@ def test_where_the_system_has_no_locks_a_marker_stands_in(tmp_path, monkeypatch)
         raise OSError(errno.ENOSYS, "no locks here")
 
     monkeypatch.setattr(locks, "flock", refuse)
+    refused = pytest.raises(RetrievalError, match="Another process")
     for _ in range(2):
-        with (
-            hold(tmp_path / "out", "x"),
-            pytest.raises(RetrievalError, match="Another process"),
-            hold(tmp_path / "out", "x"),
-        ):
+        with hold(tmp_path / "out", "x"), refused, hold(tmp_path / "out", "x"):
             raise AssertionError
 
 
 def test_where_nothing_can_be_written_a_sentence(tmp_path):
-    with (
-        pytest.raises(RetrievalError, match="cannot be locked"),
-        hold(tmp_path / "no" / "out", "x"),
-    ):
+    refused = pytest.raises(RetrievalError, match="cannot be locked")
+    with refused, hold(tmp_path / "no" / "out", "x"):
         raise AssertionError
 
 

@@ -7,7 +7,7 @@ import runpy
 from pathlib import Path
 
 
-def test_the_extra_as_it_is_resolves_to_one_cuda() -> None:
+def test_the_extra_as_it_is_resolves_to_one_cuda():
     """Where it changed: python tests/host/resolve_gpu.py."""
     script = runpy.run_path(str(Path(__file__).with_name("resolve_gpu.py")))
     kept = json.loads(script["KEPT"].read_text(encoding="utf-8"))

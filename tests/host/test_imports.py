@@ -59,10 +59,8 @@ INNER = {
 def modules(root: Path) -> Iterator[tuple[str, Path]]:
     """Every module below a folder, by its dotted name."""
     for path in sorted(root.rglob("*.py")):
-        yield (
-            ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"),
-            path,
-        )
+        parts = path.relative_to(root.parent).with_suffix("").parts
+        yield ".".join(parts).removesuffix(".__init__"), path
 
 
 def imports(
@@ -81,11 +79,8 @@ def imports(
             for alias in node.names:
                 home = above.joinpath(*(node.module or "").split("."), alias.name)
                 is_module = (home / "__init__.py").is_file() or home.with_suffix(".py").is_file()
-                yield (
-                    (f"{node.module}.{alias.name}", "")
-                    if is_module
-                    else (str(node.module), alias.name)
-                )
+                module = f"{node.module}.{alias.name}" if is_module else str(node.module)
+                yield module, "" if is_module else alias.name
 
 
 def folder(module: str) -> str:
@@ -115,14 +110,10 @@ class Running(ast.NodeTransformer):
 
 def circle(package: Path) -> list[str]:
     """A circle of modules of a package that import each other when they run, if there is one."""
-    graph = {
-        module: {
-            t
-            for t, _ in imports(path, package.parent, Running().visit)
-            if t != module and t.startswith(package.name)
-        }
-        for module, path in modules(package)
-    }
+    graph = {}
+    for module, path in modules(package):
+        targets = {target for target, _ in imports(path, package.parent, Running().visit)}
+        graph[module] = {t for t in targets if t != module and t.startswith(package.name)}
     try:
         list(TopologicalSorter(graph).static_order())
     except CycleError as error:
@@ -130,41 +121,33 @@ def circle(package: Path) -> list[str]:
     return []
 
 
-def test_every_folder_is_a_floor() -> None:
-    found = {
-        path.stem for path in PACKAGE.iterdir() if path.name not in ("py.typed", "__pycache__")
-    }
+def test_every_folder_is_a_floor():
+    found = {path.stem for path in PACKAGE.iterdir()} - {"py", "__pycache__"}
     assert found == set().union(*FLOORS)
     assert len(found) <= MOST_ENTRIES
 
 
-def test_imports_go_down() -> None:
+def test_imports_go_down():
     assert not rising(PACKAGE)
 
 
-def test_an_import_that_goes_up_is_found(tmp_path: Path) -> None:
+def test_an_import_that_goes_up_is_found(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
-    changed = copy / "serving" / "merging.py"
-    changed.write_text(
-        changed.read_text(encoding="utf-8")
-        + "\n\ndef late() -> None:\n    from retrieval.model.model import Model\n    assert"
-        " Model\n",
-        encoding="utf-8",
-    )
+    with (copy / "serving" / "merging.py").open("a") as file:
+        file.write("\ndef late() -> None:\n    from retrieval.model.model import Model\n")
     assert rising(copy) == ["retrieval.serving.merging imports retrieval.model.model"]
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_circle():
     assert not circle(PACKAGE)
     for plugin in plugins():
         assert not circle(PLUGINS / plugin)
 
 
-def test_a_circle_is_found(tmp_path: Path) -> None:
+def test_a_circle_is_found(tmp_path):
     copy = Path(shutil.copytree(PACKAGE, tmp_path / "retrieval"))
-    changed = copy / "recipe" / "tables.py"
-    late = "\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n"
-    changed.write_text(changed.read_text(encoding="utf-8") + late, encoding="utf-8")
+    with (copy / "recipe" / "tables.py").open("a") as file:
+        file.write("\ndef late() -> None:\n    from retrieval.recipe.read import read_recipe\n")
     assert {"retrieval.recipe.tables", "retrieval.recipe.read"} <= set(circle(copy))
 
 
@@ -173,20 +156,17 @@ def plugins() -> set[str]:
     return {path.name for path in PLUGINS.iterdir() if (path / "__init__.py").is_file()}
 
 
-def test_the_host_imports_no_plugin_and_plugins_not_each_other() -> None:
+def test_the_host_imports_no_plugin_and_plugins_not_each_other():
     names = plugins()
     assert {"retrieval_core", "retrieval_pml"} <= names
-    for module, path in [
-        *modules(PACKAGE),
-        *(m for name in names for m in modules(PLUGINS / name)),
-    ]:
-        own = module.partition(".")[0]
-        foreign = {t.partition(".")[0] for t, _ in imports(path, PLUGINS)} & (names - {own})
-        assert not foreign, f"{module} imports {foreign}"
-        assert "plugins" not in {t.partition(".")[0] for t, _ in imports(path, PLUGINS)}
+    for root in (PACKAGE, *(PLUGINS / name for name in names)):
+        for module, path in modules(root):
+            targets = {target.partition(".")[0] for target, _ in imports(path, PLUGINS)}
+            foreign = targets & ({*names, "plugins"} - {root.name})
+            assert not foreign, f"{module} imports {foreign}"
 
 
-def test_plugins_import_the_face_and_what_is_listed() -> None:
+def test_plugins_import_the_face_and_what_is_listed():
     used = {
         (target, name)
         for plugin in plugins()
@@ -212,18 +192,14 @@ def loaded(process: Callable[..., Any], code: str) -> set[str]:
     return set(json.loads(done.out.splitlines()[-1]))
 
 
-def test_import_retrieval_is_light(process: Callable[..., Any]) -> None:
+def test_import_retrieval_is_light(process):
     found = loaded(process, "import retrieval")
     assert not found & HEAVY
-    assert {m for m in found if m.startswith("retrieval.")} == {
-        "retrieval.errors",
-        "retrieval.host",
-        "retrieval.host.cores",
-        "retrieval.host.lazy",
-    }
+    light = {"errors", "host", "host.cores", "host.lazy"}
+    assert {m for m in found if m.startswith("retrieval.")} == {f"retrieval.{m}" for m in light}
 
 
-def test_help_is_light(process: Callable[..., Any]) -> None:
+def test_help_is_light(process):
     code = """
 import io, contextlib, sys
 from retrieval.cli.app import COMMANDS, main
@@ -241,7 +217,7 @@ for call in calls:
     assert not loaded(process, code) & HEAVY
 
 
-def test_the_serving_side_never_imports_the_training_side(process: Callable[..., Any]) -> None:
+def test_the_serving_side_never_imports_the_training_side(process):
     names = [name for name, _ in modules(PACKAGE) if folder(name) in ("errors", "host", "serving")]
     assert len(names) > 12
     found = loaded(process, "\n".join(f"import {name}" for name in names))
@@ -251,19 +227,14 @@ def test_the_serving_side_never_imports_the_training_side(process: Callable[...,
     assert not {m for m in found if m.startswith("retrieval_")}
 
 
-def test_loading_plugins_and_reading_recipes_loads_no_torch(process: Callable[..., Any]) -> None:
-    code = (
-        "import retrieval.recipe.read, retrieval.host.describe,"
-        " retrieval.host.scaffold\nretrieval.host.plugins.load_plugins()"
-    )
-    found = loaded(process, code)
+def test_loading_plugins_and_reading_recipes_loads_no_torch(process):
+    modules = "retrieval.recipe.read, retrieval.host.describe, retrieval.host.scaffold"
+    found = loaded(process, f"import {modules}; retrieval.host.plugins.load_plugins()")
     assert {"retrieval_core", "retrieval_pml"} <= found
     assert not found & {"torch", "sklearn", "numpy", "PIL"} and "plugins" not in found
 
 
-def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(
-    process: Callable[..., Any],
-) -> None:
+def test_a_built_in_back_end_needs_no_other_plugin_and_no_torch(process):
     code = """
 from retrieval.serving.index.backends import make_backend
 for name in ("flat", "hnsw", "ivf"):

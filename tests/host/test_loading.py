@@ -1,11 +1,8 @@
-"""Plugins from entry points, files and modules; clashes, misspellings and broken plugins refused in
-one sentence.
-"""
+"""Plugins from entry points, files and modules; broken ones refused in one sentence."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +38,7 @@ def refused(*items: str, **kwargs: Any) -> str:
     return sentence
 
 
-def test_a_third_party_distribution_lists_beside_ours(
-    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_third_party_distribution_lists_beside_ours(tmp_path, install, monkeypatch):
     install(tmp_path, "retrieval-acme", "acme", "host_acme", LOSS, version="2.1")
     monkeypatch.syspath_prepend(tmp_path)
     plugins = load_plugins()
@@ -52,9 +47,7 @@ def test_a_third_party_distribution_lists_beside_ours(
     assert list(plugins.factories("losses")) == sorted(plugins.factories("losses"))
 
 
-def test_two_distributions_with_one_name_are_refused_before_loading(
-    tmp_path: Path, install: Callable[..., None], process: Callable[..., Any]
-) -> None:
+def test_two_distributions_with_one_name_are_refused_before_loading(tmp_path, install, process):
     shout = "print('LOADED')\n"
     install(tmp_path, "first-acme", "acme", "first_acme", shout, version="1.2")
     install(tmp_path, "second-acme", "acme", "second_acme", shout, version="3.4")
@@ -62,17 +55,12 @@ def test_two_distributions_with_one_name_are_refused_before_loading(
     assert done.code == 2
     assert "first-acme 1.2" in done.err and "second-acme 3.4" in done.err and "'acme'" in done.err
     assert "LOADED" not in done.out + done.err and "Traceback" not in done.err
-    code = (
-        "from retrieval.host.plugins import load_plugins; print([s.plugin for s in"
-        " load_plugins().sources])"
-    )
-    blocked = process("-c", code, path=tmp_path, RETRIEVAL_BLOCK="acme")
+    listed = "from retrieval.host.plugins import load_plugins as load; print(load().sources)"
+    blocked = process("-c", listed, path=tmp_path, RETRIEVAL_BLOCK="acme")
     assert blocked.code == 0 and "'acme'" not in blocked.out and "'pml'" in blocked.out
 
 
-def test_one_distribution_listed_twice_is_no_clash(
-    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_distribution_listed_twice_is_no_clash(tmp_path, install, monkeypatch):
     install(tmp_path / "a", "retrieval-twice", "twice", "host_twice", LOSS)
     install(tmp_path / "b", "Retrieval.Twice", "twice", "host_twice", LOSS)
     for folder in "ab":
@@ -80,9 +68,7 @@ def test_one_distribution_listed_twice_is_no_clash(
     assert [s.plugin for s in load_plugins().sources].count("twice") == 1
 
 
-def test_block_leaves_out_entry_points_files_and_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_block_leaves_out_entry_points_files_and_several(tmp_path, monkeypatch):
     file = write(tmp_path, "mine.py", "raise RuntimeError('loaded')")
     monkeypatch.setenv("RETRIEVAL_BLOCK", " pml , mine ")
     plugins = load_plugins([file])
@@ -94,68 +80,64 @@ def test_block_leaves_out_entry_points_files_and_several(
         plugins.find("losses", "pml.contrastive")
 
 
-def test_a_file_and_a_module_serve_as_plugins(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_and_a_module_serve_as_plugins(tmp_path, monkeypatch):
     file = write(tmp_path, "from_file.py", LOSS)
     write(tmp_path, "host_from_module.py", LOSS)
     monkeypatch.syspath_prepend(tmp_path)
     plugins = load_plugins([file, "host_from_module", file])  # named twice is loaded once
-    assert plugins.find("losses", "from_file.plain") and plugins.find(
-        "losses", "host_from_module.plain"
-    )
-    assert (plugins.sources[-2].origin, plugins.sources[-1].origin) == (
-        f"file {file}",
-        "module host_from_module",
-    )
+    assert plugins.find("losses", "from_file.plain")
+    assert plugins.find("losses", "host_from_module.plain")
+    origins = [source.origin for source in plugins.sources[-2:]]
+    assert origins == [f"file {file}", "module host_from_module"]
 
 
-def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path: Path) -> None:
-    code = (
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom"
-        ' retrieval.plugin import hookimpl\n@dataclass\nclass Data:\n    """Items.\n\n    Args:\n'
-        '        size: pixels.\n    """\n    size: int = 3\n@hookimpl\ndef retrieval_datasets():\n'
-        "    return {'data': Data}\n"
-    )
-    plugins = load_plugins([write(tmp_path, "datas.py", code)])
+DATA = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from retrieval.plugin import hookimpl
+
+@dataclass
+class Data:
+    """Items.
+
+    Args:
+        size: pixels.
+    """
+    size: int = 3
+
+@hookimpl
+def retrieval_datasets():
+    return {"data": Data}
+'''
+
+
+def test_a_dataclass_in_a_file_plugin_resolves_its_types(tmp_path):
+    plugins = load_plugins([write(tmp_path, "datas.py", DATA)])
     assert plugins.build("datasets", {"name": "datas.data", "size": 5}).size == 5
 
 
 @pytest.mark.parametrize(
     ("name", "code", "words"),
     [
+        ("raises", "\nraise RuntimeError('no luck')", ["RuntimeError: no luck", "line 2"]),
+        ("syntax", "x = 1\ndef f(:\n", ["SyntaxError", "line 2"]),
+        ("leaves", "import sys\nsys.exit(3)", ["SystemExit: 3", "line 2"]),
+        ("needs", "import surely_not_installed", ["No module named 'surely_not_in", "line 1"]),
         (
-            "raises.py",
-            "\nraise RuntimeError('no luck')",
-            ["'raises'", "RuntimeError: no luck", "raises.py, line 2"],
-        ),
-        ("syntax.py", "x = 1\ndef f(:\n", ["'syntax'", "SyntaxError", "syntax.py, line 2"]),
-        (
-            "leaves.py",
-            "import sys\nsys.exit(3)",
-            ["'leaves'", "SystemExit: 3", "leaves.py, line 2"],
-        ),
-        (
-            "needs.py",
-            "import surely_not_installed",
-            ["No module named 'surely_not_installed'", "needs.py, line 1"],
-        ),
-        (
-            "deep.py",
+            "deep",
             "def inner():\n    return {}['key']\ninner()",
-            ["KeyError: 'key'", "deep.py, line 2", "RETRIEVAL_BLOCK=deep"],
+            ["KeyError: 'key'", "line 2", "RETRIEVAL_BLOCK=deep"],
         ),
     ],
 )
-def test_a_plugin_that_cannot_be_imported(
-    tmp_path: Path, name: str, code: str, words: list[str]
-) -> None:
-    sentence = refused(write(tmp_path, name, code))
-    assert all(word in sentence for word in words), sentence
-    assert "retrieval_file_plugin" not in " ".join(m for m in sys.modules if name[:-3] in m)
+def test_a_plugin_that_cannot_be_imported(tmp_path, name, code, words):
+    sentence = refused(write(tmp_path, f"{name}.py", code))
+    for word in (f"'{name}'", f"{name}.py", *words):
+        assert word in sentence, sentence
+    assert f"retrieval_file_plugin_{name}" not in sys.modules
 
 
-def test_missing_and_misnamed_files_and_modules(tmp_path: Path) -> None:
+def test_missing_and_misnamed_files_and_modules(tmp_path):
     assert "nowhere.py does not exist" in refused(str(tmp_path / "nowhere.py"))
     assert "Python identifier" in refused(write(tmp_path, "my-loss.py", LOSS))
     for module in ("surely_not_there", "surely.not_there", "", ".relative"):
@@ -165,35 +147,33 @@ def test_missing_and_misnamed_files_and_modules(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("old", "new", "words"),
     [
+        ("losses():", "losess():", ["'hooks'", "'retrieval_losess'", "mean 'retrieval_losses'?"]),
         (
-            LOSS.replace("losses():", "losess():"),
-            ["'hooks'", "'retrieval_losess'", "Did you mean 'retrieval_losses'?"],
-        ),
-        (
-            LOSS.replace("@hookimpl", "@hookimpl(specname='retrieval_loss')"),
+            "@hookimpl",
+            "@hookimpl(specname='retrieval_loss')",
             ["'retrieval_loss'", "Did you mean 'retrieval_losses'?"],
         ),
-        (LOSS.replace("@hookimpl", ""), ["retrieval_losses without @retrieval.plugin.hookimpl"]),
+        ("@hookimpl", "", ["retrieval_losses without @retrieval.plugin.hookimpl"]),
         (
-            LOSS.replace("losses():", "losses(recipe):"),
+            "losses():",
+            "losses(recipe):",
             ["it defines retrieval_losses(recipe), and the host calls retrieval_losses()"],
         ),
         (
-            LOSS.replace("losses():", "run_end(run, epochs):"),
+            "losses():",
+            "run_end(run, epochs):",
             ["retrieval_run_end(run, epochs)", "retrieval_run_end(run, metrics)"],
         ),
     ],
 )
-def test_hooks_that_do_not_fit(tmp_path: Path, code: str, words: list[str]) -> None:
-    sentence = refused(write(tmp_path, "hooks.py", code))
+def test_hooks_that_do_not_fit(tmp_path, old, new, words):
+    sentence = refused(write(tmp_path, "hooks.py", LOSS.replace(old, new)))
     assert all(word in sentence for word in words), sentence
 
 
-def test_one_name_for_two_plugins_and_one_module_under_two_names(
-    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_name_for_two_plugins_and_one_module_under_two_names(tmp_path, install, monkeypatch):
     (tmp_path / "other").mkdir()
     first, second = write(tmp_path, "same.py", LOSS), write(tmp_path / "other", "same.py", LOSS)
     sentence = refused(first, second)
@@ -204,9 +184,7 @@ def test_one_name_for_two_plugins_and_one_module_under_two_names(
     assert "loaded already, as the plugin 'once'" in refused("host_once")
 
 
-def test_an_entry_point_that_names_no_module(
-    tmp_path: Path, install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_point_that_names_no_module(tmp_path, install, monkeypatch):
     install(tmp_path, "retrieval-odd", "odd", "host_odd", "thing = 3\n")
     (tmp_path / "retrieval_odd-1.0.dist-info" / "entry_points.txt").write_text(
         "[retrieval]\nodd = host_odd:thing\n"
@@ -229,9 +207,7 @@ def test_an_entry_point_that_names_no_module(
         ("import surely_not_installed", ["failed in retrieval_losses", "surely_not_installed"]),
     ],
 )
-def test_factory_hooks_that_give_something_else(
-    tmp_path: Path, body: str, words: list[str]
-) -> None:
+def test_factory_hooks_that_give_something_else(tmp_path, body, words):
     code = (
         f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_losses():\n    {body}\n"
     )
@@ -247,18 +223,14 @@ def test_factory_hooks_that_give_something_else(
     assert str(caught.value) == sentence
 
 
-def test_a_plugin_without_torch_says_what_to_install(
-    tmp_path: Path, process: Callable[..., Any]
-) -> None:
+def test_a_plugin_without_torch_says_what_to_install(tmp_path, process):
     (tmp_path / "torch.py").write_text(
         "raise ModuleNotFoundError('No module named torch', name='torch')"
     )
     done = process("-m", "retrieval.cli", "plugins", "list", "--kind", "losses", path=tmp_path)
-    assert (
-        done.code == 2
-        and "pip install 'embedding-retrieval[train]'" in done.err
-        and "Traceback" not in done.err
-    )
+    assert done.code == 2
+    assert "pip install 'embedding-retrieval[train]'" in done.err
+    assert "Traceback" not in done.err
     assert issubclass(MissingDependency, Exception)
 
 
@@ -268,17 +240,15 @@ def find(plugins: Plugins, kind: str, name: str) -> str:
     return str(caught.value)
 
 
-def test_an_unknown_name_suggests_the_closest() -> None:
+def test_an_unknown_name_suggests_the_closest():
     plugins = load_plugins()
     assert "Did you mean 'pml.multi_similarity'?" in find(plugins, "losses", "pml.multi_similarty")
     assert "'pml.circle'?" in find(plugins, "losses", "circle")
     several = find(plugins, "losses", "contrastive")
     assert all(f"'{plugin}.contrastive'" in several for plugin in ("daml", "pml")), several
     unloaded = find(plugins, "losses", "pmll.multi_similarity")
-    assert (
-        "No plugin 'pmll' is loaded" in unloaded
-        and "Did you mean 'pml.multi_similarity'?" in unloaded
-    )
+    assert "No plugin 'pmll' is loaded" in unloaded
+    assert "Did you mean 'pml.multi_similarity'?" in unloaded
     assert "'core.digits' is a dataset" in find(plugins, "losses", "core.digits")
     assert "retrieval plugins list --kind losses" in find(plugins, "losses", "pml.zzzzz")
     assert "No plugin 'zz' is loaded" in find(plugins, "losses", "zz.zzzzz")

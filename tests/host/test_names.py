@@ -23,7 +23,7 @@ def nameless(text: str) -> Iterator[str]:
             yield f"{name} (line {node.lineno})"
 
 
-def test_names_are_nouns() -> None:
+def test_names_are_nouns():
     faults = {
         path.relative_to(ROOT).as_posix(): names
         for folder in ("retrieval", "plugins")

@@ -6,7 +6,7 @@ import pytest
 from pytorch_metric_learning.distances import LpDistance
 from pytorch_metric_learning.regularizers import LpRegularizer
 from retrieval.errors import PluginError, RecipeError
-from retrieval.host.plugins import Plugins
+from retrieval.host.factory import KINDS
 from retrieval.serving.store.address import Address
 
 GIVEN = {
@@ -16,49 +16,35 @@ GIVEN = {
     "address": Address("shelf://here", "shelf", "here"),
 }
 
-
-def test_one_of_every_kind_is_found_checked_and_built(everything: Plugins) -> None:
-    for kind, name, values in [
-        ("datasets", "items", {"count": 2}),
-        ("backbones", "same", {}),
-        ("losses", "margin", {"scale": 2}),
-        ("losses", "fixed", {}),
-        ("miners", "all_pairs", {}),
-        ("generators", "middle", {}),
-        ("combiners", "cosine", {"weight": 2}),
-        ("learners", "centre", {"mode": "median"}),
-        ("metrics", "best", {}),
-        ("indexes", "scan", {"block": 3}),
-        ("stores", "shelf", {"timeout": 3}),
-        ("distances", "euclidean", {"p": 1}),
-        ("reducers", "mean", {}),
-        ("regularizers", "lp", {"p": 1}),
-    ]:
-        table = {"name": f"everything.{name}", **values}
-        assert everything.check(kind, table, "[x]") == []
-        made = everything.build(kind, table, GIVEN)
-        assert made is not None
-        if name == "fixed":
-            assert made.shape == (3, 8)
+FIXED = "everything.fixed"
 
 
-def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
+def test_one_of_every_kind_is_found_checked_and_built(everything):
+    values = {"items": {"count": 2}, "margin": {"scale": 2}, "cosine": {"weight": 2}}
+    values |= {"centre": {"mode": "median"}, "scan": {"block": 3}, "shelf": {"timeout": 3}}
+    values |= {"euclidean": {"p": 1}, "lp": {"p": 1}}
+    kinds = set()
+    for kind in KINDS:
+        for name in everything.factories(kind):
+            plugin, _, short = name.partition(".")
+            if plugin != "everything" or short == "several":
+                continue
+            table = {"name": name, **values.get(short, {})}
+            assert everything.check(kind, table, "[x]") == []
+            made = everything.build(kind, table, GIVEN)
+            assert made is not None and (short != "fixed" or made.shape == (3, 8))
+            kinds.add(kind)
+    assert set(KINDS) - kinds == {"samplers", "augmentations"}
+
+
+def test_parts_within_parts_and_lists_of_parts(everything):
+    margin = {"name": "everything.margin", "scale": 1}
+    reducer = {"name": "everything.mean", "pad": "everything.lp"}
+    distance = {"name": "everything.euclidean", "p": 3}
     table = {
         "name": "everything.several",
-        "losses": [
-            {
-                "name": "everything.margin",
-                "scale": 1,
-                "reducer": {"name": "everything.mean", "pad": "everything.lp"},
-            },
-            {
-                "name": "everything.margin",
-                "scale": 2,
-                "distance": {"name": "everything.euclidean", "p": 3},
-            },
-            "everything.fixed",
-        ],
-        "first": {"name": "everything.fixed"},
+        "losses": [margin | {"reducer": reducer}, margin | {"distance": distance}, FIXED],
+        "first": {"name": FIXED},
         "weights": [1, 2, 3],
     }
     assert everything.check("losses", table, "[loss]") == []
@@ -71,20 +57,13 @@ def test_parts_within_parts_and_lists_of_parts(everything: Plugins) -> None:
     assert made.losses[0].distance is None
 
 
-def test_each_problem_of_a_nested_part_has_its_place(everything: Plugins) -> None:
+def test_each_problem_of_a_nested_part_has_its_place(everything):
+    reducer = {"name": "everything.mean", "pad": {"name": "x"}}
+    margin = {"name": "everything.margin", "scale": 0, "reducer": reducer}
     table = {
         "name": "everything.several",
-        "losses": [
-            {
-                "name": "everything.margin",
-                "scale": 0,
-                "reducer": {"name": "everything.mean", "pad": {"name": "x"}},
-            },
-            {"name": "everything.margni"},
-            {"scale": 3},
-            3,
-        ],
-        "first": {"name": "everything.fixed", "classes": 3},
+        "losses": [margin, {"name": "everything.margni"}, {"scale": 3}, 3],
+        "first": {"name": FIXED, "classes": 3},
         "weights": "a",
         "loses": 1,
     }
@@ -103,7 +82,7 @@ def test_each_problem_of_a_nested_part_has_its_place(everything: Plugins) -> Non
         assert problem.startswith(place) and words in problem
 
 
-def test_a_required_part_that_is_missing(everything: Plugins) -> None:
+def test_a_required_part_that_is_missing(everything):
     assert everything.check("losses", {"name": "everything.several"}, "[loss]") == [
         "[loss] losses: is required (a loss list)."
     ]
@@ -111,17 +90,14 @@ def test_a_required_part_that_is_missing(everything: Plugins) -> None:
         everything.build("losses", {"name": "everything.several"}, GIVEN)
 
 
-def test_the_host_s_distance_goes_before_the_default(everything: Plugins) -> None:
+def test_the_host_s_distance_goes_before_the_default(everything):
     distance = LpDistance(p=7)
-    made = everything.build(
-        "losses", {"name": "everything.margin", "scale": 1}, {**GIVEN, "distance": distance}
-    )
+    table = {"name": "everything.margin", "scale": 1}
+    made = everything.build("losses", table, {**GIVEN, "distance": distance})
     assert made.distance is distance
 
 
-def test_what_the_host_does_not_know_is_said(everything: Plugins) -> None:
-    with pytest.raises(
-        PluginError,
-        match=r"everything\.fixed asks the host for 'classes' \(number of training classes\)",
-    ):
-        everything.build("losses", "everything.fixed", {"embedding_size": 3})  # type: ignore[arg-type]
+def test_what_the_host_does_not_know_is_said(everything):
+    says = r"everything\.fixed asks the host for 'classes' \(number of training classes\)"
+    with pytest.raises(PluginError, match=says):
+        everything.build("losses", FIXED, {"embedding_size": 3})

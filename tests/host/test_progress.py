@@ -13,16 +13,13 @@ import sys
 import termios
 from pathlib import Path
 
-import pytest
 from retrieval.serving import progress
 from retrieval.serving.progress import Meter
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_long_work_is_a_plain_line_now_and_then(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_work_is_a_plain_line_now_and_then(capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with Meter("encoding", 12_000, "images", done=2_000) as meter:
@@ -39,13 +36,13 @@ def test_long_work_is_a_plain_line_now_and_then(
     assert lines[-1].startswith("encoding: 12000 of 12000 images (100 %), 100.00 images/s, 00:00")
 
 
-def test_no_standard_error_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_standard_error_at_all(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     with Meter("encoding", 3, "images") as meter:
         meter.update(3)
 
 
-def test_a_terminal_shows_a_bar_and_is_left_clean() -> None:
+def test_a_terminal_shows_a_bar_and_is_left_clean():
     code = """
 import time
 from retrieval.serving.progress import Meter
@@ -76,12 +73,8 @@ with Meter("encoding", 20, "images") as meter:
     assert text.rsplit("\r", 2)[-2].strip() == ""  # the bar is wiped
 
 
-def test_no_bar_is_made_elsewhere() -> None:
+def test_no_bar_is_made_elsewhere():
     """Whoever shows progress does it by `Meter`, so that no log fills with bars."""
-    users = [
-        path.relative_to(ROOT).as_posix()
-        for folder in ("retrieval", "plugins")
-        for path in (ROOT / folder).rglob("*.py")
-        if "tqdm" in path.read_text(encoding="utf-8")
-    ]
-    assert users == ["retrieval/serving/progress.py"]
+    files = [*(ROOT / "retrieval").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]
+    users = [path for path in files if "tqdm" in path.read_text(encoding="utf-8")]
+    assert users == [ROOT / "retrieval/serving/progress.py"]

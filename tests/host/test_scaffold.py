@@ -1,15 +1,10 @@
-"""`plugins new`: a package that installs, lists beside ours, passes its own test, trains and
-exports.
-"""
+"""`plugins new`: a package that installs, passes its own test, trains and exports."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from retrieval.errors import PluginError
@@ -42,9 +37,7 @@ for call in calls:
 """
 
 
-def test_a_bad_name_or_a_folder_that_exists_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_name_or_a_folder_that_exists_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("Acme", "a-b", "1a", "import", "é", "", "_x", "a.b", "pml"):
         with pytest.raises(PluginError):
@@ -59,12 +52,7 @@ def test_a_bad_name_or_a_folder_that_exists_writes_nothing(
 KINDS = list(EXAMPLES)
 
 
-def test_every_kind_installs_passes_its_own_test_and_is_used(
-    tmp_path: Path,
-    cli: Callable[..., Any],
-    process: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_kind_installs_passes_its_own_test_and_is_used(tmp_path, cli, process, monkeypatch):
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -77,9 +65,8 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     )
     for kind in KINDS:
         made = cli("plugins", "new", f"my_{kind}", "--kind", kind)
-        assert (
-            made.code == 0 and f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
-        )
+        assert made.code == 0
+        assert f"retrieval plugins show my_{kind}.{EXAMPLES[kind][1]}" in made.out
     site = tmp_path / "site"
     folders = [package, *(tmp_path / f"retrieval-my_{kind}" for kind in KINDS)]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
@@ -105,9 +92,8 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
             few += ["--set", "backbone.size=8"]
         recipe = str(tmp_path / f"retrieval-my_{kind}" / "recipe.toml")
         calls += [["train", recipe, *few, "--output", f"run_{kind}"], ["evaluate", f"run_{kind}"]]
-    calls.append(
-        ["train", str(package / "recipe.toml"), "--set", "train.epochs=1", "--output", "run"]
-    )
+    recipe = str(package / "recipe.toml")
+    calls.append(["train", recipe, "--set", "train.epochs=1", "--output", "run"])
     images, by = [f"{row}.png" for row in range(30)], ["--bundle", "bundle"]
     address = f"journal://{tmp_path}/items"
     calls += [
@@ -120,21 +106,15 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     settings = {"path": site, "cwd": tmp_path, "seconds": 300, "OMP_NUM_THREADS": "1"}
     done = process("-c", CALLS, json.dumps(calls), json.dumps(own), **settings)
     assert done.code == 0, done.out + done.err
-    assert (
-        "retrieval-acme 0.1.0" in done.out
-        and "  acme.margin " in done.out
-        and "  pml.margin " in done.out
-    )
-    assert "near: number = 0.2" in done.out
+    for said in ("retrieval-acme 0.1.0", "  acme.margin ", "  pml.margin ", "near: number = 0.2"):
+        assert said in done.out
     assert (tmp_path / "run" / "summary.json").is_file()
     for kind in trained:
-        assert (
-            f"my_{kind}.{EXAMPLES[kind][1]}"
-            in (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
-        )
-        figures = json.loads((tmp_path / f"run_{kind}" / "evaluation-test.json").read_text())[
-            "metrics"
-        ]["trained"]
+        recipe = (tmp_path / f"run_{kind}" / "recipe.toml").read_text()
+        assert f"my_{kind}.{EXAMPLES[kind][1]}" in recipe
+        run = tmp_path / f"run_{kind}"
+        evaluated = json.loads((run / "evaluation-test.json").read_text())
+        figures = evaluated["metrics"]["trained"]
         assert 0 < figures["map_at_r"] <= 1
         assert ("my_metric.reciprocal_rank" in figures) == (kind == "metric")
     assert "30 items" in done.out and '"id": "8.png"' in done.out
@@ -142,7 +122,7 @@ def test_every_kind_installs_passes_its_own_test_and_is_used(
     assert '"id": "7.png"' in done.out and "my_index.matrix" in done.out
 
 
-def test_a_kind_that_is_none_is_refused(cli: Callable[..., Any]) -> None:
+def test_a_kind_that_is_none_is_refused(cli):
     outcome = cli("plugins", "new", "acme", "--kind", "reducer")
     assert (
         outcome.code == 2 and "'reducer' is not one of" in outcome.err and "'loss'" in outcome.err

@@ -7,9 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -18,30 +16,19 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.places import instead
 
 RECIPE = """
-[data]
-name = "core.digits"
-[split]
-by = "class"
-[sampler]
-classes = 5
-batches = 3
-[backbone]
-name = "core.convnet"
-width = 4
-depth = 2
-[loss]
-name = "pml.contrastive"
-pos_margin = 0.1
-[miner]
-name = "pml.multi_similarity"
-[train]
-epochs = 1
+data.name = "core.digits"
+split.by = "class"
+sampler = { classes = 5, batches = 3 }
+backbone = { name = "core.convnet", width = 4, depth = 2 }
+loss = { name = "pml.contrastive", pos_margin = 0.1 }
+miner.name = "pml.multi_similarity"
+train.epochs = 1
 """
 
 
 def changed(*changes: str) -> list[str]:
-    """The words of a command that make changes to a recipe."""
-    return [word for change in changes for word in ("--set", change)]
+    """The words that check the recipe with changes."""
+    return ["check", "r.toml", *(word for change in changes for word in ("--set", change))]
 
 
 @pytest.fixture
@@ -69,40 +56,32 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["backbone.size=2", "backbone.depth=4"], "core.convnet refuses its parameters: size 2"),
     ],
 )
-def test_a_recipe_is_mended_by_its_sentence(
-    recipe: Path, cli: Callable[..., Any], changes: list[str], words: str
-) -> None:
-    done = cli("check", "r.toml", *changed(*changes))
+def test_a_recipe_is_mended_by_its_sentence(recipe, cli, changes, words):
+    done = cli(*changed(*changes))
     assert done.code == 2 and words in done.err and "Traceback" not in done.err, done
     assert done.err.startswith("Error: r.toml")  # the file is named
 
 
-def test_another_component_drops_the_parameters_of_the_one_before(
-    recipe: Path, cli: Callable[..., Any]
-) -> None:
-    assert (
-        "pos_margin" in cli("check", "r.toml", "--set", "miner.pos_margin=1").err
-    )  # what stays is checked
-    done = cli(
-        "check", "r.toml", "--set", "loss.m=0.3", "--set", "loss.name=pml.circle"
-    )  # in any order
+def test_another_component_drops_the_parameters_of_the_one_before(recipe, cli):
+    # what stays is checked, and the order does not matter
+    assert "pos_margin" in cli(*changed("miner.pos_margin=1")).err
+    done = cli(*changed("loss.m=0.3", "loss.name=pml.circle"))
     assert done.code == 0, done.err
-    learner = changed("loss=none", "learner.name=core.pca", "learner.n_components=4")
-    done = cli("check", "r.toml", *learner)
+    done = cli(*changed("loss=none", "learner.name=core.pca", "learner.n_components=4"))
     assert done.code == 0 and "fitted" in done.out, done.err
-    done = cli("check", "r.toml", *changed("miner=none"))
+    done = cli(*changed("miner=none"))
     assert done.code == 0 and "mined" not in done.out, done.err
 
 
-def test_none_unsets_a_key_that_the_recipe_sets(recipe: Path, cli: Callable[..., Any]) -> None:
-    done = cli("check", "r.toml", *changed("sampler.batches=none", "train.epochs=none"))
+def test_none_unsets_a_key_that_the_recipe_sets(recipe, cli):
+    done = cli(*changed("sampler.batches=none", "train.epochs=none"))
     assert done.code == 0 and "10 epochs" in done.out and "3 batches" not in done.out, done.err
-    assert "[data] must name a dataset" in cli("check", "r.toml", *changed("data.name=none")).err
-    done = cli("check", "r.toml", *changed("sampler.batchs=none", "trian.epochs=none"))
+    assert "[data] must name a dataset" in cli(*changed("data.name=none")).err
+    done = cli(*changed("sampler.batchs=none", "trian.epochs=none"))
     assert done.code == 2 and "2 problems" in done.err and "Did you mean 'batches'?" in done.err
 
 
-def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]) -> None:
+def test_sizes_that_a_loss_needs_are_named(recipe, cli):
     Path("sized.py").write_text(
         "from pytorch_metric_learning.losses import ArcFaceLoss\n"
         "from retrieval.plugin import hookimpl\n\n"
@@ -113,18 +92,15 @@ def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]
         "    return {'arc': arc}\n"
     )
     for size, number in ((32, 5), (64, 3)):
-        done = cli(
-            *("check", "r.toml", "--plugin", "sized.py"),
-            *changed("miner=none", "loss.name=sized.arc"),
-            *changed(f"loss.size={size}", f"loss.number={number}"),
-        )
+        sizes = (f"loss.size={size}", f"loss.number={number}")
+        words = changed("miner=none", "loss.name=sized.arc", *sizes)
+        done = cli(*words, "--plugin", "sized.py")
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
-        assert (
-            "5 classes train (num_classes)" in done.err and "width 64 (embedding_size)" in done.err
-        )
+        assert "5 classes train (num_classes)" in done.err
+        assert "width 64 (embedding_size)" in done.err
 
 
-def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_output_that_is_a_file(recipe, cli, tmp_path):
     from retrieval.export.export_model import refuse_existing as refuse_bundle
     from retrieval.serving.index.creating import refuse_existing as refuse_index
 
@@ -138,30 +114,23 @@ def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_pat
         refuse_bundle(file, replace=False)
 
 
-def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
+def test_each_folder_says_where_another_is_to_be_had(tmp_path):
     for folder, mark in (("run", "recipe.toml"), ("b", "manifest.json"), ("i", "index.json")):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / mark).touch()
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
-    assert (
-        instead(run, "bundle")
-        == f" It is a run. Make its bundle with: retrieval export {run} (in Python run.export())"
-    )
-    assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
-    assert instead(bundle, "index").startswith(
-        " It is a bundle. Make an index with: retrieval index"
-    )
-    assert (
-        instead(tmp_path, "index")
-        == " Make one with 'retrieval index create' (in Python retrieval.Index.create)."
-    )
+    for folder, other, says in (
+        (run, "bundle", f"It is a run. Make its bundle with: retrieval export {run} (in Python"),
+        (bundle, "run", "It is a bundle. Name the run that it was exported from."),
+        (bundle, "index", "It is a bundle. Make an index with: retrieval index"),
+        (tmp_path, "index", "Make one with 'retrieval index create' (in Python retrieval.Index."),
+        (index, "run", "It is an index. Name the run that its bundle was exported from."),
+    ):
+        assert instead(folder, other).startswith(f" {says}")
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
     (run / "bundle").symlink_to(bundle)
     assert instead(run, "bundle") == f" It is a run; the bundle in it is {run / 'bundle'}."
-    assert (
-        instead(index, "run") == " It is an index. Name the run that its bundle was exported from."
-    )
 
 
 @pytest.mark.parametrize(
@@ -176,36 +145,33 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
         ("7B", 7),
     ],
 )
-def test_sizes(text: str, number: int) -> None:
+def test_sizes(text, number):
     assert BYTES.convert(text, None, None) == number
 
 
 @pytest.mark.parametrize("text", ["", "MB", "10XB", "-1", "0", "0.1", "1e6", "10MBB"])
-def test_what_is_no_size(text: str) -> None:
+def test_what_is_no_size(text):
     with pytest.raises(click.BadParameter):
         BYTES.convert(text, None, None)
     with pytest.raises(click.BadParameter):
         PIXELS.convert("10MB", None, None)
 
 
-def test_a_wrong_host_is_no_wrong_port() -> None:
+def test_a_wrong_host_is_no_wrong_port():
     from retrieval.serving.http.server import listen
 
     with pytest.raises(StoreError) as refused:
         listen("203.0.113.1", 0, "port")  # an address for documentation, which no machine has
     assert "use 127.0.0.1" in str(refused.value) and "another port" not in str(refused.value)
-    with pytest.raises(
-        StoreError, match=r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
-    ):
+    says = r"Cannot listen on no\.such\.host\.invalid: .* `host` takes an address"
+    with pytest.raises(StoreError, match=says):
         listen("no.such.host.invalid", 0, "port")
-    with (
-        listen("127.0.0.1", 0, "port") as taken,
-        pytest.raises(StoreError, match="Choose another port with port"),
-    ):
+    says = "Choose another port with port"
+    with listen("127.0.0.1", 0, "port") as taken, pytest.raises(StoreError, match=says):
         listen("127.0.0.1", taken.getsockname()[1], "port")
 
 
-def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe: Path, tmp_path: Path) -> None:
+def test_ctrl_c_prints_the_whole_command_to_go_on_with(recipe, tmp_path):
     words = ["train", "r.toml", "--set", "train.epochs=1000", "--output", "a run"]
     with subprocess.Popen(
         [sys.executable, "-m", "retrieval.cli", *words],

@@ -1,6 +1,4 @@
-"""`from retrieval_anml import LANML`: each plugin's public names load on first use, and type
-checkers see what they are.
-"""
+"""`from retrieval_anml import LANML`: public names load on first use."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def names(plugin: str) -> tuple[set[tuple[str, str]], set[tuple[str, str]]]:
     return {(module, name) for module, listed in homes.items() for name in listed}, told
 
 
-def test_every_plugin_with_names_is_tried() -> None:
+def test_every_plugin_with_names_is_tried():
     lazily = {
         p.parent.name
         for p in (ROOT / "plugins").glob("*/__init__.py")
@@ -49,7 +47,7 @@ def test_every_plugin_with_names_is_tried() -> None:
 
 
 @each
-def test_what_loads_is_what_type_checkers_see(plugin: str) -> None:
+def test_what_loads_is_what_type_checkers_see(plugin):
     loads, told = names(plugin)
     assert loads == told and ONE_OF_EACH[plugin] in {name for _, name in loads}
     package = importlib.import_module(f"retrieval_{plugin}")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -15,26 +12,13 @@ UNUSED += ["pandas", "faiss", "sympy", "matplotlib"]
 """What takes long to load, and no part of the recipe asks for."""
 
 RECIPE = """
-[data]
-name = "core.image_folder"
-folder = "photos"
-[split]
-by = "item"
-test = 0.3
-[sampler]
-classes = 3
-items = 4
-[backbone]
-name = "core.convnet"
-size = 8
-width = 4
-depth = 1
-[loss]
-name = "pml.triplet_margin"
-[miner]
-name = "pml.multi_similarity"
-[train]
-epochs = 1
+data = { name = "core.image_folder", folder = "photos" }
+split = { by = "item", test = 0.3 }
+sampler = { classes = 3, items = 4 }
+backbone = { name = "core.convnet", size = 8, width = 4, depth = 1 }
+loss.name = "pml.triplet_margin"
+miner.name = "pml.multi_similarity"
+train.epochs = 1
 """
 
 SCRIPT = """
@@ -57,7 +41,7 @@ print(json.dumps([name for name in %s if name in sys.modules]))
 """
 
 
-def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
+def test_nothing_is_loaded_that_is_not_used(tmp_path, process):
     """Of `check`, and of a training with its checkpoint."""
     random = np.random.default_rng(0)
     for name in "abc":
@@ -67,11 +51,9 @@ def test_nothing_is_loaded_that_is_not_used(tmp_path: Path) -> None:
             Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{i}.png")
     (tmp_path / "recipe.toml").write_text(RECIPE)
     script = SCRIPT % ["torch", *UNUSED]
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == ["torch"]
+    done = process("-c", script, cwd=tmp_path, seconds=300)
+    assert done.code == 0, done.out + done.err
+    assert json.loads(done.out.splitlines()[-1]) == ["torch"]
     assert (tmp_path / "run" / "checkpoints" / "last.safetensors").exists()
 
 
@@ -79,19 +61,15 @@ SERVING = {"retrieval.serving", "retrieval.serving.images"}
 """What a recipe of arrays needs of the serving half: how an image is decoded and prepared."""
 
 
-def test_a_recipe_loads_of_serving_what_it_uses(tmp_path: Path) -> None:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        '[data]\nname = "core.digits"\n[split]\nby = "class"\n'
-        '[sampler]\nclasses = 4\nitems = 4\n[backbone]\nname = "core.convnet"\n'
-        '[loss]\nname = "pml.multi_similarity"\n[miner]\nname = "pml.multi_similarity"\n'
-    )
-    script = f"""
+def test_a_recipe_loads_of_serving_what_it_uses(tmp_path, process):
+    array = RECIPE.replace("image_folder", "digits").replace(', folder = "photos"', "")
+    (tmp_path / "recipe.toml").write_text(array)
+    script = """
 import json, sys
 from retrieval.recipe.read import read_recipe
-read_recipe({str(recipe)!r})
+read_recipe("recipe.toml")
 print(json.dumps([name for name in sys.modules if name.startswith("retrieval.serving")]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) == SERVING
+    done = process("-c", script, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert set(json.loads(done.out)) == SERVING

@@ -1,10 +1,7 @@
-"""Losses and miners in the styles of public projects work as they are written: read, set, built,
-trained, shown.
-"""
+"""Losses and miners in the styles of public projects work as they are written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +43,7 @@ def styles() -> Plugins:
     ],
     ids=lambda table: table and table["name"],
 )
-def test_each_style_trains(
-    loss: dict[str, Any], miner: dict[str, Any] | None, tmp_path: Path
-) -> None:
+def test_each_style_trains(loss, miner, tmp_path):
     import torch
     from retrieval.run import checkpoint
     from retrieval.run.open import build_run
@@ -66,29 +61,20 @@ def test_each_style_trains(
     assert not torch.equal(before["head.0.weight"], after["head.0.weight"])
 
 
-def test_kwargs_pass_on_what_the_base_classes_spell_out(styles: Plugins) -> None:
+def test_kwargs_pass_on_what_the_base_classes_spell_out(styles):
     names = {f.name: [p.name for p in f.parameters] for f in styles.factories("losses").values()}
-    upstream = [
-        "embedding_regularizer",
-        "embedding_reg_weight",
-        "reducer",
-        "distance",
-        "collect_stats",
-    ]
-    assert names["styles.documented"] == ["margin", *upstream]
+    upstream = "embedding_regularizer embedding_reg_weight reducer distance collect_stats"
+    assert names["styles.documented"] == ["margin", *upstream.split()]
     assert names["styles.angular"] == ["alpha"]
     factory = styles.find("losses", "styles.documented")
-    assert {p.name: p.part for p in factory.parameters if p.part} == {
-        "embedding_regularizer": "regularizers",
-        "reducer": "reducers",
-        "distance": "distances",
-    }
-    assert (
-        styles.find("losses", "styles.contrastive").takes("distance") is False
-    )  # a word, not the host's combiner
+    parts = {"embedding_regularizer": "regularizers"}
+    parts |= {"reducer": "reducers", "distance": "distances"}
+    assert {p.name: p.part for p in factory.parameters if p.part} == parts
+    # a word, not the host's combiner
+    assert styles.find("losses", "styles.contrastive").takes("distance") is False
 
 
-def test_what_an_untyped_parameter_refuses_is_a_sentence(styles: Plugins) -> None:
+def test_what_an_untyped_parameter_refuses_is_a_sentence(styles):
     def said(**values: Any) -> str:
         with pytest.raises(RecipeError) as caught:
             styles.build("losses", values, {"classes": 3, "embedding_size": 4})
@@ -96,18 +82,15 @@ def test_what_an_untyped_parameter_refuses_is_a_sentence(styles: Plugins) -> Non
         return str(problem)
 
     assert said(name="styles.documented", margn=1).endswith("Did you mean 'margin'?")
-    assert (
-        said(name="styles.contrastive", contrast_mode="few")
-        == "styles.contrastive refuses its parameters: Unknown mode: few."
-    )
-    assert "styles.proxies refuses its parameters: " in said(
-        name="styles.proxies", nb_classes="x", sz_embed=3
-    )
+    few = said(name="styles.contrastive", contrast_mode="few")
+    assert few == "styles.contrastive refuses its parameters: Unknown mode: few."
+    text = said(name="styles.proxies", nb_classes="x", sz_embed=3)
+    assert "styles.proxies refuses its parameters: " in text
     huge = said(name="styles.proxies", nb_classes=-1, sz_embed=3)
     assert "styles.proxies cannot be made with these parameters: RuntimeError: " in huge
 
 
-def test_show_gives_hints_and_lines_to_paste(styles: Plugins) -> None:
+def test_show_gives_hints_and_lines_to_paste(styles):
     text = show_text(styles, "styles.documented")
     assert "margin: any = 0.1" in text and "reducer: a reducer" in text
     for hint in ("it has no docstring", "it does not document 'margin'", "'margin' has no type"):
@@ -143,9 +126,7 @@ def retrieval_metrics():
 '''
 
 
-def test_a_fault_disables_its_factory_and_nothing_else(
-    tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_fault_disables_its_factory_and_nothing_else(tmp_path, cli):
     file = tmp_path / "faulty.py"
     file.write_text(FAULTY)
     listed = cli("plugins", "list", "--plugin", file)
@@ -154,21 +135,17 @@ def test_a_fault_disables_its_factory_and_nothing_else(
         assert line in listed.out, line
     (bad,) = [line for line in listed.out.splitlines() if line.startswith("  faulty.bad: ")]
     assert "takes its parameter 'a' by position only" in bad
-    assert (
-        "  faulty: The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
-        in listed.out
-    )
+    said = "The plugin 'faulty' failed in retrieval_miners: RuntimeError: no miners today."
+    assert f"  faulty: {said}" in listed.out
     assert "factory of type int" in listed.out and "'no-name'" in listed.out
 
     recipe = {**BASE, "plugins": [str(EVERYTHING), str(file)]}
     shown = cli("plugins", "show", "faulty.bad", "--plugin", file)
     assert (shown.code, shown.out) == (2, "") and "by position only" in shown.err
+    good = {"loss": {"name": "faulty.good"}}
     for values, words in [
         ({"loss": {"name": "faulty.bad"}}, "[loss] name: The loss 'faulty.bad' ("),
-        (
-            {"loss": {"name": "faulty.good"}, "miner": {"name": "faulty.any"}},
-            "failed in retrieval_miners",
-        ),
+        ({**good, "miner": {"name": "faulty.any"}}, "failed in retrieval_miners"),
     ]:
         with pytest.raises(RecipeError) as caught:
             check_recipe({**recipe, **values})

@@ -71,9 +71,8 @@ def main() -> None:
                 plain,
             )
             torch.testing.assert_close(value, whole.detach(), rtol=1e-9, atol=1e-12)
-            total = accelerator.reduce(
-                mine.grad, reduction="mean"
-            )  # each process's counts once in the mean
+            # each process's counts once in the mean
+            total = accelerator.reduce(mine.grad, reduction="mean")
             torch.testing.assert_close(
                 total, expected.grad, rtol=1e-7, atol=1e-11, msg=f"{name}, {plain}"
             )

@@ -14,9 +14,10 @@ import pytest
 import tomli_w
 from comparing import LOSSES, PLUGIN
 from comparing import RECIPE as COMPARED
-from retrieval.recipe.read import Recipe, check_recipe
+from retrieval.recipe.read import Recipe, check_recipe, to_toml
 from retrieval.training.trainer import Trainer, train
 from torch.distributed import TCPStore
+from trained_weights import apart, log, same
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
 
@@ -83,6 +84,19 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Any, int], None]
     return run
 
 
+@pytest.fixture
+def resumes(stopped: Any, tmp_path: Path) -> Callable[[Any, int], None]:
+    """Check that a run that is stopped before a batch and resumed ends as the whole one does."""
+
+    def check(recipe: Any, batch: int) -> None:
+        train(tmp_path / "whole", recipe)
+        stopped(tmp_path / "stopped", recipe, batch)
+        assert same(tmp_path / "whole", tmp_path / "stopped")
+        assert log(tmp_path / "whole") == log(tmp_path / "stopped")
+
+    return check
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[subprocess.Popen[str]]:
     """forks.py, which has imported torch once for all processes of all groups."""
@@ -144,3 +158,34 @@ def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str
         return said[0]
 
     return start
+
+
+@pytest.fixture
+def trains_as_one(
+    processes: Callable[..., str], tmp_path: Path
+) -> Callable[..., list[dict[str, Any]]]:
+    """Check that recipes, by name, end in several processes as in one; NAME is the run of several,
+    `NAME one` the other. Returns what `train_process.py` said of each.
+    """
+
+    def check(
+        recipes: dict[str, Recipe], world: int = 2, within: float = 2e-5
+    ) -> list[dict[str, Any]]:
+        for name, recipe in recipes.items():
+            (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
+            train(tmp_path / f"{name} one", recipe)
+        said = processes(world, "train_process.py", str(tmp_path), *recipes)
+        for name in recipes:
+            one, several = tmp_path / f"{name} one", tmp_path / name
+            assert apart(one, several) < within, name
+            for ours, theirs in zip(log(one), log(several), strict=True):
+                assert ours["lr"] == theirs["lr"]
+                assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
+        return answers(said)
+
+    return check
+
+
+def answers(said: str) -> list[dict[str, Any]]:
+    """The lines of JSON that `train_process.py` printed."""
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]

@@ -1,6 +1,4 @@
-"""One process of several: partial FC with its share of the classes, against one process's with all
-of them.
-"""
+"""One process of several: partial FC with its share of the classes, against one with all."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def alone(**options: float) -> PartialFC:
     """The loss of one process."""
     partial_fc.world_of = lambda: (0, 1)
     try:
-        return PartialFC(WIDTH, CLASSES, **options)  # type: ignore[arg-type]
+        return PartialFC(WIDTH, CLASSES, **options)
     finally:
         partial_fc.world_of = shards.world_of
 

@@ -75,7 +75,7 @@ def main() -> None:
         apart = max(apart, float((net()(rows()[share]) - expected[share]).detach().abs().max()))
         (expected * target).sum().backward()
         (found * target[share]).sum().backward()
-        torch.testing.assert_close(mine.grad, x.grad[share], rtol=1e-6, atol=1e-10)  # type: ignore[index]
+        torch.testing.assert_close(mine.grad, x.grad[share], rtol=1e-6, atol=1e-10)
     for (name, one), other in zip(whole.named_parameters(), own.parameters(), strict=True):
         torch.testing.assert_close(reduced(other.grad), one.grad, rtol=1e-6, atol=1e-9, msg=name)
     for (name, one), other in zip(whole.named_buffers(), own.buffers(), strict=True):

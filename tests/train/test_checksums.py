@@ -1,24 +1,20 @@
-"""A flipped bit in a checkpoint is refused, wherever it is."""
+"""Checkpoints: kept whole, refused when damaged, wherever a bit is flipped."""
 
 from __future__ import annotations
 
 import random
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from retrieval.cli.app import app
+from limits import files_of_at_most
 from retrieval.errors import DataError
-from retrieval.recipe.read import to_toml
+from retrieval.recipe.read import check_recipe, to_toml
 from retrieval.run import checkpoint
+from retrieval.run.open import Run
 from retrieval.training.trainer import train
-
-
-def retrieval(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
+from trained_weights import SMALL, load, log, retrieval, same
 
 
 def flip(path: Path, bit: int) -> None:
@@ -29,28 +25,16 @@ def flip(path: Path, bit: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from retrieval.recipe.read import check_recipe
-
+    """A recipe's file, and its run, as if it were stopped before its end."""
     folder = tmp_path_factory.mktemp("flips")
-    table = {
-        "name": "flips",
-        "data": {"name": "core.digits"},
-        "split": {"by": "class"},
-        "sampler": {"classes": 4, "items": 4, "batches": 4},
-        "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 2},
-        "head": {"embedding_size": 4},
-        "loss": {"name": "pml.contrastive"},
-        "train": {"epochs": 2, "device": "cpu"},
-    }
-    recipe = check_recipe(table)
-    (folder / "recipe.toml").write_text(to_toml(recipe))
-    train(folder / "run", recipe)
-    (folder / "run" / "summary.json").unlink()  # as if it were stopped before its end
+    (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))
+    train(folder / "run", check_recipe(SMALL))
+    (folder / "run" / "summary.json").unlink()
     return folder
 
 
 @pytest.mark.parametrize("name", ["last", "previous", "best"])
-def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, name: str) -> None:
+def test_a_hundred_of_a_hundred_flips_are_refused(run, tmp_path, name):
     content = (run / "run" / "checkpoints" / f"{name}.safetensors").read_bytes()
     path = tmp_path / f"{name}.safetensors"
     path.write_bytes(content)
@@ -64,13 +48,12 @@ def test_a_hundred_of_a_hundred_flips_are_refused(run: Path, tmp_path: Path, nam
     for bit in bits:
         path.write_bytes(content)
         flip(path, bit)
-        with pytest.raises(
-            DataError, match=rf"{name}\.safetensors (is damaged|is not a checkpoint)"
-        ):
+        says = rf"{name}\.safetensors (is damaged|is not a checkpoint)"
+        with pytest.raises(DataError, match=says):
             checkpoint.load(path)
 
 
-def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path: Path) -> None:
+def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path):
     path = tmp_path / "x.safetensors"
     checkpoint.save(path, {"sha256": "0" * 64, "x": torch.arange(3.0)})
     content = path.read_bytes()
@@ -81,7 +64,7 @@ def test_no_bit_of_a_small_checkpoint_can_be_flipped(tmp_path: Path) -> None:
             checkpoint.load(path)
 
 
-def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_path: Path) -> None:
+def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
     for name, command, advice in (
         (
             "last",
@@ -101,17 +84,46 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run: Path, tmp_
         assert retrieval(*command, folder).exit_code == 0
 
 
-def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(
-    run: Path, tmp_path: Path
-) -> None:
-    whole = checkpoint.load(run / "run" / "checkpoints" / "last.safetensors")
-    before = checkpoint.load(run / "run" / "checkpoints" / "previous.safetensors")
-    assert (before["progress"]["epoch"], whole["progress"]["epoch"]) == (1, 2)
+def test_going_on_from_the_checkpoint_before_the_last_ends_the_same(run, tmp_path):
+    assert [load(run / "run", name)["progress"]["epoch"] for name in ("previous", "last")] == [1, 2]
     folder = tmp_path / "run"
     shutil.copytree(run / "run", folder)
     (folder / "checkpoints" / "last.safetensors").unlink()
     done = retrieval("train", run / "recipe.toml", "--resume", "--output", folder)
     assert done.exit_code == 0 and "epoch 2" in done.output and "epoch 1:" not in done.output
-    again = checkpoint.load(folder / "checkpoints" / "last.safetensors")
-    assert all(torch.equal(value, again["model"][name]) for name, value in whole["model"].items())
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    assert same(folder, run / "run") and len(log(folder)) == 2
+
+
+def test_half_a_checkpoint_and_a_pickle_are_refused(run, tmp_path):
+    shutil.copytree(run / "run", tmp_path / "run")
+    best = tmp_path / "run" / "checkpoints" / "best.safetensors"
+    content = best.read_bytes()
+    for damaged in (content[: len(content) // 2], b"\x80\x04K\x01."):
+        best.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"best\.safetensors is damaged"):
+            Run.open(tmp_path / "run")
+
+
+def test_checkpoints_keep_every_nesting_and_type(tmp_path):
+    state = {
+        "a": {1: [torch.arange(3), (2.5, None, "x", True)]},
+        "e": {},
+        "l": [],
+        "t": torch.tensor(2.0, dtype=torch.bfloat16),
+    }
+    checkpoint.save(tmp_path / "x.safetensors", state)
+    again = checkpoint.load(tmp_path / "x.safetensors")
+    assert torch.equal(again["a"][1][0], state["a"][1][0])
+    assert again["a"][1][1] == (2.5, None, "x", True)
+    assert (again["e"], again["l"]) == ({}, [])
+    assert again["t"].dtype == torch.bfloat16
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    path = tmp_path / "last.safetensors"
+    checkpoint.save(path, {"x": torch.ones(3)})
+    says = r"cannot be written.*previous checkpoint"
+    with files_of_at_most(100_000), pytest.raises(DataError, match=says):
+        checkpoint.save(path, {"x": torch.ones(1_000_000)})
+    assert torch.equal(checkpoint.load(path)["x"], torch.ones(3))
+    assert [p.name for p in tmp_path.iterdir()] == ["last.safetensors"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,14 @@ import torch
 from accelerate import Accelerator
 from retrieval.errors import RecipeError
 from retrieval.export.export_run import export
-from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.run.open import Run, build_run
 from retrieval.serving.bundle import Bundle
 from retrieval.training import step
 from retrieval.training.trainer import Trainer, train
 from torch import Tensor
+from trained_weights import apart as apart_of
+from trained_weights import log
 
 Make = Callable[..., Any]
 STILL = {
@@ -87,17 +87,13 @@ def double(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_that_of_the_whole_batch(
-    make: Make, double: None, tmp_path: Path, name: str
-) -> None:
+def test_the_gradient_is_that_of_the_whole_batch(make, double, tmp_path, name):
     """After three steps, each of which would carry on a difference of the one before."""
     whole = trained(make, tmp_path, None, **CASES[name])
     assert apart(trained(make, tmp_path, 5, **CASES[name]), whole) < 1e-6
 
 
-def test_dropout_and_running_statistics_are_drawn_once(
-    make: Make, double: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropout_and_running_statistics_are_drawn_once(make, double, tmp_path, monkeypatch):
     tables = {"backbone": {"name": "toolbox.net", "dropout": 0.4}, "loss": {"name": "pml.nt_xent"}}
     ours = trained(make, tmp_path, 4, **tables)
     random = torch.get_rng_state()
@@ -112,7 +108,7 @@ def test_dropout_and_running_statistics_are_drawn_once(
         assert torch.allclose(one, other, atol=1e-9), name
 
 
-def test_only_the_activations_of_a_chunk_are_in_memory(make: Make, tmp_path: Path) -> None:
+def test_only_the_activations_of_a_chunk_are_in_memory(make, tmp_path):
     peaks = []
     for chunk in (None, 8):
         of = trained(
@@ -136,23 +132,11 @@ def test_only_the_activations_of_a_chunk_are_in_memory(make: Make, tmp_path: Pat
     assert peaks[1] < peaks[0] / 3
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, stopped: Any
-) -> None:
-    recipe = make(
-        loss={"name": "pml.contrastive"}, train={"epochs": 2, "checkpoint_every": 2, "chunk": 3}
-    )
-    train(tmp_path / "whole", recipe)
-    stopped(tmp_path / "stopped", recipe, 4)
-    whole, resumed = (last(tmp_path / name)["model"] for name in ("whole", "stopped"))
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
-    warnings = json.loads((tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[0])
-    assert any("batch norm" in line and "chunk of 3" in line for line in warnings["warnings"])
-
-
-def last(folder: Path) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.load(folder / "checkpoints" / "last.safetensors")
-    return state
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, tmp_path, resumes):
+    options = {"epochs": 2, "checkpoint_every": 2, "chunk": 3}
+    resumes(make(loss={"name": "pml.contrastive"}, train=options), 4)
+    (warning,) = (x for x in log(tmp_path / "whole")[0]["warnings"] if "batch norm" in x)
+    assert "chunk of 3" in warning
 
 
 @pytest.mark.parametrize(
@@ -167,31 +151,20 @@ def last(folder: Path) -> dict[str, Any]:
         ({"train": {"chunk": 4}, "loss": None, "learner": {"name": "core.pca"}}, "Remove chunk"),
     ],
 )
-def test_what_cannot_go_together_is_refused(
-    make: Make, tables: dict[str, Any], sentence: str
-) -> None:
+def test_what_cannot_go_together_is_refused(make, tables, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(**tables)
 
 
-def test_two_processes_train_and_export_the_same(
-    make: Make, processes: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By chunks of each process's share, with a divided loss; the model exports as any other."""
+def test_two_processes_train_and_export_the_same(make, trains_as_one, tmp_path, monkeypatch):
     tables = {**STILL, **CASES["miner"]}
-    chunked = make(**{**tables, "train": {"epochs": 1, "chunk": 3}})
-    (tmp_path / "two.toml").write_text(to_toml(chunked))
-    processes(2, "train_process.py", str(tmp_path), "two")
+    trains_as_one({"chunked": make(**{**tables, "train": {"epochs": 1, "chunk": 3}})})
     train(tmp_path / "whole", make(**tables))
-    train(tmp_path / "one", chunked)
-    whole = last(tmp_path / "whole")["model"]
-    for name in ("one", "two"):
-        state = last(tmp_path / name)["model"]
-        assert max(float((state[key] - whole[key]).abs().max()) for key in whole) < 2e-5, name
+    assert apart_of(tmp_path / "whole", tmp_path / "chunked one") < 2e-5
     pixels = np.random.default_rng(0).integers(0, 256, (4, 1, 8, 8), dtype=np.uint8)
     monkeypatch.setattr("retrieval.export.verify.EXPORTERS", ("torchscript",))
     vectors = []
-    for name in ("whole", "one"):
+    for name in ("whole", "chunked one"):
         export(Run.open(tmp_path / name), progress=False)
         bundle = Bundle.open(tmp_path / name / "bundle", threads=1, device="cpu")
         vectors.append(bundle.encode(pixels).vector)

@@ -76,8 +76,8 @@ def retrieval_losses():
 
 
 def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    write, tmp_path, monkeypatch
+):
     monkeypatch.delenv(ALLOW, raising=False)
     paths, allowed = [write("triplet"), write("proxy")], [str(tmp_path / "mine.py")]
     whole = go(paths, tmp_path / "whole", plugins=allowed)
@@ -99,13 +99,10 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     again = go(paths, tmp_path / "again", plugins=allowed)
     assert again.as_dict() == whole.as_dict(), "a run's own copy of an allowed plugin is allowed"
     for name in ("md", "csv", "tex", "html", "json"):
-        one, other = (
-            (tmp_path / folder / f"comparison.{name}").read_text() for folder in ("whole", "again")
-        )
-        assert one == other and "triplet" in one
-    assert not list(tmp_path.glob("whole/search/*/*/fold-?/")), (
-        "a fold's run is removed once it is judged"
-    )
+        text = (tmp_path / "whole" / f"comparison.{name}").read_text()
+        assert text == (tmp_path / "again" / f"comparison.{name}").read_text()
+        assert "triplet" in text
+    assert not list(tmp_path.glob("whole/search/*/*/fold-?/"))  # removed once they are judged
     figures = json.loads((tmp_path / "whole" / "comparison.json").read_text())["contestants"]
     assert [each["name"] for each in figures] == ["raw pixels", "untrained", "triplet", "proxy"]
     monkeypatch.setenv(ALLOW, "1")
@@ -114,117 +111,72 @@ def test_a_comparison_is_interrupted_goes_on_and_is_what_it_would_have_been(
     (searched,) = figures[2]["searches"]
     best = int(np.argmax([trial["score"] for trial in searched["trials"]]))
     assert searched["values"] == searched["trials"][best]["values"]
-    assert searched["trials"][0]["values"] == {"optimizer.lr": 0.003}, (
-        "the recipe's own values come first"
-    )
+    # the recipe's own values come first
+    assert searched["trials"][0]["values"] == {"optimizer.lr": 0.003}
 
 
-def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path: Path) -> None:
+def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path):
     one = Plan({"a": {"loss": 1}, "b": {"loss": 2}}, 2, 4, None, 3)
     plan.settle(tmp_path / "c", one)
     plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5))
     kept = json.loads((tmp_path / "c" / "plan.json").read_text())
     assert list(kept["recipes"]) == ["a", "b", "third"] and kept["seeds"] == 5
-    with pytest.raises(
-        DataError, match=r"search was 2 and is 3\.(.|\n)*folds was 4(.|\n)*'b' was changed"
-    ):
+    says = r"search was 2 and is 3\.(.|\n)*folds was 4(.|\n)*'b' was changed"
+    with pytest.raises(DataError, match=says):
         plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3))
     (tmp_path / "c" / "plan.json").write_text("{", encoding="utf-8")
     with pytest.raises(DataError, match="is damaged"):
         plan.settle(tmp_path / "c", one)
 
 
-def test_no_test_item_has_a_part_in_the_search(write: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.fixture
+def triplet(write: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
+    """A recipe's tables, without its search."""
+    write("triplet")
+    table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "loss": LOSSES["triplet"]}
+    return {k: v for k, v in table.items() if k != "search"}
+
+
+def test_no_test_item_has_a_part_in_the_search(triplet, tmp_path):
     scores = []
     for scrambled in (False, True):
-        data = {"name": "mine.digits", "scrambled": scrambled}
-        table = {
-            **RECIPE,
-            "plugins": [str(tmp_path / "mine.py")],
-            "data": data,
-            "loss": LOSSES["triplet"],
-        }
-        write("triplet")
-        recipe = check_recipe(table)
-        found = search(
-            recipe,
-            {k: v for k, v in table.items() if k != "search"},
-            Plan({}, 2, 2, None, 2),
-            tmp_path / f"search-{scrambled}",
-            lambda jobs: [perform(job) for job in jobs],
-        )
+        table = {**triplet, "data": {"name": "mine.digits", "scrambled": scrambled}}
+        recipe = check_recipe({**table, "search": RECIPE["search"]})
+        folder, plan = tmp_path / f"search-{scrambled}", Plan({}, 2, 2, None, 2)
+        found = search(recipe, table, plan, folder, lambda jobs: [perform(job) for job in jobs])
         scores.append([trial.score for trial in found.trials])
         held: list[str] = []
         for part in (0, 1):
-            job = Job(
-                "fold",
-                {k: v for k, v in table.items() if k != "search"},
-                tmp_path,
-                tmp_path,
-                (part, 2),
-            )
-            made = fold_recipe(job)
+            made = fold_recipe(Job("fold", table, tmp_path, tmp_path, (part, 2)))
             inner = made.objects["data"]
             assert set(inner.labels) == set("012345") and len(inner) == 120
-            held += made.split.test  # type: ignore[arg-type]
+            held += made.split.test
         assert sorted(held) == list("012345"), "each class of the training side judges once"
     assert scores[0] == scores[1] and all(score is not None for score in scores[0])
 
 
-def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
-    write("triplet")
-    table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "loss": LOSSES["triplet"]}
-    del table["search"]
-    batches = []
-    for classes, items in ((6, 4), (3, 4), (2, 4)):
-        sampler = {"classes": classes, "items": items, "batches": 2}
-        job = Job(
-            "fold",
-            {**table, "sampler": sampler},
-            tmp_path / f"{classes}",
-            tmp_path / f"{classes}.json",
-            (0, 2),
-        )
-        made = fold_recipe(job)
-        batches.append((made.sampler.classes, made.sampler.items, made.sampler.batches))
-    assert batches == [
-        (3, 8, 2),
-        (3, 4, 2),
-        (2, 4, 2),
-    ], "three of the six training classes are left in a fold"
-    assert perform(
-        Job(
-            "fold",
-            {**table, "sampler": {"classes": 6, "items": 4, "batches": 1}},
-            tmp_path / "run",
-            tmp_path / "run.json",
-            (0, 2),
-        )
-    )["trained"]
+def test_a_fold_of_few_classes_takes_them_all_into_a_batch_of_the_same_size(triplet, tmp_path):
+    def fold(classes: int, batches: int = 2) -> Job:
+        table = {**triplet, "sampler": {"classes": classes, "items": 4, "batches": batches}}
+        return Job("fold", table, tmp_path / f"{classes}", tmp_path / f"{classes}.json", (0, 2))
+
+    samplers = [fold_recipe(fold(classes)).sampler for classes in (6, 3, 2)]
+    # three of the six training classes are left in a fold
+    sizes = [(sampler.classes, sampler.items, sampler.batches) for sampler in samplers]
+    assert sizes == [(3, 8, 2), (3, 4, 2), (2, 4, 2)]
+    assert perform(fold(6, batches=1))["trained"]
+    views = {"views": 2, "positives": "item", "horizontal_flip": 0.5}
+    sampler = {"classes": 12, "items": 1, "batches": 2}
+    table = {**triplet, "augmentation": views, "sampler": sampler}
+    unlabelled = fold_recipe(Job("fold", table, tmp_path, tmp_path, (0, 2))).sampler
+    assert (unlabelled.classes, unlabelled.items) == (12, 1), "each item is a class of its own"
 
 
-def test_a_learner_that_draws_random_numbers_has_each_seed(
-    write: Callable[..., Path], tmp_path: Path
-) -> None:
-    own = {
-        "loss": None,
-        "sampler": None,
-        "head": None,
-        "optimizer": None,
-        "train": {"device": "cpu"},
-    }
-    own["backbone"] = {"name": "core.pixels", "size": 8}
-    oahu = {
-        "name": "oahu.oahu",
-        "depth": 1,
-        "hidden": 8,
-        "embedding": 8,
-        "seeds": 60,
-        "closure": 0,
-        "learning_rate": 0.1,
-    }
+def test_a_learner_that_draws_random_numbers_has_each_seed(write, tmp_path):
+    own = dict.fromkeys(("loss", "sampler", "head", "optimizer"))
+    own |= {"train": {"device": "cpu"}, "backbone": {"name": "core.pixels", "size": 8}}
+    sizes = {"depth": 1, "hidden": 8, "embedding": 8, "seeds": 60}
+    oahu = {"name": "oahu.oahu", **sizes, "closure": 0, "learning_rate": 0.1}
     paths = [
         write("drawn", **own, learner=oahu),
         write("its own", **own, learner={**oahu, "seed": 7}),
@@ -236,29 +188,29 @@ def test_a_learner_that_draws_random_numbers_has_each_seed(
     assert found["closed form"][0] == found["closed form"][1], "nothing there is drawn"
 
 
-def test_workers_find_the_same(write: Callable[..., Path], tmp_path: Path) -> None:
+def alike(one: Any, other: Any) -> bool:
+    """Whether two comparisons have the same metrics, but for rounding."""
+    ours, theirs = ([row.metrics for row in found.contestants] for found in (one, other))
+    return len(ours) == len(theirs) and all(
+        mine == [pytest.approx(metrics, abs=1e-6) for metrics in row]
+        for mine, row in zip(ours, theirs, strict=True)
+    )
+
+
+def test_workers_find_the_same(write, tmp_path):
     paths = [write("triplet"), write("proxy")]
-    alone = go(paths, tmp_path / "alone", search=0)
     together = go(paths, tmp_path / "together", search=0, workers=2)
-    for one, other in zip(alone.contestants, together.contestants, strict=True):
-        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-6)
+    assert alike(go(paths, tmp_path / "alone", search=0), together)
     assert "Nothing was tuned" in together.notes[1]
 
 
 def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
-    write: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cli: Callable[..., Any],
-) -> None:
+    write, tmp_path, monkeypatch, cli
+):
     monkeypatch.setenv("NOTED", str(tmp_path))
     (tmp_path / "noted.py").write_text(SLOW, encoding="utf-8")
-    tables = {
-        "plugins": ["mine.py", "noted.py"],
-        "loss": {"name": "noted.noted"},
-        "train": {"epochs": 3, "device": "cpu"},
-    }
+    tables = {"plugins": ["mine.py", "noted.py"], "loss": {"name": "noted.noted"}}
+    tables["train"] = {"epochs": 3, "device": "cpu"}
     paths = [write("one", **tables), write("two", **tables, optimizer={"lr": 0.01})]
     steps, slow, out = tmp_path / "steps", tmp_path / "slow", tmp_path / "out"
     whole = go(paths, tmp_path / "whole", search=0)
@@ -269,25 +221,10 @@ def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
     for number in (signal.SIGINT, signal.SIGTERM):
         steps.unlink()
         threading.Thread(target=_signal_once_two_train, args=(steps, number), daemon=True).start()
-        done = cli(
-            "compare",
-            *paths,
-            "--seeds",
-            2,
-            "--folds",
-            2,
-            "--pretrained",
-            "none",
-            "--workers",
-            2,
-            "--output",
-            out,
-        )
-        assert (
-            done.code == 130
-            and "The same command goes on" in done.err
-            and "Traceback" not in done.err
-        )
+        options = ["--seeds", 2, "--folds", 2, "--pretrained", "none", "--workers", 2]
+        done = cli("compare", *paths, *options, "--output", out)
+        assert done.code == 130 and "Traceback" not in done.err
+        assert "The same command goes on" in done.err
         workers = set(map(int, steps.read_text().split()))
         assert len(workers) == 2 and os.getpid() not in workers
         ends = time.monotonic() + 30
@@ -296,14 +233,11 @@ def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
         for worker in workers:
             with pytest.raises(ProcessLookupError):
                 os.kill(worker, 0)
-        assert all(file.stat().st_mtime_ns == at for file, at in kept.items()), (
-            "what was finished is not done again"
-        )
+        # what was finished is not done again
+        assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
         kept = {file: file.stat().st_mtime_ns for file in out.glob("results/*/*.json")}
-        now = {
-            file: checkpoint.load(file)["progress"]["total"]
-            for file in out.glob("runs/*/*/checkpoints/last.safetensors")
-        }
+        checkpoints = out.glob("runs/*/*/checkpoints/last.safetensors")
+        now = {file: checkpoint.load(file)["progress"]["total"] for file in checkpoints}
         assert now and all(now[file] >= before for file, before in reached.items())
         reached = now
     slow.unlink()
@@ -311,9 +245,7 @@ def test_workers_that_are_stopped_are_gone_and_the_comparison_goes_on(
     again = go(paths, out, search=0)
     assert len(steps.read_text().split()) <= wholly - sum(reached.values()), "no step is done twice"
     assert all(file.stat().st_mtime_ns == at for file, at in kept.items())
-    for one, other in zip(whole.contestants, again.contestants, strict=True):
-        for mine, theirs in zip(one.metrics, other.metrics, strict=True):
-            assert mine == pytest.approx(theirs, abs=1e-6)
+    assert alike(whole, again)
 
 
 def _signal_once_two_train(steps: Path, number: signal.Signals) -> None:
@@ -345,7 +277,7 @@ def proposed(
     return trials
 
 
-def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
+def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been():
     scores: list[float | None] = [None if n == 3 else (n * 7919 % 101) / 100 for n in range(24)]
     whole = proposed(Proposals("a", RANGES, {"loss.margin": 0.5}), scores)
     assert whole[0]["loss.margin"] == 0.5, "the recipe's own values come first"
@@ -355,16 +287,12 @@ def test_a_search_that_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
     for kept in (1, 4, 13, 23):
         again = Proposals("a", RANGES, {"loss.margin": 0.5})
         assert proposed(again, scores, json.loads(json.dumps(whole[:kept]))) == whole
-    other = [
-        {**values, "loss.margin": 0.02} for values in whole[:5]
-    ]  # as another version of Optuna proposed
+    # as another version of Optuna proposed
+    other = [{**values, "loss.margin": 0.02} for values in whole[:5]]
     assert proposed(Proposals("a", RANGES, {}), scores, other)[:5] == other
 
 
-def test_the_points_of_a_search_fill_its_range() -> None:
-    """Also where scores say nothing: a sampler that begins anew with each trial draws a few points
-    again and again.
-    """
+def test_the_points_of_a_search_fill_its_range():
     first = set()
     for recipe in range(6):
         random = np.random.default_rng(recipe)
@@ -376,7 +304,7 @@ def test_the_points_of_a_search_fill_its_range() -> None:
     assert len(first) == 60, "recipes with the same ranges draw other points"
 
 
-def test_a_search_finds_an_optimum() -> None:
+def test_a_search_finds_an_optimum():
     for recipe in range(6):
         proposals, best = Proposals(f"recipe {recipe}", RANGES, {}), -np.inf
         for _ in range(32):
@@ -387,7 +315,7 @@ def test_a_search_finds_an_optimum() -> None:
         assert best > -0.02, "within a seventh of a decade of .05, and of the right kind"
 
 
-def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
+def test_an_optimum_at_the_edge_of_what_was_tried_is_said():
     def notes(*margins: float, best: float) -> list[str]:
         trials = [Trial({"loss.margin": margin, "loss.kind": "a"}, 0.5) for margin in margins]
         return Search({"loss.margin": best, "loss.kind": "a"}, trials).notes("arc")
@@ -399,9 +327,7 @@ def test_an_optimum_at_the_edge_of_what_was_tried_is_said() -> None:
     assert "highest loss.margin tried, 0.3" in high
 
 
-def test_splits_are_drawn_and_each_has_a_search_of_its_own(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_splits_are_drawn_and_each_has_a_search_of_its_own(write, tmp_path, monkeypatch):
     paths = [write("triplet"), write("proxy")]
     found = go(paths, tmp_path / "c", seeds=1, splits=2, fold_by="item", repeats=2)
     held = []
@@ -419,9 +345,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(
         drawn_splits(read_recipe(paths[0]), {}, 2)
 
 
-def test_a_sweep_is_a_comparison_of_settings_that_can_grow(
-    write: Callable[..., Path], tmp_path: Path, cli: Callable[..., Any]
-) -> None:
+def test_a_sweep_is_a_comparison_of_settings_that_can_grow(write, tmp_path, cli):
     path, out = write("triplet"), tmp_path / "sweep"
     more = ["--output", out, "--pretrained", "none", "--latex", "map_at_r"]
     done = cli("sweep", path, "loss.margin=0.1,0.2", "seed=0..1", *more)

@@ -1,6 +1,4 @@
-"""`retrieval compare --ray` on a real cluster of this machine: the figures of one process,
-interrupted in the middle.
-"""
+"""`retrieval compare --ray` on a cluster of this machine, interrupted in the middle."""
 
 from __future__ import annotations
 
@@ -17,12 +15,8 @@ from retrieval.training.comparison.compare import compare
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 
 # what Ray itself leaves open, and says of its next versions
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+KINDS = ["Resource", "Future", "Deprecation", "pytest.PytestUnraisableException"]
+pytestmark = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS))
 RECIPE: dict[str, Any] = {
     "data": {"name": "core.digits"},
     "split": {"by": "class", "test": 0.4},
@@ -55,7 +49,7 @@ def address() -> Iterator[str]:
         started.shutdown()
 
 
-def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
+def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path):
     assert not ray.is_initialized(), "it is the first test: one that is joined is taken"
     for name, loss in LOSSES.items():
         (tmp_path / f"{name}.toml").write_text(
@@ -67,9 +61,7 @@ def test_a_cluster_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
         )
 
 
-def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(
-    address: str, tmp_path: Path
-) -> None:
+def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address, tmp_path):
     paths = []
     for name, loss in LOSSES.items():
         paths.append(tmp_path / f"{name}.toml")

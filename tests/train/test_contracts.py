@@ -1,6 +1,4 @@
-"""A part that breaks its contract is one sentence: the plugin's name, what it gave, what it should
-give; never a traceback.
-"""
+"""A part that breaks its contract is one sentence and never a traceback."""
 
 from __future__ import annotations
 
@@ -38,108 +36,85 @@ def combined(how: str) -> dict[str, Any]:
     return {"combiner": of("combiner", how), "loss": {"name": "broken.measured"}}
 
 
-LOSSES = [
-    (
-        of("loss", "vector"),
-        ["gave a tensor of shape (12,) and type float32", "must give a scalar", "Take its mean."],
+FITTED = {"loss": None, "learner": of("learner", "right")}
+LOSSES = {
+    "vector": ["gave a tensor of shape (12,) and type float32", "a scalar", "Take its mean."],
+    "float": ["must give a scalar", "Do not call item()"],
+    "dictionary": ["gave a dict;", "define compute_loss"],
+    "none": ["gave None;"],
+    "nan": ["One batch in phase", "loss is nan", "loss broken.loss"],
+    "detached": ["without a gradient", "Was it detached"],
+    "raises": ["failed: KeyError: 'no such key'", "broken.py, line ", "retrieval --debug"],
+    "memory": ["ran out of memory", "[sampler] classes × items"],
+    "in_place": ["The gradient of loss broken.loss failed: RuntimeError", "inplace operation"],
+}
+CALLS = {
+    "no_forward": ["failed: NotImplementedError: it defines no forward"],
+    "wrong_call": ["failed: TypeError", "positional argument"],
+    "object": ["is an object of type int, which cannot be called"],
+}
+MINERS = {
+    "lists": ["gave a tuple of 3 (a list of 4", "int64 tensors"],
+    "two": ["gave a tuple of 2", "it must give (anchor, positive, negative) or"],
+    "high": ["indices from 12 to 15, and there are 12 items"],
+    "floats": ["type float32"],
+    "lengths": ["lengths 4, 3, 4", "of equal length"],
+    "device": ["on meta (the codes are on cpu)"],
+}
+DATASETS = {
+    "short": ["45 labels, 48 keys, 48 arrays, 7 files"],
+    "flat": ["arrays has the shape (48,), and must be (N, F)"],
+    "kind": ["kind is 'pictures'", '"image" or "features"'],
+}
+BACKBONES = {
+    "width": ["gave a tensor of shape (12, 5)", "shape (12, 7)"],
+    "preprocessing": ["preprocessing = a tuple of 2 (8, 8)"],
+    "raises": ["TypeError"],
+}
+GENERATORS = {
+    "narrow": ["generator broken.generator gave", "a synthetic feature a triplet"],
+    "objective": ["generator broken.generator's objective gave", "Take its mean."],
+    "replaces": ["has replaces = 'anchor'"],
+    "bind": ["generator broken.generator, called as bind(head), failed"],
+}
+COMBINERS = {
+    "no_head": ["combiner broken.combiner gave None as the head"],
+    "flat": ["combiner broken.combiner's compute_mat gave a tensor of shape (6,)"],
+    "rows": ["combiner broken.combiner's pairwise_distance gave a tensor of shape (3, 3)"],
+    "objective": ["gave a tensor of shape ()", "a scalar (or None), and metrics"],
+    "metrics": ["combiner broken.combiner gave", "the figure 'width'"],
+}
+LEARNERS = {
+    "fit": ["learner broken.learner failed: AttributeError: nothing to"],
+    "refuses": ["broken.learner refuses", "do not serve."],
+    "alone": ["learner broken.learner gave a Linear from to_model_parts"],
+    "combiner": ["gave 3 as its combiner"],
+}
+METRICS = {
+    "number": ["metric broken.number gave 1.0; it must give one number per query"],
+    "nan": ["metric broken.nan gave NaN or infinite values"],
+}
+CASES: list[tuple[dict[str, Any], list[str]]] = [
+    *(({"loss": of("loss", how)}, words) for how, words in LOSSES.items()),
+    *(({"loss": {"name": f"broken.{n}"}}, [f"broken.{n}", *words]) for n, words in CALLS.items()),
+    *(
+        ({"miner": of("miner", how)}, ["The miner broken.miner", *words])
+        for how, words in MINERS.items()
     ),
-    (of("loss", "float"), ["must give a scalar", "Do not call item()"]),
-    (of("loss", "dictionary"), ["gave a dict;", "define compute_loss"]),
-    (of("loss", "none"), ["gave None;"]),
-    (of("loss", "nan"), ["One batch in phase", "loss is nan", "loss broken.loss"]),
-    (of("loss", "detached"), ["without a gradient", "Was it detached"]),
-    (
-        of("loss", "raises"),
-        ["failed: KeyError: 'no such key'", "broken.py, line ", "retrieval --debug"],
+    *(({"data": of("items", how)}, ["broken.items", *words]) for how, words in DATASETS.items()),
+    *(
+        ({"backbone": of("same", how)}, ["backbone broken.same", *words])
+        for how, words in BACKBONES.items()
     ),
-    (of("loss", "memory"), ["ran out of memory", "[sampler] classes × items"]),
-    (
-        of("loss", "in_place"),
-        ["The gradient of loss broken.loss failed: RuntimeError", "inplace operation"],
-    ),
-    (
-        {"name": "broken.no_forward"},
-        ["loss broken.no_forward failed: NotImplementedError: it defines no forward"],
-    ),
-    ({"name": "broken.wrong_call"}, ["broken.wrong_call failed: TypeError", "positional argument"]),
-    (
-        {"name": "broken.object"},
-        ["loss broken.object is an object of type int, which cannot be called"],
-    ),
-]
-MINERS = [
-    ("lists", ["gave a tuple of 3 (a list of 4", "int64 tensors"]),
-    ("two", ["gave a tuple of 2", "it must give (anchor, positive, negative) or"]),
-    ("high", ["indices from 12 to 15, and there are 12 items"]),
-    ("floats", ["type float32"]),
-    ("lengths", ["lengths 4, 3, 4", "of equal length"]),
-    ("device", ["on meta (the codes are on cpu)"]),
-]
-OTHERS: list[tuple[dict[str, Any], list[str]]] = [
-    (
-        {"data": of("items", "short")},
-        ["dataset broken.items", "45 labels, 48 keys, 48 arrays, 7 files"],
-    ),
-    ({"data": of("items", "flat")}, ["arrays has the shape (48,), and must be (N, F)"]),
-    ({"data": of("items", "kind")}, ["kind is 'pictures'", '"image" or "features"']),
-    (
-        {"backbone": of("same", "width")},
-        ["backbone broken.same gave a tensor of shape (12, 5)", "shape (12, 7)"],
-    ),
-    ({"backbone": of("same", "preprocessing")}, ["preprocessing = a tuple of 2 (8, 8)"]),
-    ({"backbone": of("same", "raises")}, ["backbone broken.same", "TypeError"]),
-    (
-        {"generator": of("generator", "narrow")},
-        ["generator broken.generator gave", "a synthetic feature a triplet"],
-    ),
-    (
-        {"generator": of("generator", "objective")},
-        ["generator broken.generator's objective gave", "Take its mean."],
-    ),
-    ({"generator": of("generator", "replaces")}, ["has replaces = 'anchor'"]),
-    (
-        {"generator": of("generator", "bind")},
-        ["generator broken.generator, called as bind(head), failed"],
-    ),
-    (combined("no_head"), ["combiner broken.combiner gave None as the head"]),
-    (combined("flat"), ["combiner broken.combiner's compute_mat gave a tensor of shape (6,)"]),
-    (
-        combined("rows"),
-        ["combiner broken.combiner's pairwise_distance gave a tensor of shape (3, 3)"],
-    ),
-    (
-        combined("objective"),
-        ["combiner broken.combiner gave a tensor of shape ()", "a scalar (or None), and metrics"],
-    ),
-    (combined("metrics"), ["combiner broken.combiner gave", "the figure 'width'"]),
+    *(({"generator": of("generator", how)}, words) for how, words in GENERATORS.items()),
+    *((combined(how), words) for how, words in COMBINERS.items()),
     (
         {**combined("right"), "combiner": {"name": "broken.no_build_head"}},
         ["must define build_head(features)"],
     ),
-    (
-        {"loss": None, "learner": of("learner", "fit")},
-        ["learner broken.learner failed: AttributeError: nothing to"],
-    ),
-    (
-        {"loss": None, "learner": of("learner", "refuses")},
-        ["broken.learner refuses", "do not serve."],
-    ),
-    (
-        {"loss": None, "learner": of("learner", "alone")},
-        ["learner broken.learner gave a Linear from to_model_parts"],
-    ),
-    ({"loss": None, "learner": of("learner", "combiner")}, ["gave 3 as its combiner"]),
-    ({"loss": None, "learner": {"name": "broken.no_parts"}}, ["without transform, to_model_parts"]),
-    (
-        {"evaluate": {"metrics": ["broken.number"]}},
-        ["metric broken.number gave 1.0; it must give one number per query"],
-    ),
-    ({"evaluate": {"metrics": ["broken.nan"]}}, ["metric broken.nan gave NaN or infinite values"]),
-]
-CASES = [
-    *(({"loss": loss}, words) for loss, words in LOSSES),
-    *(({"miner": of("miner", how)}, ["The miner broken.miner", *words]) for how, words in MINERS),
-    *OTHERS,
+    *(({**FITTED, "learner": of("learner", how)}, words) for how, words in LEARNERS.items()),
+    ({**FITTED, "learner": {"name": "broken.no_parts"}}, ["without transform, to_model_parts"]),
+    *(({"evaluate": {"metrics": [f"broken.{how}"]}}, words) for how, words in METRICS.items()),
 ]
 
 
@@ -147,18 +122,24 @@ def table(**tables: Any) -> dict[str, Any]:
     return {k: v for k, v in {**BASE, **tables}.items() if v is not None}
 
 
-@pytest.mark.parametrize(
-    ("tables", "words"), CASES, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
-)
-def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path: Path) -> None:
-    recipe = check_recipe(table(**tables))
+def check_sentence(call: Callable[[], Any], words: list[str]) -> None:
     with pytest.raises((PluginError, DataError)) as caught:
-        train(tmp_path / "run", recipe)
+        call()
     sentence = str(caught.value)
     assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
     assert not sentence.endswith(".."), sentence
     for word in words:
         assert word in sentence, sentence
+
+
+def named(case: Any) -> str:
+    return json.dumps(case)[:70] if isinstance(case, dict) else ""
+
+
+@pytest.mark.parametrize(("tables", "words"), CASES, ids=named)
+def test_each_is_one_sentence(tables, words, tmp_path):
+    recipe = check_recipe(table(**tables))
+    check_sentence(lambda: train(tmp_path / "run", recipe), words)
 
 
 @pytest.mark.parametrize(
@@ -167,22 +148,22 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
         {"miner": of("miner", "right")},
         {"generator": of("generator", "right")},
         combined("right"),
-        {"loss": None, "learner": of("learner", "right")},
+        FITTED,
         {"evaluate": {"metrics": ["broken.right"]}},
     ],
     ids=lambda tables: next(reversed(tables)),
 )
-def test_the_same_parts_unbroken_train(tables: dict[str, Any], tmp_path: Path) -> None:
+def test_the_same_parts_unbroken_train(tables, tmp_path):
     recipe = check_recipe(table(**tables))
     assert train(tmp_path / "run", recipe).best.is_file()
 
 
 @pytest.mark.parametrize("hook", ["run_start(run)", "epoch_end(run, epoch)", "run_end(metrics)"])
-def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
+def test_a_hook_that_fails(hook, tmp_path):
     file = tmp_path / "hooked.py"
+    body = "    return {}['gone']"
     file.write_text(
-        f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n    return"
-        " {}['gone']\n"
+        f"from retrieval.plugin import hookimpl\n@hookimpl\ndef retrieval_{hook}:\n{body}\n"
     )
     recipe = check_recipe(table(plugins=[BROKEN, str(file)]))
     with pytest.raises(PluginError) as caught:
@@ -192,23 +173,18 @@ def test_a_hook_that_fails(hook: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"A plugin's {name} failed: KeyError: 'gone' {place}")
 
 
-def test_on_the_command_line(
-    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_command_line(cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("recipe.toml").write_text(tomli_w.dumps(table(loss=of("loss", "raises"))))
     for command in ("check", "train"):
         outcome = cli(command, "recipe.toml")
         assert outcome.code == 2 and "Traceback" not in outcome.err
-        assert outcome.err.startswith(
-            "Error: The loss broken.loss failed: KeyError: 'no such key' ("
-        )
+        said = "Error: The loss broken.loss failed: KeyError: 'no such key' ("
+        assert outcome.err.startswith(said)
     traced = cli("--debug", "check", "recipe.toml")
     assert traced.code == 2 and "Traceback (most recent call last)" in traced.err
-    assert (
-        "raise" in traced.err
-        and traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
-    )
+    assert "raise" in traced.err
+    assert traced.err.splitlines()[-1] == cli("check", "recipe.toml").err.strip()
     for value in (
         "seed=99999999999999999999",
         "split.seed=-99999999999999999999",
@@ -222,32 +198,19 @@ def test_on_the_command_line(
     assert huge.code == 2 and "[head] embedding_size = 9000000000000000" in huge.err
 
 
-NARROW = {"backbone": of("same", "width"), "loss": None, "learner": of("learner", "right")}
+NARROW = {**FITTED, "backbone": of("same", "width")}
 BEFORE_TRAINING = [
-    (
-        {"loss": None, "learner": of("learner", "refuses")},
-        ["broken.learner refuses", "do not serve."],
-    ),
+    ({**FITTED, "learner": of("learner", "refuses")}, ["broken.learner refuses", "do not serve."]),
     (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
     (
-        {**NARROW, "backbone": of("same", "raises")},
+        {**FITTED, "backbone": of("same", "raises")},
         ["backbone broken.same failed: TypeError", "broken.py, line "],
     ),
     ({"loss": of("loss", "nan")}, ["loss is nan (loss broken.loss)"]),
 ]
 
 
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    BEFORE_TRAINING,
-    ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else "",
-)
-def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) -> None:
+@pytest.mark.parametrize(("tables", "words"), BEFORE_TRAINING, ids=named)
+def test_check_says_what_train_says(tables, words):
     recipe = check_recipe(table(**tables))
-    with pytest.raises((PluginError, DataError)) as caught:
-        run_one_batch(recipe)
-    sentence = str(caught.value)
-    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
-    assert not sentence.endswith(".."), sentence
-    for word in words:
-        assert word in sentence, sentence
+    check_sentence(lambda: run_one_batch(recipe), words)

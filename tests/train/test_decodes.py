@@ -1,14 +1,10 @@
-"""Images are decoded no more often than they must be, and the processes that decode end with the
-run.
-"""
+"""Images are decoded once, by processes that end with the run."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import signal
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +15,8 @@ from retrieval.data.datasets import FileDataset
 from retrieval.errors import DataError, Interrupted
 from retrieval.training.step import Step
 from retrieval.training.trainer import train
+from trained_weights import log
 
-Make = Callable[..., Any]
 TABLES: dict[str, Any] = {
     "backbone": {"name": "core.convnet", "size": 8, "width": 4, "depth": 2},
     "split": {"by": "item", "test": 0.25, "validation": 0.4},
@@ -43,9 +39,7 @@ def photos(tmp_path: Path) -> dict[str, Any]:
     return {"name": "core.image_folder", "folder": str(tmp_path / "photos")}
 
 
-def test_four_epochs_decode_each_image_once(
-    make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_epochs_decode_each_image_once(make, photos, tmp_path, monkeypatch):
     decoded: Counter[int] = Counter()
     real = FileDataset.__getitem__
 
@@ -55,8 +49,7 @@ def test_four_epochs_decode_each_image_once(
 
     monkeypatch.setattr(FileDataset, "__getitem__", counting)
     run = train(tmp_path / "run", make(**TABLES, data=photos, train={"epochs": 4}))
-    log = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    assert sum("validation_map_at_r" in json.loads(line) for line in log) == 4
+    assert len([line["validation_map_at_r"] for line in log(run.path)]) == 4
     assert len(run.splits.validation) > 8
     assert {decoded[i] for i in run.splits.validation.tolist()} == {1}
     # some of those that train once more: one batch was tried before, the next made ahead
@@ -64,31 +57,24 @@ def test_four_epochs_decode_each_image_once(
     assert 0 < len(twice) <= 2 * 8 and {decoded[i] for i in twice} == {2}
 
 
-def test_the_processes_that_decode_end_with_a_run_that_fails(
-    make: Make, photos: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def crops(make: Any, photos: dict[str, Any]) -> Any:
+    """A recipe whose images are decoded by a process of its own."""
+    options = {"epochs": 1, "workers": 1}
+    return make(**TABLES, data=photos, augmentation={"crop_scale": [0.5, 1.0]}, train=options)
+
+
+def test_the_processes_that_decode_end_with_a_run_that_fails(crops, tmp_path, monkeypatch):
     monkeypatch.setenv("NAN_AT", "2")
     before = set(multiprocessing.active_children())
-    crop = {"crop_scale": [0.5, 1.0]}
-    with pytest.raises(
-        DataError, match="loss is nan"
-    ) as caught:  # which keeps the frames, and so the trainer, alive
-        train(
-            tmp_path / "run",
-            make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
-        )
+    # the error keeps the frames, and so the trainer, alive
+    with pytest.raises(DataError, match="loss is nan") as caught:
+        train(tmp_path / "run", crops)
     assert set(multiprocessing.active_children()) == before, caught.value
 
 
 @pytest.mark.parametrize(("presses", "raised"), [(1, Interrupted), (2, KeyboardInterrupt)])
-def test_the_processes_that_decode_end_at_ctrl_c(
-    make: Make,
-    photos: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    presses: int,
-    raised: type[BaseException],
-) -> None:
+def test_the_processes_that_decode_end_at_ctrl_c(crops, tmp_path, monkeypatch, presses, raised):
     before, seen, call = set(multiprocessing.active_children()), [], Step.__call__
 
     def pressing(self: Step, *batch: Any) -> dict[str, float]:
@@ -98,11 +84,7 @@ def test_the_processes_that_decode_end_at_ctrl_c(
         return call(self, *batch)
 
     monkeypatch.setattr(Step, "__call__", pressing)
-    crop = {"crop_scale": [0.5, 1.0]}
-    with pytest.raises(raised) as caught:  # which keeps the frames, and so the trainer, alive
-        train(
-            tmp_path / "run",
-            make(**TABLES, data=photos, augmentation=crop, train={"epochs": 1, "workers": 1}),
-        )
+    with pytest.raises(raised) as caught:
+        train(tmp_path / "run", crops)
     assert [len(children) for children in seen] == [1]
     assert set(multiprocessing.active_children()) == before, caught.value

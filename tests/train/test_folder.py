@@ -2,63 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from click.testing import CliRunner
-from retrieval.cli.app import app
+from limits import files_of_at_most
 from retrieval.errors import DataError, RecipeError
 from retrieval.recipe.read import check_recipe, to_toml
-from retrieval.run import checkpoint
 from retrieval.training.trainer import train
-
-Make = Callable[..., Any]
-TABLE: dict[str, Any] = {
-    "name": "small",
-    "data": {"name": "core.digits"},
-    "split": {"by": "class"},
-    "sampler": {"classes": 4, "items": 4, "batches": 4},
-    "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 2},
-    "head": {"embedding_size": 4},
-    "loss": {"name": "pml.contrastive"},
-    "train": {"epochs": 2, "device": "cpu"},
-}
+from trained_weights import SMALL, log, retrieval, same
 
 
-def retrieval(*words: object) -> Any:
-    return CliRunner().invoke(app, [str(word) for word in words])
+def begin(recipe: Path, folder: Path, *words: str) -> Any:
+    return retrieval("train", recipe, "--output", folder, *words)
 
 
-def sentence(*words: object) -> str:
-    """What a command that fails says."""
-    result = retrieval(*words)
+def refused(recipe: Path, folder: Path, *words: str) -> str:
+    """What the command says, which must fail."""
+    result = begin(recipe, folder, *words)
     assert result.exit_code and isinstance(result.exception, DataError | RecipeError), result.output
     return str(result.exception)
-
-
-def weights(folder: Path, name: str = "last") -> Any:
-    return checkpoint.load(folder / "checkpoints" / f"{name}.safetensors")["model"]
-
-
-def same(one: Path, other: Path) -> bool:
-    a, b = weights(one), weights(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe's file; beside it `whole`, the run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("folder")
-    (folder / "recipe.toml").write_text(to_toml(check_recipe(TABLE)))
-    train(folder / "whole", check_recipe(TABLE))
+    (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))
+    train(folder / "whole", check_recipe(SMALL))
     return folder / "recipe.toml"
 
 
@@ -68,6 +42,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DRIVER = """
 import json, os, random, signal, sys
 from pathlib import Path
+from typing import Any
 import torch, torch._dynamo, torch.utils.tensorboard
 torch.set_num_threads(1)
 from retrieval.cli.app import app
@@ -114,40 +89,24 @@ for i, call in enumerate(moments):
 """
 
 
-def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
-    recipe: Path, tmp_path: Path
-) -> None:
-    """By --resume where there is a folder, by the same command where there is none; both end as if
-    nothing had been.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(recipe), str(tmp_path), "13"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path, process):
+    done = process("-c", DRIVER, recipe, tmp_path, "13", seconds=600, OMP_NUM_THREADS="1")
+    assert done.code == 0, done.err
     begun = 0
     for i in range(8):
         folder = tmp_path / str(i)
         if (folder / "checkpoints" / "last.safetensors").is_file():
-            assert "a run that was stopped. Resume it" in sentence(
-                "train", recipe, "--output", folder
-            )
-            result = retrieval("train", recipe, "--output", folder, "--resume")
+            assert "a run that was stopped. Resume it" in refused(recipe, folder)
+            result = begin(recipe, folder, "--resume")
         elif folder.exists():
             begun += 1
-            assert "stopped before its first checkpoint. Resume it (--resume" in sentence(
-                "train", recipe, "--output", folder
-            )
-            result = retrieval("train", recipe, "--output", folder, "--resume")
+            said = refused(recipe, folder)
+            assert "stopped before its first checkpoint. Resume it (--resume" in said
+            result = begin(recipe, folder, "--resume")
             assert "has no checkpoint yet: training begins again" in result.output
         else:
-            assert "it holds no recipe.toml" in sentence(
-                "train", recipe, "--output", folder, "--resume"
-            )
-            result = retrieval("train", recipe, "--output", folder)
+            assert "it holds no recipe.toml" in refused(recipe, folder, "--resume")
+            result = begin(recipe, folder)
         assert result.exit_code == 0, result.exception
         assert same(folder, recipe.parent / "whole")
         assert not list(tmp_path.glob(f".{i}.*"))
@@ -155,111 +114,74 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
 
 
 @pytest.mark.parametrize("room", [0, 200, 2_000, 7_000, 20_000])
-def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(
-    recipe: Path, tmp_path: Path, room: int
-) -> None:
-    """No file may grow beyond `room`: from the recipe's copy to the first checkpoint, each is
-    refused in turn.
-    """
+def test_on_a_full_disk_nothing_is_half_written_and_the_run_can_be_begun(recipe, tmp_path, room):
     folder = tmp_path / "run"
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        said = sentence("train", recipe, "--output", folder)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written" in said
+    with files_of_at_most(room):  # from the recipe's copy to the first checkpoint
+        assert "cannot be written" in refused(recipe, folder)
     assert [path.name for path in tmp_path.iterdir()] == (["run"] if folder.exists() else [])
     assert folder.exists() == (room > 2_000)
-    again = ["train", recipe, "--output", folder, *(["--resume"] if folder.exists() else [])]
-    assert retrieval(*again).exit_code == 0
+    assert not list(folder.rglob("*.tmp"))
+    assert begin(recipe, folder, *(["--resume"] if folder.exists() else [])).exit_code == 0
     assert same(folder, recipe.parent / "whole")
 
 
-def test_two_processes_cannot_train_one_run(recipe: Path, tmp_path: Path) -> None:
+HOLDER = """
+import sys; from pathlib import Path; from retrieval.run.folder import claimed
+with claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()
+"""
+
+
+def test_two_processes_cannot_train_one_run(recipe, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(recipe.parent / "whole", folder)
     (folder / "summary.json").unlink()
-    code = (
-        "import sys; from pathlib import Path; from retrieval.run.folder import claimed\nwith"
-        " claimed(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, folder], **pipes) as other:
+        assert other.stdout.readline() == b"held\n"
         for words in (["--resume"], ["--replace"]):
-            said = sentence("train", recipe, "--output", folder, *words)
+            said = refused(recipe, folder, *words)
             assert f"Another process is training this run: process {other.pid}" in said
         other.kill()
-    assert retrieval("train", recipe, "--output", folder, "--resume").exit_code == 0
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
+    assert begin(recipe, folder, "--resume").exit_code == 0
+    assert len(log(folder)) == 2
 
 
-def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(
-    recipe: Path, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
+def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(recipe, tmp_path):
+    folder, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(recipe.parent / "whole", folder)
-    assert "a complete run, which goes on with a larger train.epochs" in sentence(
-        "train", recipe, "--output", folder
-    )
+    said = refused(recipe, folder)
+    assert "a complete run, which goes on with a larger train.epochs" in said
     bad = ["--set", "data.name=core.image_folder", "--set", f"data.folder={tmp_path / 'none'}"]
-    assert sentence("train", recipe, "--output", folder, "--replace", *bad)
+    assert refused(recipe, folder, "--replace", *bad)
     assert same(folder, recipe.parent / "whole")  # a run that cannot begin replaces nothing
-    assert (
-        retrieval("train", recipe, "--output", folder, "--replace", "--set", "seed=7").exit_code
-        == 0
-    )
+    assert begin(recipe, folder, "--replace", "--set", "seed=7").exit_code == 0
     assert not same(folder, recipe.parent / "whole")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years")
     for words in ([], ["--replace"]):
-        assert "holds no run" in sentence("train", recipe, "--output", tmp_path / "mine", *words)
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
-    assert (
-        "Leave --replace out with --resume"
-        in retrieval("train", recipe, "--resume", "--replace").output
-    )
+        assert "exists already and holds no run" in refused(recipe, mine, *words)
+    assert [(p.name, p.read_text()) for p in mine.iterdir()] == [("thesis.tex", "years")]
+    both = retrieval("train", recipe, "--resume", "--replace")
+    assert "Leave --replace out with --resume" in both.output
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "",
-        ".",
-        "..",
-        "../../esc",
-        "a/b",
-        "/tmp/a",
-        "a\\b",
-        " a",
-        "a ",
-        ".hidden",
-        "a\nb",
-        "\x1b[2Ja",
-        "a" * 101,
-    ],
-)
-def test_a_name_that_is_no_folders_name_is_refused(tmp_path: Path, name: str) -> None:
+NO_NAMES = ["", ".", "..", "../../esc", "a/b", "/tmp/a", "a\\b", " a", "a ", ".hidden", "a\nb"]
+
+
+@pytest.mark.parametrize("name", [*NO_NAMES, "\x1b[2Ja", "a" * 101])
+def test_a_name_that_is_no_folders_name_is_refused(name):
     with pytest.raises(RecipeError, match=r"name: .*cannot be a folder's name") as refused:
-        check_recipe(TABLE | {"name": name})
+        check_recipe(SMALL | {"name": name})
     assert "\x1b" not in str(refused.value)
-    assert check_recipe(TABLE | {"name": "Ünï Köd – 2.1_b"}).name == "Ünï Köd – 2.1_b"
+    assert check_recipe(SMALL | {"name": "Ünï Köd – 2.1_b"}).name == "Ünï Köd – 2.1_b"
 
 
-def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_to_go_on_with_replaces_nothing_again(monkeypatch):
     from retrieval.cli.common import this_command
     from retrieval.cli.train import ONCE
 
-    monkeypatch.setattr(
-        sys, "argv", ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"]
-    )
-    assert (
-        this_command("--resume", without=ONCE)
-        == "retrieval train 'my recipe.toml' --set seed=1 --resume"
-    )
+    words = ["retrieval", "train", "my recipe.toml", "--replace", "--set", "seed=1"]
+    monkeypatch.setattr(sys, "argv", words)
+    again = "retrieval train 'my recipe.toml' --set seed=1 --resume"
+    assert this_command("--resume", without=ONCE) == again

@@ -1,11 +1,8 @@
-"""What `check` and the start of `train` see: what cannot learn, what does not fit, what does not
-open; and what needs no training.
-"""
+"""What `check` and the start of `train` see: what cannot learn, fit or open."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from retrieval.training.trainer import train
 
 from .conftest import BASE
 
-Make = Callable[..., Any]
 NO_GRADIENT = '''
 import torch
 from retrieval.plugin import hookimpl
@@ -62,9 +58,7 @@ def toolbox() -> str:
     return str(Path(__file__).with_name("toolbox.py"))
 
 
-def test_a_loss_without_gradient_is_refused_before_anything_is_written(
-    make: Make, tmp_path: Path, deaf: str
-) -> None:
+def test_a_loss_without_gradient_is_refused_before_anything_is_written(make, tmp_path, deaf):
     made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf"})
     for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
         with pytest.raises(PluginError, match=r"deafness\.deaf gave [\d.]+ without a gradient"):
@@ -72,7 +66,7 @@ def test_a_loss_without_gradient_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_gradient_of_zero_is_warned_of(make: Make, tmp_path: Path, deaf: str) -> None:
+def test_a_gradient_of_zero_is_warned_of(make, tmp_path, deaf):
     made = make(plugins=[toolbox(), deaf], loss={"name": "deafness.deaf", "zero": True})
     lines = run_one_batch(made)
     assert any("no weight would change in 5 sampled batches" in line for line in lines)
@@ -84,7 +78,7 @@ def test_a_gradient_of_zero_is_warned_of(make: Make, tmp_path: Path, deaf: str) 
     assert any("no weight would change" in note for note in notes)
 
 
-def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
+def test_batches_without_a_pair_and_batches_beyond_the_data(make):
     miner = {"name": "pml.multi_similarity"}
     lines = run_one_batch(make(sampler={"classes": 4, "items": 1}, miner=miner))
     assert any(
@@ -97,7 +91,7 @@ def test_batches_without_a_pair_and_batches_beyond_the_data(make: Make) -> None:
     assert any("a batch takes 4 classes × 500 items = 2,000, and only" in line for line in lines)
 
 
-def test_looking_ahead_changes_nothing(make: Make) -> None:
+def test_looking_ahead_changes_nothing(make):
     recipe = make(backbone={"name": "toolbox.net", "dropout": 0.5})
     checkpoint.seed_everything(0)
     run = build_run(Path("nowhere"), recipe)
@@ -121,23 +115,20 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
-def test_files_are_opened_before_training(make: Make, tmp_path: Path, photos: Path) -> None:
+def test_files_are_opened_before_training(make, tmp_path, photos):
     data = {"name": "core.image_folder", "folder": str(photos)}
     made = make(data=data, split={"by": "item", "validation": 0.0})
     assert run_one_batch(made)[-1].endswith("The recipe is fine.")
     for file in sorted(photos.rglob("*.png"))[::2]:
         file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
     for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
-        with pytest.raises(
-            DataError, match=r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
-        ):
+        says = r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
+        with pytest.raises(DataError, match=says):
             attempt()
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_with_nothing_to_train_is_a_run(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_with_nothing_to_train_is_a_run(make, tmp_path, monkeypatch):
     made = make(
         backbone={"name": "toolbox.net", "frozen": True},
         head={"identity": True},
@@ -160,7 +151,7 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
     assert manifest.vector == 16
 
 
-def test_principal_components_pass_where_training_would(make: Make, tmp_path: Path) -> None:
+def test_principal_components_pass_where_training_would(make, tmp_path):
     np.savez(
         tmp_path / "f.npz",
         features=np.random.default_rng(0).normal(size=(400, 200)).astype(np.float32),
@@ -176,14 +167,13 @@ def test_principal_components_pass_where_training_would(make: Make, tmp_path: Pa
         "train": None,
     }
     made = make(learner={"name": "core.pca", "n_components": 128}, **tables)
-    assert "fitted 200 items. The recipe is fine." in run_one_batch(
-        made
-    )  # 32 of them refuse 128 components
+    # 32 of them refuse 128 components
+    assert "fitted 200 items. The recipe is fine." in run_one_batch(made)
     with pytest.raises(DataError, match=r"core\.pca refuses 200 of the 200 items that train"):
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 
 
-def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
+def test_tags_count_in_evaluation_only(make, tmp_path):
     """The check and the run say so, for nothing else would."""
     columns = [{"colours": "red;blue"}] * 80
     data = ArrayDataset(np.zeros((80, 8, 8), np.uint8), list("abcdefgh") * 10, metadata=columns)
@@ -193,7 +183,7 @@ def test_tags_count_in_evaluation_only(make: Make, tmp_path: Path) -> None:
     assert not any("tags" in note for note in build_run(tmp_path, make()).splits.notes)
 
 
-def test_principal_components_of_few_features() -> None:
+def test_principal_components_of_few_features():
     from retrieval_core import PCA
 
     x = np.random.default_rng(0).normal(size=(50, 10))

@@ -1,12 +1,9 @@
-"""Partial FC: one process's is the known loss; several processes', with their shares of the
-classes, is one process's.
-"""
+"""Partial FC: the known loss, with shares of the classes, saved and resumed by processes."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,8 @@ from retrieval.recipe.read import to_toml
 from retrieval.run import checkpoint
 from retrieval.training.trainer import train
 from torch import Tensor, nn
+from trained_weights import difference, load, summary
 
-Make = Callable[..., Any]
 MARGINS = [
     ("pml.arc_face", {"margin": 28.6}, {}),
     ("pml.arc_face", {"margin": 80.0}, {"margin": 80.0}),
@@ -29,7 +26,7 @@ MARGINS = [
 
 
 @pytest.mark.parametrize(("name", "theirs", "ours"), MARGINS)
-def test_it_is_the_known_loss(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+def test_it_is_the_known_loss(name, theirs, ours):
     sizes = {"embedding_size": 6, "classes": 9}
     known = create("loss", name, **sizes, **theirs).double()
     loss = create("loss", "core.partial_fc", **sizes, **ours).double()
@@ -45,7 +42,7 @@ def test_it_is_the_known_loss(name: str, theirs: dict[str, Any], ours: dict[str,
     torch.testing.assert_close(loss.weight.grad, known.W.grad.T, rtol=1e-8, atol=1e-10)
 
 
-def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> None:
+def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked():
     torch.manual_seed(0)
     loss = create("loss", "core.partial_fc", embedding_size=3, classes=5, scale=4.0).double()
     codes, labels = (
@@ -57,19 +54,12 @@ def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked() -> 
         loss(codes, torch.tensor([0, 1, 2, 5]))
 
 
-def test_shares_hold_each_row_once() -> None:
+def test_shares_hold_each_row_once():
     for whole, world in ((7, 3), (1_000_000, 7), (4, 4)):
         shares = [Shard.of(whole, rank, world) for rank in range(world)]
-        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])] and shares[
-            -1
-        ].stop == whole
+        assert [s.start for s in shares] == [0, *(s.stop for s in shares[:-1])]
+        assert shares[-1].stop == whole
         assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_several_processes_have_the_loss_and_gradients_of_one(processes: Make, world: int) -> None:
-    """With other margins, with drawn classes, and clipped."""
-    processes(world, "fc_process.py")
 
 
 RECIPE: dict[str, Any] = {
@@ -83,7 +73,7 @@ RECIPE: dict[str, Any] = {
 
 def state(folder: Path) -> dict[str, Tensor]:
     """A run's weights, with the rows of all processes together, and their optimiser's state."""
-    kept = checkpoint.load(folder / "checkpoints" / "last.safetensors")
+    kept = load(folder)
     rows: dict[str, list[Tensor]] = {}
     for file in kept["shards"]["files"]:
         for name, part in checkpoint.load(folder / "checkpoints" / file)["rows"].items():
@@ -92,13 +82,7 @@ def state(folder: Path) -> dict[str, Tensor]:
     return {**kept["model"], **{name: torch.cat(parts) for name, parts in rows.items()}}
 
 
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
-    make: Make, processes: Make, tmp_path: Path
-) -> None:
+def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(make, processes, tmp_path):
     made = make(**RECIPE)
     for name in ("two", "cut", "half", "four"):
         (tmp_path / f"{name}.toml").write_text(to_toml(made))
@@ -110,8 +94,8 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
     train(tmp_path / "alone", made)
     alone, two = state(tmp_path / "alone"), state(tmp_path / "two")
     assert two["modules/loss.weight/"].shape == (5, 16)
-    assert apart(two, alone) < 2e-5
-    assert apart(state(tmp_path / "cut"), two) == 0  # bit for bit
+    assert difference(two, alone) < 2e-5
+    assert difference(state(tmp_path / "cut"), two) == 0  # bit for bit
     files = sorted(path.name for path in (tmp_path / "two" / "checkpoints").glob("shard-*"))
     assert files == [
         f"shard-0-{total}-{rank}of2.safetensors" for total in (3, 6) for rank in (0, 1)
@@ -120,18 +104,17 @@ def test_a_run_is_resumed_exactly_on_as_many_processes_and_on_others(
     for name in ("four", "one", "lost"):
         shutil.copytree(tmp_path / "half", tmp_path / name)
     processes(4, "train_process.py", str(tmp_path), "four+")
-    assert apart(state(tmp_path / "four"), alone) < 2e-5
+    assert difference(state(tmp_path / "four"), alone) < 2e-5
     train(tmp_path / "one", made, resume=True)
-    assert apart(state(tmp_path / "one"), alone) < 2e-5
-    assert json.loads((tmp_path / "one" / "summary.json").read_text())["steps"] == 6
+    assert difference(state(tmp_path / "one"), alone) < 2e-5
+    assert summary(tmp_path / "one")["steps"] == 6
 
     (tmp_path / "lost" / "checkpoints" / "shard-0-3-1of2.safetensors").unlink()
     with pytest.raises(DataError, match=r"There is no checkpoint .*shard-0-3-1of2"):
         train(tmp_path / "lost", made, resume=True)
 
 
-def test_what_it_cannot_do_is_refused(make: Make) -> None:
-    with pytest.raises(RecipeError, match=r"\[miner\]"):
-        make(**RECIPE, miner={"name": "pml.multi_similarity"})
-    with pytest.raises(RecipeError, match=r"\[generator\]"):
-        make(**RECIPE, generator={"name": "toolbox.mover"})
+def test_what_it_cannot_do_is_refused(make):
+    for part, name in (("miner", "pml.multi_similarity"), ("generator", "toolbox.mover")):
+        with pytest.raises(RecipeError, match=rf"\[{part}\]"):
+            make(**RECIPE, **{part: {"name": name}})

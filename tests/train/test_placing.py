@@ -1,6 +1,4 @@
-"""How a run lies on its device: precision, memory format, compiled kernels, algorithms that give
-the same bits.
-"""
+"""How a run lies on its device: precision, memory format, compiled kernels, determinism."""
 
 from __future__ import annotations
 
@@ -9,18 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from retrieval.errors import PluginError, RecipeError
-from retrieval.run import checkpoint
 from retrieval.training import trainer
 from retrieval.training.trainer import train
+from trained_weights import apart, same, weights
 
-Make = Callable[..., Any]
 PLAIN = {
     "backbone": {"name": "toolbox.net", "dropout": 0.0},  # a compiled one draws other numbers
     "sampler": {"classes": 4, "items": 4, "batches": 4},
@@ -45,23 +41,7 @@ def retrieval_losses():
 '''
 
 
-def kept(folder: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")[
-        "model"
-    ]
-    return state
-
-
-def far(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    assert one.keys() == other.keys()
-    return max(
-        float((one[name] - other[name]).abs().max())
-        for name in one
-        if one[name].is_floating_point()
-    )
-
-
-def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path: Path) -> None:
+def test_precision_and_memory_format_train_nearly_the_same(make, tmp_path):
     ways: dict[str, dict[str, Any]] = {
         "plain": {},
         "bf16": {"precision": "bf16"},
@@ -70,17 +50,16 @@ def test_precision_and_memory_format_train_nearly_the_same(make: Make, tmp_path:
     tables = {**PLAIN, "sampler": {"classes": 4, "items": 4, "batches": 2}}
     for name, options in ways.items():
         train(tmp_path / name, make(**tables, train={"epochs": 1, "device": "cpu", **options}))
-    one, bf16, last = (kept(tmp_path / name) for name in ways)
-    assert far(one, last) < 1e-4
-    assert 1e-7 < far(one, bf16) < 0.05 and bf16["head.0.weight"].dtype == torch.float32
+    one, bf16, last = (tmp_path / name for name in ways)
+    assert apart(one, last) < 1e-4
+    assert 1e-7 < apart(one, bf16) < 0.05
+    assert weights(bf16)["model.head.0.weight"].dtype == torch.float32
 
 
 @pytest.mark.skipif(
     not shutil.which("g++"), reason="torch.compile needs a C++ compiler, and there is no g++"
 )
-def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make, tmp_path):
     """The process has torch's real compiler, which is kept out where nothing is compiled."""
     train(tmp_path / "plain", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     script = Path(__file__).with_name("compile_process.py")
@@ -98,14 +77,13 @@ def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["graphs"] >= 1 and said["plain"]
-    assert far(kept(tmp_path / "compiled"), kept(tmp_path / "plain")) < 1e-4
+    assert apart(tmp_path / "compiled", tmp_path / "plain") < 1e-4
 
 
-def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
+def test_without_a_compiler_that_is_said(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
-    with pytest.raises(
-        RecipeError, match=r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
-    ):
+    says = r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
+    with pytest.raises(RecipeError, match=says):
         train(tmp_path / "run", make(train={"compile": True, "device": "cpu"}))
     assert not (tmp_path / "run").exists()
 
@@ -124,14 +102,12 @@ def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch
         ),
     ],
 )
-def test_what_is_not_compiled_is_refused(make: Make, tables: dict[str, Any], sentence: str) -> None:
+def test_what_is_not_compiled_is_refused(make, tables, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(**{"train": {"compile": True}, **tables})
 
 
-def test_deterministic_algorithms_are_on_in_training_and_off_after(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_deterministic_algorithms_are_on_in_training_and_off_after(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is restored
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     seen: list[bool] = []
@@ -150,42 +126,24 @@ def test_deterministic_algorithms_are_on_in_training_and_off_after(
     train(tmp_path / "two", make(**PLAIN, train={"epochs": 1, "device": "cpu"}))
     assert seen[4:] == [False] * 4
     if not torch.cuda.is_available():  # a CPU gives the same bits anyway
-        assert far(kept(tmp_path / "one"), kept(tmp_path / "two")) == 0
+        assert same(tmp_path / "one", tmp_path / "two")
 
 
-def test_a_part_without_a_deterministic_algorithm_is_refused(make: Make, tmp_path: Path) -> None:
+def test_a_part_without_a_deterministic_algorithm_is_refused(make, tmp_path):
     (tmp_path / "unrepeatable.py").write_text(UNREPEATABLE)
     tables = {
         "plugins": [str(Path(__file__).with_name("toolbox.py")), str(tmp_path / "unrepeatable.py")],
         "loss": {"name": "unrepeatable.put"},
     }
     train(tmp_path / "any", make(**tables, train={"epochs": 1, "device": "cpu"}))
-    with pytest.raises(
-        PluginError, match=r"The loss unrepeatable\.put failed: .*does not have a deterministic"
-    ):
+    says = r"The loss unrepeatable\.put failed: .*does not have a deterministic"
+    with pytest.raises(PluginError, match=says):
         train(
             tmp_path / "same",
             make(**tables, train={"epochs": 1, "device": "cpu", "deterministic": True}),
         )
 
 
-def test_a_deterministic_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
-    made = make(**PLAIN, train={"epochs": 2, "deterministic": True, "checkpoint_every": 3})
-    train(tmp_path / "whole", made)
-    real, calls = trainer.Trainer._train_batch, [0]
-
-    def stop(self: Any, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 6:
-            raise KeyboardInterrupt
-        return real(self, *given)
-
-    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "stopped", made)
+def test_a_deterministic_run_that_was_stopped_ends_with_the_same_weights(make, resumes):
+    resumes(make(**PLAIN, train={"epochs": 2, "deterministic": True, "checkpoint_every": 3}), 6)
     assert not torch.are_deterministic_algorithms_enabled()
-    train(tmp_path / "stopped", made, resume=True)
-    one, other = kept(tmp_path / "whole"), kept(tmp_path / "stopped")
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

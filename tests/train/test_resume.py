@@ -12,39 +12,25 @@ import time
 from pathlib import Path
 
 import torch
-from retrieval.run import checkpoint
+from trained_weights import load, log, summary
 
 TOOLBOX = Path(__file__).with_name("toolbox.py")
 RECIPE = f"""
 name = "killed"
 plugins = ["{TOOLBOX}"]
-[data]
-name = "toolbox.digits"
-[split]
-by = "class"
-[sampler]
-classes = 4
-items = 4
-batches = 6
+data.name = "toolbox.digits"
+split.by = "class"
+sampler = {{ classes = 4, items = 4, batches = 6 }}
+backbone.name = "toolbox.net"
+combiner.name = "toolbox.local"
+generator.name = "toolbox.mover"
+loss.name = "toolbox.deadly"
+schedule = {{ name = "cosine", warmup = 0.1 }}
+train = {{ checkpoint_every = 2, clip_norm = 1.0, real_weight = 0.5 }}
 [augmentation]
 crop_scale = [0.6, 1.0]
 horizontal_flip = 0.5
 transforms = ["RandAugment", "RandomErasing"]
-[backbone]
-name = "toolbox.net"
-[combiner]
-name = "toolbox.local"
-[generator]
-name = "toolbox.mover"
-[loss]
-name = "toolbox.deadly"
-[schedule]
-name = "cosine"
-warmup = 0.1
-[train]
-checkpoint_every = 2
-clip_norm = 1.0
-real_weight = 0.5
 [[phase]]
 name = "metric"
 epochs = 2
@@ -103,93 +89,52 @@ for i in range(int(sys.argv[5])):
 """  # noqa: E501
 
 
-def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path: Path) -> None:
+def test_killed_at_ten_random_steps_and_three_random_moments(tmp_path, process):
     (tmp_path / "recipe.toml").write_text(RECIPE)
     seed = 20261121
-    kills = random.Random(seed).sample(range(1, STEPS + 1), 10)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "RETRIEVAL_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            DRIVER,
-            str(tmp_path / "recipe.toml"),
-            str(tmp_path),
-            str(seed),
-            json.dumps(kills),
-            "3",
-        ],
-        capture_output=True,
-        text=True,
-        env=env,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    whole = checkpoint.load(tmp_path / "whole" / "checkpoints" / "last.safetensors")
-    log = _figures(tmp_path / "whole")
-    assert len(log) == 4
-    names = [f"step{i}" for i in range(10)] + [f"time{i}" for i in range(3)]
-    for name in names:
-        again = checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")
+    kills = json.dumps(random.Random(seed).sample(range(1, STEPS + 1), 10))
+    settings = {"OMP_NUM_THREADS": "1", "RETRIEVAL_CACHE": str(tmp_path / "cache")}
+    arguments = [tmp_path / "recipe.toml", tmp_path, str(seed), kills, "3"]
+    done = process("-c", DRIVER, *arguments, seconds=600, **settings)
+    assert done.code == 0, done.err
+    whole = load(tmp_path / "whole")
+    assert len(log(tmp_path / "whole")) == 4
+    for name in [*(f"step{i}" for i in range(10)), *(f"time{i}" for i in range(3))]:
+        again = load(tmp_path / name)
         for part in ("model", "modules", "optimizers", "random"):
             _same(whole[part], again[part], f"{name} {part}")
         assert again["progress"] == whole["progress"]
-        assert _figures(tmp_path / name) == log
-        assert (tmp_path / name / "summary.json").read_text() == (
-            tmp_path / "whole" / "summary.json"
-        ).read_text()
-
-
-def _figures(folder: Path) -> list[dict[str, float]]:
-    """The log without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+        for read in (log, summary):
+            assert read(tmp_path / name) == read(tmp_path / "whole")
 
 
 def _same(one: object, other: object, where: str) -> None:
+    assert type(one) is type(other), where
     if isinstance(one, torch.Tensor):
-        assert isinstance(other, torch.Tensor)
         assert torch.equal(one, other), where
     elif isinstance(one, dict):
-        assert isinstance(other, dict)
         assert one.keys() == other.keys(), where
         for key in one:
             _same(one[key], other[key], f"{where}/{key}")
     elif isinstance(one, list | tuple):
-        assert isinstance(other, list | tuple)
-        assert len(one) == len(other), where
         for i, (a, b) in enumerate(zip(one, other, strict=True)):
             _same(a, b, f"{where}/{i}")
     else:
         assert one == other, where
 
 
-def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_signal_stops_after_the_step_with_a_checkpoint(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE.replace("epochs = 2", "epochs = 2000"))
-    command = [
-        sys.executable,
-        "-m",
-        "retrieval.cli",
-        "train",
-        str(tmp_path / "recipe.toml"),
-        "--output",
-        str(tmp_path / "run"),
-    ]
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "retrieval.cli", "train", tmp_path / "recipe.toml"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(
-        command,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [*command, "--output", run], **pipes, env={**os.environ, "OMP_NUM_THREADS": "1"}
     ) as process:
-        last = tmp_path / "run" / "checkpoints" / "last.safetensors"
-        metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() and process.poll() is None:
+        while not (run / "metrics.jsonl").exists() and process.poll() is None:
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert "--resume" in stderr
-    assert "Traceback" not in stderr
-    stopped = checkpoint.load(last)["progress"]["total"]
-    assert f"after step {stopped}" in stderr
+    assert "--resume" in stderr and "Traceback" not in stderr
+    assert f"after step {load(run)['progress']['total']}" in stderr

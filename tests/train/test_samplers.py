@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,13 @@ from retrieval.data.samplers import as_batch_sampler, drawn_batches
 from retrieval.errors import DataError, PluginError, RecipeError
 from retrieval.host.plugins import create
 from retrieval.plugin import BatchSampler, TrainingItems
-from retrieval.recipe.read import Recipe, check_recipe, to_toml
-from retrieval.run import checkpoint
+from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.training.trainer import Trainer, train
 from torch.utils import data as torch_data
+from trained_weights import STILL, same
 
 from .conftest import BASE
 
-Make = Callable[..., Any]
 LABELS = np.repeat(np.arange(12), 10)
 GENERA = [f"genus {label // 4}" for label in LABELS]
 
@@ -41,7 +39,7 @@ def drawn(sampler: Any, of: TrainingItems | None = None, epoch: int = 0) -> list
 
 
 class TestRandom:
-    def test_each_item_comes_once_before_any_comes_again(self) -> None:
+    def test_each_item_comes_once_before_any_comes_again(self):
         batches = drawn(create("sampler", "core.random"), items(batches=25))
         assert [len(batch) for batch in batches] == [12] * 25
         order = np.concatenate(batches)
@@ -49,7 +47,7 @@ class TestRandom:
 
 
 class TestHierarchical:
-    def test_a_batch_holds_classes_of_few_groups(self) -> None:
+    def test_a_batch_holds_classes_of_few_groups(self):
         sampler = create("sampler", "core.hierarchical", level="genus", groups=2)
         for batch in drawn(sampler):
             assert sorted(Counter(LABELS[batch]).values()) == [3] * 4
@@ -57,13 +55,13 @@ class TestHierarchical:
         seen = {GENERA[row] for batch in drawn(sampler) for row in batch}
         assert seen == set(GENERA)
 
-    def test_further_groups_fill_a_batch(self) -> None:
+    def test_further_groups_fill_a_batch(self):
         sampler = create("sampler", "core.hierarchical", level="genus", groups=1)
         for batch in drawn(sampler, items(classes=6)):
             classes = Counter(GENERA[row] for row in batch)
             assert sorted(classes.values()) == [2 * 3, 4 * 3]
 
-    def test_a_class_of_two_groups_is_refused(self) -> None:
+    def test_a_class_of_two_groups_is_refused(self):
         columns = [{"genus": genus} for genus in GENERA]
         columns[3] = {"genus": "genus 2"}
         columns[15] = {}
@@ -73,7 +71,7 @@ class TestHierarchical:
 
 
 class TestHardClasses:
-    def test_it_takes_the_class_that_is_nearest_to_one_of_the_batch(self) -> None:
+    def test_it_takes_the_class_that_is_nearest_to_one_of_the_batch(self):
         random = np.random.default_rng(0)
         embeddings = random.normal(size=(120, 5)).astype(np.float32)
         sampler = create("sampler", "core.hard_classes")
@@ -90,7 +88,7 @@ class TestHardClasses:
                 )
                 assert order[size] == best
 
-    def test_other_embeddings_give_other_batches(self) -> None:
+    def test_other_embeddings_give_other_batches(self):
         sampler = create("sampler", "core.hard_classes")
         random = np.random.default_rng(0)
         one, other = (
@@ -100,7 +98,7 @@ class TestHardClasses:
         assert (one != other).any()
 
 
-def test_an_epoch_follows_from_seed_and_epoch_alone() -> None:
+def test_an_epoch_follows_from_seed_and_epoch_alone():
     for name, more in (("random", {}), ("hierarchical", {"level": "genus"})):
         sampler = create("sampler", f"core.{name}", **more)
         first, second = drawn(sampler, epoch=0), drawn(sampler, epoch=1)
@@ -133,9 +131,7 @@ def of_torch(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["state", "own generator", "global generator"])
-def test_torch_batch_samplers_resume_exactly(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_torch_batch_samplers_resume_exactly(make, tmp_path, monkeypatch, kind):
     """Batches of unequal sizes too; the second epoch differs from the first."""
 
     def recipe() -> Recipe:
@@ -171,46 +167,29 @@ def test_torch_batch_samplers_resume_exactly(
     assert same(tmp_path / "whole", tmp_path / "stopped")
 
 
-def same(one: Path, other: Path) -> bool:
-    ours, theirs = (
-        checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
-        for folder in (one, other)
+def test_hard_classes_resume_within_an_epoch(make, resumes):
+    # the batches follow from the weights at the start of the epoch, which are gone by then
+    sampler = {"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5}
+    options = {"train": {"epochs": 2, "checkpoint_every": 2}}
+    resumes(make(sampler=sampler, loss={"name": "pml.contrastive"}, **options), 8)
+
+
+def test_two_processes_train_as_one(make, trains_as_one):
+    tables = {
+        **STILL,
+        "loss": {"name": "pml.contrastive"},
+        "optimizer": {"name": "SGD", "lr": 0.05},
+    }
+    sizes = {"classes": 4, "items": 4, "batches": 3}
+    trains_as_one(
+        {
+            name: make(**tables, sampler={"name": f"core.{name}", **sizes})
+            for name in ("hard_classes", "random")
+        }
     )
-    return all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_hard_classes_resume_within_an_epoch(make: Make, tmp_path: Path, stopped: Any) -> None:
-    """The batches follow from the weights at the start of the epoch, which are gone by then."""
-    recipe = make(
-        sampler={"name": "core.hard_classes", "classes": 3, "items": 4, "batches": 5},
-        loss={"name": "pml.contrastive"},
-        train={"epochs": 2, "checkpoint_every": 2},
-    )
-    train(tmp_path / "whole", recipe)
-    stopped(tmp_path / "stopped", recipe, 8)
-    assert same(tmp_path / "whole", tmp_path / "stopped")
-
-
-def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
-    for name in ("hard_classes", "random"):
-        recipe = make(
-            sampler={"name": f"core.{name}", "classes": 4, "items": 4, "batches": 3},
-            backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-            loss={"name": "pml.contrastive"},
-            optimizer={"name": "SGD", "lr": 0.05},
-        )
-        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
-        train(tmp_path / f"{name} one", recipe)
-    processes(2, "train_process.py", str(tmp_path), "hard_classes", "random")
-    for name in ("hard_classes", "random"):
-        one, two = (
-            checkpoint.load(tmp_path / run / "checkpoints" / "last.safetensors")["model"]
-            for run in (f"{name} one", name)
-        )
-        assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
-
-
-def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
+def test_a_plugin_offers_one(make, tmp_path):
     plugin = tmp_path / "mine.py"
     plugin.write_text(
         "from retrieval.plugin import hookimpl\n"
@@ -231,10 +210,10 @@ def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
     seen = []
     real = TrainBatches.draw
     try:
-        TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+        TrainBatches.draw = lambda self, *a: seen.append(real(self, *a)) or seen[-1]
         train(tmp_path / "run", recipe)
     finally:
-        TrainBatches.draw = real  # type: ignore[method-assign]
+        TrainBatches.draw = real
     assert [batch.tolist() for batch in seen[-1]] == [
         list(range(i, i + 8)) for i in range(4, 60, 8)
     ]
@@ -249,7 +228,7 @@ def test_a_plugin_offers_one(make: Make, tmp_path: Path) -> None:
         ({"classes": 1}, "classes.*2"),
     ],
 )
-def test_a_wrong_table_is_refused(make: Make, sampler: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_table_is_refused(make, sampler, sentence):
     with pytest.raises(RecipeError, match=sentence):
         make(sampler=sampler)
 
@@ -258,7 +237,7 @@ def test_a_wrong_table_is_refused(make: Make, sampler: dict[str, Any], sentence:
     ("wrong", "sentence"),
     [([1, 100000], "not a list of positions"), ([[1, 2]], "not a list"), ([0.5], "not a list")],
 )
-def test_what_is_no_batch_is_refused(wrong: Any, sentence: str) -> None:
+def test_what_is_no_batch_is_refused(wrong, sentence):
     with pytest.raises(PluginError, match=f"Counting.*{sentence}"):
         drawn(as_batch_sampler(Counting(wrong), "object.Counting", 0))
     with pytest.raises(PluginError, match=r"must be a retrieval.plugin.BatchSampler"):
@@ -272,12 +251,12 @@ class Short(BatchSampler):
         return [[1, 2]]
 
 
-def test_another_number_of_batches_is_refused() -> None:
+def test_another_number_of_batches_is_refused():
     with pytest.raises(PluginError, match="Short drew 1 batches for epoch 0, but its length is 8"):
         drawn(Short())
 
 
-def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> None:
+def test_python_takes_one_and_asks_for_it_again(make, tmp_path):
     table = {**BASE, "loss": {"name": "pml.contrastive"}, "train": {"epochs": 1}}
     sampler = of_torch("own generator")
     retrieval.train(table, tmp_path / "run", sampler=sampler, progress=False)
@@ -288,7 +267,7 @@ def test_python_takes_one_and_asks_for_it_again(make: Make, tmp_path: Path) -> N
         retrieval.load(tmp_path / "run")
 
 
-def test_samplers_by_name_in_torchs_way(make: Make) -> None:
+def test_samplers_by_name_in_torchs_way(make):
     """pytorch-metric-learning's sampler, as a batch sampler, gives whole batches of M per class."""
     labels = np.repeat(np.arange(6), 20)
 

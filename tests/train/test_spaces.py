@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from accelerate import Accelerator
 from retrieval.errors import PluginError
 from retrieval.model.products import check_generator
 from retrieval.plugin import Generator
-from retrieval.recipe.read import check_recipe, to_toml
-from retrieval.run import checkpoint
-from retrieval.run.open import build_run
-from retrieval.training.trainer import Trainer, train
+from retrieval.recipe.read import check_recipe
 from torch import Tensor, nn
+from trained_weights import STILL, trainer_of
 
 from .conftest import BASE
 
-Make = Callable[..., Any]
 SYMMETRICAL = {
     "generator": {"name": "core.symmetrical_synthesis"},
     "loss": {"name": "pml.triplet_margin", "margin": 0.4},
@@ -68,12 +62,11 @@ class Noted(nn.Module):
         return (embeddings[a] * ref_emb[n]).sum(1).mean()
 
 
-def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) -> None:
+def test_samples_are_embeddings_and_skip_the_head(make, tmp_path):
     recipe = check_recipe(
         {**BASE, "train": {"device": "cpu"}}, objects={"generator": Shifted(), "loss": Noted()}
     )
-    checkpoint.seed_everything(0)
-    of = Trainer(build_run(tmp_path, recipe), Accelerator(cpu=True))
+    of = trainer_of(tmp_path, recipe)
     inputs, labels = next(iter(of.batches.epoch(0)))
     losses = of.step.losses(inputs, labels)
     of.step.zero_grad()
@@ -95,46 +88,23 @@ def test_samples_are_embeddings_and_skip_the_head(make: Make, tmp_path: Path) ->
         assert any(p.grad is not None and bool(p.grad.any()) for p in of.step.parts[part])
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    model: dict[str, Tensor] = checkpoint.load(folder / "checkpoints" / "last.safetensors")["model"]
-    return model
-
-
-def test_two_processes_train_as_one(make: Make, processes: Make, tmp_path: Path) -> None:
-    """Of a generator, and of losses that draw random numbers or see whole rankings."""
+def test_two_processes_train_as_one(make, trains_as_one):
     cases = {
         "symmetrical": SYMMETRICAL,
         "recall": {"loss": {"name": "core.recall_at_k", "k": [1, 2], "mix": True}},
         "metrix": {"loss": {"name": "core.metrix_proxy_anchor"}},
         "contextual": {"loss": {"name": "core.contextual"}},
     }
-    for name, tables in cases.items():
-        recipe = make(
-            backbone={"name": "toolbox.net", "batch_norm": False, "dropout": 0.0},
-            optimizer={"name": "SGD", "lr": 0.05},
-            train={"epochs": 1},
-            **tables,
-        )
-        (tmp_path / f"{name}.toml").write_text(to_toml(recipe))
-        train(tmp_path / f"{name} one", recipe)
-    processes(2, "train_process.py", str(tmp_path), *cases)
-    for name in cases:
-        one, two = weights(tmp_path / f"{name} one"), weights(tmp_path / name)
-        assert max(float((one[key] - two[key]).abs().max()) for key in one) < 2e-5, name
+    tables = {**STILL, "optimizer": {"name": "SGD", "lr": 0.05}, "train": {"epochs": 1}}
+    trains_as_one({name: make(**tables, **case) for name, case in cases.items()})
 
 
-def test_another_space_is_refused() -> None:
+def test_another_space_is_refused():
     generator = Shifted()
-    generator.space = "pixels"  # type: ignore[misc,assignment]
+    generator.space = "pixels"
     with pytest.raises(PluginError, match=r"mine.shifted has space = 'pixels'; it must be \"feat"):
         check_generator(generator, "mine.shifted")
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_weights(
-    make: Make, tmp_path: Path, stopped: Any
-) -> None:
-    recipe = make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2})
-    train(tmp_path / "whole", recipe)
-    stopped(tmp_path / "stopped", recipe, 4)
-    whole, resumed = (weights(tmp_path / name) for name in ("whole", "stopped"))
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+def test_a_run_that_was_stopped_ends_with_the_same_weights(make, resumes):
+    resumes(make(**SYMMETRICAL, train={"epochs": 2, "checkpoint_every": 2}), 4)

@@ -1,11 +1,8 @@
-"""Trackers are told how a run goes, in a thread of their own, and whatever happens to them happens
-to nobody else.
-"""
+"""Trackers are told how a run goes, and disturb nobody."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,13 @@ import pytest
 import tomli_w
 from retrieval.errors import Interrupted, PluginError
 from retrieval.recipe.read import Recipe, check_recipe
-from retrieval.run import checkpoint
 from retrieval.run.open import Run
 from retrieval.training import tracking as module
 from retrieval.training.comparison.compare import compare
 from retrieval.training.comparison.written import differences, metric_table
 from retrieval.training.tracking import FILE, failures, tracking
 from retrieval.training.trainer import train
-
-Make = Callable[..., Recipe]
+from trained_weights import SMALL, lines_of, same, summary
 
 PLUGIN = '''
 """Trackers that write down what they are told, and some that cannot."""
@@ -102,7 +97,11 @@ def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def told(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+    return lines_of(folder, "told.jsonl")
+
+
+def key_of(folder: Path, tracker: str) -> str:
+    return json.loads((folder / FILE).read_text())[tracker]["key"]
 
 
 def fit(
@@ -112,58 +111,30 @@ def fit(
         return train(folder, made, resume=resume)
 
 
-def weights(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = checkpoint.load(folder / "checkpoints" / "best.safetensors")["model"]
-    return found
-
-
-def same(one: Path, other: Path) -> bool:
-    ours, theirs = weights(one), weights(other)
-    return ours.keys() == theirs.keys() and all(
-        bool((ours[name] == theirs[name]).all()) for name in ours
-    )
-
-
-def test_a_tracker_is_told_the_run_and_changes_nothing(
-    make: Make, acme: str, tmp_path: Path
-) -> None:
+def test_a_tracker_is_told_the_run_and_changes_nothing(make, acme, tmp_path):
     made = make(plugins=[*make().plugins, acme])
     lines: list[str] = []
-    fit(made, tmp_path / "tracked", "acme.notes", tell=lines.append)
-    fit(made, tmp_path / "alone")
-    assert same(tmp_path / "tracked", tmp_path / "alone")
+    tracked, alone = tmp_path / "tracked", tmp_path / "alone"
+    fit(made, tracked, "acme.notes", tell=lines.append)
+    fit(made, alone)
+    assert same(tracked, alone, "best")
     found = told(tmp_path)
     assert [line["hook"] for line in found] == ["begin", "metrics", "metrics", "metrics", "end"]
     assert {line["thread"] for line in found} == {"tracker acme.notes"}
-    assert found[0] | {"thread": 0} == {
-        "hook": "begin",
-        "name": "test",
-        "group": None,
-        "key": None,
-        "seed": 0,
-        "thread": 0,
-    }
-    kept = [
-        json.loads(line)
-        for line in (tmp_path / "tracked" / "metrics.jsonl").read_text().splitlines()
-    ]
-    for line, record in zip(found[1:3], kept, strict=True):
+    begun = {"hook": "begin", "name": "test", "group": None, "key": None, "seed": 0}
+    assert begun.items() <= found[0].items()
+    for line, record in zip(found[1:3], lines_of(tracked), strict=True):
         assert line["epoch"] == record["epoch"]
-        assert (
-            line["metrics"].items() <= record.items() and "validation_map_at_r" in line["metrics"]
-        )
-    best = json.loads((tmp_path / "tracked" / "summary.json").read_text())["validation"]
-    assert (
-        found[3]["epoch"] is None
-        and found[3]["metrics"]["best_validation_map_at_r"] == best["map_at_r"]
-    )
+        assert line["metrics"].items() <= record.items()
+        assert "validation_map_at_r" in line["metrics"]
+    best = summary(tracked)["validation"]
+    assert found[3]["epoch"] is None
+    assert found[3]["metrics"]["best_validation_map_at_r"] == best["map_at_r"]
     assert found[4]["how"] == "finished" and "acme.notes: a file" in lines
-    assert not (tmp_path / "alone" / FILE).exists()
+    assert not (alone / FILE).exists()
 
 
-def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
-    make: Make, acme: str, tmp_path: Path
-) -> None:
+def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(make, acme, tmp_path):
     made = make(plugins=[*make().plugins, acme])
 
     def stop(line: str) -> None:
@@ -178,15 +149,11 @@ def test_a_run_that_goes_on_is_the_same_one_for_its_tracker(
     begins = [line["key"] for line in found if line["hook"] == "begin"]
     assert begins == [None, "key-test"] and found[-1]["how"] == "finished"
     assert {line["epoch"] for line in found if line["hook"] == "metrics"} == {0, 1, None}
-    (tmp_path / "run" / FILE).write_text(
-        "{", encoding="utf-8"
-    )  # what is damaged is no key, and no fault
+    (tmp_path / "run" / FILE).write_text("{")  # what is damaged is no key, and no fault
     assert Run.open(tmp_path / "run").recipe.name == "test"
 
 
-def test_no_tracker_stops_a_training(
-    make: Make, acme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tracker_stops_a_training(make, acme, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 0.1)
     monkeypatch.setattr(module, "FIRST_PATIENCE", 0.1)
     made = make(plugins=[*make().plugins, acme])
@@ -210,14 +177,12 @@ def test_no_tracker_stops_a_training(
 
 
 def test_what_is_no_tracker_is_refused_before_anything_is_written(
-    make: Make, acme: str, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make, acme, tmp_path, cli, monkeypatch
+):
     made = make(plugins=[acme, *make().plugins])
     with pytest.raises(PluginError, match=r"no tracker 'acme\.note' .*Did you mean 'acme\.notes'"):
         fit(made, tmp_path / "run", "acme.note")
-    with pytest.raises(
-        PluginError, match=r"'acme' matches several trackers: name one of acme\.full, "
-    ):
+    with pytest.raises(PluginError, match=r"several trackers: name one of acme\.full, "):
         fit(made, tmp_path / "run", "acme")
     digits = Path(__file__).parents[2] / "models" / "digits" / "recipe.toml"
     done = cli("train", digits, "--output", tmp_path / "run", "--track", "tensorbored")
@@ -225,27 +190,20 @@ def test_what_is_no_tracker_is_refused_before_anything_is_written(
     assert "embedding-retrieval[wandb]" in done.err and not (tmp_path / "run").exists()
 
 
-def test_tensorboard_has_steps_rates_metrics_the_recipe_and_a_sheet(tmp_path: Path) -> None:
+def test_tensorboard_has_steps_rates_metrics_the_recipe_and_a_sheet(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    table: dict[str, Any] = {
-        "data": {"name": "core.digits"},
-        "split": {"by": "class"},
-        "sampler": {"classes": 3, "items": 4, "batches": 60},
-        "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 1},
-        "loss": {"name": "pml.contrastive"},
-        "optimizer": {"lr_factor": {"head": 10.0}},
-        "train": {"epochs": 2, "device": "cpu"},
-    }
+    sampler = {"classes": 3, "items": 4, "batches": 60}
+    made = check_recipe({**SMALL, "sampler": sampler, "optimizer": {"lr_factor": {"head": 10.0}}})
     lines: list[str] = []
-    made, folder = check_recipe(table), tmp_path / "run"
+    folder = tmp_path / "run"
     fit(made, folder, "tensorboard", tell=lines.append)
     fit(made, tmp_path / "alone")
     assert same(folder, tmp_path / "alone") and not (tmp_path / "alone" / "tensorboard").exists()
     assert lines == [f"core.tensorboard: {folder / 'tensorboard'}"]
     board = EventAccumulator(str(folder / "tensorboard")).Reload()
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = lines_of(folder)
     assert [event.step for event in board.Scalars("steps/lr_head")] == [50, 60, 100, 120]
     rates = [board.Scalars(f"steps/lr_{part}")[0].value for part in ("head", "backbone")]
     assert rates == pytest.approx([0.01, 0.001]) and records[0]["lr"]["head"] == 0.01
@@ -267,86 +225,49 @@ def real(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 # what these packages leave open, and say of their next versions
-real_one = [
-    pytest.mark.filterwarnings(f"ignore::{kind}")
-    for kind in (
-        "DeprecationWarning",
-        "FutureWarning",
-        "ResourceWarning",
-        "UserWarning",
-        "pytest.PytestUnraisableExceptionWarning",
-    )
-]
+KINDS = ["Deprecation", "Future", "Resource", "User", "pytest.PytestUnraisableException"]
+real_one = pytest.mark.filterwarnings(*(f"ignore::{kind}Warning" for kind in KINDS))
 
 
-def several(*marks: Any) -> Callable[[Any], Any]:
-    def mark(test: Any) -> Any:
-        for each in marks:
-            test = each(test)
-        return test
-
-    return mark
-
-
-@several(*real_one)
-def test_mlflow_has_the_figures_and_goes_on_with_its_run(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@real_one
+def test_mlflow_has_the_figures_and_goes_on_with_its_run(make, tmp_path, monkeypatch):
     mlflow = real("mlflow", monkeypatch)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.chdir(tmp_path)
     lines: list[str] = []
     folder = tmp_path / "run"
     fit(make(), folder, "mlflow", tell=lines.append)
-    key = json.loads((folder / FILE).read_text())["mlflow.run"]["key"]
+    key = key_of(folder, "mlflow.run")
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     history = client.get_metric_history(key, "validation_map_at_r")
-    assert [(m.step, m.value) for m in history] == [
-        (k + 1, r["validation_map_at_r"]) for k, r in enumerate(records)
-    ]
+    scores = [record["validation_map_at_r"] for record in lines_of(folder)]
+    assert [(m.step, m.value) for m in history] == list(enumerate(scores, 1))
     run = client.get_run(key)
     assert run.info.status == "FINISHED" and run.info.run_name == "test"
-    assert (
-        run.data.params["loss.name"] == "toolbox.deadly" and run.data.params["train.epochs"] == "2"
-    )
+    assert run.data.params["loss.name"] == "toolbox.deadly"
+    assert run.data.params["train.epochs"] == "2"
     assert client.get_experiment(run.info.experiment_id).name == "retrieval"
     assert not any("warning" in line for line in lines), lines
     with tracking(["mlflow"], make(train={"epochs": 3}), lines.append):
-        train(folder, make(train={"epochs": 3}), resume=True)
-    longer = make(train={"epochs": 4})
-    fit(longer, folder, "mlflow", tell=lines.append, resume=True)
-    assert json.loads((folder / FILE).read_text())["mlflow.run"]["key"] == key
-    assert {m.step for m in client.get_metric_history(key, "loss")} == {1, 2, 4}, (
-        "the third epoch was not tracked"
-    )
+        train(folder, make(train={"epochs": 3}), resume=True)  # which is not tracked
+    fit(make(train={"epochs": 4}), folder, "mlflow", tell=lines.append, resume=True)
+    assert key_of(folder, "mlflow.run") == key
+    assert {m.step for m in client.get_metric_history(key, "loss")} == {1, 2, 4}
     assert len(client.search_runs([run.info.experiment_id])) == 1
     assert not any("warning" in line for line in lines), lines
 
 
-def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_path: Path) -> None:
-    small: dict[str, Any] = {
-        "plugins": [acme],
-        "data": {"name": "core.digits"},
-        "split": {"by": "class"},
-        "sampler": {"classes": 3, "items": 4, "batches": 2},
-        "backbone": {"name": "core.convnet", "size": 8, "width": 2, "depth": 1},
-        "train": {"epochs": 1, "device": "cpu"},
-    }
+def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme, tmp_path):
+    small = {**SMALL, "plugins": [acme], "train": {"epochs": 1, "device": "cpu"}}
     paths = []
     for name in ("triplet_margin", "contrastive"):
         paths.append(tmp_path / f"{name}.toml")
-        table = {"name": name, **small, "loss": {"name": f"pml.{name}"}}
+        table = {**small, "name": name, "loss": {"name": f"pml.{name}"}}
         paths[-1].write_text(tomli_w.dumps(table), encoding="utf-8")
     lines: list[str] = []
-    given: dict[str, Any] = {
-        "seeds": 2,
-        "pretrained": "none",
-        "progress": False,
-        "report": lines.append,
-    }
+    options = {"seeds": 2, "pretrained": "none", "progress": False, "report": lines.append}
     names = ["acme.notes", "acme.refused"]
-    found = compare(paths, tmp_path / "digits", track=names, **given)
+    found = compare(paths, tmp_path / "digits", track=names, **options)
     lines_of = told(tmp_path)
     begins = {line["name"]: line["group"] for line in lines_of if line["hook"] == "begin"}
     trainings = [
@@ -363,41 +284,33 @@ def test_a_comparison_is_told_with_its_tables_and_its_trainings(acme: str, tmp_p
         one["map_at_r"] for each in found.contestants if each.recipe for one in each.metrics
     ]
     assert final[-1]["contrastive/map_at_r"] == pytest.approx(sum(tested[2:]) / 2)
-    assert (
-        sum("The tracker acme.refused failed" in line for line in lines) == 2
-        and "4 of 4 runs" in lines[-1]
-    )
+    assert sum("The tracker acme.refused failed" in line for line in lines) == 2
+    assert "4 of 4 runs" in lines[-1]
 
 
-@several(*real_one)
-def test_wandb_has_the_figures_offline_under_one_id(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@real_one
+def test_wandb_has_the_figures_offline_under_one_id(make, tmp_path, monkeypatch):
     real("wandb", monkeypatch)
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "HOME": str(tmp_path),
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
     lines: list[str] = []
     folder = tmp_path / "run"
     fit(make(), folder, "wandb", tell=lines.append)
     longer = make(train={"epochs": 3})
     fit(longer, folder, "wandb", tell=lines.append, resume=True)
-    key = json.loads((folder / FILE).read_text())["wandb.run"]["key"]
+    key = key_of(folder, "wandb.run")
     assert not any("warning" in line for line in lines), lines
     files = sorted(tmp_path.glob(f"wandb/offline-run-*-{key}/run-{key}.wandb"))
     assert len(files) == 2 and len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     parts = [file.read_bytes() for file in files]
-    for number, record in enumerate(records):
+    for number, record in enumerate(lines_of(folder)):
         value = json.dumps(record["loss"]).encode()
         assert [value in part for part in parts] == [number < 2, number == 2]
     assert b"toolbox.deadly" in parts[0]
 
 
-def test_a_learners_run_is_told_too(make: Make, acme: str, tmp_path: Path) -> None:
+def test_a_learners_run_is_told_too(make, acme, tmp_path):
     made = make(
         plugins=[*make().plugins, acme],
         loss=None,

@@ -1,12 +1,7 @@
-"""A step does not wait for its device: figures are read some steps later, and so is NaN, whose step
-is named all the same.
-"""
+"""A step does not wait for its device: metrics and NaN are read some steps later."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +10,12 @@ from accelerate import Accelerator
 from retrieval.data.augment import MixedLabels
 from retrieval.errors import DataError
 from retrieval.model import loss
-from retrieval.run import checkpoint
 from retrieval.run.open import build_run
 from retrieval.training import step, trainer
 from retrieval.training.step import Step
 from retrieval.training.trainer import all_finite, train
 from torch.utils._python_dispatch import TorchDispatchMode
-
-Make = Callable[..., Any]
+from trained_weights import load, log, same
 
 WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
 """What has to be known on the CPU before it goes on."""
@@ -68,9 +61,7 @@ PLAIN = {
     ],
     ids=["classes", "mixed", "generator"],
 )
-def test_a_step_reads_nothing(
-    make: Make, tmp_path: Path, elsewhere: None, tables: dict[str, Any], mixed: bool
-) -> None:
+def test_a_step_reads_nothing(make, tmp_path, elsewhere, tables, mixed):
     recipe = make(**PLAIN, **tables)
     run = build_run(tmp_path, recipe)
     assert run.objective is not None
@@ -89,50 +80,21 @@ def test_a_step_reads_nothing(
 
 
 def test_figures_read_late_are_the_same_and_so_are_weights_and_a_resumed_run(
-    make: Make, tmp_path: Path, monkeypatch: Any
-) -> None:
-    made = make(**PLAIN, loss={"name": "pml.contrastive"}, generator={"name": "toolbox.mover"})
+    make, tmp_path, request, resumes
+):
+    tables = {"loss": {"name": "pml.contrastive"}, "generator": {"name": "toolbox.mover"}}
+    made = make(**{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}}, **tables)
     train(tmp_path / "at once", made)
-    for module in (trainer, step, loss):
-        monkeypatch.setattr(module, "reads_at_once", lambda device: False)
-    train(tmp_path / "late", made)
-    stopped = trainer.Trainer._train_batch
-    calls = [0]
-
-    def stop(self: Any, *given: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 8:
-            raise KeyboardInterrupt
-        return stopped(self, *given)
-
-    monkeypatch.setattr(trainer.Trainer, "_train_batch", stop)
-    again = make(
-        **{**PLAIN, "train": {**PLAIN["train"], "checkpoint_every": 2}},
-        loss=made.loss.table,
-        generator=made.generator.table,
-    )  # type: ignore[dict-item]
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "resumed", again)
-    train(tmp_path / "resumed", again, resume=True)
-    lines = [_log(tmp_path / name) for name in ("at once", "late", "resumed")]
-    assert lines[0] == lines[1] == lines[2] and len(lines[0]) == 2
-    states = [
-        checkpoint.load(tmp_path / name / "checkpoints" / "last.safetensors")["model"]
-        for name in ("at once", "late", "resumed")
-    ]
-    for other in states[1:]:
-        assert all(torch.equal(states[0][name], other[name]) for name in other)
-
-
-def _log(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if k != "images_per_second"} for line in lines]
+    request.getfixturevalue("elsewhere")
+    resumes(made, 8)
+    assert same(tmp_path / "at once", tmp_path / "whole")
+    assert log(tmp_path / "at once") == log(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_nan_names_its_step_and_leaves_the_last_good_checkpoint(
-    make: Make, tmp_path: Path, late: bool, request: pytest.FixtureRequest, monkeypatch: Any
-) -> None:
+    make, tmp_path, late, request, monkeypatch
+):
     if late:
         request.getfixturevalue("elsewhere")
     with pytest.raises(DataError, match=r"at step 3 .*generator's output became NaN"):
@@ -140,17 +102,12 @@ def test_nan_names_its_step_and_leaves_the_last_good_checkpoint(
     monkeypatch.setenv("NAN_AT", "7")
     with pytest.raises(DataError, match=r"at step 7 \(epoch 2\).*loss is nan"):
         train(tmp_path / "run", make())
-    kept = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")
+    kept = load(tmp_path / "run")
     assert kept["progress"]["total"] == 5
     assert all(torch.isfinite(v).all() for v in kept["model"].values())
 
 
-def test_nan_is_said_where_a_part_fails_because_of_it(
-    make: Make, tmp_path: Path, elsewhere: None, monkeypatch: Any
-) -> None:
-    """The fourth step's loss is NaN, the sixth's miner refuses what came of it; the fourth is
-    named.
-    """
+def test_nan_is_said_where_a_part_fails_because_of_it(make, tmp_path, elsewhere, monkeypatch):
     monkeypatch.setenv("NAN_AT", "4")
     real, calls = Step._mined, [0]
 

@@ -1,6 +1,4 @@
-"""A plugin for the trainer's tests: small real parts, and a hook that kills the process at a chosen
-step.
-"""
+"""Small real parts, and a loss that kills the process at a chosen step."""
 
 from __future__ import annotations
 

@@ -186,7 +186,9 @@ def fold_recipe(job: Job) -> Recipe:
     recipe = check_recipe(table, objects=objects)
     if recipe.learner is None:
         sampler = recipe.sampler
-        classes = len(np.unique(make_splits(inner, recipe.split).train_labels))
+        labels = make_splits(inner, recipe.split).train_labels
+        by_item = recipe.augmentation.positives == "item"  # then an item is a class of its own
+        classes = len(labels) if by_item else len(np.unique(labels))
         if sampler.classes > classes:
             fitting = {
                 "classes": classes,

@@ -1,11 +1,7 @@
-"""One small, working thing for every factory hook, and the nesting of parts: what the tests of
-recipes name.
-"""
+"""One small, working thing for every factory hook, which recipes of the tests name."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -345,21 +341,6 @@ def retrieval_regularizers() -> Factories:
     return {"lp": lp}
 
 
-def _note(**values: Any) -> None:
-    path = os.environ.get("RETRIEVAL_TEST_LOG")
-    if path:
-        with Path(path).open("a") as file:
-            file.write(
-                json.dumps(
-                    {
-                        k: v if isinstance(v, str | int) else type(v).__name__
-                        for k, v in values.items()
-                    }
-                )
-                + "\n"
-            )
-
-
 class Silent:
     """A tracker that keeps nothing."""
 
@@ -382,20 +363,4 @@ def retrieval_trackers() -> Factories:
 
 
 @hookimpl
-def retrieval_run_start(run: Any) -> None:
-    _note(hook="run_start", run=run)
-
-
-@hookimpl
-def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    _note(hook="steps_end", run=run, step=step, metrics=metrics)
-
-
-@hookimpl
-def retrieval_epoch_end(run: Any, epoch: int, metrics: Mapping[str, float]) -> None:
-    _note(hook="epoch_end", run=run, epoch=epoch, metrics=metrics)
-
-
-@hookimpl
-def retrieval_run_end(run: Any, metrics: Mapping[str, float]) -> None:
-    _note(hook="run_end", run=run, metrics=metrics)
+def retrieval_steps_end(run: Any, step: int, metrics: Mapping[str, float]) -> None: ...

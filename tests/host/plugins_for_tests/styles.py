@@ -1,6 +1,4 @@
-"""Losses and miners as public projects write them: no types, no docstrings, `**kwargs`, zeros of
-their own for an empty batch.
-"""
+"""Losses and miners as public projects write them: no types, no docstrings, `**kwargs`."""
 
 # ruff: noqa: UP004, UP032  (the styles are the point)
 
