@@ -6,13 +6,11 @@ and `BatchMaker` makes a batch in this process or in one of `Workers`.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -98,34 +96,36 @@ class RawInputs:
         draws: Draws | None = None,
     ) -> NDArray[Any]:
         """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
-        if changes is not None and changes.active and self.preprocessing is not None:
-            assert draws is not None
-            pre = self.preprocessing
-            if changes.table.crop_scale is None:
-                pixels = changes.mirror(self.batch(indices), draws)
-                if not changes.transforms:
-                    return pixels
-                if self.dataset.arrays is not None:
-                    return changes.transformed(pixels, draws)
-                return np.concatenate(
-                    self._map(
-                        lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1]),
-                        range(len(pixels)),
-                    )
-                )
-            return np.stack(
-                self._map(
-                    lambda i: changes.changed(self._image(int(indices[i])), pre, draws[i]),
-                    range(len(indices)),
-                )
+        pre = self.preprocessing
+        if changes is None or not changes.active or pre is None:
+            return self._unchanged(indices)
+        assert draws is not None
+        if changes.table.crop_scale is None:
+            pixels = self._unchanged(indices)
+        else:
+            pixels = self._stacked(
+                lambda i: changes.crop(self._image(int(indices[i])), pre, draws[i]),
+                range(len(indices)),
             )
+        pixels = changes.mirror(pixels, draws)
+        if not changes.transforms:
+            return pixels
+        return self._stacked(
+            lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1])[0],
+            range(len(pixels)),
+        )
+
+    def _unchanged(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
-        if self._kept is not None:
-            missing = np.unique(indices[~self._decoded[indices]])
-            self._map(self._keep, missing.tolist())
-            return np.take(self._kept, indices, axis=0)
-        return np.stack(self._map(self._item, indices.tolist()))
+        if self._kept is None:
+            return self._stacked(self._item, indices.tolist())
+        missing = np.unique(indices[~self._decoded[indices]])
+        self._map(self._keep, missing.tolist())
+        return np.take(self._kept, indices, axis=0)
+
+    def _stacked(self, function: Callable[[Any], NDArray[Any]], jobs: Sequence[Any]) -> Any:
+        return np.stack(self._map(function, jobs))
 
     def _image(self, index: int) -> Image:
         item = self.dataset[index]
@@ -170,14 +170,8 @@ def _as_inputs(
     if preprocessing is None:
         return arrays if arrays.dtype == np.float32 else None
     height, width = preprocessing.size
-    if arrays.shape[1:3] != (height, width) or preprocessing.resize not in (
-        None,
-        min(height, width),
-    ):
-        return None
-    if arrays.ndim == 3 and preprocessing.channels == 1:
-        return arrays[:, None]
-    return None
+    fits = arrays.shape[1:] == (height, width) and preprocessing.channels == 1
+    return arrays[:, None] if fits and preprocessing.resize in (None, min(height, width)) else None
 
 
 def _decoders() -> int:
@@ -414,22 +408,15 @@ class TrainBatches:
         """Return a share of a batch's class ids."""
         own = torch.from_numpy(labels[share])
         mix = self._make.mix(epoch, batch, len(labels))
-        return (
-            own
-            if mix is None
-            else MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
-        )
+        if mix is None:
+            return own
+        return MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
 
     def __enter__(self) -> Self:
         """Return this object."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the worker processes."""
         self.close()
 
@@ -468,11 +455,11 @@ def inputs(
 def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:
     """Yield `make(job)` for each job, while a thread makes the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
-        pending = iter(jobs)
-        next_up = [thread.submit(make, job) for job in itertools.islice(pending, 1)]
-        while next_up:
-            current, next_up = (
-                next_up[0],
-                [thread.submit(make, job) for job in itertools.islice(pending, 1)],
-            )
-            yield current.result()
+        pending = None
+        for job in jobs:
+            upcoming = thread.submit(make, job)
+            if pending is not None:
+                yield pending.result()
+            pending = upcoming
+        if pending is not None:
+            yield pending.result()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Backbone, Combiner
-from retrieval.model.model import Model
+from retrieval.model.model import Model, evaluation_mode
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -115,23 +115,19 @@ class Signature:
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
     """Context manager with the model in evaluation mode on the CPU; restores its state after."""
-    modes = [(module, module.training) for module in model.modules()]
     device = next(
         (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
     )
     channels_last, model.channels_last = model.channels_last, False
     try:
-        model.eval()
         if device.type != "cpu":
             model.cpu()
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             yield
     finally:
         model.channels_last = channels_last
         if device.type != "cpu":
             model.to(device)
-        for module, training in modes:
-            module.training = training
 
 
 def check_size(model: Model) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,19 @@ from torch.nn import functional
 from retrieval.model.contracts import Backbone, Combiner
 from retrieval.model.precision import full_precision
 from retrieval.serving.images import Preprocessing
+
+
+@contextlib.contextmanager
+def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
+    """Context manager: evaluation mode; restores each submodule's own mode."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 class Normalize(nn.Module):

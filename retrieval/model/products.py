@@ -17,21 +17,15 @@ from retrieval.errors import PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Combiner, Generator
 from retrieval.model.guard import checked_rows, shown
+from retrieval.model.model import evaluation_mode
 from retrieval.serving.images import Preprocessing
 
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode without gradients; restores modes and random state."""
-    modes = {part: part.training for module in modules for part in module.modules()}
-    for module in modules:
-        module.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
+    with evaluation_mode(*modules), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 P = TypeVar("P", Backbone, Combiner, Generator)
