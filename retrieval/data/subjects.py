@@ -72,10 +72,11 @@ class OfSources(Subjects):
         ]
         self.kind = "features" if self._rows else "image"
         self.notes = [note for source in sources for note in source.left_out]
-        subjects: list[Subject] = []
-        for source, name in zip(sources, named, strict=True):
-            subjects += _subjects(source, Path(name), name if len(named) > 1 else "")
-        self.items = subjects
+        self.items = [
+            subject
+            for source, name in zip(sources, named, strict=True)
+            for subject in _subjects(source, Path(name), name if len(named) > 1 else "")
+        ]
 
     def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
         """Yield items' numbers and content; see `Subjects`."""
@@ -99,15 +100,13 @@ class OfDataset(Subjects):
 
     def __init__(self, dataset: Dataset, splits: Splits) -> None:
         sides = [""] * len(dataset)
-        test = ("test", splits.query) if splits.gallery is None else ("query", splits.query)
-        gallery = () if splits.gallery is None else (("gallery", splits.gallery),)
         for side, items in (
             ("train", splits.train),
             ("validation", splits.validation),
-            test,
-            *gallery,
+            ("test" if splits.gallery is None else "query", splits.query),
+            ("gallery", splits.gallery),
         ):
-            for item in items.tolist():
+            for item in () if items is None else items.tolist():
                 sides[item] = side
         self._dataset, self.kind = dataset, dataset.kind
         self.items = [
@@ -134,40 +133,26 @@ class OfDataset(Subjects):
         return own, item
 
 
-def _subjects(sources: Sources, named: Path, side: str) -> list[Subject]:
+def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
     tops = {parts[0].lower() for parts in inside if len(parts) > 1}
-    sided = (
-        not side and bool(tops) and tops <= SIDES.keys() and all(len(parts) > 2 for parts in inside)
-    )
-    subjects = []
+    deep = all(len(parts) > 2 for parts in inside)
+    sided = not side and bool(tops) and tops <= SIDES.keys() and deep
     for item, parts in zip(sources.items, inside, strict=True):
-        name = (
-            str(named.joinpath(*parts))
-            if parts
-            else item.key
-            if item.row is not None
-            else item.name
-        )
+        name = item.key if item.row is not None else item.name
+        name = str(named.joinpath(*parts)) if parts else name
         if sided:
             split, role = SIDES[parts[0].lower()]
-            subjects.append(Subject(name, parts[1], role or split))
+            yield Subject(name, parts[1], role or split)
         else:
-            split, role = (
-                str(item.metadata.get(column) or "").lower() for column in ("split", "role")
-            )
+            split, role = (str(item.metadata.get(x) or "").lower() for x in ("split", "role"))
             own, known = SIDES.get(split, (split, ""))
-            subjects.append(Subject(name, item.label, side or role or known or own))
-    return subjects
+            yield Subject(name, item.label, side or role or known or own)
 
 
 def _inside(item: Source, folder: Path) -> tuple[str, ...]:
     """Return the parts of an image's path below a folder; empty if it is not below the folder."""
-    try:
-        return (
-            ()
-            if item.path is None or item.row is not None
-            else item.path.relative_to(folder.absolute()).parts
-        )
-    except ValueError:
+    above = folder.absolute()
+    if item.path is None or item.row is not None or not item.path.is_relative_to(above):
         return ()
+    return item.path.relative_to(above).parts

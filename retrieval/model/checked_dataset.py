@@ -148,15 +148,13 @@ def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> 
         if column is None:
             if part in ("labels", "keys"):
                 wrong.append(f"it has no {part}, one for each item")
-            continue
-        try:
-            lengths[part] = len(column)
-        except TypeError:
-            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
-            continue
-        if isinstance(column, str | bytes | Mapping | Set):
-            del lengths[part]
+        elif isinstance(column, str | bytes | Mapping | Set):
             wrong.append(f"{part} is {shown(column)}, and must hold one entry per item, in order")
+        else:
+            try:
+                lengths[part] = len(column)
+            except TypeError:
+                wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
     return lengths
@@ -211,6 +209,16 @@ def _check_each(
         )
 
 
+def rows_not_finite(vectors: NDArray[Any]) -> list[int]:
+    """Return the rows of vectors (N, F) that hold NaN or infinity."""
+    rows: list[int] = []
+    for start in range(0, len(vectors), _ROWS):  # in blocks, to limit memory
+        finite = np.isfinite(vectors[start : start + _ROWS])
+        if not finite.all():
+            rows += (start + np.flatnonzero(~finite.all(axis=1))).tolist()
+    return rows
+
+
 def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
     """Add faults of the array of all items to `wrong`."""
     if arrays is None:
@@ -222,17 +230,10 @@ def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
             wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
         elif arrays.dtype.kind not in "fiu":
             wrong.append(f"arrays has the type {arrays.dtype}, and must be float32")
-        else:
-            blocks = range(0, len(arrays), _ROWS)
-            bad = [
-                i + int(j)
-                for i in blocks
-                for j in np.flatnonzero(~np.isfinite(arrays[i : i + _ROWS]).all(1))
-            ]
-            if bad:
-                wrong.append(
-                    f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
-                )
+        elif bad := rows_not_finite(arrays):
+            wrong.append(
+                f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
+            )
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
         wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,7 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     else:
         return array
     if len(missing):
-        rows = ", ".join(str(row) for row in missing[:5].tolist()) + (
-            ", …" if len(missing) > 5 else ""
-        )
+        rows = ", ".join(map(str, missing[:5].tolist())) + (", …" if len(missing) > 5 else "")
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
         raise LabelsError(
             f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural}"
@@ -108,11 +107,7 @@ def learner_labels(y: Any) -> Any:
     array = read_values(array, "labels")
     if array.dtype.kind != "O":
         return array
-    return (
-        read_labels(array)
-        if all(isinstance(value, str) or _is_whole(value) for value in array)
-        else y
-    )
+    return read_labels(array) if all(isinstance(v, str) or _is_whole(v) for v in array) else y
 
 
 def is_missing(value: Any) -> bool:
@@ -176,10 +171,8 @@ def _is_whole(value: Any) -> bool:
 def _whole_numbers(values: list[Any]) -> NDArray[Any]:
     whole = [int(value) for value in values]
     for kind in (np.int64, np.uint64):
-        try:
+        with suppress(OverflowError):
             return np.array(whole, kind)
-        except OverflowError:
-            continue
     return np.array(whole, object)
 
 

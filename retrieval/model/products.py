@@ -62,14 +62,11 @@ def check_backbone(product: Any, name: str) -> Backbone:
 def check_generator(product: Any, name: str) -> Generator:
     """Return a generator if its type and attributes are valid, else raise a `PluginError`."""
     generator = check_kind(product, Generator, name)
-    for part, allowed in (
-        ("replaces", ("positive", "negative")),
-        ("space", ("features", "embeddings")),
-    ):
-        if (value := getattr(generator, part)) not in allowed:
+    allowed = {"replaces": ("positive", "negative"), "space": ("features", "embeddings")}
+    for part, (one, other) in allowed.items():
+        if (value := getattr(generator, part)) not in (one, other):
             raise PluginError(
-                f'The generator {name} has {part} = {value!r}; it must be "{allowed[0]}" or'
-                f' "{allowed[1]}".'
+                f'The generator {name} has {part} = {value!r}; it must be "{one}" or "{other}".'
             )
     return generator
 
@@ -95,13 +92,8 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
         codes = head(torch.randn(3, features))
         mat = combiner.compute_mat(codes, codes[:2])
         rows = combiner.pairwise_distance(codes, codes)
-    checked_rows(
-        mat,
-        f"{what}'s compute_mat",
-        (3, 2),
-        codes.device,
-        "a distance for each query and reference",
-    )
+    of = "a distance for each query and reference"
+    checked_rows(mat, f"{what}'s compute_mat", (3, 2), codes.device, of)
     if not (isinstance(rows, Tensor) and rows.shape == (3,)):
         raise PluginError(
             f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance per row, of"
@@ -174,17 +166,13 @@ class CheckedMetric:
     ) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
         """The metric's checked `graded` method, or None; see `retrieval.plugin.Metric`."""
         graded = getattr(self.metric, "graded", None)
-        return (
-            None
-            if graded is None
-            else lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
-        )
+        if graded is None:
+            return None
+        return lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
 
-    def _checked(
-        self, queries: int, call: Callable[..., Any], *given_it: Any
-    ) -> NDArray[np.float64]:
+    def _checked(self, queries: int, call: Callable[..., Any], *arrays: Any) -> NDArray[np.float64]:
         with calling(self.what):
-            result = call(*given_it)
+            result = call(*arrays)
         with contextlib.suppress(ValueError, TypeError):
             values = np.asarray(result)
             if values.shape == (queries,) and values.dtype.kind in "fiub":
@@ -230,9 +218,8 @@ class ModuleBackbone(Backbone):
             output = module(probe) if shape else torch.zeros(2, 1)
         features = checked_rows(output, what, (2, -1), first.device, "features")
         self.features = int(features.shape[1])
-        self._behaves = hashlib.blake2b(
-            features.float().cpu().numpy().tobytes(), digest_size=16
-        ).hexdigest()
+        content = features.float().cpu().numpy().tobytes()
+        self._behaves = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return features (B, F) of normalised images or vectors."""

@@ -133,12 +133,10 @@ def row_sums(
     the batch, or `None`.
     """
     arguments: tuple[Any, ...] = ()
-    by_labels = getattr(loss, "rows_by_labels", False)
     if kind == "anchors":
-        if indices is not None:
-            picked: TripletIndices | None = _of_rows(indices, start, len(rows))
-        else:
-            picked = None if by_labels else _pairs(labels, whole[1], start)
+        picked = None if indices is None else _of_rows(indices, start, len(rows))
+        if indices is None and not getattr(loss, "rows_by_labels", False):
+            picked = _pairs(labels, whole[1], start)
         arguments = (picked, *whole)
     with _collecting(loss, start) as sums_by_name:
         loss(rows, labels, *arguments)

@@ -171,9 +171,6 @@ def _collected(name: str, bundle: Bundle | None) -> Sources:
 
 
 def _of_recipe(recipe: Recipe) -> OfDataset:
-    # imports torch, which folders and tables do not need
-    from retrieval.run.build import build_dataset
-
     dataset = build_dataset(recipe)
     return OfDataset(dataset, make_splits(dataset, recipe.split))
 
@@ -259,19 +256,14 @@ def _opened(
     name = subjects.items[row].name
     try:
         own, item = subjects.open(row, content)
-        try:
-            flat = few_levels(item) if isinstance(item, Image.Image) else None
-            flat = flat and f"{name} {flat}."
-            return row, (
-                own,
-                fingerprint(item),
-                None if bundle is None else _input(bundle, item),
-                flat,
-            )
-        except DataError as fault:
-            raise DataError(f"{name}: {fault}") from fault
     except DataError as fault:
         return row, fault
+    try:
+        flat = few_levels(item) if isinstance(item, Image.Image) else None
+        pixels = None if bundle is None else _input(bundle, item)
+        return row, (own, fingerprint(item), pixels, flat and f"{name} {flat}.")
+    except DataError as fault:
+        return row, DataError(f"{name}: {fault}")
 
 
 def _input(bundle: Bundle, item: Image.Image | NDArray[Any]) -> NDArray[Any]:
@@ -285,9 +277,8 @@ def _empty(bundle: Bundle, size: int) -> Encoded:
     manifest = bundle.manifest
     vector = np.zeros((size, manifest.vector), np.float32)
     query = np.zeros_like(vector) if manifest.query_vectors else vector
-    return Encoded(
-        vector, query, np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
-    )
+    code = np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
+    return Encoded(vector, query, code)
 
 
 def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArray[Any]]]) -> None:
@@ -314,9 +305,8 @@ def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
     pairs: list[Alike] = []
     alone: list[int] = []
     for rows in groups.values():
-        alone += {
-            (subjects.items[row].side, subjects.items[row].label): row for row in reversed(rows)
-        }.values()
+        items = {row: subjects.items[row] for row in reversed(rows)}
+        alone += {(item.side, item.label): row for row, item in items.items()}.values()
         if len(rows) > 1:
             files = set(seen.contents[rows].tolist())
             by: By = "numbers" if subjects.kind == "features" else "pixels"
@@ -336,11 +326,8 @@ def _model_pairs(seen: _Seen, bundle: Bundle, rows: Rows, within: float) -> Near
     assert seen.encoded is not None
     vector, manifest = np.ascontiguousarray(seen.encoded.vector[rows]), bundle.manifest
     spans = [(space.start, space.stop) for space in manifest.subspaces if manifest.merge == "min"]
-    measure = (
-        _measure(bundle, seen.encoded, rows)
-        if bundle.has_code or spans or manifest.distance.measure == "inner"
-        else None
-    )
+    plain = not (bundle.has_code or spans or manifest.distance.measure == "inner")
+    measure = None if plain else _measure(bundle, seen.encoded, rows)
     return near_pairs(
         vector,
         within,
@@ -364,11 +351,8 @@ def _distances(
 ) -> NDArray[np.float64]:
     """Return an item's distances to others: the model's own, or Euclidean if it only scores."""
     query, vectors = queries.query[number], encoded.vector[rows]
-    code, codes = (
-        (None, None)
-        if queries.code is None or encoded.code is None
-        else (queries.code[number], encoded.code[rows])
-    )
+    code = None if queries.code is None else queries.code[number]
+    codes = None if encoded.code is None else encoded.code[rows]
     if bundle.manifest.merge == "score" and code is None:
         return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
     return measured(bundle, query, code, vectors, codes, len(rows))

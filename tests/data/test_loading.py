@@ -6,11 +6,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
+from batches import GREY8, digits_dataset
+from batches import batches as batches_of
 from PIL import Image
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
@@ -19,13 +21,12 @@ from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.loading import RawInputs, TrainBatches, inputs
 from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
+from retrieval.model.contracts import Dataset
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.serving.images import Preprocessing
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision.transforms import v2
 
-GREY8 = Preprocessing((8, 8), 1, (0.5,), (0.5,))
 TWELVE = Sampler(classes=4, items=3)
 NOTHING = Augmentation()
 CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
@@ -33,9 +34,7 @@ CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
 
 @pytest.fixture(scope="module")
 def digits() -> ArrayDataset:
-    found = load_digits()
-    pixels = (found.images * 15).astype(np.uint8)
-    return ArrayDataset(pixels, [str(label) for label in found.target])
+    return digits_dataset()
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +51,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> FileDataset:
 
 
 def batches(
-    dataset: ArrayDataset | FileDataset,
-    preprocessing: Preprocessing = GREY8,
+    dataset: Dataset,
+    preprocessing: Preprocessing | None = GREY8,
     sampler: Sampler = TWELVE,
     augmentation: Augmentation = NOTHING,
-    seed: int = 5,
-    indices: NDArray[np.int64] | None = None,
-    workers: int = 0,
+    **options: Any,
 ) -> TrainBatches:
-    indices = np.arange(len(dataset)) if indices is None else indices
-    labels = np.unique(np.array(dataset.labels)[indices], return_inverse=True)[1]
-    return TrainBatches(
-        dataset,
-        indices,
-        labels,
-        preprocessing,
-        sampler=sampler,
-        augmentation=augmentation,
-        seed=seed,
-        workers=workers,
-    )
+    return batches_of(dataset, sampler, augmentation, preprocessing=preprocessing, **options)
 
 
 def assert_same(a: Iterator[tuple[Tensor, Tensor]], b: Iterator[tuple[Tensor, Tensor]]) -> int:
@@ -101,16 +87,7 @@ def test_batches_are_p_classes_of_m_items(digits: ArrayDataset) -> None:
 
 def test_a_small_class_repeats_its_items() -> None:
     data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
-    labels = np.array([0, 1, 1, 1, 2, 2, 2])
-    loader = TrainBatches(
-        data,
-        np.arange(7),
-        labels,
-        None,
-        sampler=Sampler(classes=3, items=2, batches=4),
-        augmentation=Augmentation(),
-        seed=0,
-    )
+    loader = batches(data, None, Sampler(classes=3, items=2, batches=4))
     assert len(loader) == 4
     for x, y in loader.epoch(0):
         assert x.dtype == torch.float32 and x.shape == (6, 1)
@@ -361,6 +338,6 @@ def test_bad_images_end_in_a_sentence(tmp_path: Path) -> None:
         (np.zeros((3, 4), np.float32), "features", "3 items and 2 labels"),
     ],
 )
-def test_arrays_that_do_not_fit(array: NDArray[np.generic], kind: str, sentence: str) -> None:
+def test_arrays_that_do_not_fit(array: np.ndarray, kind: str, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         ArrayDataset(array, ["a", "b"], kind=kind)  # type: ignore[arg-type]

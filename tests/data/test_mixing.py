@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import batches as batches_of
+from batches import digits_dataset
 from retrieval.data.augment import Mix, MixedLabels
-from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import RecipeError
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.serving.images import Preprocessing
 from retrieval.training.check import run_one_batch
-from sklearn.datasets import load_digits
 
 RECIPE: dict[str, Any] = {
     "data": {"name": "core.digits"},
@@ -31,19 +30,8 @@ RECIPE: dict[str, Any] = {
 
 
 def batches(mix: Any, **more: Any) -> TrainBatches:
-    found = load_digits()
-    dataset = ArrayDataset(
-        (found.images * 15).astype(np.uint8), [str(label) for label in found.target]
-    )
-    return TrainBatches(
-        dataset,
-        np.arange(len(found.target)),
-        found.target,
-        Preprocessing((8, 8), 1, (0.5,), (0.5,)),
-        sampler=Sampler(classes=4, items=3, batches=6),
-        augmentation=Augmentation(mix=mix, **more),
-        seed=4,
-    )
+    sampler = Sampler(classes=4, items=3, batches=6)
+    return batches_of(digits_dataset(), sampler, Augmentation(mix=mix, **more), seed=4)
 
 
 def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels() -> None:
