@@ -96,12 +96,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Changes:
-    """The random changes that a recipe makes to training images.
-
-    Attributes:
-        table: the recipe's `[augmentation]`.
-        transforms: its transforms, built.
-    """
+    """The random changes of a recipe's `[augmentation]`, with its transforms built."""
 
     table: Augmentation
     transforms: tuple[Transform, ...] = ()

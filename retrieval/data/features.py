@@ -56,12 +56,9 @@ def _features(
     model: Model, dataset: Dataset, device: torch.device, batch: int
 ) -> NDArray[np.float32]:
     what = f"The backbone {type(model.backbone).__name__}"
-    if (
-        dataset.kind == "features"
-        and dataset.arrays is not None
-        and not list(model.backbone.parameters())
-    ):
-        features = np.asarray(dataset.arrays, dtype=np.float32)
+    vectors = dataset.arrays if dataset.kind == "features" else None
+    if vectors is not None and not list(model.backbone.parameters()):
+        features = np.asarray(vectors, dtype=np.float32)
         check_width(features, what, model.backbone.features)
         return features
     model.to(device)
@@ -171,9 +168,8 @@ class OnnxBackbone:
         scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
         for size in {1, self._rows}:
             computed = self._run(session, samples, size)
-            if computed.shape != expected.shape or not (
-                np.abs(computed - expected).max() <= graph.TOLERANCE * scale
-            ):
+            same = computed.shape == expected.shape
+            if not same or not np.abs(computed - expected).max() <= graph.TOLERANCE * scale:
                 raise BundleError("The graph of the backbone does not agree with torch.")
         return session
 

@@ -1,8 +1,4 @@
-"""Batches: chosen by a sampler for training, in order for evaluation.
-
-Other modules use `TrainBatches` and `inputs`. `RawInputs` returns items as inputs of a `Model`,
-and `BatchMaker` makes a batch in this process or in one of `Workers`.
-"""
+"""Batches: chosen by a sampler for training, in order for evaluation."""
 
 from __future__ import annotations
 
@@ -190,13 +186,7 @@ class Job(NamedTuple):
 
 @dataclass
 class BatchMaker:
-    """Makes a batch's inputs from a `Job`, in this or another process.
-
-    Attributes:
-        raw: the dataset's inputs.
-        changes: the random changes to images.
-        seed: the run's seed.
-    """
+    """Makes a batch's inputs from a `Job`, in this or another process."""
 
     raw: RawInputs
     changes: Changes
@@ -267,21 +257,18 @@ class Workers:
             raise DataError(
                 f"The dataset cannot be sent to other processes ({error}). Set [train] workers = 0."
             ) from error
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "exited unexpectedly" not in str(error):
-                    raise
-                raise DataError(
-                    "A process that loads images died; the lines above say why. It may lack memory,"
-                    " or the dataset's class may not be importable there. Set [train] workers = 0."
-                ) from error
-            if isinstance(batch, str):
-                raise DataError(batch)
-            yield batch
+        try:
+            for batch in batches:
+                if isinstance(batch, str):
+                    raise DataError(batch)
+                yield batch
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error):
+                raise
+            raise DataError(
+                "A process that loads images died; the lines above say why. It may lack memory, or"
+                " the dataset's class may not be importable there. Set [train] workers = 0."
+            ) from error
 
     def close(self) -> None:
         """End the processes."""
@@ -301,7 +288,7 @@ class TrainBatches:
         dataset: the dataset; `dataset[i]` is called from several threads.
         indices: training items (n,) (`Splits.train`).
         labels: class ids (n,) of those items (`Splits.train_labels`).
-        preprocessing: the backbone's preprocessing, or `None` for vectors.
+        preprocessing: see `RawInputs`.
         sampler: P, M and the number of batches in an epoch.
         batch_sampler: chooses the items; the default draws P random classes and M items of each.
         augmentation: random changes to images, number of views of each item, and their labels.

@@ -130,12 +130,9 @@ class ItemDataset(Dataset):
 
     Args:
         read: returns the image with an index, in any form that `as_dataset` accepts.
-        labels: one label per item.
+        labels: one label per item; further columns as in `Dataset`.
         keys: one name per item; the default is the item's number.
         name: name of the data in error messages.
-        splits: see `Dataset`.
-        roles: see `Dataset`.
-        metadata: see `Dataset`.
     """
 
     def __init__(

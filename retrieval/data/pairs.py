@@ -286,7 +286,7 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
             f" ('{' '.join(words)[:60]}')."
         )
     numbers = words[1:] if len(words) == 3 else words[1::2]
-    if not all(_is_number(word) and int(word) for word in numbers):
+    if not all(map(_is_count, numbers)):
         return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are not such numbers."
     first, second = words[0], words[0] if len(words) == 3 else words[2]
     if len(words) == 4 and first == second:
@@ -294,8 +294,8 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
     return stem(first, int(numbers[0])), stem(second, int(numbers[1])), len(words) == 3
 
 
-def _is_number(word: str) -> bool:
-    return word.isascii() and word.isdigit()
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdigit() and int(word) > 0
 
 
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
@@ -318,7 +318,7 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
 
     def count(what: str) -> int | None:
         line, words = next(lines, (0, []))
-        if len(words) == 1 and _is_number(words[0]) and int(words[0]):
+        if len(words) == 1 and _is_count(words[0]):
             return int(words[0])
         problems.append(f"{described(line, words)} where {what} is expected.")
         return None
@@ -332,7 +332,7 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
         read.append(people)
         while len(people) < size:
             line, words = next(lines, (0, []))
-            if len(words) == 2 and _is_number(words[1]) and int(words[1]):
+            if len(words) == 2 and _is_count(words[1]):
                 people.append((line, words[0], int(words[1])))
                 continue
             where = f"fold {k + 1}" if folds else "the list"

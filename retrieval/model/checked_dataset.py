@@ -15,11 +15,10 @@ from torch import Tensor
 from retrieval.errors import DataError, PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
-from retrieval.model.guard import shown
+from retrieval.model.guard import breach, shown
 from retrieval.serving.images import check_range, from_array
 
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
-_IMAGE = "a Pillow image, or uint8 pixels (H, W) or (H, W, 3)"
 _ROWS = 65_536
 """Number of vectors checked at a time."""
 
@@ -103,17 +102,13 @@ class CheckedDataset(Dataset):
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
 
     def _vector(self, item: Any, what: str) -> NDArray[Any]:
-        if self._width is None:
-            self._width = len(item) if isinstance(item, np.ndarray) and item.ndim == 1 else None
+        array = isinstance(item, np.ndarray)
+        if self._width is None and array and item.ndim == 1:
+            self._width = len(item)
         width = self._width if self.arrays is None else self.arrays.shape[1]
-        if not (
-            isinstance(item, np.ndarray) and item.shape == (width,) and item.dtype.kind in "fiu"
-        ):
+        if not array or item.shape != (width,) or item.dtype.kind not in "fiu":
             size = "(F,)" if width is None else f"({width},)"
-            raise PluginError(
-                f"{what} gave {shown(item)}; it must give a vector: a numpy array of numbers of"
-                f" shape {size}."
-            )
+            raise breach(what, item, f"a vector: a numpy array of numbers of shape {size}.")
         if not np.isfinite(item).all():
             raise DataError(f"{what} gave NaN or infinity; leave the item out, or mend it.")
         return item
@@ -138,7 +133,7 @@ def _image(item: Any, what: str) -> Image.Image:
         hint = " Give the image alone: labels are what `labels` holds."
     elif isinstance(item, bytes | str | os.PathLike):
         hint = " retrieval.data.datasets.FileDataset opens files."
-    raise PluginError(f"{what} gave {shown(item)}; it must give {_IMAGE}.{hint}")
+    raise breach(what, item, f"a Pillow image, or uint8 pixels (H, W) or (H, W, 3).{hint}")
 
 
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> dict[str, int]:

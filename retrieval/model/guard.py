@@ -34,9 +34,9 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
-def breach(what: str, value: Any, must: str) -> PluginError:
-    """Return the error about a value that breaks a contract; `what` begins the sentence."""
-    return PluginError(f"{what} gave {shown(value)}; it must give {must}")
+def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
+    """Return the error about a value that breaks a contract: "WHAT gave VALUE PART; …"."""
+    return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")
 
 
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
@@ -98,15 +98,11 @@ def checked_indices(
     if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
         raise breach(what, picked, f"{must}.")
     for x in picked:
-        if not (
-            isinstance(x, Tensor)
-            and x.ndim == 1
-            and x.dtype in (torch.int64, torch.int32)
-            and x.device == device
-        ):
+        whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
+        if not whole or x.ndim != 1 or x.device != device:
             others = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
             place = f" on {', '.join(sorted(others))} (the codes are on {device})" if others else ""
-            raise PluginError(f"{what} gave {shown(picked)}{place}; it must give {must}.")
+            raise breach(what, picked, f"{must}.", place)
     groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
     if any(len({len(x) for x in group}) > 1 for group in groups):
         lengths = ", ".join(str(len(x)) for x in picked)
@@ -171,10 +167,7 @@ def checked_objective(
 ) -> tuple[Tensor | None, Mapping[str, Any]]:
     """Return the result of a combiner's `objective` if valid: a scalar or None, and metrics."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
-        raise PluginError(
-            f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
-            " metrics by name."
-        )
+        raise breach(what, value, "a scalar (or None), and metrics by name.", " from objective")
     loss, metrics = value
     for name, number in metrics.items():
         tensor = isinstance(number, Tensor) and number.numel() == 1
@@ -196,7 +189,5 @@ def combiner_warnings(
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
     if isinstance(sentences, str) or not isinstance(sentences, Iterable):
-        raise PluginError(
-            f"{what} gave {shown(sentences)} from warnings; it must give a list of sentences."
-        )
+        raise breach(what, sentences, "a list of sentences.", " from warnings")
     return [str(sentence) for sentence in sentences]

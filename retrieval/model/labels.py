@@ -129,30 +129,19 @@ def _unchanged(labels: Any) -> NDArray[Any]:
         return shown
     if callable(detach := getattr(labels, "detach", None)):
         labels = detach().cpu()
-    if (
-        isinstance(labels, str | bytes)
-        or not isinstance(labels, Iterable)
-        or hasattr(labels, "__array__")
-    ):
+    items = isinstance(labels, Iterable) and not isinstance(labels, str | bytes)
+    if not items or hasattr(labels, "__array__"):
         array = np.asarray(labels)
         if array.dtype.kind in "biufUO":
             return array
-        return _of_values(array.tolist() if array.ndim == 1 else array)
+        return np.fromiter(array.tolist() if array.ndim == 1 else array, object)
     values = list(labels)
     kinds = set(map(type, values))
     if kinds in ({str}, {int}, {bool}):
         array = np.asarray(values)
         # NumPy may turn whole numbers beyond int64 into floats, which are not exact.
-        return array if array.dtype.kind in "biuU" else _of_values(values)
-    return _of_values([_plain(value) for value in values])
-
-
-def _of_values(values: Any) -> NDArray[Any]:
-    """Return an object array (N,), even if the values are sequences."""
-    array = np.empty(len(values), object)
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
+        return array if array.dtype.kind in "biuU" else np.fromiter(values, object)
+    return np.fromiter(map(_plain, values), object)
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retrieval.errors import PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Combiner, Generator
-from retrieval.model.guard import checked_rows, shown
+from retrieval.model.guard import breach, checked_rows, shown
 from retrieval.model.model import evaluation_mode
 from retrieval.serving.images import Preprocessing
 
@@ -74,10 +74,8 @@ def check_generator(product: Any, name: str) -> Generator:
 def check_head(head: Any, what: str, features: int) -> nn.Module:
     """Return a head if it maps features (B, F) to codes (B, C), else raise a `PluginError`."""
     if not isinstance(head, nn.Module):
-        raise PluginError(
-            f"{what} gave {shown(head)} as the head; it must give a module from features (B,"
-            f" {features}) to codes (B, C)."
-        )
+        must = f"a module from features (B, {features}) to codes (B, C)."
+        raise breach(what, head, must, " as the head")
     first = next(head.parameters(), torch.empty(0))
     with calling(f"{what}'s head"), untouched(head):
         codes = head(torch.zeros(2, features, device=first.device))
@@ -95,10 +93,8 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
     of = "a distance for each query and reference"
     checked_rows(mat, f"{what}'s compute_mat", (3, 2), codes.device, of)
     if not (isinstance(rows, Tensor) and rows.shape == (3,)):
-        raise PluginError(
-            f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance per row, of"
-            " shape (3,)."
-        )
+        must = "one distance per row, of shape (3,)."
+        raise breach(f"{what}'s pairwise_distance", rows, must)
     return combiner
 
 
@@ -120,10 +116,8 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
     with calling(f"{what}, asked for to_model_parts(),"):
         parts = learner.to_model_parts()
     if not isinstance(parts, tuple) or len(parts) != 2:
-        raise PluginError(
-            f"{what} gave {shown(parts)} from to_model_parts; it must give the head, and a combiner"
-            " or None."
-        )
+        must = "the head, and a combiner or None."
+        raise breach(what, parts, must, " from to_model_parts")
     head, combiner = parts
     check_head(head, what, features)
     if combiner is not None and not isinstance(combiner, Combiner):
@@ -182,10 +176,7 @@ class CheckedMetric:
                 raise PluginError(
                     f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
                 )
-        raise PluginError(
-            f"{self.what} gave {shown(result)}; it must give one number per query, of shape"
-            f" ({queries},)."
-        )
+        raise breach(self.what, result, f"one number per query, of shape ({queries},).")
 
 
 IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)

@@ -73,15 +73,13 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
         return "classes"
     if mined and (kind == "items" or not getattr(loss, "rows_mined", True)):
         return None
-    regularised = any(
-        getattr(loss, f"{of}_regularizer", None) is not None for of in ("embedding", "weight")
-    )
-    if regularised or not isinstance(loss, BaseMetricLossFunction):
+    names = ("embedding_regularizer", "weight_regularizer")
+    if any(getattr(loss, name, None) is not None for name in names):
         return None
-    plain = all(
-        type(reducer) in _REDUCERS and not reducer.collect_stats
-        for reducer in _reducers(loss.reducer)
-    )
+    if not isinstance(loss, BaseMetricLossFunction):
+        return None
+    every = _reducers(loss.reducer)
+    plain = all(type(reducer) in _REDUCERS and not reducer.collect_stats for reducer in every)
     return cast(Rows, kind) if plain else None
 
 
