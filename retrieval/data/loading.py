@@ -120,7 +120,7 @@ class RawInputs:
         self._map(self._keep, missing.tolist())
         return np.take(self._kept, indices, axis=0)
 
-    def _stacked(self, function: Callable[[Any], NDArray[Any]], jobs: Sequence[Any]) -> Any:
+    def _stacked(self, function: Callable[[Any], Any], jobs: Sequence[Any]) -> NDArray[Any]:
         return np.stack(self._map(function, jobs))
 
     def _image(self, index: int) -> Image:

@@ -102,12 +102,11 @@ class CheckedDataset(Dataset):
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
 
     def _vector(self, item: Any, what: str) -> NDArray[Any]:
-        array = isinstance(item, np.ndarray)
-        if self._width is None and array and item.ndim == 1:
+        if self._width is None and isinstance(item, np.ndarray) and item.ndim == 1:
             self._width = len(item)
-        width = self._width if self.arrays is None else self.arrays.shape[1]
-        if not array or item.shape != (width,) or item.dtype.kind not in "fiu":
-            size = "(F,)" if width is None else f"({width},)"
+        shape = (self._width if self.arrays is None else self.arrays.shape[1],)
+        if not isinstance(item, np.ndarray) or item.shape != shape or item.dtype.kind not in "fiu":
+            size = "(F,)" if shape == (None,) else f"({shape[0]},)"
             raise breach(what, item, f"a vector: a numpy array of numbers of shape {size}.")
         if not np.isfinite(item).all():
             raise DataError(f"{what} gave NaN or infinity; leave the item out, or mend it.")

@@ -147,6 +147,13 @@ def table(**tables: Any) -> dict[str, Any]:
     return {k: v for k, v in {**BASE, **tables}.items() if v is not None}
 
 
+def assert_sentence(sentence: str, words: list[str]) -> None:
+    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
+    assert not sentence.endswith(".."), sentence
+    for word in words:
+        assert word in sentence, sentence
+
+
 @pytest.mark.parametrize(
     ("tables", "words"), CASES, ids=lambda x: json.dumps(x)[:70] if isinstance(x, dict) else ""
 )
@@ -154,11 +161,7 @@ def test_each_is_one_sentence(tables: dict[str, Any], words: list[str], tmp_path
     recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
         train(tmp_path / "run", recipe)
-    sentence = str(caught.value)
-    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
-    assert not sentence.endswith(".."), sentence
-    for word in words:
-        assert word in sentence, sentence
+    assert_sentence(str(caught.value), words)
 
 
 @pytest.mark.parametrize(
@@ -246,8 +249,4 @@ def test_check_says_what_train_says(tables: dict[str, Any], words: list[str]) ->
     recipe = check_recipe(table(**tables))
     with pytest.raises((PluginError, DataError)) as caught:
         run_one_batch(recipe)
-    sentence = str(caught.value)
-    assert "\n" not in sentence and sentence.endswith((".", "?", "…")), sentence
-    assert not sentence.endswith(".."), sentence
-    for word in words:
-        assert word in sentence, sentence
+    assert_sentence(str(caught.value), words)
