@@ -140,8 +140,8 @@ def near_pairs(
             meter.update(len(queries))
             known = np.ones(len(queries), np.int64)  # each row is near itself
             while len(queries):
-                few = min(count, size)
-                rows, apart = _candidates(vectors, queries, few, spans, measure, threads)
+                most = min(count, size)
+                rows, apart = _candidates(vectors, queries, most, spans, measure, threads)
                 close: NDArray[np.bool_] = apart <= within
                 # A measure may order rows otherwise, so look on while further rows are near.
                 counts = np.count_nonzero(close, axis=1)

@@ -100,8 +100,9 @@ def checked_indices(
     for x in picked:
         whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
         if not whole or x.ndim != 1 or x.device != device:
-            others = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
-            place = f" on {', '.join(sorted(others))} (the codes are on {device})" if others else ""
+            devices = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
+            names = ", ".join(sorted(devices))
+            place = f" on {names} (the codes are on {device})" if devices else ""
             raise breach(what, picked, f"{must}.", place)
     groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
     if any(len({len(x) for x in group}) > 1 for group in groups):

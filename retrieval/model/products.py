@@ -63,10 +63,10 @@ def check_generator(product: Any, name: str) -> Generator:
     """Return a generator if its type and attributes are valid, else raise a `PluginError`."""
     generator = check_kind(product, Generator, name)
     allowed = {"replaces": ("positive", "negative"), "space": ("features", "embeddings")}
-    for part, (one, other) in allowed.items():
-        if (value := getattr(generator, part)) not in (one, other):
+    for part, (first, second) in allowed.items():
+        if (value := getattr(generator, part)) not in (first, second):
             raise PluginError(
-                f'The generator {name} has {part} = {value!r}; it must be "{one}" or "{other}".'
+                f'The generator {name} has {part} = {value!r}; it must be "{first}" or "{second}".'
             )
     return generator
 

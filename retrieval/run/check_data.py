@@ -263,8 +263,8 @@ class _Seen:
         spans = [(part.start, part.stop) for part in manifest.subspaces if manifest.merge == "min"]
         plain = not (bundle.has_code or spans or manifest.distance.measure == "inner")
 
-        def measure(query: int, others: Rows) -> NDArray[np.float64]:
-            return self._distances(bundle, self.encoded, int(rows[query]), rows[others])
+        def measure(query: int, items: Rows) -> NDArray[np.float64]:
+            return self._distances(bundle, self.encoded, int(rows[query]), rows[items])
 
         return near_pairs(
             np.ascontiguousarray(self.encoded.vector[rows]),
