@@ -91,18 +91,13 @@ class Draws:
     uniform: NDArray[np.float64]
     seeds: NDArray[np.int64]
 
-    def __getitem__(self, rows: slice | int | NDArray[np.int64] | None) -> Draws:
+    def __getitem__(self, rows: slice | int | NDArray[np.int64]) -> Draws:
         return Draws(self.uniform[rows], self.seeds[rows])
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The random changes that a recipe makes to training images.
-
-    Attributes:
-        table: the recipe's `[augmentation]`.
-        transforms: its transforms, built.
-    """
+    """The random changes of a recipe's `[augmentation]`, with its transforms built."""
 
     table: Augmentation
     transforms: tuple[Transform, ...] = ()
@@ -117,39 +112,23 @@ class Changes:
         random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
         return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
 
-    def changed(
-        self, image: Image, preprocessing: Preprocessing, draws: Draws
-    ) -> NDArray[np.uint8]:
-        """Return pixels (channels, H, W) of a decoded image after its random changes.
+    def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
+        """Return a random crop (channels, H, W) of an image, in place of its `preprocessing`."""
+        from torchvision.transforms import InterpolationMode
+        from torchvision.transforms.v2 import functional
 
-        A random crop of the whole image replaces `preprocessing`'s resize and centre crop.
-        """
-        if self.table.crop_scale is None:
-            pixels = preprocessing(image)
-        else:
-            from torchvision.transforms import InterpolationMode
-            from torchvision.transforms.v2 import functional
-
-            # Convert to grey or RGB first, because a palette cannot be interpolated.
-            image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
-            box = crop_box(
-                draws.uniform,
-                image.height,
-                image.width,
-                self.table.crop_scale,
-                self.table.crop_ratio,
-            )
-            mode = InterpolationMode(preprocessing.interpolation)
-            image = functional.resized_crop(
-                image, *box, size=list(preprocessing.size), interpolation=mode
-            )
-            pixels = np.asarray(image, dtype=np.uint8)
-            pixels = pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
-        if draws.uniform[0] < self.table.horizontal_flip:
-            pixels = pixels[:, :, ::-1]
-        return (
-            self.transformed(np.array(pixels)[None], draws[None])[0] if self.transforms else pixels
+        assert self.table.crop_scale is not None
+        # Convert to grey or RGB first, because a palette cannot be interpolated.
+        image = to_mode(image, "L" if preprocessing.channels == 1 else "RGB")
+        size, scale, ratio = image.size[::-1], self.table.crop_scale, self.table.crop_ratio
+        image = functional.resized_crop(
+            image,
+            *crop_box(draws.uniform, *size, scale, ratio),
+            size=list(preprocessing.size),
+            interpolation=InterpolationMode(preprocessing.interpolation),
         )
+        pixels = np.asarray(image, dtype=np.uint8)
+        return pixels[None] if preprocessing.channels == 1 else pixels.transpose(2, 0, 1)
 
     def mirror(self, pixels: NDArray[np.uint8], draws: Draws) -> NDArray[np.uint8]:
         """Mirror some of a batch's images (B, channels, H, W) left to right, in place."""
@@ -222,10 +201,8 @@ class Mix:
         if table.mix is None:
             return None
         random = np.random.default_rng([key[0] % 2**64, *key[1:], _MIX])
-        weight, partner = (
-            float(random.beta(table.mix_alpha, table.mix_alpha)),
-            random.permutation(size),
-        )
+        weight = float(random.beta(table.mix_alpha, table.mix_alpha))
+        partner = random.permutation(size)
         if table.mix == "mixup":
             return cls(partner, weight, None)
         part = (1 - weight) ** 0.5
@@ -240,10 +217,8 @@ class Mix:
     def of(self, images: NDArray[np.uint8], partners: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return images (B, channels, H, W) with their partners' images mixed in."""
         if self.box is None:
-            mean = self.weight * images.astype(np.float32) + (1 - self.weight) * partners.astype(
-                np.float32
-            )
-            return np.rint(mean).astype(np.uint8)
+            own, other = images.astype(np.float32), partners.astype(np.float32)
+            return np.rint(self.weight * own + (1 - self.weight) * other).astype(np.uint8)
         mixed = images.copy()
         mixed[:, :, *self.box] = partners[:, :, *self.box]
         return mixed
@@ -282,36 +257,21 @@ Labels = Tensor | MixedLabels
 """The labels of a training batch."""
 
 
+_DRAWING = (
+    "bernoulli multinomial normal poisson rand randint randn randperm _sample_dirichlet"
+    " _standard_gamma"
+)
+_DRAWING_METHODS = (
+    "bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal_ random_"
+    " uniform_"
+)
 _LENT: frozenset[Any] = frozenset(
-    getattr(torch, name)
-    for name in (
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "poisson",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "_sample_dirichlet",
-        "_standard_gamma",
-    )
-) | frozenset(
-    getattr(Tensor, name)
-    for name in (
-        "bernoulli",
-        "bernoulli_",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal_",
-        "random_",
-        "uniform_",
-    )
+    [getattr(torch, name) for name in _DRAWING.split()]
+    + [getattr(Tensor, name) for name in _DRAWING_METHODS.split()]
 )
 """Random functions of torch with an argument `generator`."""
+_BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
+"""Those that take `generator` by position only, with its position."""
 _INSTEAD: Mapping[Any, str] = {
     torch.rand_like: "torch.rand(x.shape)",
     torch.randn_like: "torch.randn(x.shape)",
@@ -352,6 +312,3 @@ class Drawing(TorchFunctionMode):
                 f" when a run is resumed. Use {_INSTEAD[func]}."
             )
         return func(*args, **kwargs) if kwargs else func(*args)
-
-
-_BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}

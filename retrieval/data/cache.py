@@ -101,9 +101,8 @@ def frozen_features(
             shape = (len(dataset), width)
             return np.memmap(place / "features.f32", dtype=np.float32, mode="c", shape=shape)
         except OSError as error:
-            what = (
-                "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
-            )
+            full = error.errno == errno.ENOSPC
+            what = "the disk is full" if full else error.strerror or str(error)
             raise DataError(
                 f"Features cannot be kept in {place}: {what}. Make room, or set RETRIEVAL_CACHE to"
                 " another folder."

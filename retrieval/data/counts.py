@@ -16,12 +16,10 @@ class Count(NamedTuple):
     classes: int | None = None
 
     def __str__(self) -> str:
-        of = (
-            ""
-            if self.classes is None
-            else f" of {self.classes:,} class{'' if self.classes == 1 else 'es'}"
-        )
-        return f"{self.images:,} image{'' if self.images == 1 else 's'}{of}"
+        images = f"{self.images:,} image{'' if self.images == 1 else 's'}"
+        if self.classes is None:
+            return images
+        return f"{images} of {self.classes:,} class{'' if self.classes == 1 else 'es'}"
 
 
 def differing(
@@ -37,10 +35,7 @@ def differing(
         present = labels.get(side, ())
         count = Count(len(present), len(set(present)))
         releases = published.get(side, ())
-        if any(
-            release.images == count.images and release.classes in (None, count.classes)
-            for release in releases
-        ):
+        if {count, count._replace(classes=None)} & set(releases):
             continue
         counts = " or ".join(str(release) for release in releases) or "no image"
         problems.append(

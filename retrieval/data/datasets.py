@@ -27,12 +27,9 @@ class ArrayDataset(Dataset):
 
     Args:
         arrays: images, uint8 (N, H, W) or (N, H, W, 3), or vectors, float (N, F).
-        labels: one label per item.
+        labels: one label per item; further columns as in `Dataset`.
         keys: one name per item; the default is the item's number.
         kind: "image" or "features".
-        splits: see `Dataset`.
-        roles: see `Dataset`.
-        metadata: see `Dataset`.
 
     Raises:
         DataError: the shapes, types or lengths do not fit.
@@ -50,15 +47,12 @@ class ArrayDataset(Dataset):
         metadata: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         if kind == "features":
-            if (
-                arrays.ndim != 2
-                or arrays.shape[1] < 1
-                or not np.issubdtype(arrays.dtype, np.floating)
-            ):
+            floats = np.issubdtype(arrays.dtype, np.floating)
+            if arrays.ndim != 2 or not arrays.shape[1] or not floats:
                 raise DataError(
                     f"Features must be floats of shape (N, F), not {arrays.dtype} {arrays.shape}."
                 )
-            arrays = arrays if arrays.dtype == np.float32 else arrays.astype(np.float32)
+            arrays = arrays.astype(np.float32, copy=False)
         elif arrays.dtype != np.uint8 or not (
             arrays.ndim == 3 or (arrays.ndim == 4 and arrays.shape[3] in (1, 3))
         ):
@@ -68,12 +62,8 @@ class ArrayDataset(Dataset):
             )
         if arrays.ndim == 4 and arrays.shape[3] == 1:
             arrays = arrays[:, :, :, 0]
-        for name, column in (
-            ("labels", labels),
-            ("keys", keys),
-            ("splits", splits),
-            ("roles", roles),
-        ):
+        columns = {"labels": labels, "keys": keys, "splits": splits, "roles": roles}
+        for name, column in columns.items():
             if column is not None and len(column) != len(arrays):
                 raise DataError(f"There are {len(arrays):,} items and {len(column):,} {name}.")
         self.kind = kind
@@ -92,14 +82,10 @@ class FileDataset(Dataset):
 
     Args:
         files: one path per item.
-        labels: one label per item.
+        labels: one label per item; further columns and notes as in `Dataset`.
         keys: one name per item; the default is the path.
-        splits: see `Dataset`.
-        roles: see `Dataset`.
-        metadata: see `Dataset`.
         boxes: the part of each image that is the item, or `None` for the whole image.
         advice: what the user should do about an unreadable image; appended to the error message.
-        notes: see `Dataset`.
     """
 
     kind = "image"

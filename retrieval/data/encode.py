@@ -16,7 +16,7 @@ from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import RawInputs, inputs
 from retrieval.errors import DataError, at_least_one
 from retrieval.model.contracts import Dataset
-from retrieval.model.model import Model
+from retrieval.model.model import Model, evaluation_mode
 from retrieval.serving.bundle import is_image
 from retrieval.serving.encoder import Embeddings, as_rows
 from retrieval.serving.images import as_list, decode, from_pixels
@@ -26,14 +26,8 @@ from retrieval.serving.progress import Meter, Progress, showing
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode without gradients; restores each submodule's mode."""
-    modes = {name: child.training for name, child in module.named_modules()}
-    module.eval()
-    try:
-        with torch.inference_mode():
-            yield
-    finally:
-        for name, child in module.named_modules():
-            child.training = modes[name]
+    with evaluation_mode(module), torch.inference_mode():
+        yield
 
 
 def encode(

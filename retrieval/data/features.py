@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retrieval.data.cache import frozen_features
+from retrieval.data.datasets import ArrayDataset
 from retrieval.data.encode import evaluating
 from retrieval.data.loading import RawInputs
 from retrieval.errors import BundleError, MissingDependency
@@ -42,41 +43,24 @@ TRIED = 8
 """Number of items whose features are compared with torch's."""
 
 
-class FeatureDataset(Dataset):
-    """The features (N, F) of another dataset's items, with its labels and splits.
-
-    Args:
-        source: the other dataset.
-        features: features (N, F), float32, one row per item.
-    """
-
-    kind = "features"
-
-    def __init__(self, source: Dataset, features: NDArray[Any]) -> None:
-        self.labels, self.keys = source.labels, source.keys
-        self.splits, self.roles, self.metadata = source.splits, source.roles, source.metadata
-        self.arrays = features
-
-    def __getitem__(self, index: int) -> NDArray[Any]:
-        """Return features (F,)."""
-        assert self.arrays is not None
-        row: NDArray[Any] = self.arrays[index]
-        return row
-
-
 def backbone_features(
     model: Model, dataset: Dataset, device: torch.device, batch: int
-) -> FeatureDataset:
-    """Return the features of every item, from the cache or computed now."""
+) -> ArrayDataset:
+    """Return the features of every item, from the cache or computed now, as a dataset."""
+    columns = {name: getattr(dataset, name) for name in ("splits", "roles", "metadata")}
+    features = _features(model, dataset, device, batch)
+    return ArrayDataset(features, dataset.labels, dataset.keys, kind="features", **columns)
+
+
+def _features(
+    model: Model, dataset: Dataset, device: torch.device, batch: int
+) -> NDArray[np.float32]:
     what = f"The backbone {type(model.backbone).__name__}"
-    if (
-        dataset.kind == "features"
-        and dataset.arrays is not None
-        and not list(model.backbone.parameters())
-    ):
-        features = np.asarray(dataset.arrays, dtype=np.float32)
+    vectors = dataset.arrays if dataset.kind == "features" else None
+    if vectors is not None and not list(model.backbone.parameters()):
+        features = np.asarray(vectors, dtype=np.float32)
         check_width(features, what, model.backbone.features)
-        return FeatureDataset(dataset, features)
+        return features
     model.to(device)
     if device.type == "cpu":
         keep_large_blocks()
@@ -101,11 +85,10 @@ def backbone_features(
         identity, runtime = fingerprint(model.backbone), runtime_for(model, dataset, device)
         if runtime is not None:
             try:
-                features = cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
-                return FeatureDataset(dataset, features)
+                return cached(OnnxBackbone(model, dataset), f"{identity} {runtime}")
             except (BundleError, MissingDependency) as fault:
                 log.info("Features are computed by torch: %s", fault)
-        return FeatureDataset(dataset, cached(computed, identity))
+        return cached(computed, identity)
 
 
 def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | None:
@@ -185,9 +168,8 @@ class OnnxBackbone:
         scale = float(np.linalg.norm(expected, axis=1).mean()) or 1.0
         for size in {1, self._rows}:
             computed = self._run(session, samples, size)
-            if computed.shape != expected.shape or not (
-                np.abs(computed - expected).max() <= graph.TOLERANCE * scale
-            ):
+            same = computed.shape == expected.shape
+            if not same or not np.abs(computed - expected).max() <= graph.TOLERANCE * scale:
                 raise BundleError("The graph of the backbone does not agree with torch.")
         return session
 

@@ -152,21 +152,12 @@ class Findings:
         for by, title in _TITLES.items():
             group = [alike for alike in (*self.same, *self.near) if alike.by == by]
             far = f" (within {self.within[by]:.3g})" if by in self.within else ""
-            ranked = sorted(
-                group,
-                key=lambda alike: (-self.leaks(alike) - self.contradicts(alike), alike.distance),
-            )
-            lines += _part(title, map(self._line, ranked), shown, far + self._marked(group))
+            group.sort(key=lambda x: (-self.leaks(x) - self.contradicts(x), x.distance))
+            lines += _part(title, map(self._line, group), shown, far + self._marked(group))
         lines += _part(_LONE, self.lone, shown)
-        lines += _part(
-            _SPELT,
-            [
-                " / ".join(map(repr, labels))
-                + (", on different sides of the split" if self.across(labels) else "")
-                for labels in self.spelt
-            ],
-            shown,
-        )
+        split = {True: ", on different sides of the split", False: ""}
+        spelt = [f"{' / '.join(map(repr, x))}{split[self.across(x)]}" for x in self.spelt]
+        lines += _part(_SPELT, spelt, shown)
         if not self.complete:
             lines.append(
                 "There are more pairs than can be listed: ask for a smaller distance (within)."
@@ -178,39 +169,30 @@ class Findings:
         parts = [f"{self.checked}: {len(self.subjects):,} items of {len(self._labels()):,} labels"]
         if without := sum(subject.label is None for subject in self.subjects):
             parts.append(f"{without:,} without a label")
-        return "; ".join(
-            [*parts, *([", ".join(f"{n:,} {side}" for side, n in sides.items())] if sides else [])]
-        )
+        if sides:
+            parts.append(", ".join(f"{n:,} {side}" for side, n in sides.items()))
+        return "; ".join(parts)
 
     def _labels(self) -> set[str]:
         return {subject.label for subject in self.subjects if subject.label is not None}
 
     def _marked(self, group: Sequence[Alike]) -> str:
-        marks = [
-            f"{number:,} {what}"
-            for what, number in (
-                ("across the split", sum(map(self.leaks, group))),
-                ("with different labels", sum(map(self.contradicts, group))),
-            )
-            if number
-        ]
+        leaks, labels = sum(map(self.leaks, group)), sum(map(self.contradicts, group))
+        marks = [f"{leaks:,} across the split"] if leaks else []
+        marks += [f"{labels:,} with different labels"] if labels else []
         return f", {' and '.join(marks)}" if marks else ""
 
     def _line(self, alike: Alike) -> str:
-        marks = [
-            word
-            for word, holds in (("LEAK", self.leaks(alike)), ("LABEL", self.contradicts(alike)))
-            if holds
-        ]
-        far = [f"{alike.distance:.3f}"] if alike.by in self.within else []
-        names = []
+        parts = ["LEAK"] if self.leaks(alike) else []
+        parts += ["LABEL"] if self.contradicts(alike) else []
+        parts += [f"{alike.distance:.3f}"] if alike.by in self.within else []
         for i in alike.items[:_NAMED]:
             subject = self.subjects[i]
             about = ", ".join(part for part in (subject.side, subject.label) if part)
-            names.append(f"{subject.name} ({about})" if about else subject.name)
+            parts.append(f"{subject.name} ({about})" if about else subject.name)
         if len(alike.items) > _NAMED:
-            names.append(f"and {len(alike.items) - _NAMED:,} more")
-        return "  ".join([*marks, *far, *names])
+            parts.append(f"and {len(alike.items) - _NAMED:,} more")
+        return "  ".join(parts)
 
     def _item(self, number: int) -> dict[str, Any]:
         subject = self.subjects[number]
@@ -241,15 +223,10 @@ _TITLES: dict[By, _Title] = {
     "model": ("pair of items is the same to the model", "pairs of items are the same to the model"),
 }
 _LONE = ("label has one item", "labels have one item")
+_DIFFER = "labels differ only in case, spaces, Unicode form or number format"
 _SPELT = (
-    (
-        "group of labels is likely one class: the labels differ only in case, spaces, Unicode form"
-        " or number format"
-    ),
-    (
-        "groups of labels are likely one class each: their labels differ only in case, spaces,"
-        " Unicode form or number format"
-    ),
+    f"group of labels is likely one class: the {_DIFFER}",
+    f"groups of labels are likely one class each: their {_DIFFER}",
 )
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from retrieval.data.error_lists import refuse, some
+from retrieval.model.checked_dataset import rows_not_finite
 from retrieval.model.contracts import Dataset
 
 D = TypeVar("D", bound=Dataset)
-_BLOCK_BYTES = 1 << 24
 
 
 def usable(dataset: D, where: str) -> D:
@@ -23,8 +20,14 @@ def usable(dataset: D, where: str) -> D:
             every problem.
     """
     problems = []
-    if dataset.kind == "features" and dataset.arrays is not None:
-        problems += _not_finite(dataset.arrays)
+    vectors = dataset.arrays if dataset.kind == "features" else None
+    if vectors is not None and (rows := rows_not_finite(vectors)):
+        plural = len(rows) > 1
+        problems.append(
+            f"{len(rows):,} row{'s' if plural else ''} of features hold{'' if plural else 's'} NaN,"
+            f" infinity or numbers too large for 32 bits: {some(rows, 10)}. Remove or mend"
+            f" {'them' if plural else 'it'}."
+        )
     unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing(label)]
     if unlabelled:
         plural = len(unlabelled) > 1
@@ -52,21 +55,3 @@ def is_missing(label: Any) -> bool:
         return bool(label != label)  # only NaN differs from itself
     except (TypeError, ValueError):  # pandas' NA cannot be compared
         return True
-
-
-def _not_finite(vectors: NDArray[Any]) -> list[str]:
-    """Return problems of vectors (N, F) with numbers that are not finite."""
-    rows = max(1, _BLOCK_BYTES // max(1, vectors[:1].nbytes))
-    bad: list[int] = []
-    for start in range(0, len(vectors), rows):
-        finite = np.isfinite(vectors[start : start + rows])
-        if not finite.all():
-            bad += (start + np.flatnonzero(~finite.all(axis=1))).tolist()
-    if not bad:
-        return []
-    plural = len(bad) > 1
-    return [
-        f"{len(bad):,} row{'s' if plural else ''} of features hold{'' if plural else 's'} NaN, "
-        f"infinity or numbers too large for 32 bits: {some(bad, 10)}. "
-        f"Remove or mend {'them' if plural else 'it'}."
-    ]

@@ -72,14 +72,10 @@ def read_inputs(path: Path) -> KeptInputs:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
             labels = json.loads(metadata["labels"])
-            kept_inputs = KeptInputs(
-                metadata["kind"], file.get_tensor("inputs"), [str(label) for label in labels]
-            )
-        if metadata["format"] != FORMAT or not 0 < len(kept_inputs.labels) == len(
-            kept_inputs.inputs
-        ):
+            inputs = file.get_tensor("inputs")
+        if metadata["format"] != FORMAT or not 0 < len(labels) == len(inputs):
             raise ValueError("it is of another format")
-        return kept_inputs
+        return KeptInputs(metadata["kind"], inputs, [str(label) for label in labels])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} cannot be read: {error}.") from error
 

@@ -1,18 +1,12 @@
-"""Batches: chosen by a sampler for training, in order for evaluation.
-
-Other modules use `TrainBatches` and `inputs`. `RawInputs` returns items as inputs of a `Model`,
-and `BatchMaker` makes a batch in this process or in one of `Workers`.
-"""
+"""Batches: chosen by a sampler for training, in order for evaluation."""
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -98,34 +92,36 @@ class RawInputs:
         draws: Draws | None = None,
     ) -> NDArray[Any]:
         """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
-        if changes is not None and changes.active and self.preprocessing is not None:
-            assert draws is not None
-            pre = self.preprocessing
-            if changes.table.crop_scale is None:
-                pixels = changes.mirror(self.batch(indices), draws)
-                if not changes.transforms:
-                    return pixels
-                if self.dataset.arrays is not None:
-                    return changes.transformed(pixels, draws)
-                return np.concatenate(
-                    self._map(
-                        lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1]),
-                        range(len(pixels)),
-                    )
-                )
-            return np.stack(
-                self._map(
-                    lambda i: changes.changed(self._image(int(indices[i])), pre, draws[i]),
-                    range(len(indices)),
-                )
+        pre = self.preprocessing
+        if changes is None or not changes.active or pre is None:
+            return self._unchanged(indices)
+        assert draws is not None
+        if changes.table.crop_scale is None:
+            pixels = self._unchanged(indices)
+        else:
+            pixels = self._stacked(
+                lambda i: changes.crop(self._image(int(indices[i])), pre, draws[i]),
+                range(len(indices)),
             )
+        pixels = changes.mirror(pixels, draws)
+        if not changes.transforms:
+            return pixels
+        return self._stacked(
+            lambda i: changes.transformed(pixels[i : i + 1], draws[i : i + 1])[0],
+            range(len(pixels)),
+        )
+
+    def _unchanged(self, indices: NDArray[np.int64]) -> NDArray[Any]:
         if self.array is not None:
             return np.take(self.array, indices, axis=0)
-        if self._kept is not None:
-            missing = np.unique(indices[~self._decoded[indices]])
-            self._map(self._keep, missing.tolist())
-            return np.take(self._kept, indices, axis=0)
-        return np.stack(self._map(self._item, indices.tolist()))
+        if self._kept is None:
+            return self._stacked(self._item, indices.tolist())
+        missing = np.unique(indices[~self._decoded[indices]])
+        self._map(self._keep, missing.tolist())
+        return np.take(self._kept, indices, axis=0)
+
+    def _stacked(self, function: Callable[[Any], Any], jobs: Sequence[Any]) -> NDArray[Any]:
+        return np.stack(self._map(function, jobs))
 
     def _image(self, index: int) -> Image:
         item = self.dataset[index]
@@ -170,14 +166,8 @@ def _as_inputs(
     if preprocessing is None:
         return arrays if arrays.dtype == np.float32 else None
     height, width = preprocessing.size
-    if arrays.shape[1:3] != (height, width) or preprocessing.resize not in (
-        None,
-        min(height, width),
-    ):
-        return None
-    if arrays.ndim == 3 and preprocessing.channels == 1:
-        return arrays[:, None]
-    return None
+    fits = arrays.shape[1:] == (height, width) and preprocessing.channels == 1
+    return arrays[:, None] if fits and preprocessing.resize in (None, min(height, width)) else None
 
 
 def _decoders() -> int:
@@ -196,13 +186,7 @@ class Job(NamedTuple):
 
 @dataclass
 class BatchMaker:
-    """Makes a batch's inputs from a `Job`, in this or another process.
-
-    Attributes:
-        raw: the dataset's inputs.
-        changes: the random changes to images.
-        seed: the run's seed.
-    """
+    """Makes a batch's inputs from a `Job`, in this or another process."""
 
     raw: RawInputs
     changes: Changes
@@ -273,21 +257,18 @@ class Workers:
             raise DataError(
                 f"The dataset cannot be sent to other processes ({error}). Set [train] workers = 0."
             ) from error
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            except RuntimeError as error:
-                if "exited unexpectedly" not in str(error):
-                    raise
-                raise DataError(
-                    "A process that loads images died; the lines above say why. It may lack memory,"
-                    " or the dataset's class may not be importable there. Set [train] workers = 0."
-                ) from error
-            if isinstance(batch, str):
-                raise DataError(batch)
-            yield batch
+        try:
+            for batch in batches:
+                if isinstance(batch, str):
+                    raise DataError(batch)
+                yield batch
+        except RuntimeError as error:
+            if "exited unexpectedly" not in str(error):
+                raise
+            raise DataError(
+                "A process that loads images died; the lines above say why. It may lack memory, or"
+                " the dataset's class may not be importable there. Set [train] workers = 0."
+            ) from error
 
     def close(self) -> None:
         """End the processes."""
@@ -307,7 +288,7 @@ class TrainBatches:
         dataset: the dataset; `dataset[i]` is called from several threads.
         indices: training items (n,) (`Splits.train`).
         labels: class ids (n,) of those items (`Splits.train_labels`).
-        preprocessing: the backbone's preprocessing, or `None` for vectors.
+        preprocessing: see `RawInputs`.
         sampler: P, M and the number of batches in an epoch.
         batch_sampler: chooses the items; the default draws P random classes and M items of each.
         augmentation: random changes to images, number of views of each item, and their labels.
@@ -414,22 +395,15 @@ class TrainBatches:
         """Return a share of a batch's class ids."""
         own = torch.from_numpy(labels[share])
         mix = self._make.mix(epoch, batch, len(labels))
-        return (
-            own
-            if mix is None
-            else MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
-        )
+        if mix is None:
+            return own
+        return MixedLabels(own, torch.from_numpy(labels[mix.partner[share]]), mix.weight)
 
     def __enter__(self) -> Self:
         """Return this object."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End the worker processes."""
         self.close()
 
@@ -468,11 +442,11 @@ def inputs(
 def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:
     """Yield `make(job)` for each job, while a thread makes the next one."""
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
-        pending = iter(jobs)
-        next_up = [thread.submit(make, job) for job in itertools.islice(pending, 1)]
-        while next_up:
-            current, next_up = (
-                next_up[0],
-                [thread.submit(make, job) for job in itertools.islice(pending, 1)],
-            )
-            yield current.result()
+        pending = None
+        for job in jobs:
+            upcoming = thread.submit(make, job)
+            if pending is not None:
+                yield pending.result()
+            pending = upcoming
+        if pending is not None:
+            yield pending.result()

@@ -140,9 +140,8 @@ def near_pairs(
             meter.update(len(queries))
             known = np.ones(len(queries), np.int64)  # each row is near itself
             while len(queries):
-                rows, apart = _candidates(
-                    vectors, queries, min(count, size), spans, measure, threads
-                )
+                most = min(count, size)
+                rows, apart = _candidates(vectors, queries, most, spans, measure, threads)
                 close: NDArray[np.bool_] = apart <= within
                 # A measure may order rows otherwise, so look on while further rows are near.
                 counts = np.count_nonzero(close, axis=1)
@@ -152,11 +151,7 @@ def near_pairs(
                     more[:] = False
                 row, place = np.nonzero(close & ~more[:, None])
                 item, neighbor = queries[row], rows[row, place]
-                kept = (
-                    item != neighbor
-                    if same is None
-                    else (item != neighbor) & (same[item] != same[neighbor])
-                )
+                kept = item != neighbor if same is None else same[item] != same[neighbor]
                 parts.append((item[kept], neighbor[kept], apart[row, place][kept]))
                 total += int(kept.sum())
                 queries, known, count = queries[more], counts[more], 4 * count
@@ -188,9 +183,8 @@ def _candidates(
 
 def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
     """Return each pair once, with the smaller of its two distances."""
-    first, second, apart = (
-        (np.concatenate(list(column)) for column in zip(*parts, strict=True)) if parts else _none()
-    )
+    empty = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
+    first, second, apart = map(np.concatenate, zip(empty, *parts, strict=True))
     low, high = np.minimum(first, second), np.maximum(first, second)
     order = np.lexsort((apart, high, low))
     low, high, apart = low[order], high[order], apart[order]
@@ -199,7 +193,3 @@ def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
     low, high, apart = low[is_new], high[is_new], apart[is_new]
     order = np.argsort(apart, kind="stable")
     return Near(low[order], high[order], apart[order], complete)
-
-
-def _none() -> Any:
-    return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import ConcatDataset
 
 from retrieval.data.datasets import ArrayDataset, FileDataset
 from retrieval.data.error_lists import refuse
@@ -69,7 +70,21 @@ def as_dataset(
     if isinstance(obj, Dataset):
         return obj
     name = name or f"The dataset of type {type(obj).__name__}"
-    dataset = _converted(obj, image, label, split, metadata, name)
+    if isinstance(obj, Mapping):
+        parts = {
+            side: as_dataset(
+                part,
+                image=image,
+                label=label,
+                split=split,
+                metadata=metadata,
+                name=f"{name}, {side}",
+            )
+            for side, part in obj.items()
+        }
+        dataset = _joined(parts, name)
+    else:
+        dataset = _converted(obj, image, label, split, metadata, name)
     _refuse_random(dataset, name)
     dataset.origin = type(obj).__name__
     if isinstance(obj, Mapping | tuple):
@@ -91,20 +106,7 @@ def _refuse_random(dataset: Dataset, name: str) -> None:
 
 
 def _converted(obj: Any, image: Any, label: Any, split: Any, metadata: Any, name: str) -> Dataset:
-    """Return an object that is not a `Dataset` as one; see `as_dataset`."""
-    if isinstance(obj, Mapping):
-        parts = {
-            side: as_dataset(
-                part,
-                image=image,
-                label=label,
-                split=split,
-                metadata=metadata,
-                name=f"{name}, {side}",
-            )
-            for side, part in obj.items()
-        }
-        return _joined(parts, name)
+    """Return an object that is neither a `Dataset` nor a mapping as one; see `as_dataset`."""
     columns = getattr(obj, "column_names", getattr(obj, "columns", None))
     if columns is not None:
         return _Table(obj, [*columns], name).dataset(image, label, split, metadata)
@@ -128,12 +130,9 @@ class ItemDataset(Dataset):
 
     Args:
         read: returns the image with an index, in any form that `as_dataset` accepts.
-        labels: one label per item.
+        labels: one label per item; further columns as in `Dataset`.
         keys: one name per item; the default is the item's number.
         name: name of the data in error messages.
-        splits: see `Dataset`.
-        roles: see `Dataset`.
-        metadata: see `Dataset`.
     """
 
     def __init__(
@@ -229,15 +228,12 @@ class _Table:
 
     def column(self, name: Any) -> list[Any]:
         """Return a column's values; a Hugging Face `ClassLabel` column gives class names."""
-        values = self.table[name]
-        values = values.tolist() if hasattr(values, "tolist") else list(values)
+        values = _listed(self.table[name])
         names = getattr(self.features.get(name), "names", None)
         if not names:
             return values
-        return [
-            names[value] if not is_missing(value) and 0 <= value < len(names) else None
-            for value in values
-        ]
+        known = dict(enumerate(names))
+        return [None if is_missing(value) else known.get(value) for value in values]
 
     def dataset(self, image: Any, label: Any, split: Any, metadata: Any) -> Dataset:
         """Return the table as a dataset."""
@@ -256,15 +252,13 @@ class _Table:
         rest = [c for c in self.columns if c not in named] if metadata is None else metadata
         kept = {c: v for c in rest if (v := self._plain(c, metadata is not None)) is not None}
         rows = [dict(zip(kept, row, strict=True)) for row in zip(*kept.values(), strict=True)]
-        further: dict[str, Any] = {
-            "splits": sides(
-                [str(s) for s in self.column(split)] if isinstance(split, str) else split
-            ),
-            "metadata": rows or None,
-        }
+        if isinstance(split, str):
+            split = [str(side) for side in self.column(split)]
+        further: dict[str, Any] = {"splits": sides(split), "metadata": rows or None}
         labels = _texts(self.column(label), (), self.name)
         if self.features:
-            return ItemDataset(partial(_cell, self.table, image), labels, name=self.name, **further)
+            read = partial(_member, self.table, image)
+            return ItemDataset(read, labels, name=self.name, **further)
         return _of_images(self.column(image), labels, self.name, **further)
 
     def _plain(self, column: Any, required: bool) -> list[Any] | None:
@@ -277,10 +271,6 @@ class _Table:
         return values if plain or required else None
 
 
-def _cell(table: Any, column: str, index: int) -> Any:
-    return table[index][column]
-
-
 def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, Any]) -> Dataset:
     """Return a dataset of an object with a length and items."""
     if not len(obj):
@@ -291,31 +281,34 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
             f"Item 0 of {name} is an object of type {type(first).__name__}. It must be a tuple"
             ' (image, label) or a dictionary {"image": …, "label": …}.'
         )
-    default: tuple[Any, Any] = ("image", "label") if isinstance(first, Mapping) else (0, 1)
-    place: Any = default[0] if image is None else image
-    other: Any = default[1] if label is None else label
-    held = list(first) if isinstance(first, Mapping) else range(len(first))
+    keyed = isinstance(first, Mapping)
+    place: Any = image if image is not None else "image" if keyed else 0
+    other: Any = label if label is not None else "label" if keyed else 1
+    members = list(first) if keyed else [*range(len(first))]
     for chosen in (place, other):
-        if chosen not in held:
-            raise DataError(f"{name}: an item has no {chosen!r} (it has: {[*held]}).")
+        if chosen not in members:
+            raise DataError(f"{name}: an item has no {chosen!r} (it has: {members}).")
+
+    def read_all(member: Any) -> list[Any]:
+        return [reading(f"{name} item {i}", _member, obj, member, i) for i in range(len(obj))]
+
     values = _listed_labels(obj) if label is None else None
-    if values is None:
-        values = [reading(f"{name} item {i}", lambda i=i: obj[i][other]) for i in range(len(obj))]
+    values = read_all(other) if values is None else values
     labels = _texts(values, getattr(_innermost(obj), "classes", None), name)
     if getattr(first[place], "ndim", 0) == 1:
-        rows = [
-            np.asarray(reading(f"{name} item {i}", obj.__getitem__, i)[place])
-            for i in range(len(obj))
-        ]
-        return _of_images(np.stack(rows), labels, name, **further)
+        return _of_images(np.stack([*map(np.asarray, read_all(place))]), labels, name, **further)
     data = _pixels(obj, first[place])
     if data is not None:
         return ArrayDataset(data, labels, **further)
-    return ItemDataset(partial(_item, obj, place), labels, name=name, **further)
+    return ItemDataset(partial(_member, obj, place), labels, name=name, **further)
 
 
-def _item(obj: Any, place: Any, index: int) -> Any:
+def _member(obj: Any, place: Any, index: int) -> Any:
     return obj[index][place]
+
+
+def _listed(values: Any) -> list[Any]:
+    return list(values.tolist() if hasattr(values, "tolist") else values)
 
 
 def _of_torchvision(obj: Any) -> bool:
@@ -338,14 +331,19 @@ def _pixels(obj: Any, first: Any) -> NDArray[np.uint8] | None:
     return array if same else None
 
 
+def _is_subset(obj: Any) -> bool:
+    """Return whether an object is torch's `Subset`, or like it."""
+    return hasattr(obj, "indices") and hasattr(obj, "dataset")
+
+
 def _innermost(obj: Any) -> Any:
     """Return the dataset inside torch's `Subset`s."""
-    return _innermost(obj.dataset) if hasattr(obj, "indices") and hasattr(obj, "dataset") else obj
+    return _innermost(obj.dataset) if _is_subset(obj) else obj
 
 
 def _listed_labels(obj: Any) -> list[Any] | None:
     """Return the labels that a dataset lists, or `None`; reading them decodes no image."""
-    if hasattr(obj, "indices") and hasattr(obj, "dataset"):  # torch's Subset
+    if _is_subset(obj):
         whole = _listed_labels(obj.dataset)
         return None if whole is None else [whole[i] for i in obj.indices]
     target, both = getattr(obj, "target_transform", None), getattr(obj, "transforms", None)
@@ -353,23 +351,18 @@ def _listed_labels(obj: Any) -> list[Any] | None:
     changed = target is not None or (both is not None and getattr(obj, "transform", None) is None)
     if not _of_torchvision(obj) or changed:
         return None
-    for attribute in _LABELS:
+    for attribute in (*_LABELS, *_PAIRS):
         values: Any = getattr(obj, attribute, None)
         if hasattr(values, "__len__") and len(values) == len(obj):
-            return list(values)
-    for attribute in _PAIRS:
-        pairs: Any = getattr(obj, attribute, None)
-        if hasattr(pairs, "__len__") and len(pairs) == len(obj):
-            return [pair[1] for pair in pairs]
+            return [value[1] for value in values] if attribute in _PAIRS else list(values)
     return None
 
 
 def _texts(values: Any, classes: Any, name: str) -> list[str]:
     """Return labels as text, with the names in `classes` for numbers; "" is a missing label."""
-    values = values.tolist() if hasattr(values, "tolist") else values
     names = list(classes) if isinstance(classes, list | tuple) else []
     texts = []
-    for value in values:
+    for value in _listed(values):
         plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
         if isinstance(plain, float) and plain.is_integer():
             plain = int(plain)  # pandas makes a column of integers real if one is missing
@@ -377,19 +370,21 @@ def _texts(values: Any, classes: Any, name: str) -> list[str]:
             texts.append("")
         elif isinstance(plain, bool) or not isinstance(plain, int | str):
             raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")
+        elif names and isinstance(plain, int) and plain >= len(names):
+            raise DataError(
+                f"{name}: an item has the label {plain}, and `classes` has {len(names)} names, from"
+                " 0 on."
+            )
         else:
-            if names and isinstance(plain, int) and plain >= len(names):
-                raise DataError(
-                    f"{name}: an item has the label {plain}, and `classes` has {len(names)} names,"
-                    " from 0 on."
-                )
-            named = isinstance(plain, int) and 0 <= plain < len(names)
+            named = names and isinstance(plain, int) and plain >= 0
             texts.append(str(names[int(plain)] if named else plain))
     return texts
 
 
 def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     """Return datasets joined into one, each as one side of the split."""
+    if not parts:
+        raise DataError(f"{name} holds no items.")
     known = [
         SIDES.get(str(side).lower(), (str(side), ""))
         for side, part in parts.items()
@@ -403,23 +398,9 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     }
     if all(part.metadata is not None for part in parts.values()):
         columns["metadata"] = [row for part in parts.values() for row in part.metadata or ()]
-    arrays = [part.arrays for part in parts.values()]
-    first = arrays[0] if arrays else None
-    if first is not None and all(a is not None and a.shape[1:] == first.shape[1:] for a in arrays):
+    arrays = [part.arrays for part in parts.values() if part.arrays is not None]
+    if len(arrays) == len(parts) and len({array.shape[1:] for array in arrays}) == 1:
         kind = next(iter(parts.values())).kind
-        return ArrayDataset(
-            np.concatenate([a for a in arrays if a is not None]), kind=kind, **columns
-        )
-    return ItemDataset(_Parts(list(parts.values())), name=name, **columns)
-
-
-class _Parts:
-    """Reads an item of joined datasets by its index in the whole."""
-
-    def __init__(self, parts: list[Dataset]) -> None:
-        self.parts = parts
-        self.ends = np.cumsum([len(part) for part in parts])
-
-    def __call__(self, index: int) -> Any:
-        part = int(np.searchsorted(self.ends, index, side="right"))
-        return self.parts[part][index - (int(self.ends[part - 1]) if part else 0)]
+        return ArrayDataset(np.concatenate(arrays), kind=kind, **columns)
+    whole: Any = ConcatDataset([*parts.values()])  # type: ignore[list-item]
+    return ItemDataset(whole.__getitem__, name=name, **columns)

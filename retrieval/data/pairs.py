@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -88,26 +89,23 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
     start = next((line for line in lines if line.strip()), "")
     lfw = re.fullmatch(r"\s*\d+(\s+\d+)?\s*", start) is not None
     rows, problems = _lfw(lines) if lfw else _csv(lines)
-    where = _by_stem(keys) if lfw else _by_key(keys)
+    items: defaultdict[str, list[int]] = defaultdict(list)
+    for i, key in enumerate(keys):
+        items[_lfw_name(key) if lfw else key].append(i)
     indices = np.zeros((len(rows), 2), np.int64)
     seen: dict[tuple[int, int], Row] = {}
-    unknown = False
+    example = f" (the data's have keys such as {keys[0]!r})" if len(keys) else ""
     for i, row in enumerate(rows):
-        places = [where.get(name, ()) for name in (row.first, row.second)]
-        for name, place in zip((row.first, row.second), places, strict=True):
-            if len(place) != 1:
-                fault = (
-                    "there is no such item" if not place else f"{len(place)} items have that name"
-                )
-                if not place and not unknown and len(keys):  # only in the first message
-                    fault += f" (the data's have keys such as {keys[0]!r})"
-                    unknown = True
-                problems.append(f"line {row.line}: {_image(name) if lfw else repr(name)}: {fault}.")
+        places = [items.get(name, ()) for name in (row.first, row.second)]
+        shown = [f"the image {name}" if lfw else repr(name) for name in (row.first, row.second)]
+        for name, place in zip(shown, places, strict=True):
+            if not place:
+                problems.append(f"line {row.line}: {name}: there is no such item{example}.")
+                example = ""  # only in the first message
+            elif len(place) > 1:
+                problems.append(f"line {row.line}: {name}: {len(place)} items have that name.")
         if row.first == row.second:
-            problems.append(
-                f"line {row.line}: {_image(row.first) if lfw else repr(row.first)} is paired with"
-                " itself."
-            )
+            problems.append(f"line {row.line}: {shown[0]} is paired with itself.")
         elif len(places[0]) == len(places[1]) == 1:
             indices[i] = places[0][0], places[1][0]
             earlier = seen.setdefault((int(indices[i].min()), int(indices[i].max())), row)
@@ -117,18 +115,19 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
                     f"line {row.line}: {row.first} and {row.second} are {says[row.same]} here and"
                     f" {says[earlier.same]} in line {earlier.line}."
                 )
-    same = np.fromiter((row.same for row in rows), np.bool_, len(rows))
-    problems += _kind_problems(same, bool(problems))
-    names = sorted({row.fold for row in rows}, key=natural)
-    folded = bool(names) and names != [""]
+    same = np.array([row.same for row in rows], np.bool_)
+    if len(same) and (same.all() or not same.any()):
+        what = f"all {len(same):,} pairs are" if len(same) > 1 else "the only pair is"
+        word = "the same" if same.all() else "different"
+        problems.append(f"{what} {word}: both kinds are needed.")
+    elif not rows and not problems:
+        problems.append("it lists no pair.")
+    names = sorted({row.fold for row in rows} - {""}, key=natural)
     numbers = {name: i for i, name in enumerate(names)}
-    fold = np.fromiter((numbers[row.fold] for row in rows), np.int64, len(rows)) if folded else None
+    fold = np.array([numbers[row.fold] for row in rows], np.int64) if names else None
     if fold is not None and not problems:
         problems += fold_problems(same, fold, names)
-    return (
-        LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names) if folded else ()),
-        problems,
-    )
+    return LabelledPairs(indices[:, 0], indices[:, 1], same, fold, tuple(names)), problems
 
 
 def fold_problems(
@@ -149,49 +148,24 @@ def fold_problems(
     ]
 
 
-def _kind_problems(same: NDArray[np.bool_], has_problems: bool) -> list[str]:
-    if not len(same):
-        return [] if has_problems else ["it lists no pair."]
-    if same.all() or not same.any():
-        word = "the same" if same.all() else "different"
-        what = f"all {len(same):,} pairs are" if len(same) > 1 else "the only pair is"
-        return [f"{what} {word}: both kinds are needed."]
-    return []
-
-
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         raise DataError(f"{file} does not exist. Relative paths start at {Path.cwd()}.") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise DataError(
-                f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8."
-            ) from error
+    except UnicodeDecodeError as error:
         raise DataError(
-            f"{file} cannot be read: {getattr(error, 'strerror', None) or error}."
+            f"{file} is not UTF-8 text (byte {error.start}). Save it as UTF-8."
         ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{file} cannot be read: {reason}.") from error
 
 
-def _by_key(keys: Sequence[str]) -> dict[str, list[int]]:
-    by_key: dict[str, list[int]] = {}
-    for i, key in enumerate(keys):
-        by_key.setdefault(key, []).append(i)
-    return by_key
-
-
-def _by_stem(keys: Sequence[str]) -> dict[str, list[int]]:
-    """Return items by folder and file name without extension, the names in LFW's lists."""
-    by_stem: dict[str, list[int]] = {}
-    for i, key in enumerate(keys):
-        path = PurePosixPath(key)
-        by_stem.setdefault(f"{path.parent.name}/{path.stem}", []).append(i)
-    return by_stem
-
-
-def _image(name: str) -> str:
-    return f"the image {name}"
+def _lfw_name(key: str) -> str:
+    """Return folder and file name without extension, the name in LFW's lists."""
+    path = PurePosixPath(key)
+    return f"{path.parent.name}/{path.stem}"
 
 
 def stem(person: str, number: int) -> str:
@@ -221,19 +195,11 @@ def _csv(lines: list[str]) -> tuple[list[Row], list[str]]:
                 )
                 continue
             row = dict(zip(header, (value.strip() for value in values), strict=True))
-            fault = _value_fault(row)
-            if fault:
+            first, second, same, fold = (row.get(name, "") for name in (*COLUMNS, "fold"))
+            if fault := _value_fault(row):
                 problems.append(f"line {reader.line_num}: {fault}")
             else:
-                rows.append(
-                    Row(
-                        reader.line_num,
-                        row["first"],
-                        row["second"],
-                        row["same"] == "1",
-                        row.get("fold", ""),
-                    )
-                )
+                rows.append(Row(reader.line_num, first, second, same == "1", fold))
     except csv.Error as error:
         problems.append(f"line {reader.line_num}: it is not valid CSV: {error}.")
     return rows, problems
@@ -275,44 +241,40 @@ def _value_fault(row: dict[str, str]) -> str:
 
 def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     numbered = [(i, line.split()) for i, line in enumerate(lines, 1) if line.strip()]
-    head, *body = numbered
-    counts = [int(word) for word in head[1]]
+    (start, head), *body = numbered
+    counts = [int(word) for word in head]
     folds, per_kind = counts if len(counts) == 2 else (1, counts[0])
+    size = 2 * per_kind
     problems: list[str] = []
     if not folds or not per_kind:
         return [], [
-            f"line {head[0]}: '{' '.join(head[1])}' states {folds} folds of {per_kind} pairs:"
-            " neither may be 0."
+            f"line {start}: '{' '.join(head)}' states {folds} folds of {per_kind} pairs: neither"
+            " may be 0."
         ]
-    complete = len(body) == 2 * folds * per_kind
-    if not complete:
+    if len(body) != folds * size:
         problems.append(
-            f"line {head[0]} states {folds:,} × {per_kind:,} same and as many different pairs,"
-            f" {2 * folds * per_kind:,} lines; {len(body):,} follow."
+            f"line {start} states {folds:,} × {per_kind:,} same and as many different pairs,"
+            f" {folds * size:,} lines; {len(body):,} follow."
         )
     rows: list[Row] = []
     kinds: list[bool | None] = []
     for i, (line, words) in enumerate(body):
         named = _names(words)
-        kinds.append(named[2] if isinstance(named, tuple) else None)
         if isinstance(named, str):
             problems.append(f"line {line}: {named}")
-            continue
-        fold = str(i // (2 * per_kind) + 1) if len(counts) == 2 else ""
-        rows.append(Row(line, *named, fold))
-    if complete:
-        for k in range(folds):
-            part = kinds[k * 2 * per_kind : (k + 1) * 2 * per_kind]
-            if None not in part and part.count(True) != per_kind:
-                where = (
-                    f"fold {k + 1} (lines {body[k * 2 * per_kind][0]} to"
-                    f" {body[(k + 1) * 2 * per_kind - 1][0]})"
-                )
-                problems.append(
-                    f"{where if len(counts) == 2 else 'it'} has {part.count(True):,} same and"
-                    f" {part.count(False):,} different pairs; line {head[0]} states {per_kind:,} of"
-                    " each."
-                )
+            kinds.append(None)
+        else:
+            rows.append(Row(line, *named, str(i // size + 1) if len(counts) == 2 else ""))
+            kinds.append(named[2])
+    for k in range(folds if len(body) == folds * size else 0):
+        part = kinds[k * size : (k + 1) * size]
+        if None not in part and part.count(True) != per_kind:
+            first, last = body[k * size][0], body[(k + 1) * size - 1][0]
+            where = f"fold {k + 1} (lines {first} to {last})" if len(counts) == 2 else "it"
+            problems.append(
+                f"{where} has {part.count(True):,} same and {part.count(False):,} different pairs;"
+                f" line {start} states {per_kind:,} of each."
+            )
     return rows, problems
 
 
@@ -324,12 +286,16 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
             f" ('{' '.join(words)[:60]}')."
         )
     numbers = words[1:] if len(words) == 3 else words[1::2]
-    if not all(word.isascii() and word.isdigit() and int(word) for word in numbers):
+    if not all(map(_is_count, numbers)):
         return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are not such numbers."
     first, second = words[0], words[0] if len(words) == 3 else words[2]
     if len(words) == 4 and first == second:
         return f"it is among the different pairs, and names {first} twice."
     return stem(first, int(numbers[0])), stem(second, int(numbers[1])), len(words) == 3
+
+
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdigit() and int(word) > 0
 
 
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
@@ -342,46 +308,42 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
     Raises:
         DataError: the file cannot be read.
     """
-    lines: Iterable[tuple[int, list[str]]] = (
-        (i, text.split()) for i, text in enumerate(_lines(file), 1) if text.strip()
-    )
-    lines = iter(lines)
+    numbered = enumerate((text.split() for text in _lines(file)), 1)
+    lines = iter([(line, words) for line, words in numbered if words])
     problems: list[str] = []
-    folds_read: list[list[tuple[int, str, int]]] = []
+    read: list[list[tuple[int, str, int]]] = []
+
+    def described(line: int, words: list[str]) -> str:
+        return f"line {line} is '{' '.join(words)[:60]}'" if words else "the file ends"
 
     def count(what: str) -> int | None:
         line, words = next(lines, (0, []))
-        if len(words) == 1 and words[0].isascii() and words[0].isdigit() and int(words[0]):
+        if len(words) == 1 and _is_count(words[0]):
             return int(words[0])
-        what_is_there = f"line {line} is '{' '.join(words)[:60]}'" if words else "the file ends"
-        problems.append(f"{what_is_there} where {what} is expected.")
+        problems.append(f"{described(line, words)} where {what} is expected.")
         return None
 
     sets = count("the number of folds") if folds else 1
     for k in range(sets or 0):
         size = count(f"fold {k + 1}'s number of people" if folds else "the number of people")
         if size is None:
-            return folds_read, problems
+            return read, problems
         people: list[tuple[int, str, int]] = []
-        folds_read.append(people)
+        read.append(people)
         while len(people) < size:
             line, words = next(lines, (0, []))
-            if len(words) == 2 and words[1].isascii() and words[1].isdigit() and int(words[1]):
+            if len(words) == 2 and _is_count(words[1]):
                 people.append((line, words[0], int(words[1])))
                 continue
             where = f"fold {k + 1}" if folds else "the list"
-            found_text = (
-                f"line {line} is '{' '.join(words)[:60]}', not 'NAME images'"
-                if words
-                else "the file ends"
-            )
+            instead = described(line, words) + (", not 'NAME images'" if words else "")
             problems.append(
-                f"{where} should have {size:,} people; after {len(people):,} {found_text}."
+                f"{where} should have {size:,} people; after {len(people):,} {instead}."
             )
-            return folds_read, problems
+            return read, problems
     if extra := list(lines):
         problems.append(
             f"line {extra[0][0]} is after the last person that is counted ({len(extra):,} too many"
             " in all)."
         )
-    return folds_read, problems
+    return read, problems

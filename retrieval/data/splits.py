@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrieval.data.error_lists import natural, refuse, some
-from retrieval.data.gate import is_missing
 from retrieval.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -96,18 +95,13 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     two items, and leaves at least two in the class, because a single item has nothing to find. The
     dataset's roles "query" and "gallery" hold for the test side.
 
-    Args:
-        dataset: the dataset.
-        split: the recipe's table.
-
-    Returns:
-        The sides, which are always the same for the same dataset and table.
+    The sides are always the same for the same dataset and table.
 
     Raises:
-        DataError: labels are missing, classes do not exist, a side is empty, or no class has two
-            items. The message lists every problem of the labels, or else of the split.
+        DataError: sides or classes do not exist, a side is empty, or no class has two items. The
+            message lists every problem of the columns, or else of the split.
     """
-    labels, classes = _labels(dataset)
+    labels, classes = _classes(dataset)
     notes: list[str] = []
     train, validation, test = _sides(dataset, split, labels, classes)
     if not len(validation) and split.validation:
@@ -118,37 +112,25 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     return splits
 
 
-def _labels(dataset: Dataset) -> tuple[Items, list[str]]:
-    """Return class ids (N,) and classes, after checking labels, splits and roles."""
-    problems: list[str] = []
-    if not len(dataset.labels):
+def _classes(dataset: Dataset) -> tuple[Items, list[str]]:
+    """Return class ids (N,) and classes, after checking the names of sides and roles."""
+    if not len(dataset):
         refuse("The dataset", ["it has no items."])
-    for name in ("keys", "splits", "roles", "metadata"):
-        column = getattr(dataset, name)
-        if column is not None and len(column) != len(dataset.labels):
-            problems.append(f"it has {len(dataset.labels):,} labels and {len(column):,} {name}.")
-    if problems:
-        refuse("The dataset", problems)
-    texts = ["" if is_missing(label) else str(label).strip() for label in dataset.labels]
-    unlabelled = [dataset.keys[i] for i, text in enumerate(texts) if not text]
-    if unlabelled:
-        plural = len(unlabelled) > 1
-        problems.append(
-            f"{len(unlabelled):,} item{'s have' if plural else ' has'} no label:"
-            f" {some(unlabelled)}. Give {'each' if plural else 'it'} one, or leave"
-            f" {'them' if plural else 'it'} out."
-        )
-    for name, known in (("splits", SPLITS), ("roles", ROLES)):
-        values = getattr(dataset, name)
-        allowed = (*known, "") if name == "splits" and dataset.roles is not None else known
-        wrong = sorted({str(v) for v in values} - set(allowed)) if values is not None else []
+    problems: list[str] = []
+    for name, column, known in (
+        ("splits", dataset.splits, SPLITS),
+        ("roles", dataset.roles, ROLES),
+    ):
+        blank = {""} if dataset.roles is not None else set()
+        wrong = {str(value) for value in column or ()} - {*known} - blank
         problems += [
             f"{name} must be {', '.join(repr(k) for k in known if k)}, not"
             f" '{value}'.{did_you_mean(value, known)}"
-            for value in wrong
+            for value in sorted(wrong)
         ]
     if problems:
         refuse("The dataset", problems)
+    texts = [label.strip() for label in dataset.labels]
     classes = sorted(set(texts), key=natural)
     numbers = {text: i for i, text in enumerate(classes)}
     return np.fromiter((numbers[text] for text in texts), np.int64, len(texts)), classes
@@ -174,18 +156,15 @@ def _sides(
 
 
 def _own_split(dataset: Dataset) -> tuple[Items, Items, Items]:
-    own, roles = dataset.splits, dataset.roles
-    if own is None and (roles is None or not any(roles)):
+    roles = dataset.roles or [""] * len(dataset)
+    if dataset.splits is None and not any(roles):
         refuse(
             "The dataset",
             ['it comes with no split of its own. Set [split] by = "class" or by = "item".'],
         )
-    if own is None:
-        assert roles is not None
-        own = ["test" if role else "train" for role in roles]
-    elif roles is not None:
-        own = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
-    sides = np.array(own, dtype=object)
+    own = dataset.splits or [""] * len(dataset)
+    by_role = [side or ("test" if role else "train") for side, role in zip(own, roles, strict=True)]
+    sides = np.array(by_role, dtype=object)
     train, validation, test = (np.flatnonzero(sides == side) for side in SPLITS)
     return train, validation, test
 
@@ -213,10 +192,9 @@ def _part_of_each(
     parts = []
     for label in np.unique(labels[items]):
         items_of_class = random.permutation(items[labels[items] == label])
-        count = int(len(items_of_class) * part + 0.5)
-        if part:
-            count = min(max(count, 2), len(items_of_class) - 2)  # at least two, and leave two
-        parts.append(items_of_class[: count if count >= 2 else 0])
+        count = min(max(int(len(items_of_class) * part + 0.5), 2), len(items_of_class) - 2)
+        if part and count >= 2:  # at least two, and two stay
+            parts.append(items_of_class[:count])
     second = np.sort(np.concatenate(parts)) if parts else np.empty(0, np.int64)
     return np.setdiff1d(items, second), second
 
@@ -245,12 +223,10 @@ def _generator(seed: int, purpose: str) -> np.random.Generator:
 
 
 def _roles(dataset: Dataset, test: Items, notes: list[str]) -> tuple[Items, Items | None]:
-    if dataset.roles is None:
+    roles = np.array([dataset.roles[i] for i in test] if dataset.roles else [], dtype=object)
+    if not roles.any():
         return test, None
-    roles = np.array([dataset.roles[i] for i in test], dtype=object)
     query, gallery = test[roles == "query"], test[roles == "gallery"]
-    if not len(query) and not len(gallery):
-        return test, None
     if left := len(test) - len(query) - len(gallery):
         notes.append(f"{left:,} test items are neither query nor gallery, and are left out.")
     return query, gallery
@@ -261,6 +237,7 @@ def _check(splits: Splits) -> None:
     labels, problems = splits.labels, []
     counts = np.bincount(labels[splits.train], minlength=len(splits.classes))
     present = np.flatnonzero(counts)
+    single = [splits.classes[i] for i in np.flatnonzero(counts == 1)]
     if not len(present):
         problems.append("nothing is left to train on.")
     elif len(present) == 1:
@@ -272,27 +249,28 @@ def _check(splits: Splits) -> None:
         problems.append(
             "no class has two items to train on, so there is no pair of one class to learn from."
         )
-    single = [splits.classes[i] for i in present if counts[i] == 1]
-    if single and not problems:
+    elif single:
         splits.notes.append(
             f"{len(single):,} class{'es have' if len(single) > 1 else ' has'} one training item"
             f" only ({some(single)}): it serves as a negative, and is repeated where a batch takes"
             " several of a class."
         )
-    if not len(splits.query):
-        what = "no item is a query" if splits.gallery is not None else "nothing is left to test on"
+    query, gallery = splits.query, splits.gallery
+    if not len(query):
+        what = "no item is a query" if gallery is not None else "nothing is left to test on"
         problems.append(f"{what}.")
-    elif splits.gallery is not None and not len(splits.gallery):
+    elif gallery is None:
+        if np.bincount(labels[query]).max() < 2:
+            problems.append(
+                "no test class has two items, so no query can find another of its class."
+            )
+    elif not len(gallery):
         problems.append("there are queries but no gallery: give test items the role 'gallery'.")
-    elif splits.gallery is not None:
-        alone = int((~np.isin(labels[splits.query], labels[splits.gallery])).sum())
-        if alone == len(splits.query):
+    elif alone := int((~np.isin(labels[query], labels[gallery])).sum()):
+        splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
+        if alone == len(query):
             problems.append(
                 "no query has an item of its class in the gallery, so none can find anything."
             )
-        elif alone:
-            splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
-    elif np.bincount(labels[splits.query]).max() < 2:
-        problems.append("no test class has two items, so no query can find another of its class.")
     if problems:
         refuse("[split]", problems)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,34 +24,33 @@ if TYPE_CHECKING:
 
     from retrieval.model.contracts import Dataset
 
+Content = bytes | DataError | None
+"""Content of an item's file, why it cannot be read, or None if it is not read yet."""
 Item = tuple["bytes | None", "Image | NDArray[Any]"]
 """The hash of an item's file, or None if it has no file of its own, and the item."""
 
 
-class Subjects(ABC):
+@dataclass(frozen=True)
+class Subjects:
     """Items to be checked, each with a name, a label and a side.
 
     Attributes:
         items: the items' names, labels and sides.
         kind: "image" or "features".
         notes: sentences on what was left out.
+        read: yields the numbers of items, ascending, and their content. Not thread-safe.
+        open: returns an item from its number and the content that `read` yielded. Thread-safe.
     """
 
     items: Sequence[Subject]
     kind: Literal["image", "features"]
     notes: Sequence[str]
-
-    @abstractmethod
-    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Yield the numbers of items, ascending, and their content. Not thread-safe."""
-
-    @abstractmethod
-    def open(self, row: int, content: bytes | DataError | None) -> Item:
-        """Return an item from the content that `read` yielded. Thread-safe."""
+    read: Callable[[Sequence[int]], Iterable[tuple[int, Content]]]
+    open: Callable[[int, Content], Item]
 
 
-class OfSources(Subjects):
-    """Items of files, folders and tables, as for making an index.
+def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
+    """Return the items of files, folders and tables, as for making an index.
 
     An item's side comes from a table's columns `split` and `role`, or from a folder's subfolders if
     all those with images have names such as `train`, `validation`, `test`, `query` or `gallery`.
@@ -61,113 +60,93 @@ class OfSources(Subjects):
         sources: the result of `collect` for each named file, folder or table.
         named: their names. If there are several, each is a side of its own.
     """
+    items = [item for source in sources for item in source.items]
+    vectors = [
+        source.features[item.row]
+        for source in sources
+        if source.features is not None
+        for item in source.items
+    ]
+    limits = Limits()
 
-    def __init__(self, sources: Sequence[Sources], named: Sequence[str]) -> None:
-        self._items = [item for source in sources for item in source.items]
-        self._rows = [
-            source.features[item.row]
-            for source in sources
-            if source.features is not None
-            for item in source.items
-        ]
-        self.kind = "features" if self._rows else "image"
-        self.notes = [note for source in sources for note in source.left_out]
-        subjects: list[Subject] = []
-        for source, name in zip(sources, named, strict=True):
-            subjects += _subjects(source, Path(name), name if len(named) > 1 else "")
-        self.items = subjects
-
-    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Yield items' numbers and content; see `Subjects`."""
-        yield from contents(((row, self._items[row].origin) for row in rows), Limits().bytes)
-
-    def open(self, row: int, content: bytes | DataError | None) -> Item:
-        """Return an item; see `Subjects`."""
-        if self._rows:
-            return None, self._rows[row]
+    def open_item(row: int, content: Content) -> Item:
+        if vectors:
+            return None, vectors[row]
         if isinstance(content, DataError):
             raise content
-        item, limits = self._items[row], Limits()
+        item = items[row]
         if content is None:
             assert item.path is not None  # otherwise the item has an origin
             content = read_image(item.path, limits, item.name)
         return digest(content), decode(content, limits, item.name)
 
+    return Subjects(
+        [
+            subject
+            for source, name in zip(sources, named, strict=True)
+            for subject in _subjects(source, Path(name), name if len(named) > 1 else "")
+        ],
+        "features" if vectors else "image",
+        [note for source in sources for note in source.left_out],
+        lambda rows: contents(((row, items[row].origin) for row in rows), limits.bytes),
+        open_item,
+    )
 
-class OfDataset(Subjects):
-    """The items of a dataset, with their sides."""
 
-    def __init__(self, dataset: Dataset, splits: Splits) -> None:
-        sides = [""] * len(dataset)
-        test = ("test", splits.query) if splits.gallery is None else ("query", splits.query)
-        gallery = () if splits.gallery is None else (("gallery", splits.gallery),)
-        for side, items in (
-            ("train", splits.train),
-            ("validation", splits.validation),
-            test,
-            *gallery,
-        ):
-            for item in items.tolist():
-                sides[item] = side
-        self._dataset, self.kind = dataset, dataset.kind
-        self.items = [
-            Subject(str(key), splits.classes[label], side)
-            for key, label, side in zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
-        ]
-        self.notes = [*splits.notes, *getattr(dataset, "notes", ())]
-        # If several items share a file, its bytes do not identify an item.
-        whole = getattr(dataset, "boxes", None) is None
-        self._files: Sequence[Path] | None = getattr(dataset, "files", None) if whole else None
+def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
+    """Return the items of a dataset, with their sides."""
+    sides = [""] * len(dataset)
+    for side, items in (
+        ("train", splits.train),
+        ("validation", splits.validation),
+        ("test" if splits.gallery is None else "query", splits.query),
+        ("gallery", splits.gallery),
+    ):
+        for item in () if items is None else items.tolist():
+            sides[item] = side
+    # If several items share a file, its bytes do not identify an item.
+    files = None if getattr(dataset, "boxes", None) is not None else dataset.files
 
-    def read(self, rows: Sequence[int]) -> Iterator[tuple[int, bytes | DataError | None]]:
-        """Yield items' numbers and content; see `Subjects`."""
-        yield from ((row, None) for row in rows)
-
-    def open(self, row: int, content: bytes | DataError | None) -> Item:
-        """Return an item; see `Subjects`."""
-        item = self._dataset[row]
-        own = None
-        if self._files is not None:
-            own = digest(read_image(self._files[row], Limits(), os.fspath(self._files[row])))
-        if self.kind == "image" and isinstance(item, np.ndarray):
+    def open_item(row: int, content: Content) -> Item:
+        item = dataset[row]
+        if dataset.kind == "image" and isinstance(item, np.ndarray):
             item = from_array(item)
-        return own, item
+        if files is None:
+            return None, item
+        return digest(read_image(files[row], Limits(), os.fspath(files[row]))), item
+
+    return Subjects(
+        [
+            Subject(key, splits.classes[label], side)
+            for key, label, side in zip(dataset.keys, splits.labels.tolist(), sides, strict=True)
+        ],
+        dataset.kind,
+        [*splits.notes, *dataset.notes],
+        lambda rows: ((row, None) for row in rows),
+        open_item,
+    )
 
 
-def _subjects(sources: Sources, named: Path, side: str) -> list[Subject]:
+def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
     tops = {parts[0].lower() for parts in inside if len(parts) > 1}
-    sided = (
-        not side and bool(tops) and tops <= SIDES.keys() and all(len(parts) > 2 for parts in inside)
-    )
-    subjects = []
+    deep = all(len(parts) > 2 for parts in inside)
+    sided = not side and bool(tops) and tops <= SIDES.keys() and deep
     for item, parts in zip(sources.items, inside, strict=True):
-        name = (
-            str(named.joinpath(*parts))
-            if parts
-            else item.key
-            if item.row is not None
-            else item.name
-        )
+        name = item.key if item.row is not None else item.name
+        name = str(named.joinpath(*parts)) if parts else name
         if sided:
             split, role = SIDES[parts[0].lower()]
-            subjects.append(Subject(name, parts[1], role or split))
+            yield Subject(name, parts[1], role or split)
         else:
-            split, role = (
-                str(item.metadata.get(column) or "").lower() for column in ("split", "role")
-            )
+            split, role = (str(item.metadata.get(x) or "").lower() for x in ("split", "role"))
             own, known = SIDES.get(split, (split, ""))
-            subjects.append(Subject(name, item.label, side or role or known or own))
-    return subjects
+            yield Subject(name, item.label, side or role or known or own)
 
 
 def _inside(item: Source, folder: Path) -> tuple[str, ...]:
     """Return the parts of an image's path below a folder; empty if it is not below the folder."""
-    try:
-        return (
-            ()
-            if item.path is None or item.row is not None
-            else item.path.relative_to(folder.absolute()).parts
-        )
-    except ValueError:
+    above = folder.absolute()
+    if item.path is None or item.row is not None or not item.path.is_relative_to(above):
         return ()
+    return item.path.relative_to(above).parts

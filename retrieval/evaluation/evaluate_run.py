@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from retrieval.data.encode import pixels
 from retrieval.data.loading import inputs
+from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import grid
 from retrieval.evaluation.neighbors import exact_neighbors
 from retrieval.evaluation.protocol import (

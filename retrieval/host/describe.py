@@ -62,14 +62,8 @@ def _factory_text(factory: Factory, plugins: Plugins) -> str:
         lines.append("")
     if factory.hints:
         lines += ["Hints for its author", *(f"  - {hint}" for hint in factory.hints), ""]
-    shown = snippet(factory, plugins).splitlines()
-    return "\n".join(
-        [
-            *lines,
-            "On the command line" if factory.kind in ("indexes", "stores") else "In a recipe",
-            *(f"  {line}" for line in shown),
-        ]
-    )
+    lines.append("On the command line" if factory.kind in ("indexes", "stores") else "In a recipe")
+    return "\n".join([*lines, *(f"  {line}" for line in snippet(factory, plugins).splitlines())])
 
 
 def _default(p: Parameter) -> str:
@@ -143,11 +137,5 @@ def _wrap(text: str) -> list[str]:
 
 def _filled(text: str, indent: str = "") -> list[str]:
     # Names stay on one line so that they can be copied.
-    return textwrap.wrap(
-        text,
-        100,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    wrapped = textwrap.wrap(text, 100 - len(indent), break_on_hyphens=False, break_long_words=False)
+    return [indent + line for line in wrapped]

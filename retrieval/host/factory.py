@@ -276,15 +276,11 @@ class Factory:
         product: Any = self.make
         if not inspect.isclass(product):
             product = get_type_hints(product).get("return")
-        calls = (
-            vars(c)[name]
-            for name in ("forward", "__call__")
-            for c in _classes(product)
-            if name in vars(c)
-        )
+        classes = product.__mro__ if inspect.isclass(product) else ()
+        calls = [vars(c)[x] for x in ("forward", "__call__") for c in classes if x in vars(c)]
         try:
-            names = inspect.signature(next(calls)).parameters
-        except (StopIteration, TypeError, ValueError):
+            names = inspect.signature(calls[0]).parameters
+        except (IndexError, TypeError, ValueError):
             return True
         # A product with an unknown call, such as a bare nn.Module, is assumed to take it.
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
@@ -297,30 +293,26 @@ class Factory:
         `host_keys` are keys of the table that the host reads.
         """
         settable = {p.name: p for p in self.parameters if not p.by_host}
-        problems = []
-        for key in values:
-            if key not in settable:
-                if any(p.name == key and p.by_host for p in self.parameters):
-                    problems.append(
-                        f"{where} {key}: is given by the host ({GIVEN[key]}); remove it."
-                    )
-                else:
-                    known = [*sorted(host_keys), *settable]
-                    problems.append(
-                        f"{where} {key}: {self.name} has no such parameter (it has:"
-                        f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
-                    )
+        by_host = {p.name for p in self.parameters if p.by_host}
         model, unwritable = self._types
-        plain = {k: v for k, v in values.items() if k in settable and not settable[k].part}
-        problems += [
-            f"{where} {k}: is of type {type_text(settable[k].annotation)}, which a recipe cannot"
-            " write; remove it."
-            for k in plain
-            if k in unwritable
-        ]
-        checked, faults = check_values(
-            model, {k: v for k, v in plain.items() if k not in unwritable}
-        )
+        problems, plain = [], {}
+        for key, value in values.items():
+            if key in by_host:
+                problems.append(f"{where} {key}: is given by the host ({GIVEN[key]}); remove it.")
+            elif key not in settable:
+                known = [*sorted(host_keys), *settable]
+                problems.append(
+                    f"{where} {key}: {self.name} has no such parameter (it has:"
+                    f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
+                )
+            elif key in unwritable:
+                problems.append(
+                    f"{where} {key}: is of type {type_text(settable[key].annotation)}, which a"
+                    " recipe cannot write; remove it."
+                )
+            elif not settable[key].part:
+                plain[key] = value
+        checked, faults = check_values(model, plain)
         problems += [f"{where} {fault}" for fault in faults.values()]
         for p in settable.values():
             if p.part and p.name in values:
@@ -365,19 +357,10 @@ class Factory:
             raise  # the command line has a message for these
         except Exception as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+            problem = f"cannot be made with these parameters: {type(error).__name__}: {reason}."
             if isinstance(error, ValueError | AssertionError | TypeError):
-                raise RecipeError([f"{self.name} refuses its parameters: {reason}."]) from error
-            raise RecipeError(
-                [
-                    f"{self.name} cannot be made with these parameters: {type(error).__name__}:"
-                    f" {reason}."
-                ]
-            ) from error
-
-
-def _classes(product: Any) -> tuple[type, ...]:
-    """Return the method resolution order of a product's type; empty if it is not a class."""
-    return product.__mro__ if inspect.isclass(product) else ()
+                problem = f"refuses its parameters: {reason}."
+            raise RecipeError([f"{self.name} {problem}"]) from error
 
 
 def _writable(value: Any) -> bool:
@@ -392,24 +375,22 @@ def _writable(value: Any) -> bool:
 def _part(annotation: Any) -> tuple[Part | None, bool]:
     """Return the `Part` in a parameter's annotation, and whether the parameter takes a list."""
     origin, args = get_origin(annotation), get_args(annotation)
-    branches = args if origin in (Union, types.UnionType) else (annotation,)
     if origin is Annotated:
-        inner = args[0]
-        branches = get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
-        for extra in args[1:]:
-            if isinstance(extra, Part):
-                return extra, any(get_origin(branch) in (list, tuple) for branch in branches)
-        return _part(inner)
-    for branch in branches:
-        if get_origin(branch) in (list, tuple):
-            mark, _ = _part(get_args(branch)[0])
-            if mark:
-                return mark, True
-        elif branch is not annotation:
+        mark = next((extra for extra in args[1:] if isinstance(extra, Part)), None)
+        return (mark, _lists(args[0])) if mark else _part(args[0])
+    if origin in (Union, types.UnionType, list, tuple):
+        for branch in args:
             mark, many = _part(branch)
             if mark:
-                return mark, many
+                return mark, many or origin in (list, tuple)
     return None, False
+
+
+def _lists(annotation: Any) -> bool:
+    """Return whether a type is a list or tuple, or may be one."""
+    union = get_origin(annotation) in (Union, types.UnionType)
+    branches = get_args(annotation) if union else (annotation,)
+    return any(get_origin(branch) in (list, tuple) for branch in branches)
 
 
 # --- built-in parts, found without loading any plugin
@@ -496,19 +477,14 @@ def documentation(
     """
     import docstring_parser
 
-    own = docstring_parser.parse(inspect.cleandoc(make.__doc__ or ""))
-    texts = [own]
+    sources: list[Any] = [make]
     if inspect.isclass(make):
-        sources = [
-            owner
-            for c in make.__mro__
-            for owner in (vars(c).get("__init__"), c)
-            if _spells(c, homes)
-        ]
-        texts += [
-            docstring_parser.parse(inspect.cleandoc(x.__doc__ or ""))
-            for x in (make.__init__, *sources)
-        ]
+        sources.append(make.__init__)
+        for c in make.__mro__:
+            if vars(c).get("__init__") in homes:
+                sources += [vars(c)["__init__"], c]
+    texts = [docstring_parser.parse(inspect.cleandoc(x.__doc__ or "")) for x in sources]
+    own = texts[0]
     docs: dict[str, str] = {}
     for text in texts:
         for p in text.params:
@@ -518,10 +494,6 @@ def documentation(
     if own.blank_after_short_description:
         description = description.replace("\n", "\n\n", 1)
     return " ".join(description.partition("\n\n")[0].split()), description, docs
-
-
-def _spells(owner: type, homes: list[Callable[..., Any]]) -> bool:
-    return "__init__" in vars(owner) and vars(owner)["__init__"] in homes
 
 
 def _chain(

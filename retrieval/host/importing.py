@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from retrieval.errors import PluginError, did_you_mean
@@ -80,9 +80,7 @@ class FilePlugin:
         files: dict[str, Path] = {}
         size = 0
         for place, folders, names in os.walk(self.path):
-            folders[:] = sorted(
-                name for name in folders if not name.startswith((".", "__pycache__"))
-            )
+            folders[:] = sorted(f for f in folders if not f.startswith((".", "__pycache__")))
             for name in sorted(names):
                 file = Path(place, name)
                 if name.startswith(".") or name.endswith((".pyc", ".tmp")) or not file.is_file():
@@ -101,14 +99,12 @@ class FilePlugin:
     def sums(self) -> dict[str, str]:
         """The SHA-256 of each of `files`."""
         try:
-            return {
-                name: hashlib.sha256(file.read_bytes()).hexdigest()
-                for name, file in self.files.items()
-            }
+            contents = {name: file.read_bytes() for name, file in self.files.items()}
         except OSError as error:
             raise PluginError(
                 f"The plugin file {error.filename} cannot be read: {error.strerror or error}."
             ) from error
+        return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
     def load(self) -> ModuleType:
         """Import the plugin anew on each call and return its module."""
@@ -131,12 +127,10 @@ class FilePlugin:
         sys.modules[root] = module  # needed by dataclasses and for pickling the plugin's classes
         try:
             spec.loader.exec_module(module)
-        except ModuleNotFoundError as error:
+        except BaseException as error:
             _forget(root)
-            self._explain(error)
-            raise
-        except BaseException:
-            _forget(root)
+            if isinstance(error, ModuleNotFoundError):
+                self._explain(error)
             raise
         return module
 
@@ -144,17 +138,18 @@ class FilePlugin:
         """Raise a `PluginError` if the missing module lies in or beside the plugin."""
         top = (error.name or "").partition(".")[0]
         home = self.path if self.is_folder else self.path.parent
-        beside = [home / f"{top}.py", home / top / "__init__.py"]
-        if not top or not (top == self.name or any(place.is_file() for place in beside)):
+        beside = (home / f"{top}.py").is_file() or (home / top / "__init__.py").is_file()
+        if not top or not (beside or top == self.name):
             return
-        advice = (
-            f"lies beside it. A file stands alone: make a folder {self.name}/ of both, with"
-            f" {self.path.name} as its __init__.py, and write `from . import {top}`."
-        )
         if self.is_folder:
             advice = (
                 "is its own. Its modules are found relative to it: write `from . import …` or"
                 f" `from .{top} import …`."
+            )
+        else:
+            advice = (
+                f"lies beside it. A file stands alone: make a folder {self.name}/ of both, with"
+                f" {self.path.name} as its __init__.py, and write `from . import {top}`."
             )
         kind = "folder" if self.is_folder else "file"
         raise PluginError(
@@ -183,10 +178,9 @@ class FilePlugin:
 class _Loader(importlib.machinery.SourceFileLoader):
     """Compiles the source each time, because cached bytecode may come from somebody else."""
 
-    def get_code(self, fullname: str) -> CodeType:
+    def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
-        code: CodeType = self.source_to_code(self.get_data(path), path)
-        return code
+        return self.source_to_code(self.get_data(path), path)
 
 
 def _forget(root: str) -> None:
@@ -244,10 +238,8 @@ def import_extra(item: str) -> ModuleType:
     try:
         return importlib.import_module(item)
     except (ModuleNotFoundError, TypeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name not in (
-            item,
-            item.partition(".")[0],
-        ):
+        missing = getattr(error, "name", item)
+        if missing not in (item, item.partition(".")[0]):
             raise  # the module exists, but one of its imports is missing
         raise PluginError(
             f"There is no module '{item}' to load as a plugin. A file's name must end in .py, a"

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import date, time
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
@@ -19,12 +19,7 @@ from typing import Any
 
 import pluggy
 
-from retrieval.errors import (
-    MissingDependency,
-    PluginError,
-    RecipeError,
-    did_you_mean,
-)
+from retrieval.errors import MissingDependency, PluginError, RecipeError, did_you_mean
 from retrieval.host.factory import BUILT_IN, GIVEN, KINDS, SHORT, Factory, Parameter, new_manager
 from retrieval.host.importing import (
     PluginSource,
@@ -78,18 +73,13 @@ class Plugins:
 
     def factories(self, kind: str) -> dict[str, Factory]:
         """Return all sound factories of a kind by full name, sorted."""
-        every = [self._factory(kind, name) for name in self._offered(kind)]
-        sound = {factory.name: factory for factory in every if isinstance(factory, Factory)}
-        return dict(sorted(sound.items()))
+        every = {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
+        return {name: factory for name, factory in every.items() if isinstance(factory, Factory)}
 
     def disabled(self, kind: str) -> dict[str, str]:
         """Return why factories cannot be used, by full name (or plugin, if its hook failed)."""
-        read = {name: self._factory(kind, name) for name in self._offered(kind)}
-        return {
-            name: str(fault)
-            for name, fault in sorted(read.items())
-            if isinstance(fault, PluginError)
-        }
+        every = {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
+        return {name: str(fault) for name, fault in every.items() if isinstance(fault, PluginError)}
 
     def named(self, kind: str, name: str) -> Factory | None:
         """Return a sound factory by its full name, or None; this loads no other."""
@@ -101,17 +91,19 @@ class Plugins:
         """Return the unread offers of all plugins, or of one: by full name, errors by plugin."""
         offered: dict[str, Any] = {}
         for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
-            key = kind, impl.plugin_name
-            if plugin not in (None, impl.plugin_name):
+            owner = impl.plugin_name
+            if plugin not in (None, owner):
                 continue
-            if key not in self._offers:
+            if (kind, owner) not in self._offers:
                 try:
-                    offers = self._call(impl.plugin_name, kind, impl.function)
-                    named = {f"{key[1]}.{short}": (short, make) for short, make in offers.items()}
-                    self._offers[key] = named
+                    offers = _offers(owner, kind, impl.function)
+                    named: dict[str, Any] = {
+                        f"{owner}.{short}": (short, make) for short, make in offers.items()
+                    }
                 except PluginError as error:
-                    self._offers[key] = {impl.plugin_name: error}
-            offered |= self._offers[key]
+                    named = {owner: error}
+                self._offers[kind, owner] = named
+            offered |= self._offers[kind, owner]
         return offered
 
     def _factory(self, kind: str, name: str) -> Factory | PluginError:
@@ -122,52 +114,10 @@ class Plugins:
             try:
                 if isinstance(offer, PluginError):
                     raise offer
-                short, make = offer
-                if isinstance(make, str):
-                    make = self._load(plugin, kind, make)
-                _refuse_offer(plugin, kind, short, make)
-                self._read[kind, name] = Factory.read(kind, name, make)
+                self._read[kind, name] = Factory.read(kind, name, _offer(plugin, kind, *offer))
             except PluginError as error:
                 self._read[kind, name] = error
         return self._read[kind, name]
-
-    def _load(self, plugin: str, kind: str, place: str) -> Any:
-        """Import and return the class or function at `MODULE:NAME`."""
-        module, _, attribute = place.partition(":")
-        if not (module and attribute):
-            raise PluginError(
-                f"The plugin '{plugin}' offers the text '{place}' in retrieval_{kind}; write it as"
-                " MODULE:NAME, such as acme.losses:Margin."
-            )
-        return self._guarded(
-            plugin, kind, lambda: getattr(importlib.import_module(module), attribute)
-        )
-
-    def _call(self, plugin: str, kind: str, function: Any) -> Mapping[Any, Any]:
-        offers = self._guarded(plugin, kind, function)
-        if not isinstance(offers, Mapping):
-            raise PluginError(
-                f"The plugin '{plugin}' returned {type(offers).__name__} from retrieval_{kind}; it"
-                " must return {name: factory}."
-            )
-        return offers
-
-    def _guarded(self, plugin: str, kind: str, function: Callable[[], Any]) -> Any:
-        """Call a plugin's function and return its result; any error becomes one sentence."""
-        try:
-            return function()
-        except (PluginError, MissingDependency):
-            raise
-        except Exception as error:
-            missing = error.name if isinstance(error, ModuleNotFoundError) else None
-            if (missing or "").partition(".")[0] in TRAINING_MODULES:
-                raise MissingDependency(
-                    f"The plugin '{plugin}' needs {missing} for its {kind}. Install it: pip install"
-                    " 'embedding-retrieval[train]'."
-                ) from error
-            raise PluginError(
-                f"The plugin '{plugin}' failed in retrieval_{kind}: {reason(error)}."
-            ) from error
 
     def full_name(self, kind: str, name: str) -> str:
         """Return a built-in part's full name, such as `core.flat` for `flat`; others unchanged."""
@@ -223,7 +173,7 @@ class Plugins:
     def check(
         self,
         kind: str,
-        values: Mapping[str, Any] | str,
+        values: Any,
         where: str,
         host_keys: Collection[str] = (),
     ) -> list[str]:
@@ -231,7 +181,22 @@ class Plugins:
 
         `where` is its place, such as `[loss]`; `host_keys` are further keys that it may have.
         """
-        return list(self._check(kind, values, where, host_keys))
+        if is_made(values):
+            return []
+        table = _table(values)
+        if table is None or not isinstance(table.get("name"), str):
+            return [f'{where} must name a {KINDS[kind]}: name = "PLUGIN.NAME".']
+        try:
+            factory = self.find(kind, table["name"])
+            own = {k: v for k, v in table.items() if k != "name"}
+            _, problems = factory.check(own, where, host_keys)
+        except (PluginError, MissingDependency) as error:
+            return [f"{where} name: {error}"]
+        for p in factory.parameters:
+            if p.part and p.name in table:
+                for place, part in _parts(p, table[p.name], f"{where} {p.name}"):
+                    problems += self.check(p.part, part, place)
+        return problems
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
         """Return whether a factory and its nested parts of the kind pass; unknown parts do."""
@@ -246,28 +211,6 @@ class Plugins:
                 for _, part in _parts(p, table[p.name], "")
             )
         )
-
-    def _check(
-        self, kind: str, values: Any, where: str, host_keys: Collection[str] = ()
-    ) -> Iterator[str]:
-        if is_made(values):
-            return
-        values = _table(values)
-        if values is None or not isinstance(values.get("name"), str):
-            yield f'{where} must name a {KINDS[kind]}: name = "PLUGIN.NAME".'
-            return
-        try:
-            factory = self.find(kind, values["name"])
-            own = {k: v for k, v in values.items() if k != "name"}
-            _, problems = factory.check(own, where, host_keys)
-        except (PluginError, MissingDependency) as error:
-            yield f"{where} name: {error}"
-            return
-        yield from problems
-        for p in factory.parameters:
-            if p.part and p.name in values:
-                for place, part in _parts(p, values[p.name], f"{where} {p.name}"):
-                    yield from self._check(p.part, part, place)
 
     def build(self, kind: str, values: Any, known: Mapping[str, Any] | None = None) -> Any:
         """Build the part that a table `{name = …, parameters}` describes, nested parts first.
@@ -317,18 +260,56 @@ class Plugins:
         return factory.build(checked)
 
 
-def _refuse_offer(plugin: str, kind: str, short: Any, make: Any) -> None:
-    """Raise a `PluginError` for an offer with an invalid name or a factory that is not callable."""
+def _offers(plugin: str, kind: str, function: Callable[[], Any]) -> Mapping[Any, Any]:
+    """Return what a plugin's hook offers."""
+    offers = _guarded(plugin, kind, function)
+    if not isinstance(offers, Mapping):
+        raise PluginError(
+            f"The plugin '{plugin}' returned {type(offers).__name__} from retrieval_{kind}; it must"
+            " return {name: factory}."
+        )
+    return offers
+
+
+def _offer(plugin: str, kind: str, short: Any, make: Any) -> Any:
+    """Return the factory that a plugin offers, imported if it is named as `MODULE:NAME`."""
+    hook = f"retrieval_{kind}"
+    if isinstance(make, str):
+        module, _, attribute = make.partition(":")
+        if not (module and attribute):
+            raise PluginError(
+                f"The plugin '{plugin}' offers the text '{make}' in {hook}; write it as"
+                " MODULE:NAME, such as acme.losses:Margin."
+            )
+        make = _guarded(plugin, kind, lambda: getattr(importlib.import_module(module), attribute))
     if not (isinstance(short, str) and short.isidentifier()):
         raise PluginError(
-            f"The plugin '{plugin}' offers {short!r} in retrieval_{kind}; a name must be a Python"
-            " identifier."
+            f"The plugin '{plugin}' offers {short!r} in {hook}; a name must be a Python identifier."
         )
     if not callable(make):
         raise PluginError(
-            f"The plugin '{plugin}' offers '{short}' in retrieval_{kind} with a factory of type"
+            f"The plugin '{plugin}' offers '{short}' in {hook} with a factory of type"
             f" {type(make).__name__}, which cannot be called."
         )
+    return make
+
+
+def _guarded(plugin: str, kind: str, function: Callable[[], Any]) -> Any:
+    """Call a plugin's function and return its result; any error becomes one sentence."""
+    try:
+        return function()
+    except (PluginError, MissingDependency):
+        raise
+    except Exception as error:
+        module = error.name if isinstance(error, ModuleNotFoundError) else None
+        if (module or "").partition(".")[0] in TRAINING_MODULES:
+            raise MissingDependency(
+                f"The plugin '{plugin}' needs {module} for its {kind}. Install it: pip install"
+                " 'embedding-retrieval[train]'."
+            ) from error
+        raise PluginError(
+            f"The plugin '{plugin}' failed in retrieval_{kind}: {reason(error)}."
+        ) from error
 
 
 def _table(values: Any) -> dict[str, Any] | None:
@@ -353,12 +334,11 @@ def _widths(
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
-    if p.many:
-        return [
-            (f"{where}[{i}]", part)
-            for i, part in enumerate(value if isinstance(value, list | tuple) else [value])
-        ]
-    return [(where, value)]
+    """Return a parameter's parts, each with its place."""
+    if not p.many:
+        return [(where, value)]
+    values = value if isinstance(value, list | tuple) else [value]
+    return [(f"{where}[{i}]", part) for i, part in enumerate(values)]
 
 
 def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = None) -> Plugins:
@@ -496,10 +476,9 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
 
 def _plural(kind: str) -> str:
     """Return the plural of a kind, as in `KINDS`, from its singular or plural."""
-    for plural, singular in KINDS.items():
-        if kind in (plural, singular):
-            return plural
-    singulars = list(KINDS.values())
-    raise PluginError(
-        f"There is no kind '{kind}' (known: {', '.join(singulars)}).{did_you_mean(kind, singulars)}"
-    )
+    plurals = {singular: plural for plural, singular in KINDS.items()}
+    if kind not in KINDS and kind not in plurals:
+        raise PluginError(
+            f"There is no kind '{kind}' (known: {', '.join(plurals)}).{did_you_mean(kind, plurals)}"
+        )
+    return plurals.get(kind, kind)

@@ -95,7 +95,7 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
     for table, value in objects.items():
         shared = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
         offered = {object_name(value).partition(".")[2]: _factory(table, value, shared)}
-        setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(_offer(offered)))
+        setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(lambda offered=offered: offered))
     return module
 
 
@@ -107,13 +107,6 @@ def described(value: Any) -> dict[str, Any]:
 
 def _maker(value: Any) -> Any:
     return value if inspect.isroutine(value) else type(value)
-
-
-def _offer(offered: dict[str, Callable[..., Any]]) -> Callable[[], dict[str, Callable[..., Any]]]:
-    def offer() -> dict[str, Callable[..., Any]]:
-        return offered
-
-    return offer
 
 
 def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
@@ -129,17 +122,13 @@ def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
         return part
 
     factory = give_measuring if shared else give
-    call = getattr(value, "forward", value)
-    stated = dict(getattr(value, "__retrieval_traits__", {}))
-    if callable(call):
-        # An object without a signature is assumed to support both traits.
-        with contextlib.suppress(TypeError, ValueError):
-            parameters = inspect.signature(call).parameters
-            if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-                stated = {
-                    "ref_emb": "ref_emb" in parameters,
-                    "miner": "indices_tuple" in parameters,
-                } | stated
+    stated: dict[str, bool] = {}
+    # An object without a signature is assumed to support both traits.
+    with contextlib.suppress(TypeError, ValueError):
+        parameters = inspect.signature(getattr(value, "forward", value)).parameters
+        if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+            stated = {"ref_emb": "ref_emb" in parameters, "miner": "indices_tuple" in parameters}
+    stated |= getattr(value, "__retrieval_traits__", {})
     factory.__retrieval_traits__ = stated  # type: ignore[attr-defined]
     return factory
 
@@ -169,12 +158,10 @@ def _settings(value: Any, depth: int = 2) -> dict[str, Any]:
             if isinstance(setting, bool | int | float | str):
                 settings[name] = setting
             elif setting is not None:
-                inner = (
-                    _settings(setting, depth - 1) if depth and hasattr(setting, "__dict__") else {}
-                )
-                settings[name] = (
-                    f"{type(setting).__name__}({', '.join(f'{k}={v}' for k, v in inner.items())})"
-                )
+                nested = depth and hasattr(setting, "__dict__")
+                inner = _settings(setting, depth - 1).items() if nested else ()
+                shown = ", ".join(f"{k}={v}" for k, v in inner)
+                settings[name] = f"{type(setting).__name__}({shown})"
     if hasattr(value, "preprocessing"):
         settings["preprocessing"] = str(value.preprocessing)
     return settings

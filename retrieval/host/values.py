@@ -90,33 +90,28 @@ def check_values(
 
 def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
     """Return a value as plain JSON; report and leave out what a recipe cannot hold."""
-    where = dotted(place)
     if isinstance(value, Mapping):
         return {str(k): _plain(v, (*place, str(k)), faults) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v, (*place, i), faults) for i, v in enumerate(value)]
     if isinstance(value, PurePath):
         return str(value)
-    if isinstance(value, str):
-        if any("\ud800" <= c <= "\udfff" for c in value):
-            faults[place] = f"{where}: holds characters that are not valid Unicode."
-            return None
-        return value
-    if isinstance(value, float) and math.isnan(value):
-        faults[place] = f"{where}: is nan, which is not a number."
-        return None
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        faults[place] = f"{where}: has more digits than a number of 64 bits can hold."
-        return None
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # a NumPy scalar
+    scalar = isinstance(value, bool | int | float | str)
+    if isinstance(value, numbers.Number) and not scalar and hasattr(value, "item"):  # NumPy's
         return _plain(value.item(), place, faults)
-    dated = isinstance(value, datetime.date | datetime.time)
-    kind = "a date or time" if dated else f"of type {type(value).__name__}"
-    faults[place] = (
-        f"{where}: is {kind}, which nothing here takes. If it is text, put it in quotes."
-    )
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+        fault = "holds characters that are not valid Unicode."
+    elif isinstance(value, float) and math.isnan(value):
+        fault = "is nan, which is not a number."
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fault = "has more digits than a number of 64 bits can hold."
+    elif scalar or value is None:
+        return value
+    else:
+        dated = isinstance(value, datetime.date | datetime.time)
+        kind = "a date or time" if dated else f"of type {type(value).__name__}"
+        fault = f"is {kind}, which nothing here takes. If it is text, put it in quotes."
+    faults[place] = f"{dotted(place)}: {fault}"
     return None
 
 
@@ -137,24 +132,16 @@ def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]
         return place, f"{where}: is required ({_phrase(annotation)})."
     if kind in ("value_error", "assertion_error"):
         return place, f"{where}: {str(error['ctx']['error']).rstrip('.')}."
-    hint = ""
-    if isinstance(value, str):
-        hint = did_you_mean(value, _choices(annotation))
-        if (
-            _number_like(value)
-            and not hint
-            and re.search(r"\b(integer|number)\b", type_text(annotation))
-        ):
-            hint = " Write it without quotes."
+    hint = did_you_mean(value, _choices(annotation)) if isinstance(value, str) else ""
+    numeric = re.search(r"\b(integer|number)\b", type_text(annotation))
+    if numeric and not hint and isinstance(value, str) and _number_like(value):
+        hint = " Write it without quotes."
     return place, f"{where}: should be {_phrase(annotation)}, not {shown(value)}.{hint}"
 
 
 def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
-    what = (
-        "there is no such table"
-        if not place and isinstance(value, Mapping | list)
-        else "unknown key"
-    )
+    table = not place and isinstance(value, Mapping | list)
+    what = "there is no such table" if table else "unknown key"
     return (
         f"{dotted((*place, key))}: {what} (known:"
         f" {', '.join(known) or 'none'}).{did_you_mean(key, known)}"
@@ -241,8 +228,8 @@ def type_text(annotation: Any) -> str:
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is None and isinstance(annotation, Hashable) and annotation in _BASIC:
         return _BASIC[annotation]
-    if origin in (list, tuple, dict) and not args:  # typing.List and the like, bare
-        return {list: "list", tuple: "list", dict: "table"}[origin]
+    if (origin or annotation) in (list, tuple, dict) and not args:
+        return "table" if annotation is dict or origin is dict else "list"
     if origin is Annotated:
         limits = ", ".join(_limits(args[1:]))
         return type_text(args[0]) + (f" ({limits})" if limits else "")
@@ -262,10 +249,8 @@ def type_text(annotation: Any) -> str:
             return " or ".join(toml_value(member.value) for member in annotation)
         if issubclass(annotation, PurePath):
             return "path"
-        if hasattr(annotation, "model_fields") or annotation is dict:
+        if hasattr(annotation, "model_fields"):
             return "table"
-        if annotation in (list, tuple):
-            return "list"
     return getattr(annotation, "__name__", str(annotation))
 
 
@@ -294,11 +279,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(toml_value(v) for v in value) + "]"
     if isinstance(value, Mapping):
-        return (
-            "{ " + ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items()) + " }"
-            if value
-            else "{}"
-        )
+        inner = ", ".join(f"{_key(k)} = {toml_value(v)}" for k, v in value.items())
+        return f"{{ {inner} }}" if value else "{}"
     if value is None:
         return "none"
     if isinstance(value, datetime.date | datetime.time):

@@ -15,11 +15,10 @@ from torch import Tensor
 from retrieval.errors import DataError, PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Dataset
-from retrieval.model.guard import shown
+from retrieval.model.guard import breach, shown
 from retrieval.serving.images import check_range, from_array
 
 _COLUMNS = ("labels", "keys", "splits", "roles", "metadata", "arrays", "files")
-_IMAGE = "a Pillow image, or uint8 pixels (H, W) or (H, W, 3)"
 _ROWS = 65_536
 """Number of vectors checked at a time."""
 
@@ -103,17 +102,12 @@ class CheckedDataset(Dataset):
         return self._vector(item, what) if self.kind == "features" else _image(item, what)
 
     def _vector(self, item: Any, what: str) -> NDArray[Any]:
-        if self._width is None:
-            self._width = len(item) if isinstance(item, np.ndarray) and item.ndim == 1 else None
-        width = self._width if self.arrays is None else self.arrays.shape[1]
-        if not (
-            isinstance(item, np.ndarray) and item.shape == (width,) and item.dtype.kind in "fiu"
-        ):
-            size = "(F,)" if width is None else f"({width},)"
-            raise PluginError(
-                f"{what} gave {shown(item)}; it must give a vector: a numpy array of numbers of"
-                f" shape {size}."
-            )
+        if self._width is None and isinstance(item, np.ndarray) and item.ndim == 1:
+            self._width = len(item)
+        shape = (self._width if self.arrays is None else self.arrays.shape[1],)
+        if not isinstance(item, np.ndarray) or item.shape != shape or item.dtype.kind not in "fiu":
+            size = "(F,)" if shape == (None,) else f"({shape[0]},)"
+            raise breach(what, item, f"a vector: a numpy array of numbers of shape {size}.")
         if not np.isfinite(item).all():
             raise DataError(f"{what} gave NaN or infinity; leave the item out, or mend it.")
         return item
@@ -138,7 +132,7 @@ def _image(item: Any, what: str) -> Image.Image:
         hint = " Give the image alone: labels are what `labels` holds."
     elif isinstance(item, bytes | str | os.PathLike):
         hint = " retrieval.data.datasets.FileDataset opens files."
-    raise PluginError(f"{what} gave {shown(item)}; it must give {_IMAGE}.{hint}")
+    raise breach(what, item, f"a Pillow image, or uint8 pixels (H, W) or (H, W, 3).{hint}")
 
 
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> dict[str, int]:
@@ -148,15 +142,13 @@ def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> 
         if column is None:
             if part in ("labels", "keys"):
                 wrong.append(f"it has no {part}, one for each item")
-            continue
-        try:
-            lengths[part] = len(column)
-        except TypeError:
-            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
-            continue
-        if isinstance(column, str | bytes | Mapping | Set):
-            del lengths[part]
+        elif isinstance(column, str | bytes | Mapping | Set):
             wrong.append(f"{part} is {shown(column)}, and must hold one entry per item, in order")
+        else:
+            try:
+                lengths[part] = len(column)
+            except TypeError:
+                wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
     return lengths
@@ -211,6 +203,16 @@ def _check_each(
         )
 
 
+def rows_not_finite(vectors: NDArray[Any]) -> list[int]:
+    """Return the rows of vectors (N, F) that hold NaN or infinity."""
+    rows: list[int] = []
+    for start in range(0, len(vectors), _ROWS):  # in blocks, to limit memory
+        finite = np.isfinite(vectors[start : start + _ROWS])
+        if not finite.all():
+            rows += (start + np.flatnonzero(~finite.all(axis=1))).tolist()
+    return rows
+
+
 def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
     """Add faults of the array of all items to `wrong`."""
     if arrays is None:
@@ -222,17 +224,10 @@ def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
             wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
         elif arrays.dtype.kind not in "fiu":
             wrong.append(f"arrays has the type {arrays.dtype}, and must be float32")
-        else:
-            blocks = range(0, len(arrays), _ROWS)
-            bad = [
-                i + int(j)
-                for i in blocks
-                for j in np.flatnonzero(~np.isfinite(arrays[i : i + _ROWS]).all(1))
-            ]
-            if bad:
-                wrong.append(
-                    f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
-                )
+        elif bad := rows_not_finite(arrays):
+            wrong.append(
+                f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
+            )
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
         wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from retrieval.errors import BundleError
 from retrieval.model.contracts import Backbone, Combiner
-from retrieval.model.model import Model
+from retrieval.model.model import Model, evaluation_mode
 
 Exporter = Literal["dynamo", "torchscript"]
 
@@ -115,23 +115,19 @@ class Signature:
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
     """Context manager with the model in evaluation mode on the CPU; restores its state after."""
-    modes = [(module, module.training) for module in model.modules()]
     device = next(
         (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
     )
     channels_last, model.channels_last = model.channels_last, False
     try:
-        model.eval()
         if device.type != "cpu":
             model.cpu()
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
             yield
     finally:
         model.channels_last = channels_last
         if device.type != "cpu":
             model.to(device)
-        for module, training in modes:
-            module.training = training
 
 
 def check_size(model: Model) -> None:
@@ -174,9 +170,8 @@ def to_onnx(
     try:
         with quiet():
             if exporter == "dynamo":
-                dims = {
-                    size: torch.export.Dim(size) for axis in axes.values() for size in axis.values()
-                }
+                sizes = {size for axis in axes.values() for size in axis.values()}
+                dims = {size: torch.export.Dim(size) for size in sizes}
                 shapes = tuple(
                     {axis: dims[size] for axis, size in axes[name].items()}
                     for name in signature.inputs
@@ -205,35 +200,23 @@ def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.M
     The exporter's metadata contain source paths of this machine. The intermediate shapes of the
     "dynamo" exporter make ONNX Runtime's quantisation fail.
     """
-    del proto.graph.value_info[:]
-    del proto.metadata_props[:]
-    proto.doc_string = proto.graph.doc_string = ""
-    del proto.graph.metadata_props[:]
-    for function in proto.functions:
-        function.doc_string = ""
-        del function.metadata_props[:]
-    for entry in [
-        *proto.graph.node,
-        *proto.graph.initializer,
-        *proto.graph.input,
-        *proto.graph.output,
-        *(node for function in proto.functions for node in function.node),
-    ]:
+    graph = proto.graph
+    del graph.value_info[:]
+    entries: list[Any] = [proto, graph, *proto.functions]
+    entries += [*graph.node, *graph.initializer, *graph.input, *graph.output]
+    for entry in [*entries, *(node for function in proto.functions for node in function.node)]:
         entry.doc_string = ""
         del entry.metadata_props[:]
-    for values, shapes in (
-        (proto.graph.input, signature.inputs),
-        (proto.graph.output, signature.outputs),
-    ):
-        for value in values:
-            shape = value.type.tensor_type.shape
-            del shape.dim[:]
-            for size in shapes[value.name]:
-                dim = shape.dim.add()
-                if isinstance(size, str):
-                    dim.dim_param = size
-                else:
-                    dim.dim_value = size
+    shapes = {**signature.inputs, **signature.outputs}
+    for value in [*graph.input, *graph.output]:
+        shape = value.type.tensor_type.shape
+        del shape.dim[:]
+        for size in shapes[value.name]:
+            dim = shape.dim.add()
+            if isinstance(size, str):
+                dim.dim_param = size
+            else:
+                dim.dim_value = size
     onnx.helper.set_model_props(proto, {"exporter": exporter})
     return proto
 

@@ -34,6 +34,11 @@ def shown(value: Any) -> str:
     return f"a {type(value).__name__}"
 
 
+def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
+    """Return the error about a value that breaks a contract: "WHAT gave VALUE PART; …"."""
+    return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")
+
+
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Return the result of a loss or objective if it is a valid scalar.
 
@@ -42,12 +47,12 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     Raises:
         PluginError: the result is not a scalar, is on another device, or has no gradient.
     """
-    should = (
-        "it must give a scalar: one floating-point number in a tensor that its embeddings' gradient"
-        " passes through"
+    scalar = (
+        "a scalar: one floating-point number in a tensor that its embeddings' gradient passes"
+        " through"
     )
-    single = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
-    if not single:
+    real = isinstance(value, Tensor) and value.is_floating_point()
+    if not real or value.numel() != 1:
         hint = ""
         if isinstance(value, Mapping):
             hint = (
@@ -59,9 +64,9 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
                 " Do not call item() or float(); where there are no pairs, give embeddings.sum()"
                 " * 0."
             )
-        elif isinstance(value, Tensor) and value.numel() > 1 and value.is_floating_point():
+        elif real and value.numel() > 1:
             hint = " Take its mean."
-        raise PluginError(f"{what} gave {shown(value)}; {should}.{hint}")
+        raise breach(what, value, f"{scalar}.{hint}")
     if value.device != inputs.device:
         raise PluginError(
             f"{what} gave {shown(value)} on {value.device}; its input is on {inputs.device}."
@@ -72,8 +77,8 @@ def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | Non
     # A constant zero, for a batch without pairs, is allowed.
     if trains and not value.requires_grad and torch.is_grad_enabled() and float(value) != 0:
         raise PluginError(
-            f"{what} gave {float(value):.4g} without a gradient; {should}. Was it detached, taken"
-            " through numpy, or computed under torch.no_grad()?"
+            f"{what} gave {float(value):.4g} without a gradient; it must give {scalar}. Was it"
+            " detached, taken through numpy, or computed under torch.no_grad()?"
         )
     return cast(Tensor, value).reshape(())
 
@@ -86,28 +91,24 @@ def checked_indices(
     Raises:
         PluginError: the types, lengths, device or range of the indices are wrong.
     """
-    should = (
-        "it must give (anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64"
-        " tensors, one number a triplet or pair, where the codes are"
+    must = (
+        "(anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors, one"
+        " number a triplet or pair, where the codes are"
     )
     if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
-        raise PluginError(f"{what} gave {shown(picked)}; {should}.")
-    whole = all(
-        isinstance(x, Tensor)
-        and x.ndim == 1
-        and x.dtype in (torch.int64, torch.int32)
-        and x.device == device
-        for x in picked
-    )
-    if not whole:
-        where = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
-        elsewhere = f" on {', '.join(sorted(where))} (the codes are on {device})" if where else ""
-        raise PluginError(f"{what} gave {shown(picked)}{elsewhere}; {should}.")
+        raise breach(what, picked, f"{must}.")
+    for x in picked:
+        whole = isinstance(x, Tensor) and x.dtype in (torch.int64, torch.int32)
+        if not whole or x.ndim != 1 or x.device != device:
+            devices = {str(x.device) for x in picked if isinstance(x, Tensor)} - {str(device)}
+            names = ", ".join(sorted(devices))
+            place = f" on {names} (the codes are on {device})" if devices else ""
+            raise breach(what, picked, f"{must}.", place)
     groups = [picked] if len(picked) == 3 else [picked[:2], picked[2:]]
-    if any(len(x) != len(group[0]) for group in groups for x in group):
+    if any(len({len(x) for x in group}) > 1 for group in groups):
         lengths = ", ".join(str(len(x)) for x in picked)
         raise PluginError(
-            f"{what} gave index tensors of lengths {lengths}; {should}, of equal length."
+            f"{what} gave index tensors of lengths {lengths}; it must give {must}, of equal length."
         )
     indices = [x.long() for x in picked]
     limits = sizes * 2 if len(picked) == 4 else (sizes[0], sizes[1], sizes[1])
@@ -141,30 +142,25 @@ def checked_rows(
         PluginError: the value has another type, shape or device.
     """
     rows, width = like
-    fits = (
+    if not (
         isinstance(value, Tensor)
         and value.ndim == 2
         and value.is_floating_point()
         and len(value) == rows
-    )
-    if not fits or (width >= 0 and value.shape[1] != width):
-        expected = f"({rows}, {width})" if width >= 0 else f"({rows}, any width)"
-        raise PluginError(
-            f"{what} gave {shown(value)}; it must give {of}: floating-point numbers of shape"
-            f" {expected}."
-        )
+        and width in (-1, value.shape[1])
+    ):
+        expected = f"({rows}, {'any width' if width < 0 else width})"
+        raise breach(what, value, f"{of}: floating-point numbers of shape {expected}.")
     if value.device != device:
         raise PluginError(f"{what} gave {of} on {value.device}; its input is on {device}.")
-    return cast(Tensor, value)
+    return value
 
 
 def check_width(features: Any, what: str, width: int) -> None:
     """Raise a `PluginError` if features do not have the width that their backbone states."""
     if features.ndim != 2 or features.shape[1] != width:
-        raise PluginError(
-            f"{what} gave {shown(features)}; it must give features as wide as it says, of shape"
-            f" ({len(features)}, {width})."
-        )
+        must = f"features as wide as it says, of shape ({len(features)}, {width})."
+        raise breach(what, features, must)
 
 
 def checked_objective(
@@ -172,20 +168,16 @@ def checked_objective(
 ) -> tuple[Tensor | None, Mapping[str, Any]]:
     """Return the result of a combiner's `objective` if valid: a scalar or None, and metrics."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], Mapping):
-        raise PluginError(
-            f"{what} gave {shown(value)} from objective; it must give a scalar (or None), and"
-            " metrics by name."
-        )
-    loss, measured = value
-    metrics: dict[str, Any] = {}
-    for name, figure in measured.items():
-        single = isinstance(figure, Tensor) and figure.numel() == 1
-        if not (single or (isinstance(figure, int | float) and not isinstance(figure, bool))):
+        raise breach(what, value, "a scalar (or None), and metrics by name.", " from objective")
+    loss, metrics = value
+    for name, number in metrics.items():
+        tensor = isinstance(number, Tensor) and number.numel() == 1
+        if not tensor and (not isinstance(number, int | float) or isinstance(number, bool)):
             raise PluginError(
-                f"{what} gave {shown(figure)} for the figure '{name}' of objective; it must be one"
+                f"{what} gave {shown(number)} for the figure '{name}' of objective; it must be one"
                 " number."
             )
-        metrics[name] = figure.detach() if single else figure
+    metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}
     return None if loss is None else checked_scalar(loss, f"{what}'s objective", codes), metrics
 
 
@@ -198,7 +190,5 @@ def combiner_warnings(
     with calling(what):
         sentences: Any = combiner.warnings(metrics)
     if isinstance(sentences, str) or not isinstance(sentences, Iterable):
-        raise PluginError(
-            f"{what} gave {shown(sentences)} from warnings; it must give a list of sentences."
-        )
+        raise breach(what, sentences, "a list of sentences.", " from warnings")
     return [str(sentence) for sentence in sentences]

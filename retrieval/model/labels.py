@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -74,9 +75,7 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     else:
         return array
     if len(missing):
-        rows = ", ".join(str(row) for row in missing[:5].tolist()) + (
-            ", …" if len(missing) > 5 else ""
-        )
+        rows = ", ".join(map(str, missing[:5].tolist())) + (", …" if len(missing) > 5 else "")
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
         raise LabelsError(
             f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural}"
@@ -108,11 +107,7 @@ def learner_labels(y: Any) -> Any:
     array = read_values(array, "labels")
     if array.dtype.kind != "O":
         return array
-    return (
-        read_labels(array)
-        if all(isinstance(value, str) or _is_whole(value) for value in array)
-        else y
-    )
+    return read_labels(array) if all(isinstance(v, str) or _is_whole(v) for v in array) else y
 
 
 def is_missing(value: Any) -> bool:
@@ -134,30 +129,19 @@ def _unchanged(labels: Any) -> NDArray[Any]:
         return shown
     if callable(detach := getattr(labels, "detach", None)):
         labels = detach().cpu()
-    if (
-        isinstance(labels, str | bytes)
-        or not isinstance(labels, Iterable)
-        or hasattr(labels, "__array__")
-    ):
+    items = isinstance(labels, Iterable) and not isinstance(labels, str | bytes)
+    if not items or hasattr(labels, "__array__"):
         array = np.asarray(labels)
         if array.dtype.kind in "biufUO":
             return array
-        return _of_values(array.tolist() if array.ndim == 1 else array)
+        return np.fromiter(array.tolist() if array.ndim == 1 else array, object)
     values = list(labels)
     kinds = set(map(type, values))
     if kinds in ({str}, {int}, {bool}):
         array = np.asarray(values)
         # NumPy may turn whole numbers beyond int64 into floats, which are not exact.
-        return array if array.dtype.kind in "biuU" else _of_values(values)
-    return _of_values([_plain(value) for value in values])
-
-
-def _of_values(values: Any) -> NDArray[Any]:
-    """Return an object array (N,), even if the values are sequences."""
-    array = np.empty(len(values), object)
-    for row, value in enumerate(values):
-        array[row] = value
-    return array
+        return array if array.dtype.kind in "biuU" else np.fromiter(values, object)
+    return np.fromiter(map(_plain, values), object)
 
 
 def _plain(value: Any) -> Any:
@@ -176,10 +160,8 @@ def _is_whole(value: Any) -> bool:
 def _whole_numbers(values: list[Any]) -> NDArray[Any]:
     whole = [int(value) for value in values]
     for kind in (np.int64, np.uint64):
-        try:
+        with suppress(OverflowError):
             return np.array(whole, kind)
-        except OverflowError:
-            continue
     return np.array(whole, object)
 
 

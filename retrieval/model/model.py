@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,19 @@ from retrieval.serving.images import Preprocessing
 def full_precision(x: Tensor) -> Tensor:
     """Return half-precision tensors as float32, and others unchanged."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@contextlib.contextmanager
+def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
+    """Context manager: evaluation mode; restores each submodule's own mode."""
+    modes = {part: part.training for module in modules for part in module.modules()}
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 class Normalize(nn.Module):

@@ -16,22 +16,16 @@ from torch import Tensor, nn
 from retrieval.errors import PluginError
 from retrieval.host.plugin_calls import calling
 from retrieval.model.contracts import Backbone, Combiner, Generator
-from retrieval.model.guard import checked_rows, shown
+from retrieval.model.guard import breach, checked_rows, shown
+from retrieval.model.model import evaluation_mode
 from retrieval.serving.images import Preprocessing
 
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
     """Context manager: evaluation mode without gradients; restores modes and random state."""
-    modes = {part: part.training for module in modules for part in module.modules()}
-    for module in modules:
-        module.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        for part, training in modes.items():
-            part.training = training
+    with evaluation_mode(*modules), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 P = TypeVar("P", Backbone, Combiner, Generator)
@@ -68,14 +62,11 @@ def check_backbone(product: Any, name: str) -> Backbone:
 def check_generator(product: Any, name: str) -> Generator:
     """Return a generator if its type and attributes are valid, else raise a `PluginError`."""
     generator = check_kind(product, Generator, name)
-    for part, allowed in (
-        ("replaces", ("positive", "negative")),
-        ("space", ("features", "embeddings")),
-    ):
-        if (value := getattr(generator, part)) not in allowed:
+    allowed = {"replaces": ("positive", "negative"), "space": ("features", "embeddings")}
+    for part, (first, second) in allowed.items():
+        if (value := getattr(generator, part)) not in (first, second):
             raise PluginError(
-                f'The generator {name} has {part} = {value!r}; it must be "{allowed[0]}" or'
-                f' "{allowed[1]}".'
+                f'The generator {name} has {part} = {value!r}; it must be "{first}" or "{second}".'
             )
     return generator
 
@@ -83,10 +74,8 @@ def check_generator(product: Any, name: str) -> Generator:
 def check_head(head: Any, what: str, features: int) -> nn.Module:
     """Return a head if it maps features (B, F) to codes (B, C), else raise a `PluginError`."""
     if not isinstance(head, nn.Module):
-        raise PluginError(
-            f"{what} gave {shown(head)} as the head; it must give a module from features (B,"
-            f" {features}) to codes (B, C)."
-        )
+        must = f"a module from features (B, {features}) to codes (B, C)."
+        raise breach(what, head, must, " as the head")
     first = next(head.parameters(), torch.empty(0))
     with calling(f"{what}'s head"), untouched(head):
         codes = head(torch.zeros(2, features, device=first.device))
@@ -101,18 +90,11 @@ def check_distances(combiner: Combiner, name: str, head: nn.Module, features: in
         codes = head(torch.randn(3, features))
         mat = combiner.compute_mat(codes, codes[:2])
         rows = combiner.pairwise_distance(codes, codes)
-    checked_rows(
-        mat,
-        f"{what}'s compute_mat",
-        (3, 2),
-        codes.device,
-        "a distance for each query and reference",
-    )
+    of = "a distance for each query and reference"
+    checked_rows(mat, f"{what}'s compute_mat", (3, 2), codes.device, of)
     if not (isinstance(rows, Tensor) and rows.shape == (3,)):
-        raise PluginError(
-            f"{what}'s pairwise_distance gave {shown(rows)}; it must give one distance per row, of"
-            " shape (3,)."
-        )
+        must = "one distance per row, of shape (3,)."
+        raise breach(f"{what}'s pairwise_distance", rows, must)
     return combiner
 
 
@@ -134,10 +116,8 @@ def model_parts(learner: Any, name: str, features: int) -> tuple[nn.Module, Comb
     with calling(f"{what}, asked for to_model_parts(),"):
         parts = learner.to_model_parts()
     if not isinstance(parts, tuple) or len(parts) != 2:
-        raise PluginError(
-            f"{what} gave {shown(parts)} from to_model_parts; it must give the head, and a combiner"
-            " or None."
-        )
+        must = "the head, and a combiner or None."
+        raise breach(what, parts, must, " from to_model_parts")
     head, combiner = parts
     check_head(head, what, features)
     if combiner is not None and not isinstance(combiner, Combiner):
@@ -180,17 +160,13 @@ class CheckedMetric:
     ) -> Callable[[NDArray[np.float64], NDArray[np.float64]], NDArray[np.float64]] | None:
         """The metric's checked `graded` method, or None; see `retrieval.plugin.Metric`."""
         graded = getattr(self.metric, "graded", None)
-        return (
-            None
-            if graded is None
-            else lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
-        )
+        if graded is None:
+            return None
+        return lambda gains, ideal: self._checked(len(gains), graded, gains, ideal)
 
-    def _checked(
-        self, queries: int, call: Callable[..., Any], *given_it: Any
-    ) -> NDArray[np.float64]:
+    def _checked(self, queries: int, call: Callable[..., Any], *arrays: Any) -> NDArray[np.float64]:
         with calling(self.what):
-            result = call(*given_it)
+            result = call(*arrays)
         with contextlib.suppress(ValueError, TypeError):
             values = np.asarray(result)
             if values.shape == (queries,) and values.dtype.kind in "fiub":
@@ -200,10 +176,7 @@ class CheckedMetric:
                 raise PluginError(
                     f"{self.what} gave NaN or infinite values for {wrong} of {queries} queries."
                 )
-        raise PluginError(
-            f"{self.what} gave {shown(result)}; it must give one number per query, of shape"
-            f" ({queries},)."
-        )
+        raise breach(self.what, result, f"one number per query, of shape ({queries},).")
 
 
 IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
@@ -236,9 +209,8 @@ class ModuleBackbone(Backbone):
             output = module(probe) if shape else torch.zeros(2, 1)
         features = checked_rows(output, what, (2, -1), first.device, "features")
         self.features = int(features.shape[1])
-        self._behaves = hashlib.blake2b(
-            features.float().cpu().numpy().tobytes(), digest_size=16
-        ).hexdigest()
+        content = features.float().cpu().numpy().tobytes()
+        self._behaves = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return features (B, F) of normalised images or vectors."""

@@ -73,15 +73,13 @@ def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
         return "classes"
     if mined and (kind == "items" or not getattr(loss, "rows_mined", True)):
         return None
-    regularised = any(
-        getattr(loss, f"{of}_regularizer", None) is not None for of in ("embedding", "weight")
-    )
-    if regularised or not isinstance(loss, BaseMetricLossFunction):
+    names = ("embedding_regularizer", "weight_regularizer")
+    if any(getattr(loss, name, None) is not None for name in names):
         return None
-    plain = all(
-        type(reducer) in _REDUCERS and not reducer.collect_stats
-        for reducer in _reducers(loss.reducer)
-    )
+    if not isinstance(loss, BaseMetricLossFunction):
+        return None
+    every = _reducers(loss.reducer)
+    plain = all(type(reducer) in _REDUCERS and not reducer.collect_stats for reducer in every)
     return cast(Rows, kind) if plain else None
 
 
@@ -133,12 +131,10 @@ def row_sums(
     the batch, or `None`.
     """
     arguments: tuple[Any, ...] = ()
-    by_labels = getattr(loss, "rows_by_labels", False)
     if kind == "anchors":
-        if indices is not None:
-            picked: TripletIndices | None = _of_rows(indices, start, len(rows))
-        else:
-            picked = None if by_labels else _pairs(labels, whole[1], start)
+        picked = None if indices is None else _of_rows(indices, start, len(rows))
+        if indices is None and not getattr(loss, "rows_by_labels", False):
+            picked = _pairs(labels, whole[1], start)
         arguments = (picked, *whole)
     with _collecting(loss, start) as sums_by_name:
         loss(rows, labels, *arguments)

@@ -120,32 +120,31 @@ def read_table(
     if isinstance(recipe, Tables):
         table: dict[str, Any] = recipe.model_dump(exclude_unset=True)
     elif isinstance(recipe, Mapping):
-        table = _copied(recipe)
+        table = _without_none(recipe)
     else:
         table = _parsed(path)
     before = table.get("plugins")
-    brought = (
-        {item for item in before if isinstance(item, str)} if isinstance(before, list) else set()
-    )
+    before = before if isinstance(before, list) else []
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):
         return table, []
     own = [_beside(Path(), item) for item in plugins]
-    table["plugins"] = [
-        _beside(path, item) if isinstance(item, str) else item for item in named
-    ] + own
-    brought_files = [
-        _beside(path, item) for item in named if isinstance(item, str) and item in brought
+    places = [_beside(path, item) if isinstance(item, str) else item for item in named]
+    table["plugins"] = places + own
+    brought = [
+        place
+        for place, item in zip(places, named, strict=True)
+        if isinstance(item, str) and item in before
     ]
-    return table, [item for item in brought_files if item not in own]
+    return table, [place for place in brought if place not in own]
 
 
-def _copied(value: Any) -> Any:
-    """Return a copy of tables written in Python, without keys that are None."""
+def _without_none(value: Any) -> Any:
+    """Return a copy of tables without the keys that are None, which TOML lacks."""
     if isinstance(value, Mapping):
-        return {k: _copied(v) for k, v in value.items() if v is not None}
-    return [_copied(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -233,12 +232,8 @@ def with_objects(table: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[s
     changed = dict(table)
     for name, value in objects.items():
         before = table.get(name)
-        kept = (
-            {k: v for k, v in before.items() if k in host_keys(name)}
-            if isinstance(before, Mapping)
-            else {}
-        )
-        changed[name] = {"name": object_name(value), **kept}
+        keys = host_keys(name) & before.keys() if isinstance(before, Mapping) else ()
+        changed[name] = {"name": object_name(value), **{key: table[name][key] for key in keys}}
     return changed
 
 
@@ -273,27 +268,20 @@ def _entry(table: Mapping[str, Any], place: Place) -> Place:
     for i, step in enumerate(place):
         if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
             return place[:i]
-        value = (
-            value.get(step)
-            if isinstance(value, Mapping)
-            else value[int(step)]
-            if isinstance(value, list)
-            else None
-        )
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        else:
+            value = value[int(step)] if isinstance(value, list) else None
     return place
 
 
 def _without(value: Any, wrong: set[Place], place: Place = ()) -> Any:
     """Return a copy of a table without the entries at the wrong places."""
-    if isinstance(value, Mapping):
-        return {
-            k: _without(v, wrong, (*place, k)) for k, v in value.items() if (*place, k) not in wrong
-        }
-    if isinstance(value, list):
-        return [
-            _without(v, wrong, (*place, i)) for i, v in enumerate(value) if (*place, i) not in wrong
-        ]
-    return value
+    if not isinstance(value, Mapping | list):
+        return value
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+    kept = {k: _without(v, wrong, (*place, k)) for k, v in entries if (*place, k) not in wrong}
+    return kept if isinstance(value, Mapping) else [*kept.values()]
 
 
 def _bracketed(problem: str) -> str:
@@ -304,10 +292,8 @@ def _bracketed(problem: str) -> str:
     if dot:
         return f"{name} {inner}: {rest}"
     field = Tables.model_fields.get(table)
-    is_table = (
-        table in COMPONENTS
-        or table == "phase"
-        or (field and isinstance(field.annotation, type(Section)))
+    is_table = table in (*COMPONENTS, "phase") or isinstance(
+        field and field.annotation, type(Section)
     )
     return f"{name}: {rest}" if is_table or rest.startswith("there is no such table") else problem
 
@@ -331,13 +317,6 @@ def to_toml(recipe: Tables) -> str:
         if part is not None and is_object(part.name)
     ]
     return "".join(notes) + tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
-
-
-def _without_none(value: Any) -> Any:
-    """Return a value without the keys that are None, which TOML lacks."""
-    if isinstance(value, Mapping):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 _SERVE_THE_LOSS = ("miner", "generator")
@@ -391,56 +370,54 @@ def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> No
 
 def _override(table: dict[str, Any], text: str) -> str | None:
     """Apply one override; return its problem, or None."""
-    key, sep, value = text.partition("=")
-    steps = [step.strip() for step in key.split(".")]
-    if not sep or not all(steps):
-        return f"The change {text}: write it as table.key=value."
-    try:
-        parsed = tomllib.loads(f"value = {value}")
-        new = parsed["value"] if len(parsed) == 1 else value.strip()
-    except (ValueError, RecursionError):
-        new = value.strip()  # a bare word is text
+    problem = _overridden(table, text)
+    return problem and f"The change {text}: {problem}"
+
+
+def _overridden(table: dict[str, Any], text: str) -> str | None:
+    key, sep, value = (part.strip() for part in text.partition("="))
+    *steps, last = [step.strip() for step in key.split(".")]
+    if not sep or not all([*steps, last]):
+        return "write it as table.key=value."
     place: Any = table
-    for i, step in enumerate(steps[:-1]):
-        before = ".".join(steps[:i])
+    for i, step in enumerate(steps):
+        path = ".".join(steps[: i + 1])
         if isinstance(place, list):
             if not step.isdigit() or int(step) >= len(place):
+                entries = "entry" if len(place) == 1 else "entries"
                 return (
-                    f"The change {text}: {before} has {len(place)}"
-                    f" {'entry' if len(place) == 1 else 'entries'}, numbered from 0; '{step}' is"
-                    " none of them."
+                    f"{'.'.join(steps[:i])} has {len(place)} {entries}, numbered from 0; '{step}'"
+                    " is none of them."
                 )
             place = place[int(step)]
-        elif steps[i + 1].isdigit() and step not in place:
-            return f"The change {text}: the recipe has no list '{'.'.join(steps[: i + 1])}'."
+        elif [*steps, last][i + 1].isdigit() and step not in place:
+            return f"the recipe has no list '{path}'."
+        elif value == "none":
+            place = place.get(step, {})
         else:
-            place = place.setdefault(step, {}) if value.strip() != "none" else place.get(step, {})
+            place = place.setdefault(step, {})
         if not isinstance(place, dict | list):
-            return (
-                f"The change {text}: {'.'.join(steps[: i + 1])} is {shown(place)}, and no"
-                " table to set a key in."
-            )
-    if value.strip() == "none" and isinstance(place, dict):
-        if steps[-1] not in place:
-            known = did_you_mean(steps[-1], place)
-            return (
-                f"The change {text}: the recipe does not set this key, so there is none to"
-                f" unset.{known}"
-            )
-        del place[steps[-1]]
+            return f"{path} is {shown(place)}, and no table to set a key in."
+    if isinstance(place, dict):
+        if value != "none":
+            place[last] = _toml(value)
+        elif last in place:
+            del place[last]
+        else:
+            known = did_you_mean(last, place)
+            return f"the recipe does not set this key, so there is none to unset.{known}"
         return None
-    if isinstance(place, list):
-        if (
-            steps[-1].isdigit()
-            and int(steps[-1]) < len(place)
-            and not isinstance(place[int(steps[-1])], dict)
-        ):
-            place[int(steps[-1])] = new
-            return None
-        first = ".".join(steps[:-1])
-        return (
-            f"The change {text}: {first} is a list; name an entry's key by the entry's number, as"
-            f" in {first}.0.{steps[-1]}=…"
-        )
-    place[steps[-1]] = new
-    return None
+    if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
+        place[int(last)] = _toml(value)
+        return None
+    first = ".".join(steps)
+    return f"{first} is a list; name an entry's key by the entry's number, as in {first}.0.{last}=…"
+
+
+def _toml(value: str) -> Any:
+    """Return the value of an override; a bare word is text."""
+    try:
+        parsed = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        return value
+    return parsed["value"] if len(parsed) == 1 else value

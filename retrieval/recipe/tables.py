@@ -39,23 +39,13 @@ class Range(Section):
 
 def flat(search: Any) -> Any:
     """Return `[search]` by dotted keys, because TOML reads `loss.margin` as nested tables."""
-    by_key: dict[str, Any] = {}
-
-    def walk(place: str, value: Any) -> None:
-        if (
-            isinstance(value, dict)
-            and value
-            and all(isinstance(inner, dict) for inner in value.values())
-        ):
-            for key, inner in value.items():
-                walk(f"{place}.{key}", inner)
-        else:
-            by_key[place] = value
-
     if not isinstance(search, dict):
         return search
+    by_key: dict[str, Any] = {}
     for key, value in search.items():
-        walk(key, value)
+        nested = isinstance(value, dict) and all(isinstance(x, dict) for x in value.values())
+        inner = flat(value) if nested and value else {}
+        by_key |= {f"{key}.{k}": v for k, v in inner.items()} or {key: value}
     return by_key
 
 
@@ -521,13 +511,8 @@ class Tables(Section):
     def _one_folder(cls, name: str) -> str:
         """Check that the run's name can be the name of a folder."""
         wrong = sorted({c for c in name if c in '/\\<>:"|?*' or not c.isprintable()})
-        if (
-            not name
-            or name != name.strip()
-            or name.startswith(".")
-            or wrong
-            or len(name.encode()) > 100
-        ):
+        ends = name == name.strip() and not name.startswith(".")
+        if wrong or not ends or not 1 <= len(name.encode()) <= 100:
             raise ValueError(
                 f"{name!r} cannot be a folder's name: 1 to 100 characters, no dot or space at its"
                 ' start, no space at its end, and none of / \\ < > : " | ? *'

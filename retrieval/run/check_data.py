@@ -7,10 +7,10 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,9 @@ from PIL import Image, ImageDraw, ImageFont
 from retrieval.data.augment import Changes, built_transforms
 from retrieval.data.findings import Alike, By, Findings, lone_labels, spelt_alike
 from retrieval.data.loading import BatchMaker, Job, RawInputs, TrainBatches
-from retrieval.data.near import WIDTH, Fingerprint, Measure, Near, Rows, fingerprint, near_pairs
+from retrieval.data.near import WIDTH, Fingerprint, Near, Rows, fingerprint, near_pairs
 from retrieval.data.splits import make_splits
-from retrieval.data.subjects import OfDataset, OfSources, Subjects
+from retrieval.data.subjects import Content, Subjects, of_dataset, of_sources
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.cores import cores
 from retrieval.recipe.read import Recipe, naming, read_recipe
@@ -92,25 +92,21 @@ def check_data(
         raise DataError(
             "A model of vectors needs within, the distance at which two items are the same."
         )
-    seen = _look(subjects, bundle)
-    same, alone = _same(subjects, seen)
+    seen = _Seen(subjects, bundle)
+    same, alone = seen.same()
     limits: dict[str, float] = {}
     near: list[Alike] = []
     complete = True
     pictured = alone[seen.pictured[alone]]
     if len(pictured):
         limits["picture"] = PICTURES
-        pairs = near_pairs(
-            seen.pictures[pictured],
-            PICTURES,
-            same=seen.numbers[pictured],
-            what="comparing pictures",
-        )
+        numbers, what = seen.numbers[pictured], "comparing pictures"
+        pairs = near_pairs(seen.pictures[pictured], PICTURES, same=numbers, what=what)
         near += _pairs(pairs, pictured, "picture")
         complete = pairs.complete
     if bundle is not None:
-        limits["model"] = _copied(subjects, seen, bundle, alone) if within is None else within
-        pairs = _model_pairs(seen, bundle, alone, limits["model"])
+        limits["model"] = seen.copied(bundle, alone) if within is None else within
+        pairs = seen.near(bundle, alone, limits["model"])
         near += _pairs(pairs, alone, "model")
         complete = complete and pairs.complete
     return Findings(
@@ -153,7 +149,7 @@ def _subjects(
     collected = [_collected(name, bundle) for name in named]
     if len({part.features is None for part in collected}) > 1:
         raise DataError("Images and vectors are checked separately: name one kind at a time.")
-    return ", ".join(named), OfSources(collected, named)
+    return ", ".join(named), of_sources(collected, named)
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
@@ -170,17 +166,13 @@ def _collected(name: str, bundle: Bundle | None) -> Sources:
     return collect([name], "image")
 
 
-def _of_recipe(recipe: Recipe) -> OfDataset:
-    # imports torch, which folders and tables do not need
-    from retrieval.run.build import build_dataset
-
+def _of_recipe(recipe: Recipe) -> Subjects:
     dataset = build_dataset(recipe)
-    return OfDataset(dataset, make_splits(dataset, recipe.split))
+    return of_dataset(dataset, make_splits(dataset, recipe.split))
 
 
-@dataclass(frozen=True)
 class _Seen:
-    """Hashes, small pictures and embeddings of all N items.
+    """Hashes, small pictures and embeddings of all N items, each opened once.
 
     Attributes:
         faults: why an item cannot be read, by row.
@@ -189,95 +181,155 @@ class _Seen:
         numbers: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
         pictured: (N,) true for the rows that have a picture.
-        encoded: the model's output for N items.
-    """
-
-    faults: dict[int, str]
-    flat: dict[int, str]
-    contents: Rows
-    numbers: Rows
-    pictures: NDArray[np.float32]
-    pictured: NDArray[np.bool_]
-    encoded: Encoded | None
-
-
-def _look(subjects: Subjects, bundle: Bundle | None) -> _Seen:
-    """Open each item once.
+        encoded: the model's output for N items, if there is a model.
 
     Raises:
         DataError: no item can be read.
     """
-    size, image = len(subjects.items), subjects.kind == "image"
-    seen = _Seen(
-        {},
-        {},
-        np.full(size, -1, np.int64),
-        np.full(size, -1, np.int64),
-        np.zeros((size if image else 0, WIDTH), np.float32),
-        np.zeros(size, bool),
-        None if bundle is None else _empty(bundle, size),
-    )
-    contents: dict[bytes, int] = {}
-    numbers: dict[bytes, int] = {}
-    waiting: list[tuple[int, NDArray[Any]]] = []
-    work = partial(_opened, subjects, bundle)
-    with Meter("checking", size, "items") as meter:
-        items = subjects.read(range(size))
-        for row, seen_item in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
-            meter.update()
-            if isinstance(seen_item, DataError):
-                seen.faults[row] = str(seen_item)
-                continue
-            own, content_hash, pixels, flat = seen_item
-            if flat is not None:
-                seen.flat[row] = flat
-            if own is not None:
-                seen.contents[row] = contents.setdefault(own, row)
-            seen.numbers[row] = numbers.setdefault(content_hash.values, row)
-            if content_hash.picture is not None:
-                seen.pictures[row], seen.pictured[row] = content_hash.picture, True
-            if pixels is not None:
-                waiting.append((row, pixels))
-            if bundle is not None and len(waiting) == _BATCH:
-                _encode(bundle, seen.encoded, waiting)
+
+    encoded: Encoded
+
+    def __init__(self, subjects: Subjects, bundle: Bundle | None) -> None:
+        size = len(subjects.items)
+        self.subjects = subjects
+        self.faults: dict[int, str] = {}
+        self.flat: dict[int, str] = {}
+        self.contents = np.full(size, -1, np.int64)
+        self.numbers = np.full(size, -1, np.int64)
+        self.pictures = np.zeros((size if subjects.kind == "image" else 0, WIDTH), np.float32)
+        self.pictured = np.zeros(size, bool)
         if bundle is not None:
-            _encode(bundle, seen.encoded, waiting)
-    if len(seen.faults) == size:
-        raise DataError(f"None of the {size:,} items can be read. The first: {seen.faults[0]}")
-    return seen
+            self.encoded = _empty(bundle, size)
+        contents: dict[bytes, int] = {}
+        numbers: dict[bytes, int] = {}
+        waiting: list[tuple[int, NDArray[Any]]] = []
+        work = partial(_opened, subjects, bundle)
+        with Meter("checking", size, "items") as meter:
+            items = subjects.read(range(size))
+            for row, opened in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
+                meter.update()
+                if isinstance(opened, DataError):
+                    self.faults[row] = str(opened)
+                    continue
+                if opened.flat is not None:
+                    self.flat[row] = opened.flat
+                if opened.file is not None:
+                    self.contents[row] = contents.setdefault(opened.file, row)
+                self.numbers[row] = numbers.setdefault(opened.hashes.values, row)
+                if opened.hashes.picture is not None:
+                    self.pictures[row], self.pictured[row] = opened.hashes.picture, True
+                if bundle is not None and opened.pixels is not None:
+                    waiting.append((row, opened.pixels))
+                    if len(waiting) == _BATCH:
+                        self._encode(bundle, waiting)
+            if bundle is not None and waiting:
+                self._encode(bundle, waiting)
+        if len(self.faults) == size:
+            raise DataError(f"None of the {size:,} items can be read. The first: {self.faults[0]}")
+
+    def _encode(self, bundle: Bundle, waiting: list[tuple[int, NDArray[Any]]]) -> None:
+        """Encode the waiting items, and clear the list."""
+        rows = [row for row, _ in waiting]
+        encoded = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
+        self.encoded.vector[rows], self.encoded.query[rows] = encoded.vector, encoded.query
+        if self.encoded.code is not None:
+            self.encoded.code[rows] = encoded.code
+        waiting.clear()
+
+    def same(self) -> tuple[list[Alike], Rows]:
+        """Return groups of identical items, and the items to compare further.
+
+        Each group keeps one item per side and label for further comparison.
+        """
+        groups: defaultdict[int, list[int]] = defaultdict(list)
+        for row, number in enumerate(self.numbers.tolist()):
+            if number >= 0:
+                groups[number].append(row)
+        pairs: list[Alike] = []
+        alone: list[int] = []
+        for rows in groups.values():
+            items = {row: self.subjects.items[row] for row in reversed(rows)}
+            alone += {(item.side, item.label): row for row, item in items.items()}.values()
+            if len(rows) > 1:
+                files = set(self.contents[rows].tolist())
+                by: By = "numbers" if self.subjects.kind == "features" else "pixels"
+                by = "bytes" if len(files) == 1 and -1 not in files else by
+                pairs.append(Alike(tuple(rows), by))
+        return pairs, np.array(sorted(alone), np.int64)
+
+    def near(self, bundle: Bundle, rows: Rows, within: float) -> Near:
+        """Return the pairs of items whose model distance is at most `within`."""
+        manifest = bundle.manifest
+        spans = [(part.start, part.stop) for part in manifest.subspaces if manifest.merge == "min"]
+        plain = not (bundle.has_code or spans or manifest.distance.measure == "inner")
+
+        def measure(query: int, items: Rows) -> NDArray[np.float64]:
+            return self._distances(bundle, self.encoded, int(rows[query]), rows[items])
+
+        return near_pairs(
+            np.ascontiguousarray(self.encoded.vector[rows]),
+            within,
+            same=self.numbers[rows],
+            spans=spans or (None,),
+            measure=None if plain else measure,
+            candidates=0 if manifest.rescorer is None else manifest.rescorer.candidates,
+            what="comparing by the model",
+        )
+
+    def copied(self, bundle: Bundle, rows: Rows) -> float:
+        """Return the distance within which 95 % of the sampled items find their own copies."""
+        places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
+        chosen = rows[np.unique(places)]
+        work: Callable[[Any], Any] = partial(_copy, self.subjects, bundle)
+        items = self.subjects.read(chosen.tolist())
+        apart = []
+        with Meter("measuring copies", len(chosen), "items") as meter:
+            for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
+                copy = bundle.encode(pixels[None])
+                apart.append(float(self._distances(bundle, copy, 0, np.array([row]))[0]))
+                meter.update()
+        return float(np.quantile(apart, 0.95))
+
+    def _distances(
+        self, bundle: Bundle, queries: Encoded, number: int, rows: Rows
+    ) -> NDArray[np.float64]:
+        """Return a query's distances to items: the model's own, or Euclidean if it only scores."""
+        query, vectors = queries.query[number], self.encoded.vector[rows]
+        code = None if queries.code is None else queries.code[number]
+        codes = None if self.encoded.code is None else self.encoded.code[rows]
+        if bundle.manifest.merge == "score" and code is None:
+            return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
+        return measured(bundle, query, code, vectors, codes, len(rows))
+
+
+class _Opened(NamedTuple):
+    """An item's file's hash, fingerprint, input to the model, and why it has few levels."""
+
+    file: bytes | None
+    hashes: Fingerprint
+    pixels: NDArray[Any] | None
+    flat: str | None
 
 
 def _opened(
-    subjects: Subjects, bundle: Bundle | None, numbered: tuple[int, bytes | DataError | None]
-) -> tuple[int, tuple[bytes | None, Fingerprint, NDArray[Any] | None, str | None] | DataError]:
-    """Return an item's row with its measurements, or with the error that kept it from being read.
-
-    The measurements are the hash of its file, its fingerprint, its input to the model, and why it
-    has few levels.
-    """
+    subjects: Subjects, bundle: Bundle | None, numbered: tuple[int, Content]
+) -> tuple[int, _Opened | DataError]:
+    """Return an item's row with its measurements, or with the reason why it cannot be read."""
     row, content = numbered
     name = subjects.items[row].name
     try:
-        own, item = subjects.open(row, content)
-        try:
-            flat = few_levels(item) if isinstance(item, Image.Image) else None
-            flat = flat and f"{name} {flat}."
-            return row, (
-                own,
-                fingerprint(item),
-                None if bundle is None else _input(bundle, item),
-                flat,
-            )
-        except DataError as fault:
-            raise DataError(f"{name}: {fault}") from fault
+        file, item = subjects.open(row, content)
     except DataError as fault:
         return row, fault
-
-
-def _input(bundle: Bundle, item: Image.Image | NDArray[Any]) -> NDArray[Any]:
-    return (
-        bundle.preprocess(item) if isinstance(item, Image.Image) else np.asarray(item, np.float32)
-    )
+    try:
+        image = item if isinstance(item, Image.Image) else None
+        flat = None if image is None else few_levels(image)
+        pixels = None
+        if bundle is not None:
+            pixels = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
+        return row, _Opened(file, fingerprint(item), pixels, flat and f"{name} {flat}.")
+    except DataError as fault:
+        return row, DataError(f"{name}: {fault}")
 
 
 def _empty(bundle: Bundle, size: int) -> Encoded:
@@ -285,43 +337,8 @@ def _empty(bundle: Bundle, size: int) -> Encoded:
     manifest = bundle.manifest
     vector = np.zeros((size, manifest.vector), np.float32)
     query = np.zeros_like(vector) if manifest.query_vectors else vector
-    return Encoded(
-        vector, query, np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
-    )
-
-
-def _encode(bundle: Bundle, into: Encoded | None, waiting: list[tuple[int, NDArray[Any]]]) -> None:
-    """Encode the waiting items into their rows of `into`, and clear the list."""
-    if not waiting or into is None:
-        return
-    rows = [row for row, _ in waiting]
-    encoded = bundle.encode(np.stack([pixels for _, pixels in waiting]), batch=_BATCH)
-    into.vector[rows], into.query[rows] = encoded.vector, encoded.query
-    if into.code is not None:
-        into.code[rows] = encoded.code
-    waiting.clear()
-
-
-def _same(subjects: Subjects, seen: _Seen) -> tuple[list[Alike], Rows]:
-    """Return groups of identical items, and the items to compare further.
-
-    Each group keeps one item per side and label for further comparison.
-    """
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for row, number in enumerate(seen.numbers.tolist()):
-        if number >= 0:
-            groups[number].append(row)
-    pairs: list[Alike] = []
-    alone: list[int] = []
-    for rows in groups.values():
-        alone += {
-            (subjects.items[row].side, subjects.items[row].label): row for row in reversed(rows)
-        }.values()
-        if len(rows) > 1:
-            files = set(seen.contents[rows].tolist())
-            by: By = "numbers" if subjects.kind == "features" else "pixels"
-            pairs.append(Alike(tuple(rows), "bytes" if len(files) == 1 and -1 not in files else by))
-    return pairs, np.array(sorted(alone), np.int64)
+    code = np.zeros((size, manifest.code or 0), np.float32) if bundle.has_code else None
+    return Encoded(vector, query, code)
 
 
 def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
@@ -331,68 +348,8 @@ def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
     ]
 
 
-def _model_pairs(seen: _Seen, bundle: Bundle, rows: Rows, within: float) -> Near:
-    """Return the pairs of items whose model distance is at most `within`."""
-    assert seen.encoded is not None
-    vector, manifest = np.ascontiguousarray(seen.encoded.vector[rows]), bundle.manifest
-    spans = [(space.start, space.stop) for space in manifest.subspaces if manifest.merge == "min"]
-    measure = (
-        _measure(bundle, seen.encoded, rows)
-        if bundle.has_code or spans or manifest.distance.measure == "inner"
-        else None
-    )
-    return near_pairs(
-        vector,
-        within,
-        same=seen.numbers[rows],
-        spans=spans or (None,),
-        measure=measure,
-        candidates=0 if manifest.rescorer is None else manifest.rescorer.candidates,
-        what="comparing by the model",
-    )
-
-
-def _measure(bundle: Bundle, encoded: Encoded, rows: Rows) -> Measure:
-    def measure(query: int, rows_of_items: Rows) -> NDArray[np.float64]:
-        return _distances(bundle, encoded, int(rows[query]), encoded, rows[rows_of_items])
-
-    return measure
-
-
-def _distances(
-    bundle: Bundle, queries: Encoded, number: int, encoded: Encoded, rows: Rows
-) -> NDArray[np.float64]:
-    """Return an item's distances to others: the model's own, or Euclidean if it only scores."""
-    query, vectors = queries.query[number], encoded.vector[rows]
-    code, codes = (
-        (None, None)
-        if queries.code is None or encoded.code is None
-        else (queries.code[number], encoded.code[rows])
-    )
-    if bundle.manifest.merge == "score" and code is None:
-        return np.asarray(np.linalg.norm(vectors.astype(np.float64) - query, axis=1))
-    return measured(bundle, query, code, vectors, codes, len(rows))
-
-
-def _copied(subjects: Subjects, seen: _Seen, bundle: Bundle, rows: Rows) -> float:
-    """Return the distance within which 95 % of the sampled items find their own copies."""
-    assert seen.encoded is not None
-    chosen = rows[
-        np.unique(np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64))
-    ]
-    work: Callable[[Any], Any] = partial(_copy, subjects, bundle)
-    items = subjects.read(chosen.tolist())
-    apart = []
-    with Meter("measuring copies", len(chosen), "items") as meter:
-        for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
-            copy = bundle.encode(pixels[None])
-            apart.append(float(_distances(bundle, copy, 0, seen.encoded, np.array([row]))[0]))
-            meter.update()
-    return float(np.quantile(apart, 0.95))
-
-
 def _copy(
-    subjects: Subjects, bundle: Bundle, numbered: tuple[int, bytes | DataError | None]
+    subjects: Subjects, bundle: Bundle, numbered: tuple[int, Content]
 ) -> tuple[int, NDArray[Any]]:
     _, item = subjects.open(*numbered)
     assert isinstance(item, Image.Image)
@@ -439,16 +396,13 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     if recipe.augmentation.active:
         columns += [make(Job(chosen, epoch, 0, whole)).numpy() for epoch in range(min(draws, MOST))]
     names = [f"{dataset.labels[item]}: {dataset.keys[item]}" for item in chosen.tolist()]
-    return _sheet(
-        [[_picture(column[row]) for column in columns] for row in range(len(chosen))], names
-    )
+    return _sheet([[*map(_picture, row)] for row in zip(*columns, strict=True)], names)
 
 
 def _picture(pixels: np.ndarray) -> Image.Image:
     """Return pixels (channels, H, W) as an image; small ones are enlarged by a whole number."""
-    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).convert(
-        "RGB"
-    )
+    array = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
+    image = Image.fromarray(array).convert("RGB")
     factor = max(1, -(-_LEAST // min(image.size)))
     return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
 

@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import batches, digits_dataset
 from PIL import Image
 from retrieval.data.augment import Changes, Drawing
 from retrieval.data.datasets import ArrayDataset
-from retrieval.data.loading import TrainBatches
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, read_recipe
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.run.check_data import font_of, preview
-from retrieval.serving.images import Preprocessing
-from sklearn.datasets import load_digits
 from torch import Tensor
 
 PLUGINS = load_plugins()
@@ -62,19 +60,7 @@ def noise(channels: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def digits() -> ArrayDataset:
-    found = load_digits()
-    return ArrayDataset(
-        (found.images * 15).astype(np.uint8), [str(label) for label in found.target]
-    )
-
-
-def batches(dataset, sampler, augmentation, **more) -> TrainBatches:
-    labels = np.unique(np.array(dataset.labels), return_inverse=True)[1]
-    transforms = [PLUGINS.build("augmentations", each) for each in augmentation.transforms]
-    options = {"sampler": sampler, "augmentation": augmentation, "transforms": transforms}
-    preprocessing = Preprocessing((8, 8), 1, (0.5,), (0.5,))
-    items = np.arange(len(dataset))
-    return TrainBatches(dataset, items, labels, preprocessing, seed=3, **options, **more)
+    return digits_dataset()
 
 
 @pytest.mark.parametrize("name", PLUGINS.factories("augmentations"))

@@ -384,12 +384,12 @@ def test_ctrl_c_leaves_nothing(photos):
 
 def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
     from retrieval.data.splits import make_splits
-    from retrieval.data.subjects import OfDataset
+    from retrieval.data.subjects import of_dataset
     from retrieval.recipe.tables import Split
 
     digits = (load_digits().images[:40] * 15.9).astype(np.uint8)
     dataset = ArrayDataset(digits, [str(i % 4) for i in range(40)])
-    subjects = OfDataset(dataset, make_splits(dataset, Split(by="class", validation=0.5)))
+    subjects = of_dataset(dataset, make_splits(dataset, Split(by="class", validation=0.5)))
     assert {each.side for each in subjects.items} == {"train", "validation", "test"}
     own, item = subjects.open(3, None)
     assert own is None and np.array_equal(np.asarray(item), digits[3])

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from batches import GREY8, digits_dataset
+from batches import batches as batches_of
 from PIL import Image
 from pytorch_metric_learning.samplers import MPerClassSampler
 from pytorch_metric_learning.utils import common_functions
@@ -17,11 +19,9 @@ from retrieval.data.samplers import ClassBalanced, drawn_batches, training_items
 from retrieval.errors import DataError
 from retrieval.recipe.tables import Augmentation, Sampler
 from retrieval.serving.images import Preprocessing
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision.transforms import v2
 
-GREY8 = Preprocessing((8, 8), 1, (0.5,), (0.5,))
 TWELVE = Sampler(classes=4, items=3)
 NOTHING = Augmentation()
 CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
@@ -29,9 +29,7 @@ CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
 
 @pytest.fixture(scope="module")
 def digits() -> ArrayDataset:
-    found = load_digits()
-    pixels = (found.images * 15).astype(np.uint8)
-    return ArrayDataset(pixels, [str(label) for label in found.target])
+    return digits_dataset()
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +46,9 @@ def photos(tmp_path_factory) -> FileDataset:
 
 
 def batches(
-    dataset, preprocessing=GREY8, sampler=TWELVE, augmentation=NOTHING, indices=None, **options
+    dataset, preprocessing=GREY8, sampler=TWELVE, augmentation=NOTHING, **options
 ) -> TrainBatches:
-    indices = np.arange(len(dataset)) if indices is None else indices
-    labels = np.unique(np.array(dataset.labels)[indices], return_inverse=True)[1]
-    options = {"seed": 5, "sampler": sampler, "augmentation": augmentation, **options}
-    return TrainBatches(dataset, indices, labels, preprocessing, **options)
+    return batches_of(dataset, sampler, augmentation, preprocessing=preprocessing, **options)
 
 
 def assert_same(a: Iterator[tuple[Tensor, Tensor]], b: Iterator[tuple[Tensor, Tensor]]) -> int:
@@ -83,7 +78,7 @@ def test_batches_are_p_classes_of_m_items(digits):
 
 def test_a_small_class_repeats_its_items():
     data = ArrayDataset(np.arange(7, dtype=np.float32)[:, None], ["a", *"bbbccc"], kind="features")
-    loader = batches(data, None, Sampler(classes=3, items=2, batches=4), seed=0)
+    loader = batches(data, None, Sampler(classes=3, items=2, batches=4))
     assert len(loader) == 4
     for x, y in loader.epoch(0):
         assert x.dtype == torch.float32 and x.shape == (6, 1)

@@ -5,15 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from batches import batches as batches_of
+from batches import digits_dataset
 from retrieval.data.augment import Mix, MixedLabels
-from retrieval.data.datasets import ArrayDataset
 from retrieval.data.loading import TrainBatches
 from retrieval.errors import RecipeError
 from retrieval.recipe.read import Recipe
 from retrieval.recipe.tables import Augmentation, Sampler
-from retrieval.serving.images import Preprocessing
 from retrieval.training.check import run_one_batch
-from sklearn.datasets import load_digits
 
 RECIPE: dict[str, Any] = {
     "data": {"name": "core.digits"},
@@ -26,12 +25,8 @@ RECIPE: dict[str, Any] = {
 
 
 def batches(mix: Any, **more: Any) -> TrainBatches:
-    found, preprocessing = load_digits(), Preprocessing((8, 8), 1, (0.5,), (0.5,))
-    pixels = (found.images * 15).astype(np.uint8)
-    dataset = ArrayDataset(pixels, [str(label) for label in found.target])
-    options = {"augmentation": Augmentation(mix=mix, **more), "seed": 4}
-    options["sampler"] = Sampler(classes=4, items=3, batches=6)
-    return TrainBatches(dataset, np.arange(len(pixels)), found.target, preprocessing, **options)
+    sampler = Sampler(classes=4, items=3, batches=6)
+    return batches_of(digits_dataset(), sampler, Augmentation(mix=mix, **more), seed=4)
 
 
 def test_mixup_is_the_weighted_mean_of_two_images_and_their_labels():
