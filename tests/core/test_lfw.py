@@ -153,11 +153,8 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
     text = refused(plugins, faces)
     assert text.splitlines() == [
         f"{faces} has 6 problems:",
-        "  - 1 image is not called NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
-        (
-            "  - there are several files of Person_01/Person_01_0001; which of them is meant cannot"
-            " be told."
-        ),
+        "  - 1 image is not named like NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
+        "  - there are several files of Person_01/Person_01_0001. Keep only one.",
         (
             "  - peopleDevTrain.txt: line 2: of Person_00's 5 images 1 are missing:"
             " Person_00/Person_00_0002."
@@ -208,7 +205,7 @@ def test_lists_that_do_not_fit_the_view(plugins: Plugins, faces: Path) -> None:
         build(plugins, faces, view="folds", fold=0)
     assert "is not a folder" in refused(plugins, faces / "none")
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
-    assert "put people on both sides, to train and to test: Person_00, Person_01" in refused(
+    assert "put people on both sides, training and test: Person_00, Person_01" in refused(
         plugins, faces
     )
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")

@@ -140,7 +140,7 @@ class Companion:
     PART = 8
     """Number of columns in a part."""
     ENERGY = 0.8
-    """Share of the variance that the basis explains. A companion of D > P / 2 columns is not built."""
+    """Share of the variance that the basis explains; if that needs D > P / 2, none is built."""
     SAMPLE_ROWS = 16_384
     """Largest number of rows from which the principal components are computed."""
 
