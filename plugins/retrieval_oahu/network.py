@@ -102,7 +102,7 @@ class Network:
     def random(
         cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any
     ) -> Network:
-        """Return a network with random weights of variance 2 / fan-in (He et al.), or 1 / fan-in for Θ."""
+        """Return a network with random weights of variance 2 / fan-in (W) or 1 / fan-in (Θ)."""
         rng = np.random.default_rng(seed)
         first = rng.standard_normal((features, hidden + embedding))
         deeper = rng.standard_normal((depth, hidden, hidden + embedding))

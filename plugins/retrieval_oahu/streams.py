@@ -94,9 +94,9 @@ class Closure:
             if len(similar) > 1:
                 a = int(rng.integers(len(similar)))
                 p = int(rng.integers(len(similar) - 1))
-                others = self._members[right]
-                n = int(rng.integers(len(others)))
-                return Triplet(similar[a], similar[p + (p >= a)], others[n])
+                dissimilar = self._members[right]
+                n = int(rng.integers(len(dissimilar)))
+                return Triplet(similar[a], similar[p + (p >= a)], dissimilar[n])
         return None
 
     def _join(self, larger: int, smaller: int) -> None:

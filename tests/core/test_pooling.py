@@ -129,7 +129,7 @@ def test_levels_of_a_timm_net_are_its_own_maps() -> None:
         (
             "core.timm",
             {"model": "resnet10t", "levels": {"5": 1}, "pool": "gem"},
-            "Remove one of the",
+            "Set only one of",
         ),
     ],
 )

@@ -35,7 +35,7 @@ def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "0000008 3\n0000008\n00x 1\n")
     text = refused(vehicle_id, root, counts="any")
     assert (
-        "train_list.txt: 1 line has not the 2 values" in text
+        "train_list.txt: 1 line does not have 2 values" in text
         and "line 9: '00x' is not a number" in text
     )
     assert "1 vehicles are on both sides" in text and "listed twice: 0000008.jpg" in text
