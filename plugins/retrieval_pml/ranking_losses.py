@@ -115,7 +115,7 @@ class HistogramLoss(losses.HistogramLoss):
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
-        """Return the soft histogram (bins + 1,) of cosines (N,); the ends of a bin share a cosine."""
+        """Return the soft histogram (bins + 1,) of cosines (N,), shared by the ends of a bin."""
         bins = math.ceil(round(2 / self.delta, 6))
         place = (distances.clamp(-1, 1) + 1) / self.delta
         low = place.detach().floor().clamp(0, bins - 1).long()
