@@ -1,7 +1,7 @@
-"""Adversarial metric learning: `GMML` in closed form, `AML` by L-BFGS, both on moments of pairs.
+"""Adversarial metric learning: `GMML` in closed form and `AML` by L-BFGS, from moments of pairs.
 
 Chen et al., "Adversarial Metric Learning" (IJCAI 2018); Zadeh et al., "Geometric Mean Metric
-Learning" (ICML 2016). The learners need no torch.
+Learning" (ICML 2016). Learners are fitted without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Linear maps under which similar pairs are near and dissimilar ones far."""
+    """Linear maps under which similar pairs are near and dissimilar pairs are far."""
     from retrieval_aml import AML, GMML
 
     return {"aml": AML, "gmml": GMML}
@@ -37,7 +37,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_generators() -> Factories:
-    """Negatives that mislead the current metric most, in closed form."""
+    """The generator of negatives that mislead the current metric most, in closed form."""
     from retrieval_aml import Confusion
 
     return {"confusion": Confusion}
@@ -45,7 +45,7 @@ def retrieval_generators() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """The learners' objective for deep networks."""
+    """The objective of the learners as a loss for deep networks."""
     from retrieval_aml import GeometricMeanLoss
 
     return {"geometric_mean": GeometricMeanLoss}

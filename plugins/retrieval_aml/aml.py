@@ -1,4 +1,4 @@
-"""AML (adversarial metric learning), which trains GMML's metric on misleading pairs too."""
+"""AML (adversarial metric learning), which also trains GMML's metric on misleading pairs."""
 
 from __future__ import annotations
 
@@ -25,38 +25,39 @@ from retrieval_aml.gmml import (
 
 Floats = NDArray[np.floating[Any]]
 FARTHEST = 20.0
-"""Bound of S's eigenvalues in trial steps of the line search; the optimum lies within it."""
+"""Bound of the eigenvalues of S in trial steps of the line search; the optimum is within it."""
 ROUND = 25
-"""Iterations after which the search restarts at the current metric, with new second derivatives."""
+"""Number of iterations after which the search restarts with new second derivatives."""
 RESOLVED = 1e-7
-"""Slope below which steps follow the gradient alone, as their gain is lost in D's rounding."""
+"""Slope below which steps follow the gradient alone, because the rounding of D hides their gain."""
 FLATTEST = 1e-8
-"""Lower bound of the curvature that scales a direction, relative to the largest curvature."""
+"""Lower bound of the curvature by which a direction is scaled, relative to the largest one."""
 
 
 def adversarial_pairs(m: Floats, pairs: Floats, similar: NDArray[np.bool_], beta: float) -> Floats:
     """Return the points π, π′ (N, 2, F) that confuse each pair most (Chen et al., Eq 3 and 9).
 
-    For a pair x, x′ with y = 1 (similar) or −1 they minimise
+    For a pair x, x′ with y = 1 (similar) or y = −1 (dissimilar), the points minimise
 
         (π − π′)ᵀ M^(−y) (π − π′) + β [(π − x)ᵀ M (π − x) + (π′ − x′)ᵀ M (π′ − x′)].
 
     The midpoint stays, and the difference becomes β (2M^(−y) + βM)⁻¹ M (x − x′). Along an
-    eigenvector of M with eigenvalue λ it shrinks by the factor βλ² / (2 + βλ²) for a similar pair
-    and β / (2 + β) for a dissimilar one, so the points of both kinds move together.
+    eigenvector of M with eigenvalue λ, the difference shrinks by the factor βλ² / (2 + βλ²) for a
+    similar pair, and by β / (2 + β) for a dissimilar pair. The points of both kinds of pairs
+    therefore approach each other.
 
     Args:
         m: (F, F) the metric, symmetric positive definite.
         pairs: (N, 2, F) the two points of each pair.
         similar: (N,) whether each pair is similar.
-        beta: β > 0; the larger, the nearer the points stay to the pair.
+        beta: β > 0. The larger it is, the nearer the points stay to the pair.
     """
     values, vectors = np.linalg.eigh(m)
     middle = pairs.mean(axis=1)
     difference = pairs[:, 0] - pairs[:, 1]
     shorter = 1 / (1 + 2 / (beta * values**2))
-    near = ((difference @ vectors) * shorter) @ vectors.T
-    half = np.where(similar[:, None], near, beta / (2 + beta) * difference) / 2
+    of_similar = ((difference @ vectors) * shorter) @ vectors.T
+    half = np.where(similar[:, None], of_similar, beta / (2 + beta) * difference) / 2
     moved: Floats = np.stack([middle + half, middle - half], axis=1)
     return moved
 
@@ -66,8 +67,8 @@ class Objective:
     """D(M) = tr(A M) + α tr(A h(M)) + c tr(B M⁻¹), which is Eq 11 with the corrected Eq 12.
 
     A and B are the means of δδᵀ over similar and dissimilar pairs. The adversarial pair of a
-    similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ, that of a dissimilar pair
-    β/(2 + β) δ. This gives
+    similar pair with difference δ has the difference βM²(2I + βM²)⁻¹ δ; that of a dissimilar pair
+    has β/(2 + β) δ. This gives
 
         h(λ) = β² λ⁵ / (2 + βλ²)²,    c = 1 + α (β / (2 + β))².
 
@@ -75,7 +76,7 @@ class Objective:
         similar: A (F, F).
         dissimilar: B (F, F).
         alpha: α > 0, weight of the adversarial pairs.
-        beta: β > 0; the larger, the nearer adversarial pairs stay to the original pairs.
+        beta: β > 0. The larger it is, the nearer adversarial pairs stay to the original pairs.
     """
 
     similar: Floats
@@ -85,38 +86,39 @@ class Objective:
 
     @property
     def pull(self) -> float:
-        """c, the weight of the dissimilar pairs, real and adversarial."""
+        """The weight c of the dissimilar pairs, real and adversarial."""
         return 1 + self.alpha * (self.beta / (2 + self.beta)) ** 2
 
     def __call__(self, m: Floats) -> tuple[float, Floats]:
         """Return D(M) and its gradient for a symmetric positive definite M (F, F).
 
-        The gradient is A_eff − c M⁻¹ B M⁻¹ in Daleckii–Krein form, also exact at repeated
-        eigenvalues; Eq 14 is not symmetric.
+        The gradient is A_eff − c M⁻¹ B M⁻¹ in Daleckii–Krein form, which is exact also for repeated
+        eigenvalues. Eq 14 of the paper is not symmetric.
         """
         return self.at_eigen(*np.linalg.eigh(m))
 
     def at_eigen(self, values: Floats, vectors: Floats) -> tuple[float, Floats]:
-        """Return D(M) and its gradient from M's eigenvalues (F,) and eigenvectors (F, F)."""
-        turned = vectors.T @ self.similar @ vectors
+        """Return D(M) and its gradient from eigenvalues (F,) and eigenvectors (F, F) of M."""
+        rotated = vectors.T @ self.similar @ vectors
         inverse = (vectors / values) @ vectors.T
         back = inverse @ self.dissimilar @ inverse
         ratio = 1 / (1 + 2 / (self.beta * values**2))
-        value = ((values + self.alpha * values * ratio**2) * turned.diagonal()).sum()
+        value = ((values + self.alpha * values * ratio**2) * rotated.diagonal()).sum()
         value += self.pull * (inverse * self.dissimilar).sum()
-        effective = vectors @ (self._slopes(values) * turned) @ vectors.T
+        effective = vectors @ (self._slopes(values) * rotated) @ vectors.T
         return float(value), symmetric(effective - self.pull * back)
 
     def effective_similar(self, m: Floats) -> Floats:
-        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ, F_ab = 1 + α h[λ_a, λ_b]."""
+        """Return A_eff(M) = U [F ∘ (Uᵀ A U)] Uᵀ with F_ab = 1 + α h[λ_a, λ_b]."""
         return self.effective_similar_at(*np.linalg.eigh(m))
 
     def effective_similar_at(self, values: Floats, vectors: Floats) -> Floats:
-        """Return A_eff(M) from M's eigenvalues (F,) and eigenvectors (F, F)."""
-        turned = vectors.T @ self.similar @ vectors
-        return symmetric(vectors @ (self._slopes(values) * turned) @ vectors.T)
+        """Return A_eff(M) from eigenvalues (F,) and eigenvectors (F, F) of M."""
+        rotated = vectors.T @ self.similar @ vectors
+        return symmetric(vectors @ (self._slopes(values) * rotated) @ vectors.T)
 
     def _slopes(self, values: Floats) -> Floats:
+        """Return F of `effective_similar`, (F, F)."""
         return 1 + self.alpha * divided_difference(values[:, None], values[None, :], self.beta)
 
 
@@ -136,13 +138,13 @@ def divided_difference(a: Floats, b: Floats, beta: float) -> Floats:
 
 
 @dataclass(frozen=True)
-class Found:
+class Result:
     """The result of the search.
 
     Attributes:
         half: (F, F) factor H of the metric M = HHᵀ.
         value: D(M).
-        slope: largest entry of the scaled gradient of D(M) / D(start); half its square is about the
+        slope: largest entry of the scaled gradient of D(M) / D(start). Half its square is about the
             remaining gain.
         iterations: number of L-BFGS iterations.
     """
@@ -153,12 +155,12 @@ class Found:
     iterations: int
 
 
-def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
+def minimise(objective: Objective, *, tol: float, max_iter: int) -> Result:
     """Minimise D(M) over M = W exp(S) W from S = 0, where W² = √c A⁻¹ # B is GMML's metric.
 
     The search restarts at the current metric every `ROUND` iterations, and after a failed line
-    search (which happens for moments of low rank with a large α). `tol` bounds the largest entry of
-    the scaled gradient, relative to D.
+    search, which happens for moments of low rank and large α. `tol` bounds the largest entry of the
+    scaled gradient, relative to D.
     """
     half = objective.pull**0.25 * geodesic_factor(objective.similar, objective.dissimilar, 0.5)
     iterations = 0
@@ -170,29 +172,29 @@ def minimise(objective: Objective, *, tol: float, max_iter: int) -> Found:
             result.slope <= tol or iterations >= max_iter or not result.value < value * (1 - 1e-12)
         )
         if done:
-            return Found(result.half, result.value, result.slope, iterations)
+            return Result(result.half, result.value, result.slope, iterations)
         half, value = result.half, result.value
 
 
-def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Found:
+def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Result:
     """Search from S = 0 around W² = HHᵀ, where H is `start`.
 
-    S is written in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2. Each entry is divided by
-    the root of kᵢ + kⱼ, which is about the second derivative along it, so that ill-conditioned
-    moments take no more iterations than others.
+    S is expressed in the eigenvectors of K = (W A_eff W + c W⁻¹ B W⁻¹) / 2, whose eigenvalues are
+    kᵢ. Each entry of S is divided by the root of kᵢ + kⱼ, which is about the second derivative
+    along this entry. Ill-conditioned moments therefore need no more iterations than others.
     """
     values, vectors = eigen_of_factor(start)
     unit = objective.at_eigen(values, vectors)[0]
     root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
     stretched = root @ objective.effective_similar_at(values, vectors) @ root
     shrunk = objective.pull * (back @ objective.dissimilar @ back)
-    curvature, turn = np.linalg.eigh((stretched + shrunk) / 2)
-    w = root @ turn
+    curvature, rotation = np.linalg.eigh((stretched + shrunk) / 2)
+    w = root @ rotation
     size = len(w)
     curved = (curvature[:, None] + curvature[None, :]) / unit
     scale = 1 / np.sqrt(np.maximum(curved, FLATTEST * curved.max()))
     upper = np.triu_indices(size)
-    # each off-diagonal entry occurs twice; the factor √2 gives the vector the matrix's norm
+    # Off-diagonal entries occur twice: the factor √2 gives the vector the norm of the matrix.
     weight = np.where(upper[0] == upper[1], 1.0, np.sqrt(2.0))
 
     def factor(flat: Floats) -> tuple[Floats, Floats, Floats]:
@@ -206,8 +208,8 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
     def loss(flat: Floats) -> tuple[float, Floats]:
         half, values, vectors = factor(flat)
         value, gradient = objective.at_eigen(*eigen_of_factor(half))
-        turned = vectors.T @ (w.T @ gradient @ w) @ vectors
-        back = vectors @ (_exponential_slopes(values) * turned) @ vectors.T
+        rotated = vectors.T @ (w.T @ gradient @ w) @ vectors
+        back = vectors @ (_exponential_slopes(values) * rotated) @ vectors.T
         return value / unit, weight * (scale * back)[upper] / unit
 
     result = minimize(
@@ -226,8 +228,8 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
     flat, iterations = result.x, int(result.nit)
     value, gradient = loss(flat)
     slope = float(np.abs(gradient).max())
-    # below about 1e-8 a step changes the value by less than its rounding, and the line search
-    # fails, but the gradient is still precise. All second derivatives are about 1 here, so the
+    # Below a slope of about 1e-8, a step changes the value by less than its rounding error, so the
+    # line search fails. The gradient is still precise. All second derivatives are about 1, so the
     # gradient is the step.
     while tol < slope < RESOLVED and iterations < max_iter:
         next_value, next_gradient = loss(flat - gradient)
@@ -236,11 +238,11 @@ def _round(objective: Objective, start: Floats, tol: float, max_iter: int) -> Fo
             break
         flat, value, gradient, slope = flat - gradient, next_value, next_gradient, next_slope
         iterations += 1
-    return Found(factor(flat)[0], value * unit, slope, iterations)
+    return Result(factor(flat)[0], value * unit, slope, iterations)
 
 
 def _exponential_slopes(s: Floats) -> Floats:
-    """Return (eᵃ − eᵇ) / (a − b) for all pairs, eᵃ where a = b."""
+    """Return (eᵃ − eᵇ) / (a − b) for all pairs a, b of `s`, and eᵃ where a = b."""
     half = (s[:, None] - s[None, :]) / 2
     safe = np.where(np.abs(half) < 1e-4, 1.0, half)
     ratio = np.where(np.abs(half) < 1e-4, 1 + half**2 / 6, np.sinh(safe) / safe)
@@ -249,41 +251,41 @@ def _exponential_slopes(s: Floats) -> Floats:
 
 
 class AML(PairLearner):
-    """A metric trained as GMML, on pairs and on the most misleading pair near each of them.
+    """A metric trained like GMML, on pairs and on the most misleading pairs near them.
 
-    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11. It minimises
+    Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11. AML minimises
 
         L(M; pairs) + α L(M; adversarial pairs(M)),
         L(M; pairs) = mean over similar δᵀMδ + mean over dissimilar δᵀM⁻¹δ.
 
     Adversarial pairs have a closed form in M (Eq 9), so the objective is an exact function of M and
     two F × F matrices, for any number of pairs. L-BFGS on a symmetric S with M = W exp(S) W keeps M
-    positive definite, which the paper's projected gradient does not. The search finds stationary
-    points; the paper's "global convergence" means no more. As α → 0, β → 0 or β → ∞, AML becomes
+    positive definite; the paper's projected gradient does not. The search finds stationary points,
+    which is all that the paper's "global convergence" means. As α → 0, β → 0 or β → ∞, AML becomes
     GMML.
 
     The optimum M = A_eff⁻¹ # cB is the middle of a geodesic, as in GMML. A `t` other than .5 moves
-    along it, which is our addition AML_t.
+    M along this geodesic, which the paper does not do.
 
     Args:
         alpha: α > 0, weight of the adversarial pairs.
-        beta: β > 0; the larger, the nearer adversarial pairs stay to the original pairs.
+        beta: β > 0. The larger it is, the nearer adversarial pairs stay to the original pairs.
         t: position on the geodesic from A_eff⁻¹ (0) to cB (1); .5 is the paper's AML.
-        regularization: λ; A + λ M₀⁻¹ and B + λ M₀ replace A and B, as in `aml.gmml`.
+        regularization: λ: A + λ M₀⁻¹ and B + λ M₀ replace A and B, as in `aml.gmml`.
         prior: M₀, one of "identity" (as `None`), "covariance" (the inverse covariance of the
             features) and a symmetric positive definite matrix. Only used with `regularization`.
         n_pairs: number of pairs to draw with `seed`. "paper" draws 1,000 C (C − 1) for C classes.
             `None` uses all pairs of the training items, without forming them.
         balance: whether similar and dissimilar pairs have the same total weight. If false, each
-            pair has the same weight, as in the paper's sums, and M grows by about the root of the
-            number of dissimilar per similar pairs.
+            pair has the same weight, as in the paper's sums, and M grows by about the root of
+            (number of dissimilar pairs / number of similar pairs).
         standardize: whether to divide each feature by its standard deviation before learning. The
             learned map includes the scaling, so `transform` takes unscaled features. The result
-            depends on the features' scales, so use it if their units differ.
+            depends on the scales of the features, so standardise them if their units differ.
         tol: slope, relative to the objective, at which the search has converged.
         max_iter: largest number of L-BFGS iterations.
         seed: seed of the random choice of pairs; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
         objective_: D(M) at the end of the search, before `t` moves M.
@@ -331,11 +333,11 @@ class AML(PairLearner):
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
         """Return the adversarial pairs π, π′ (Eq 9) under the learned metric.
 
-        With `standardize` they are computed on standardised features, as in the fit, and returned
-        in the units of the original features.
+        With `standardize`, the pairs are computed on standardised features, as in `fit`, and
+        returned in the units of the original features.
 
         Args:
-            pairs: (N, 2, F) the two points of each pair; pairs outside the training data work too.
+            pairs: (N, 2, F) the two points of each pair, which need not be training data.
             similar: (N,) whether each pair is similar, as in `fit_pairs`.
 
         Returns:
@@ -344,9 +346,9 @@ class AML(PairLearner):
         Raises:
             ValueError: shapes do not fit or numbers are not finite.
         """
-        both, alike = self._checked_pairs_as_fitted(pairs, similar)
+        x, alike = self._checked_pairs_as_fitted(pairs, similar)
         m = self.get_mahalanobis_matrix() * self.scale_ * self.scale_[:, None]
-        moved: Floats = adversarial_pairs(m, both / self.scale_, alike, self.beta) * self.scale_
+        moved: Floats = adversarial_pairs(m, x / self.scale_, alike, self.beta) * self.scale_
         return moved
 
     def _learn(self, similar: Floats, dissimilar: Floats) -> Floats:
@@ -368,7 +370,7 @@ class AML(PairLearner):
         return (
             result.half
             if self.t == 0.5
-            else _slid(result.half, objective.pull * dissimilar, self.t)
+            else _moved(result.half, objective.pull * dissimilar, self.t)
         )
 
     def _refuse_parameters(self) -> None:
@@ -376,12 +378,12 @@ class AML(PairLearner):
         for name in ("alpha", "beta", "tol"):
             value = getattr(self, name)
             if not (np.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}; it must be finite and greater than 0.")
+                raise ValueError(f"{name} is {value} and must be finite and above 0.")
         if self.max_iter < 1:
-            raise ValueError(f"max_iter is {self.max_iter}; it must be at least 1.")
+            raise ValueError(f"max_iter is {self.max_iter} and must be at least 1.")
 
 
-def _slid(half: Floats, end: Floats, t: float) -> Floats:
+def _moved(half: Floats, end: Floats, t: float) -> Floats:
     """Return a factor of the point at t on the geodesic with middle M = HHᵀ and end E (t = 1).
 
     The point is M^½ Zˢ M^½ with Z = M^−½ E M^−½ and s = 2t − 1.
@@ -389,5 +391,5 @@ def _slid(half: Floats, end: Floats, t: float) -> Floats:
     values, vectors = eigen_of_factor(half)
     root, back = ((vectors * values**power) @ vectors.T for power in (0.5, -0.5))
     _, singular, right = np.linalg.svd(np.linalg.cholesky(end).T @ back)
-    slid: Floats = root @ (right.T * singular ** (2 * t - 1))
-    return slid
+    moved: Floats = root @ (right.T * singular ** (2 * t - 1))
+    return moved

@@ -12,7 +12,7 @@ from retrieval.errors import DataError
 from retrieval.plugin import CheckedLoss, Reducer, listed_pairs, nothing
 from torch import Tensor, nn
 
-STEPS = 60
+STEPS = 60  # bisections, which reach float64 precision
 Squares = dict[str, dict[str, Any]]
 
 
@@ -24,10 +24,11 @@ def best_scale(
 
     This is AML's objective at tM (Eq 11). Each summand is convex in τ = log t: the logarithm of e^τ
     s² has the first derivative g = 5 − 4s and the second derivative −8s(1 − s), and g² − 8s(1 − s)
-    = 25 − 48s + 24s² is at least 1 on [0, 1]. The derivative has one root, which the case α = 0
-    brackets because 1 ≤ 1 + αs²(5 − 4s) ≤ 1 + 1.158α.
+    = 25 − 48s + 24s² is at least 1 on [0, 1]. The derivative therefore has one root. Because 1 ≤ 1
+    + αs²(5 − 4s) ≤ 1 + 1.158α, the solution for α = 0 brackets this root.
 
-    `moments` are aᵢ (C,) with a sum above 0, `eigenvalues` are λᵢ (C,) of M, `dissimilar` is d > 0.
+    `moments` are aᵢ (C,), whose sum is above 0; `eigenvalues` are the λᵢ (C,) of M; `dissimilar` is
+    d > 0.
     """
     a, squared, d = moments.double(), eigenvalues.double().square(), dissimilar.double()
     high = (d / a.sum()).log() / 2
@@ -44,30 +45,30 @@ def best_scale(
 
 
 class GeometricMeanLoss(CheckedLoss):
-    """Makes similar pairs near by a metric and dissimilar ones by its inverse (AML's objective).
+    """Makes similar pairs near under a metric, and dissimilar pairs near under its inverse.
 
     Chen et al., "Adversarial Metric Learning" (IJCAI 2018), Eq 11 (Eq 7 and Eq 9; Eq 12 corrected),
-    with a network in place of the linear map. The metric of the whitened embeddings is M = Σ, the
-    covariance of the embeddings. For the difference δ of two embeddings the terms are
+    with a network instead of the linear map. The metric of the whitened embeddings is M = Σ, the
+    covariance of the embeddings. For the difference δ of two embeddings, the terms are
 
         similar:     ‖δ‖² + α ‖s(Σ) δ‖²,    s(λ) = βλ² / (2 + βλ²)
         dissimilar:  c ‖Σ⁻¹ δ‖²,            c = 1 + α (β / (2 + β))²
 
     The loss is the sum of their means over similar and dissimilar pairs. For a linear head without
-    bias over whitened features, M = WᵀW and the loss equals Eq 11; its minimum is the metric of
-    `aml.aml` (of `aml.gmml` for α = 0).
+    bias over whitened features, M = WᵀW and the loss equals Eq 11. Its minimum is then the metric
+    of `aml.aml`, or that of `aml.gmml` if α = 0.
 
     With `scale = "free"`, a batch without similar or without dissimilar pairs has no gradient. Σ is
-    computed from the batch (and the reference set, if there is one), so a batch should have clearly
-    more items than embedding dimensions.
+    computed from the batch, and from the reference set if there is one. A batch should therefore
+    have clearly more items than embedding dimensions.
 
     Args:
-        alpha: α ≥ 0, weight of the adversarial pairs; 0 leaves Eq 7.
-        beta: β > 0; the larger, the nearer adversarial pairs stay to the original pairs.
-        ridge: ρ ≥ 0; Σ + ρ · (mean variance) · I replaces Σ. Directions with much less variance
-            than the ridge may fade; 0 needs more items than dimensions.
-        scale: "free" uses M = tΣ at the best t, so the scale of the embeddings has no effect, which
-            heads with unit output need. "fixed" uses t = 1, exactly Eq 11.
+        alpha: α ≥ 0, weight of the adversarial pairs. 0 gives Eq 7.
+        beta: β > 0. The larger it is, the nearer adversarial pairs stay to the original pairs.
+        ridge: ρ ≥ 0: Σ + ρ · (mean variance) · I replaces Σ. Directions with much less variance
+            than the ridge may vanish. 0 needs more items than dimensions.
+        scale: "free" uses M = tΣ with the best t, so that the scale of the embeddings has no
+            effect. Heads with unit output need this. "fixed" uses t = 1, exactly Eq 11.
         reducer: reduces the losses of similar and of dissimilar pairs to one number each; the mean
             by default.
     """
@@ -105,7 +106,7 @@ class GeometricMeanLoss(CheckedLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Squares:
-        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of the pairs in the format of pytorch-metric-learning's reducers."""
         pairs = (
             indices_utils.get_all_pairs_indices(
                 labels, None if ref_emb is embeddings else ref_labels
@@ -116,23 +117,23 @@ class GeometricMeanLoss(CheckedLoss):
         queries = len(embeddings)
         items = embeddings if ref_emb is embeddings else torch.cat([embeddings, ref_emb])
         mean = items.mean(0)
-        items = items - mean  # squares of differences lose fewer digits after centring
+        items = items - mean  # differences lose fewer digits after centring
         size = items.shape[1]
         covariance = items.T @ items / max(len(items), 1)
         spread = covariance.diagonal().sum() / size
         rounding = (16 * torch.finfo(items.dtype).eps) ** 2 * mean.detach().square().mean()
-        kinds = (pairs[0].numel() > 0, pairs[2].numel() > 0)
-        one_sided = self.scale == "free" and not all(kinds)
-        if one_sided or not any(kinds) or not bool(spread > rounding):
+        has_kinds = (pairs[0].numel() > 0, pairs[2].numel() > 0)
+        one_sided = self.scale == "free" and not all(has_kinds)
+        if one_sided or not any(has_kinds) or not bool(spread > rounding):
             return dict.fromkeys(("pos_loss", "neg_loss"), nothing(embeddings, ref_emb))
         identity = torch.eye(size, dtype=items.dtype, device=items.device)
         metric = covariance + self.ridge * spread * identity
         eigenvalues, eigenvectors = torch.linalg.eigh(metric.detach())
         _check_regular(eigenvalues, len(items), self.ridge)
 
-        far = torch.linalg.solve(metric, items.T).T
+        inverse_items = torch.linalg.solve(metric, items.T).T
         pull = 1 + self.alpha * (self.beta / (2 + self.beta)) ** 2
-        dissimilar = pull * _squares(far, queries, pairs[2:])
+        dissimilar = pull * _squares(inverse_items, queries, pairs[2:])
         t = 1.0
         if self.scale == "free":
             moments = _mean_square_by_column(items.detach() @ eigenvectors, queries, pairs[:2])
@@ -142,11 +143,11 @@ class GeometricMeanLoss(CheckedLoss):
             t = best_scale(moments, eigenvalues, weight, self.alpha, self.beta)
         similar = _squares(items, queries, pairs[:2])
         if self.alpha:
-            # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ² needs no eigenvectors, whose gradient fails for
-            # repeated eigenvalues
+            # s(tΣ) = I − 2K⁻¹ with K = 2I + βt²Σ² needs no eigenvectors, which have no gradient for
+            # repeated eigenvalues.
             k = self.beta * t**2 * metric @ metric + 2 * identity
-            near = items - 2 * torch.linalg.solve(k, items.T).T
-            similar = similar + self.alpha * _squares(near, queries, pairs[:2])
+            adversarial = items - 2 * torch.linalg.solve(k, items.T).T
+            similar = similar + self.alpha * _squares(adversarial, queries, pairs[:2])
         return {
             "pos_loss": _part(t * similar, pairs[:2], "pos_pair"),
             "neg_loss": _part(dissimilar / t, pairs[2:], "neg_pair"),
@@ -154,6 +155,7 @@ class GeometricMeanLoss(CheckedLoss):
 
 
 def _part(losses: Tensor, pairs: tuple[Tensor, Tensor], kind: str) -> dict[str, Any]:
+    """Return the losses of one kind of pairs in the format of the reducers."""
     if losses.numel() == 0:  # a reducer's mean of no losses would be NaN
         return {"losses": losses.sum(), "indices": None, "reduction_type": "already_reduced"}
     return {"losses": losses, "indices": pairs, "reduction_type": kind}
@@ -169,8 +171,8 @@ def _squares(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
 def _mean_square_by_column(x: Tensor, queries: int, pairs: tuple[Tensor, ...]) -> Tensor:
     """Return the mean of (x_a − x_b)² over pairs, column by column (C,)."""
     q, r = x[:queries], _reference(x, queries)
-    often = x.new_zeros(len(q), len(r)).index_put_(pairs, x.new_ones(()), accumulate=True)
-    total = often.sum(1) @ q.square() + often.sum(0) @ r.square() - 2 * (q * (often @ r)).sum(0)
+    counts = x.new_zeros(len(q), len(r)).index_put_(pairs, x.new_ones(()), accumulate=True)
+    total = counts.sum(1) @ q.square() + counts.sum(0) @ r.square() - 2 * (q * (counts @ r)).sum(0)
     return total.clamp_min(0) / pairs[0].numel()
 
 
@@ -180,10 +182,11 @@ def _reference(x: Tensor, queries: int) -> Tensor:
 
 
 def _check_regular(eigenvalues: Tensor, items: int, ridge: float) -> None:
+    """Raise a `DataError` if the metric with these ascending eigenvalues cannot be inverted."""
     size = len(eigenvalues)
     if float(eigenvalues[0]) <= size * torch.finfo(eigenvalues.dtype).eps * float(eigenvalues[-1]):
         raise DataError(
             f"The covariance of {items} embeddings of {size} dimensions cannot be inverted with"
-            f" ridge = {ridge:g}: set ridge above 0 (its default is 0.01), or give it more items"
-            " than dimensions."
+            f" ridge = {ridge:g}. Set ridge above 0 (the default is 0.01), or use batches with more"
+            " items than dimensions."
         )

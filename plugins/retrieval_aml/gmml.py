@@ -1,4 +1,4 @@
-"""GMML (geometric mean metric learning), and the moments and matrix functions that AML shares."""
+"""GMML (geometric mean metric learning), and moments and matrix functions that AML also uses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from threadpoolctl import threadpool_limits
 
 Floats = NDArray[np.floating[Any]]
 BLOCK = 2**20
-"""Largest number of elements in a block of pairs' differences."""
+"""Largest number of elements in a block of differences of pairs."""
 FLOOR = 1e-10
 """Lower bound of a moment's eigenvalues, relative to their mean."""
 ONE_THREAD = 200
 """Up to this many features, BLAS is limited to one thread.
 
-On small matrices several threads are no faster, and much slower on busy cores.
+For small matrices, several threads are no faster, and much slower on busy cores.
 """
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -32,7 +32,7 @@ Prior = Literal["identity", "covariance"] | list[list[float]] | None
 
 @dataclass(frozen=True)
 class Moments:
-    """Means over pairs of (x − x′)(x − x′)ᵀ, and the numbers of pairs.
+    """Means of (x − x′)(x − x′)ᵀ over pairs of points x and x′, and the numbers of pairs.
 
     Attributes:
         similar: A (F, F), the mean over similar pairs.
@@ -54,13 +54,13 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
     all items. Then
 
         Σ over pairs in classes       = Σ_c n_c S_c
-        Σ over pairs between classes  = Σ_c (n − n_c) S_c + n Σ_c n_c (m_c − m)(m_c − m)ᵀ,
+        Σ over pairs between classes  = Σ_c (n − n_c) S_c + n Σ_c n_c (m_c − m)(m_c − m)ᵀ
 
-    which are sums of positive semi-definite terms, so no digits cancel.
+    These are sums of positive semi-definite terms, so no digits cancel.
 
     Args:
         x: (N, F) features.
-        codes: (N,) class numbers 0 to C − 1; every class has a member.
+        codes: (N,) class numbers, 0 to C − 1. Every class has an item.
     """
     n, features = x.shape
     counts = np.bincount(codes)
@@ -69,10 +69,10 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
     order = np.argsort(codes, kind="stable")
     centres = np.empty((len(counts), features))
     for c, rows in enumerate(np.split(order, counts.cumsum()[:-1])):
-        part = x[rows] - mean
-        centres[c] = part.mean(axis=0)
-        part -= centres[c]
-        scatter = part.T @ part
+        items = x[rows] - mean
+        centres[c] = items.mean(axis=0)
+        items -= centres[c]
+        scatter = items.T @ items
         similar += counts[c] * scatter
         dissimilar += (n - counts[c]) * scatter
     weighted = centres * np.sqrt(counts)[:, None]
@@ -88,7 +88,7 @@ def moments_of_classes(x: Floats, codes: NDArray[np.intp]) -> Moments:
 
 
 def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
-    """Return the moments over pairs (N, 2, F), of which `similar` (N,) marks the similar ones."""
+    """Return the moments over pairs (N, 2, F); `similar` (N,) is the mask of similar pairs."""
     sums = []
     for chosen in (similar, ~similar):
         rows = np.flatnonzero(chosen)
@@ -97,7 +97,7 @@ def moments_of_pairs(pairs: Floats, similar: NDArray[np.bool_]) -> Moments:
 
 
 def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, seed: int) -> Moments:
-    """Return the moments over randomly drawn pairs of items, as in the papers' experiments."""
+    """Return the moments over random pairs of items, as in the experiments of the papers."""
     random = np.random.default_rng(seed)
     first = random.integers(0, len(x), n_pairs)
     second = random.integers(0, len(x) - 1, n_pairs)
@@ -114,13 +114,14 @@ def moments_of_drawn_pairs(x: Floats, codes: NDArray[np.intp], n_pairs: int, see
 
 
 def count_to_draw(n_pairs: int | Literal["paper"], classes: int) -> int:
-    """Return the number of pairs to draw; "paper" means 1,000 C (C − 1) for C classes."""
+    """Return the number of pairs to draw: 1,000 C (C − 1) for C classes if `n_pairs` is "paper"."""
     return 1000 * classes * (classes - 1) if n_pairs == "paper" else int(n_pairs)
 
 
 def _sum_of_squares(
     left: Floats, right: Floats, i: NDArray[np.intp], j: NDArray[np.intp]
 ) -> Floats:
+    """Return the sum of (x − x′)(x − x′)ᵀ over rows x = left[i] and x′ = right[j]."""
     features = left.shape[1]
     total = np.zeros((features, features))
     step = max(1, BLOCK // features)
@@ -143,7 +144,7 @@ def geodesic_factor(a: Floats, b: Floats, t: float) -> Floats:
     geometric mean, which solves M A M = B (Zadeh et al., Eq 8 and 13).
     """
     lower = np.linalg.cholesky(a)
-    # singular values of a factor keep digits that eigenvalues of the product would lose
+    # Singular values of a factor keep digits that eigenvalues of the product would lose.
     _, values, right = np.linalg.svd(np.linalg.cholesky(b).T @ lower)
     half: Floats = solve_triangular(lower, (right.T * values**t), trans="T", lower=True)
     return half
@@ -156,7 +157,7 @@ def eigen_of_factor(half: Floats) -> tuple[Floats, Floats]:
 
 
 def lifted(m: Floats, unit: float) -> Floats:
-    """Return M with its eigenvalues raised to at least `FLOOR` × unit."""
+    """Return M with eigenvalues raised to at least `FLOOR` × unit."""
     values, vectors = np.linalg.eigh(m)
     least = FLOOR * unit
     if values[0] >= least:
@@ -165,9 +166,9 @@ def lifted(m: Floats, unit: float) -> Floats:
 
 
 def spread_of(m: Floats) -> tuple[Floats, Floats]:
-    """Return orthonormal bases of the directions with spread (F, R) and without (F, F − R).
+    """Return orthonormal bases of the directions with spread (F, R) and without spread (F, F − R).
 
-    A direction has spread if M's eigenvalue is above `FLOOR` × the mean of all eigenvalues.
+    A direction has spread if the eigenvalue of M is above `FLOOR` × the mean of all eigenvalues.
     """
     values, vectors = np.linalg.eigh(m)
     wide = values > FLOOR * np.trace(m) / len(m)
@@ -176,16 +177,16 @@ def spread_of(m: Floats) -> tuple[Floats, Floats]:
     return vectors[:, wide], vectors[:, ~wide]
 
 
-def completed(half: Floats, still: Floats) -> Floats:
-    """Extend H to a factor (F, F); new directions get the geometric mean of H's singular values."""
-    if not still.shape[1]:
+def completed(half: Floats, constant: Floats) -> Floats:
+    """Extend H to (F, F): other directions get the geometric mean of its singular values."""
+    if not constant.shape[1]:
         return half
     values = np.linalg.svd(half, compute_uv=False)
-    return np.hstack([half, still * np.exp(np.log(values).mean())])
+    return np.hstack([half, constant * np.exp(np.log(values).mean())])
 
 
 def components(half: Floats) -> Floats:
-    """Return C (F, F) with CᵀC = HHᵀ, whose rows are scaled eigenvectors, largest first."""
+    """Return C (F, F) with CᵀC = HHᵀ; its rows are scaled eigenvectors, the largest first."""
     values, vectors = eigen_of_factor(half)
     largest = np.abs(vectors).argmax(axis=0)
     signs = np.where(vectors[largest, np.arange(len(half))] < 0, -1.0, 1.0)
@@ -193,21 +194,21 @@ def components(half: Floats) -> Floats:
 
 
 class PairLearner(LinearMap):
-    """Base of metrics from the second moments of similar and dissimilar pairs.
+    """Base class of metrics from the second moments of similar and dissimilar pairs.
 
     Subclasses define `_learn`. Every subclass has the parameters `t`, `regularization`, `prior`,
     `n_pairs`, `standardize`, `seed` and `random_state`.
 
     Attributes:
-        components_: (F, F) the learned map: M's eigenvectors times the roots of its eigenvalues,
-            largest first.
-        mean_: (F,) mean of the training features, which `transform` subtracts; distances do not
+        components_: (F, F) the learned map: the eigenvectors of M times the roots of their
+            eigenvalues, the largest first.
+        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
             depend on it.
-        scale_: (F,) standard deviations that features are divided by before learning; 1 without
+        scale_: (F,) standard deviations by which features are divided before learning; 1 without
             `standardize`.
         n_similar_: number of similar pairs.
         n_dissimilar_: number of dissimilar pairs.
-        converged_: whether the search met its tolerance; always true for a closed form.
+        converged_: whether the search met its tolerance; true for a closed form.
         n_iter_: number of iterations; 0 for a closed form.
     """
 
@@ -232,7 +233,7 @@ class PairLearner(LinearMap):
         return tags
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Learn from features (N, F) and labels (N,); pairs of one class are similar.
+        """Learn from features (N, F) and labels (N,). Pairs of one class are similar.
 
         All pairs are used, through sums over classes, unless `n_pairs` sets a number to draw.
 
@@ -257,7 +258,7 @@ class PairLearner(LinearMap):
     def fit_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Self:
         """Learn from pairs that are only known to be similar or dissimilar.
 
-        Every pair counts once; `n_pairs` is not used. The pairs' points serve as the features for
+        Every pair counts once; `n_pairs` is not used. The points of the pairs are the features for
         `standardize`, the prior "covariance" and `mean_`.
 
         Args:
@@ -269,11 +270,11 @@ class PairLearner(LinearMap):
                 dissimilar, the points of every pair are equal, or a parameter is out of range.
         """
         self._refuse_parameters()
-        both, alike = _checked_pairs(pairs, similar)
-        points = validate_data(self, both.reshape(-1, both.shape[2]), dtype=np.float64)
+        x, alike = _checked_pairs(pairs, similar)
+        points = validate_data(self, x.reshape(-1, x.shape[2]), dtype=np.float64)
         scale = self._scale(points)
         return self._fit(
-            moments_of_pairs(both / scale, alike), points / scale, points.mean(axis=0), scale
+            moments_of_pairs(x / scale, alike), points / scale, points.mean(axis=0), scale
         )
 
     def _fit(self, moments: Moments, x: Floats, mean: Floats, scale: Floats) -> Self:
@@ -282,9 +283,9 @@ class PairLearner(LinearMap):
         features = x.shape[1]
         with threadpool_limits(1 if features <= ONE_THREAD else None, user_api="blas"):
             a, b = self._regularized(moments, x)
-            spread, still = spread_of(a + b)
+            spread, constant = spread_of(a + b)
             half = spread @ self._learn(*_definite(spread.T @ a @ spread, spread.T @ b @ spread))
-            self.components_ = components(completed(half, still)) / scale
+            self.components_ = components(completed(half, constant)) / scale
         self.mean_ = mean
         self.scale_ = scale
         return self
@@ -301,7 +302,7 @@ class PairLearner(LinearMap):
             b = symmetric(b + self.regularization * prior)
         if not (np.trace(a) > 0 or np.trace(b) > 0):
             raise ValueError(
-                "No pair's two points differ, so there is nothing to learn a distance from. Are all"
+                "The two points of every pair are equal, so there is nothing to learn from. Are all"
                 " features constant?"
             )
         return a, b
@@ -320,8 +321,8 @@ class PairLearner(LinearMap):
         prior = np.asarray(self.prior, dtype=np.float64)
         if prior.shape != (features, features):
             raise ValueError(
-                f"prior has the shape {prior.shape}; for {features} features it must be"
-                f" ({features}, {features})."
+                f"prior must have the shape ({features}, {features}) for {features} features, not"
+                f" {prior.shape}."
             )
         if (
             not np.isfinite(prior).all()
@@ -338,61 +339,62 @@ class PairLearner(LinearMap):
         self._chosen_seed()
         if not (np.isfinite(self.t) and 0 <= self.t <= 1):
             raise ValueError(
-                f"t is {self.t}; it must lie between 0 (similar pairs only) and 1 (dissimilar pairs"
+                f"t is {self.t} and must be from 0 (similar pairs only) to 1 (dissimilar pairs"
                 " only)."
             )
         if not (np.isfinite(self.regularization) and self.regularization >= 0):
             raise ValueError(
-                f"regularization is {self.regularization}; it must be finite and at least 0."
+                f"regularization is {self.regularization} and must be finite and at least 0."
             )
         if isinstance(self.prior, str) and self.prior not in ("identity", "covariance"):
             raise ValueError(
-                f"prior is {self.prior!r}; it must be 'identity', 'covariance', a matrix or None."
+                f"prior is {self.prior!r} and must be 'identity', 'covariance', a matrix or None."
             )
         if isinstance(self.n_pairs, str):
             if self.n_pairs != "paper":
                 raise ValueError(
-                    f"n_pairs is {self.n_pairs!r}; it must be a number, 'paper' or None."
+                    f"n_pairs is {self.n_pairs!r} and must be a number, 'paper' or None."
                 )
         elif self.n_pairs is not None and self.n_pairs < 1:
             raise ValueError(
-                f"n_pairs is {self.n_pairs}; it must be at least 1, or None for all pairs."
+                f"n_pairs is {self.n_pairs} and must be at least 1, or None for all pairs."
             )
 
     def _checked_pairs_as_fitted(
         self, pairs: ArrayLike, similar: ArrayLike
     ) -> tuple[Floats, NDArray[np.bool_]]:
         check_is_fitted(self, "components_")
-        both, alike = _checked_pairs(pairs, similar)
-        if both.shape[2] != self.n_features_in_:
+        x, alike = _checked_pairs(pairs, similar)
+        if x.shape[2] != self.n_features_in_:
             raise ValueError(
-                f"The pairs' points have {both.shape[2]} features, and {type(self).__name__} was"
+                f"The points of the pairs have {x.shape[2]} features, but {type(self).__name__} was"
                 f" fitted on {self.n_features_in_}."
             )
-        return both, alike
+        return x, alike
 
 
 def _checked_pairs(pairs: ArrayLike, similar: ArrayLike) -> tuple[Floats, NDArray[np.bool_]]:
-    both = check_array(pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs")
-    if both.ndim != 3 or both.shape[1] != 2 or both.shape[2] < 1:
-        raise ValueError(f"pairs has the shape {both.shape}; it must be (pairs, 2, features).")
+    """Return pairs (N, 2, F) and the mask (N,) of similar pairs, after checking both."""
+    x = check_array(pairs, dtype=np.float64, allow_nd=True, ensure_2d=False, input_name="pairs")
+    if x.ndim != 3 or x.shape[1] != 2 or x.shape[2] < 1:
+        raise ValueError(f"pairs must have the shape (pairs, 2, features), not {x.shape}.")
     flags = np.asarray(similar)
-    if flags.shape != (len(both),):
-        raise ValueError(f"There are {len(both)} pairs, and similar has the shape {flags.shape}.")
+    if flags.shape != (len(x),):
+        raise ValueError(f"There are {len(x)} pairs, but similar has the shape {flags.shape}.")
     if flags.dtype != np.bool_:
         known = set(np.unique(flags).tolist()) if flags.dtype.kind in "iuf" else {None}
         if not (known <= {0, 1} or known <= {-1, 1}):
             raise ValueError(
-                "similar must hold true and false, 1 and 0, or 1 and -1: 1 for pairs that are"
-                " similar."
+                "similar must consist of True and False, 1 and 0, or 1 and -1, where 1 marks"
+                " similar pairs."
             )
-    return both, flags > 0
+    return x, flags > 0
 
 
 def _definite(a: Floats, b: Floats) -> tuple[Floats, Floats]:
-    """Return both moments, with eigenvalues raised above 0 if necessary."""
+    """Return both moments; raise their eigenvalues above 0 if necessary."""
     units = np.trace(a) / len(a), np.trace(b) / len(b)
-    # if points differ only in pairs of one kind, the moment of the other kind is 0
+    # If points differ only in pairs of one kind, the moment of the other kind is 0.
     return lifted(symmetric(a), units[0] or units[1]), lifted(symmetric(b), units[1] or units[0])
 
 
@@ -403,13 +405,13 @@ def _refuse_missing(moments: Moments) -> None:
     ):
         if not count:
             raise ValueError(
-                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds; draw"
-                " more of them, or give some."
+                f"No pair is {missing}: all are {other}. A metric needs pairs of both kinds. Draw"
+                f" more pairs, or add some that are {missing}."
             )
 
 
 class GMML(PairLearner):
-    """A linear map under which similar pairs are near and dissimilar ones far, in closed form.
+    """A linear map under which similar pairs are near and dissimilar pairs far, in closed form.
 
     Zadeh et al., "Geometric Mean Metric Learning" (ICML 2016). Let A and B be the means of (x −
     x′)(x − x′)ᵀ over similar and dissimilar pairs. The minimum of tr(A M) + tr(B M⁻¹) is the
@@ -418,14 +420,14 @@ class GMML(PairLearner):
 
         M = (A + λ M₀⁻¹)⁻¹ #_t (B + λ M₀).
 
-    Directions in which no pair differs, such as a constant feature, are left out of the fit; there
-    M gets the geometric mean of its other eigenvalues. If only the pairs of one kind never differ
-    in a direction (fewer items than features), the eigenvalues of their moment are raised to 1e-10
+    Directions in which no pair differs, such as a constant feature, are left out of the fit. There,
+    M gets the geometric mean of its other eigenvalues. If only pairs of one kind never differ in a
+    direction (for fewer items than features), the eigenvalues of their moment are raised to 1e-10
     of their mean. M is therefore always positive definite.
 
     Args:
         t: position on the geodesic, from 0 (A⁻¹, whitening within classes) over .5 (the geometric
-            mean) to 1 (B). Worth tuning; small values such as .1 to .3 are often better.
+            mean) to 1 (B). Tune it: small values such as .1 to .3 are often better.
         regularization: λ, in the units of A and B, which are squared features.
         prior: M₀, one of "identity" (as `None`), "covariance" (the inverse covariance of the
             features) and a symmetric positive definite matrix. Only used with `regularization`.
@@ -433,9 +435,9 @@ class GMML(PairLearner):
             `None` uses all pairs of the training items, without forming them.
         standardize: whether to divide each feature by its standard deviation before learning. The
             learned map includes the scaling, so `transform` takes unscaled features. The result
-            depends on the features' scales, so use it if their units differ.
+            depends on the scales of the features, so standardise them if their units differ.
         seed: seed of the random choice of pairs; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Example:
         >>> from sklearn.datasets import load_wine

@@ -1,7 +1,7 @@
 """Adaptive neighbourhood metric learning: `LANML` and `PNCA`, and deep losses.
 
-Song et al., "Adaptive Neighborhood Metric Learning". The learners and the log-exp mean need no
-torch.
+Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning". The learners are fitted without torch;
+the log-exp mean does not need it either.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Linear maps that bring each item nearer to its own class than to other classes."""
+    """Linear maps that bring items nearer to their class than to other classes."""
     from retrieval_anml import LANML, PNCA
 
     return {"lanml": LANML, "pnca": PNCA}
@@ -53,15 +53,15 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """The deep losses: DANML, the losses that the paper improves, and their originals."""
-    import retrieval_anml as own
+    """The deep losses: DANML, the losses that the paper improves, and their original forms."""
+    import retrieval_anml as anml
 
     return {
-        "danml": own.DANMLoss,
-        "danml_mined": own.MinedDANMLoss,
-        "improved_lifted": own.ImprovedLiftedLoss,
-        "lifted": own.LiftedLoss,
-        "improved_npair": own.ImprovedNPairLoss,
-        "npair": own.NPairLoss,
-        "improved_proxy_nca": own.ImprovedProxyNCALoss,
+        "danml": anml.DANMLoss,
+        "danml_mined": anml.MinedDANMLoss,
+        "improved_lifted": anml.ImprovedLiftedLoss,
+        "lifted": anml.LiftedLoss,
+        "improved_npair": anml.ImprovedNPairLoss,
+        "npair": anml.NPairLoss,
+        "improved_proxy_nca": anml.ImprovedProxyNCALoss,
     }

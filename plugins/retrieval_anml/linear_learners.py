@@ -26,22 +26,22 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NEAREST = 10
-"""Default number of neighbours from a query's class for γ₁ < 0, as in the paper's experiments."""
+"""Default number of neighbours from the class of a query for γ₁ < 0, as in the paper."""
 
 
 class NeighborhoodLearner(LinearMap):
-    """A linear map L (F, C), M = LLᵀ, found by L-BFGS; subclasses define the objective.
+    """A linear map L (F, C) with M = LLᵀ, found by L-BFGS; subclasses define the objective.
 
     Every subclass has the parameters `standardize`, `n_components`, `max_queries`, `max_iter`,
     `tol`, `seed` and `random_state`.
 
     Attributes:
         components_: (C, F) the learned map, Lᵀ.
-        mean_: (F,) mean of the training features, which `transform` subtracts; distances do not
+        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
             depend on it.
         objective_: value of the objective at the end.
-        n_iter_: number of iterations; if it equals `max_iter`, `fit` stopped before `tol` was met.
-        n_queries_: number of items that served as queries.
+        n_iter_: number of iterations. If it equals `max_iter`, `fit` stopped before `tol` was met.
+        n_queries_: number of items that were queries.
     """
 
     standardize: bool
@@ -72,7 +72,7 @@ class NeighborhoodLearner(LinearMap):
         x = raw / scale
         loss = self._neighborhoods(x, codes, self.max_queries)
         start = self._start(x)
-        # on small products several threads are no faster, and much slower on busy cores
+        # For small products, several threads are no faster, and much slower on busy cores.
         with threadpool_limits(1 if loss.queries * len(x) < ONE_THREAD else None, user_api="blas"):
             result = minimize(
                 lambda flat: _flat(loss(flat.reshape(start.shape))),
@@ -89,8 +89,8 @@ class NeighborhoodLearner(LinearMap):
         self.n_queries_ = loss.queries
         if np.abs(learned).max() < 1e-6 * np.abs(start).max():
             warnings.warn(
-                f"{type(self).__name__} learned the zero map: every distance is 0. Make"
-                " regularization smaller.",
+                f"{type(self).__name__} learned the zero map: every distance is 0. Reduce"
+                " regularization.",
                 stacklevel=2,
             )
         return self
@@ -98,8 +98,8 @@ class NeighborhoodLearner(LinearMap):
     def objective(self, L: ArrayLike, X: ArrayLike, y: ArrayLike) -> tuple[float, Floats]:
         """Return the objective that `fit` minimises, and its gradient (F, C), at a map L (F, C).
 
-        All items are queries and the features are used unscaled, independent of `max_queries` and
-        `standardize`. The learner need not be fitted and does not change.
+        All items are queries and features are used unscaled, whatever `max_queries` and
+        `standardize` are. The learner need not be fitted, and does not change.
 
         Args:
             L: (F, C) the map, the transpose of `components_`.
@@ -107,13 +107,13 @@ class NeighborhoodLearner(LinearMap):
             y: (N,) labels.
 
         Raises:
-            ValueError: as for `fit`, or L does not have one row per column of X.
+            ValueError: as for `fit`; or L does not have as many rows as X has columns.
         """
         x, codes = self._checked(X, y, reset=False)
         point = check_array(L, dtype=np.float64)
         if len(point) != x.shape[1]:
             raise ValueError(
-                f"L has {len(point)} rows and the features {x.shape[1]} columns; they must agree."
+                f"L must have as many rows as X has columns, {x.shape[1]}, not {len(point)}."
             )
         return self._neighborhoods(x, codes, None)(point)
 
@@ -131,7 +131,7 @@ class NeighborhoodLearner(LinearMap):
                 np.asarray(learner_labels(y)),
             )
             if len(labels) != len(x):
-                raise ValueError(f"There are {len(x)} items and {len(labels)} labels.")
+                raise ValueError(f"There are {len(x)} items, but {len(labels)} labels.")
         return x, class_codes(labels, type(self).__name__)
 
     def _start(self, x: Floats) -> Floats:
@@ -146,7 +146,7 @@ class NeighborhoodLearner(LinearMap):
         if width < features:
             centred = x - x.mean(axis=0)
             directions = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :width]
-            # eigenvectors come with an arbitrary sign
+            # The sign of an eigenvector is arbitrary: make its largest component positive.
             largest = np.abs(directions).argmax(axis=0)
             directions = directions * np.where(directions[largest, np.arange(width)] < 0, -1.0, 1.0)
         start: Floats = np.ascontiguousarray(directions) / len(x) ** 0.25
@@ -176,56 +176,57 @@ def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
 class LANML(NeighborhoodLearner):
     """A linear map that brings items nearer to their own class than to the other classes.
 
-    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, plus a margin (without one, M = 0
-    would be optimal). It minimises
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 19, plus a margin, without which M = 0
+    would be optimal. LANML minimises
 
         mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i)) + λ Ω(M),
         d_ij = (x_i − x_j)ᵀ M (x_i − x_j).
 
-    b_γ is the log-exp mean, a smooth mean of a query's farthest (γ < 0) or nearest (γ > 0) items. Ω
-    is the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ instead of averaging it, so
-    its λ is N times this one. γ₁ < 0 is LANML⁻, convex in M. γ₁ > 0 is LANML⁺, not convex. γ₁ = 0
-    uses the mean of S_i, which is convex too.
+    S_i are similar items of the query i, which belong to its class; D_i are all items of other
+    classes. b_γ is the log-exp mean, which weights the farthest items (γ < 0) or the nearest items
+    (γ > 0) most. Ω is the mean of d_ij over queries and S_i (§7.1.1). The paper sums ℓ instead of
+    averaging it, so its λ is N times this λ. γ₁ < 0 is LANML⁻, which is convex in M. γ₁ > 0 is
+    LANML⁺, which is not convex. γ₁ = 0 uses the mean of S_i, which is convex too.
 
-    The log-exp means are smooth forms of the paper's starting point, the mean of the K₁ nearest (or
-    farthest) similar items and of the K₂ nearest dissimilar items (Eq 6, 10 and 11). `k1` and `k2`
-    select this hard form. It is continuous, but has kinks where distances tie, so L-BFGS may end
-    slightly above its minimum.
+    The log-exp means are smooth forms of the means from which the paper starts: of the K₁ nearest
+    (or farthest) similar items and of the K₂ nearest dissimilar items (Eq 6, 10 and 11). `k1` and
+    `k2` select this hard form. It is continuous, but has kinks where distances tie, so L-BFGS may
+    end slightly above its minimum.
 
     An item that is alone in its class is never a query, only a dissimilar item of all others. A
     constant feature has no influence. A class with fewer than `neighbors` + 1 members uses all of
     them.
 
     Args:
-        gamma1: γ₁, how a query's similar items are averaged. The more negative, the more weight the
-            farthest get; the more positive, the more weight the nearest get.
-        gamma2: γ₂ > 0, how its dissimilar items are averaged. The larger, the more weight the
-            nearest get; to act almost like a hard minimum over a few hundred items, it must be 8 or
-            more.
-        regularization: λ; the larger, the more similar items are pulled together, well placed or
-            not.
+        gamma1: γ₁ of the average over similar items. The more negative it is, the more weight the
+            farthest items get. The more positive it is, the more weight the nearest items get.
+        gamma2: γ₂ > 0 of the average over dissimilar items. The larger it is, the more weight the
+            nearest items get. From 8 on, the average over a few hundred items is almost the
+            minimum.
+        regularization: λ. The larger it is, the more similar items are pulled together, even if
+            they are already near.
         margin: squared distance by which dissimilar items should be farther away.
         neighbors: size of S_i, the nearest items of the class by Euclidean distance before
-            learning, or "all". `None` means 10 for γ₁ < 0 (with `k1`: k1 < 0) and "all" otherwise,
-            as in the paper.
+            learning, or "all". As in the paper, `None` means 10 for γ₁ < 0 (or k1 < 0 if `k1` is
+            set) and "all" otherwise.
         loss: ℓ, one of "hinge" [margin + x]₊, "smooth_hinge" (the kink replaced by a parabola of
             `width`) and "logistic" log(1 + e^(margin + x)).
         width: width of the smooth hinge's parabola.
         standardize: whether to divide each feature by its standard deviation before learning, as in
             the paper's experiments. The learned map includes the scaling, so `transform` takes
-            unscaled features. Without it, scale the features yourself, because the γs and the
+            unscaled features. Without it, scale the features yourself, because γ₁, γ₂ and the
             margin depend on the scale of the distances.
         n_components: output dimension C. `None` keeps the number of features.
         max_queries: largest number of queries. If there are more items, this many are drawn with
-            `seed`, the same share of each class; the others remain neighbours. `None` means no
-            limit. Time grows with queries × items.
+            `seed`, the same share of each class. The others remain neighbours. `None` means no
+            limit. The time grows with queries × items.
         max_iter: largest number of L-BFGS iterations.
-        tol: L-BFGS stops when an iteration improves the objective by less than this, relatively.
+        tol: L-BFGS stops when an iteration improves the objective by less than this share.
         seed: seed of the random choice of queries; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
-        k1: K₁α₁ of Eq 6, replaces γ₁: the mean distance of the k1 nearest items of S_i, or of the
-            −k1 farthest if negative; at most all of S_i. `None` uses the log-exp mean.
-        k2: K₂ of Eq 11, replaces γ₂: the mean distance of the k2 nearest dissimilar items. `None`
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
+        k1: K₁α₁ of Eq 6, instead of γ₁: the mean distance of the k1 nearest items of S_i, or of the
+            −k1 farthest items if k1 is negative. `None` uses the log-exp mean.
+        k2: K₂ of Eq 11, instead of γ₂: the mean distance of the k2 nearest dissimilar items. `None`
             uses the log-exp mean.
 
     Example:
@@ -277,16 +278,16 @@ class LANML(NeighborhoodLearner):
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
     ) -> Neighborhoods:
-        near = self.neighbors
-        if near is None:
-            near = NEAREST if (self.gamma1 if self.k1 is None else self.k1) < 0 else "all"
+        count = self.neighbors
+        if count is None:
+            count = NEAREST if (self.gamma1 if self.k1 is None else self.k1) < 0 else "all"
         return Neighborhoods(
             x,
             codes,
             gamma1=self.gamma1,
             gamma2=self.gamma2,
             outer=Outer(self.loss, self.margin, self.width),
-            neighbors=None if near == "all" else near,
+            neighbors=None if count == "all" else count,
             regularization=self.regularization,
             queries=queries,
             seed=self._chosen_seed(),
@@ -304,7 +305,7 @@ class LANML(NeighborhoodLearner):
                 raise ValueError(f"{name} is {value}; it must be finite and greater than 0.")
         if self.k1 == 0:
             raise ValueError(
-                "k1 is 0; it must be above 0 (the nearest of its class) or below (the farthest)."
+                "k1 is 0; it must be above 0 (nearest items of a class) or below 0 (farthest)."
             )
         if self.k2 is not None and self.k2 < 1:
             raise ValueError(f"k2 is {self.k2}; it must be at least 1.")
@@ -328,35 +329,36 @@ class LANML(NeighborhoodLearner):
 class PNCA(NeighborhoodLearner):
     """A linear map that maximises the accuracy of a soft nearest-neighbour classifier.
 
-    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21. It minimises 1 − mean over i of
-    p_i, the expected error of the soft nearest neighbour, with
+    Song et al., "Adaptive Neighborhood Metric Learning", Eq 21. With the similar items S_i and the
+    dissimilar items D_i of a query i, and squared distances d_ij, PNCA minimises the expected error
+    of the soft nearest neighbour, 1 − mean over i of p_i, with
 
         p_i = s_i / (s_i + Σ_{j ∈ D_i} e^{−d_ij}),
         s_i = |S_i| (mean over S_i of e^{−α d_ij})^{1/α}    ("mean")
         or s_i = (Σ over S_i of e^{−α d_ij})^{1/α}          ("sum")
 
-    The paper prints the sum, which saturates for a small α (p_i = 1 from the start, so nothing is
-    learned); the mean does not. Both are NCA (Goldberger et al., 2004) at α = 1. A large α looks
-    only at the nearest items of the class, a small one at the whole class. The objective is not
-    convex; the search starts at M₀ = I / √N. An item that is alone in its class is never a query. A
-    constant feature has no influence.
+    The paper prints the sum. For a small α it saturates: p_i = 1 from the start, so nothing is
+    learned. The mean does not saturate. Both are NCA (Goldberger et al., 2004) at α = 1. With a
+    large α only the nearest items of the class count, with a small α the whole class. The objective
+    is not convex; the search starts at M₀ = I / √N. An item that is alone in its class is never a
+    query. A constant feature has no influence.
 
     Args:
         alpha: α > 0.
-        form: "mean" or "sum", see above.
-        regularization: λ, weight of the mean squared distance of queries to their class; the paper
-            has no such term.
+        form: "mean" or "sum"; see above.
+        regularization: λ, weight of the mean squared distance of queries to their class, a term
+            that the paper does not have.
         standardize: whether to divide each feature by its standard deviation before learning, as in
             the paper's experiments. The learned map includes the scaling, so `transform` takes
             unscaled features. Without it, scale the features yourself.
         n_components: output dimension C. `None` keeps the number of features.
         max_queries: largest number of queries. If there are more items, this many are drawn with
-            `seed`, the same share of each class; the others remain neighbours. `None` means no
-            limit. Time grows with queries × items.
+            `seed`, the same share of each class. The others remain neighbours. `None` means no
+            limit. The time grows with queries × items.
         max_iter: largest number of L-BFGS iterations.
-        tol: L-BFGS stops when an iteration improves the objective by less than this, relatively.
+        tol: L-BFGS stops when an iteration improves the objective by less than this share.
         seed: seed of the random choice of queries; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     def __init__(
@@ -388,7 +390,7 @@ class PNCA(NeighborhoodLearner):
     ) -> Neighborhoods:
         power = 1.0 if self.form == "mean" else 1 / self.alpha
         # log s = power · log |S| − b_α(S) and log Σ_D = log |D| − b_1(D); 1 − p is the sigmoid of
-        # log Σ_D − log s
+        # log Σ_D − log s.
         return Neighborhoods(
             x,
             codes,

@@ -1,4 +1,4 @@
-"""The log-exp mean, which moves smoothly from the minimum over the mean to the maximum."""
+"""The log-exp mean, which varies smoothly from the minimum through the mean to the maximum."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ T = TypeVar("T", NDArray[np.floating[Any]], "Tensor")
 def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
     """Return b(γ) = −(1/γ) log(mean(e^{−γ a})), the log-exp mean (Song et al., Eq 12).
 
-    It *decreases* in γ (Lemma 2 has that reversed), from the maximum at γ = −∞ over the mean at γ =
-    0 to the minimum at γ = ∞. It does not overflow, and it is precise for every γ, even near 0.
+    The mean decreases in γ (the paper's Lemma 2 says the opposite): from the maximum at γ = −∞
+    through the mean at γ = 0 to the minimum at γ = ∞. The computation does not overflow, and is
+    precise for every γ, even near 0.
 
     Args:
         a: numbers, at least one along `axis`, as a torch tensor or an array-like.
         gamma: γ, of either sign, including 0 and ±∞.
-        axis: axis to average over.
+        axis: axis over which to average.
 
     Returns:
-        A differentiable tensor if `a` is a tensor, otherwise a numpy array.
+        A differentiable tensor if `a` is a tensor, otherwise a NumPy array.
 
     Raises:
         ValueError: γ is NaN, or the axis is empty.
     """
     gamma = float(gamma)
     if np.isnan(gamma):
-        raise ValueError("gamma is NaN; the log-exp mean needs a number, 0 or ±infinity.")
+        raise ValueError("gamma is NaN; the log-exp mean needs a number or ±infinity.")
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(a, torch.Tensor):
         if not a.is_floating_point():
@@ -49,9 +50,7 @@ def log_exp_mean(a: Any, gamma: float, axis: int = -1) -> Any:
 
 def _refuse_empty(length: int) -> None:
     if not length:
-        raise ValueError(
-            "There is no number to average: the log-exp mean of nothing is not defined."
-        )
+        raise ValueError("There are no numbers to average: the log-exp mean needs at least one.")
 
 
 def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
@@ -61,14 +60,14 @@ def _array_mean(a: NDArray[Any], gamma: float, axis: int) -> NDArray[Any]:
     mean = a.mean(axis, keepdims=True)
     t = -gamma * (a - mean)
     top = t.max(axis, keepdims=True)
-    # for a small γ, log(mean(e^t)) is about var(t)/2; log1p and expm1 keep digits that log and exp
-    # would lose
+    # For a small γ, log(mean(e^t)) is about var(t)/2. Then log1p and expm1 keep digits that log and
+    # exp would lose.
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
-        near = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
-        far = (
+        small = np.log1p(np.expm1(t).mean(axis, keepdims=True)) / gamma if gamma else 0 * mean
+        large = (
             (top + np.log(np.exp(t - top).mean(axis, keepdims=True))) / gamma if gamma else 0 * mean
         )
-        means = mean - np.where(top < 1, near, far)
+        means = mean - np.where(top < 1, small, large)
     means = np.where(np.isfinite(means), means, mean)  # γ so small that 1/γ overflows
     squeezed: NDArray[Any] = means.squeeze(axis)
     return squeezed
@@ -85,37 +84,37 @@ def _tensor_mean(a: Tensor, gamma: float, axis: int) -> Tensor:
     t = -gamma * (a - mean)
     top = t.detach().amax(axis, keepdim=True)
     small = top < 1
-    # both branches are computed, so each gets valid inputs: even a masked NaN would make the
-    # gradient NaN
-    near = torch.log1p(
+    # Both branches are computed, so both need valid inputs: even a masked NaN would spoil the
+    # gradient.
+    if_small = torch.log1p(
         torch.expm1(torch.where(small, t, torch.zeros_like(t))).mean(axis, keepdim=True)
     )
-    far = top + torch.log(torch.exp(t - top).mean(axis, keepdim=True))
-    return (mean - torch.where(small, near, far) / gamma).squeeze(axis)
+    if_large = top + torch.log(torch.exp(t - top).mean(axis, keepdim=True))
+    return (mean - torch.where(small, if_small, if_large) / gamma).squeeze(axis)
 
 
 def gamma_for_mean_of_k_smallest(a: ArrayLike, k: int, *, tol: float = 1e-12) -> float:
     """Return the γ whose log-exp mean is the mean of the `k` smallest (Song et al., Theorem 3).
 
-    It translates a γ into a number of neighbours. For the `k` largest, negate both the numbers and
-    γ.
+    This relates a γ to a number of neighbours. For the `k` largest numbers, negate both the numbers
+    and γ.
 
     Args:
         a: n numbers, not all equal.
-        k: how many of the smallest numbers. The theorem holds for 1 < k < n; k = 1 returns ∞ and k
-            = n returns 0.
+        k: number of smallest numbers. The theorem holds for 1 < k < n; k = 1 returns ∞, and k = n
+            returns 0.
         tol: relative tolerance of γ.
 
     Raises:
-        ValueError: k is not between 1 and n, numbers are not finite, or because of ties there is no
-            such γ (the mean of the k smallest equals the minimum or the mean of all).
+        ValueError: k is not between 1 and n, numbers are not finite, or there is no such γ because
+            of ties: the mean of the k smallest equals the minimum or the mean of all.
     """
     values = np.sort(np.asarray(a, dtype=np.float64).ravel())
     n = len(values)
     if not np.isfinite(values).all():
         raise ValueError("The numbers must be finite.")
     if not 1 <= k <= n:
-        raise ValueError(f"k is {k}; it must lie between 1 and the count of the numbers, {n}.")
+        raise ValueError(f"k is {k} and must be from 1 to the number of numbers, {n}.")
     if k == n:
         return 0.0
     if k == 1:

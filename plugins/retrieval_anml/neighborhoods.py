@@ -1,18 +1,18 @@
 """The objective of LANML and PNCA and its gradient, computed in blocks of queries.
 
-With d_ij = |Lᵀ(x_i − x_j)|², S_i the similar and D_i the dissimilar items of a query i, and b the
-log-exp mean:
+With d_ij = |Lᵀ(x_i − x_j)|², the similar items S_i and dissimilar items D_i of a query i, the
+log-exp mean b, and the mean Ω of d_ij over all S_i:
 
     f(L) = mean over i of ℓ(b_{γ₁}(d_ij : j ∈ S_i) − b_{γ₂}(d_ij : j ∈ D_i) + offset_i)  +  λ Ω(LLᵀ)
     ∇f   = 2 Xᵀ (diag(W1 + Wᵀ1) − W − Wᵀ) X L  +  λ ∇Ω,        W_ij = ∂f / ∂d_ij
 
-(Song et al., Eqs 19–21, with sign and margin corrected.) Either b may instead be the mean of the K
-smallest or largest distances (Eq 6, and f is then Eq 11). Then W_ij is ℓ′/K for these distances,
-and ∇f is a subgradient where two distances tie.
+(Song et al., "Adaptive Neighborhood Metric Learning", Eqs 19–21, with sign and margin corrected.)
+Either b can instead be the mean of the K smallest or largest distances (Eq 6; f is then Eq 11).
+Then W_ij is ℓ′/K for these distances, and ∇f is a subgradient where two distances tie.
 
 W is computed for a block of queries against all items and then discarded, so memory holds a few
 blocks and N × F numbers, never N × N. The queries of a block belong to one class, or to many small
-classes. For small classes, distances to all items are computed and the own class is left out
+classes. For small classes, distances to all items are computed and the class of the query is masked
 afterwards, because copying the other classes would cost more.
 """
 
@@ -31,14 +31,14 @@ Floats = NDArray[np.floating[Any]]
 Name = Literal["hinge", "smooth_hinge", "logistic", "identity", "sigmoid"]
 Ints = NDArray[np.intp]
 NEGLIGIBLE = -37.0
-"""Exponent below which e^t, added to 1, is lost to float64 rounding."""
+"""Exponent t below which 1 + e^t rounds to 1 in float64."""
 BLOCK = 1 << 21
 """Largest number of distances in memory at a time (16 MB)."""
 
 
 @dataclass(frozen=True)
 class Outer:
-    """The outer loss ℓ(x); x > 0 if a query's similar items are farther than its dissimilar ones.
+    """The outer loss ℓ(x); x > 0 if similar items are farther from a query than dissimilar ones.
 
     Args:
         name: "hinge" [m + x]₊, "smooth_hinge" (the kink replaced by a parabola of `width`),
@@ -57,7 +57,7 @@ class Outer:
         return -self.margin if self.name in ("hinge", "smooth_hinge") else -np.inf
 
     def __call__(self, x: Floats) -> tuple[Floats, Floats]:
-        """Return ℓ and its slope at each x; at the hinge's kink the slope is a subgradient."""
+        """Return ℓ and its slope at each x; at the hinge's kink, the slope is a subgradient."""
         if self.name == "identity":
             return x, np.ones_like(x)
         if self.name == "sigmoid":
@@ -73,9 +73,9 @@ class Outer:
 
 
 def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return each row's log-exp mean (B,) and its derivatives by the row's elements (B, K).
+    """Return the log-exp mean of each row (B,), and its derivatives by the elements (B, K).
 
-    `skip` (B,) is one column per row to leave out, since a query is not its own neighbour.
+    `skip` (B,) is a column per row to leave out: a query is not its own neighbour.
     """
     count = d.shape[1] - (skip is not None)
     flat = abs(gamma) < 1e-8  # here the log-exp mean equals the mean up to rounding
@@ -92,25 +92,25 @@ def soft_radius(d: Floats, gamma: float, skip: Ints | None = None) -> tuple[Floa
 
 
 def hard_radius(d: Floats, k: int, skip: Ints | None = None) -> tuple[Floats, Floats]:
-    """Return each row's mean of its k smallest elements (B,) and its derivatives (B, K).
+    """Return the mean of the k smallest elements of each row (B,), and its derivatives (B, K).
 
-    Song et al., Eq 6, r(S, θ, x, Kα). A negative k takes the −k largest. A row with fewer elements
-    uses all; `skip` is as in `soft_radius`. The derivatives are 1/|k| at the selected elements and
-    0 elsewhere.
+    Song et al., Eq 6, r(S, θ, x, Kα). A negative k takes the −k largest elements. A row with fewer
+    elements uses all of them. For `skip` see `soft_radius`. The derivatives are 1/|k| at the
+    selected elements and 0 elsewhere.
     """
     ranked = d if k > 0 else -d
     if skip is not None:
         ranked = ranked.copy()
         ranked[np.arange(len(d)), skip] = np.inf
     count = min(abs(k), d.shape[1] - (skip is not None))
-    near = np.argpartition(ranked, count - 1, axis=1)[:, :count]
+    selected = np.argpartition(ranked, count - 1, axis=1)[:, :count]
     weights = np.zeros_like(d)
-    np.put_along_axis(weights, near, 1 / count, axis=1)
-    return np.take_along_axis(d, near, axis=1).mean(axis=1), weights
+    np.put_along_axis(weights, selected, 1 / count, axis=1)
+    return np.take_along_axis(d, selected, axis=1).mean(axis=1), weights
 
 
 def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
-    """Return −(mean of each row's k largest), ones at their places (B, K), and their number."""
+    """Return −(mean of the k largest) of each row (B,), their mask (B, K), and number (B,)."""
     count = min(k, t.shape[1])
     places = np.argpartition(t, t.shape[1] - count, axis=1)[:, t.shape[1] - count :]
     ends = np.arange(0, places.size + 1, count)
@@ -119,17 +119,17 @@ def largest(t: Floats, k: int) -> tuple[Floats, Any, Floats]:
 
 
 def exponentials(t: Floats) -> tuple[Any, Floats]:
-    """Return e^t (B, K) and each row's sum (B,), for t ≤ 0 with a 0 in each row.
+    """Return e^t (B, K) and the sums of its rows (B,), for t ≤ 0 with a 0 in each row.
 
-    If most terms are too small to change a sum in float64, as in large data with a large γ₂, the
-    result is a sparse array of the others.
+    If most terms are too small to change a sum in float64, as for large data and a large γ₂, the
+    first result is a sparse array of the other terms.
     """
-    seen = t > NEGLIGIBLE
-    if np.count_nonzero(seen) > t.size // 8:
+    relevant = t > NEGLIGIBLE
+    if np.count_nonzero(relevant) > t.size // 8:
         e = np.exp(t, out=t)
         return e, e.sum(axis=1)
-    places = np.flatnonzero(seen)
-    ends = np.concatenate([[0], np.count_nonzero(seen, axis=1).cumsum()])
+    places = np.flatnonzero(relevant)
+    ends = np.concatenate([[0], np.count_nonzero(relevant, axis=1).cumsum()])
     values = np.exp(t.ravel()[places])
     return csr_array((values, places % t.shape[1], ends), shape=t.shape), np.add.reduceat(
         values, ends[:-1]
@@ -137,13 +137,13 @@ def exponentials(t: Floats) -> tuple[Any, Floats]:
 
 
 def is_small(queries: int, count: int, items: int) -> bool:
-    """Return whether a class is small enough to be computed together with others."""
+    """Return whether a class is small enough to be computed together with other classes."""
     return queries <= 64 and count <= items // 8
 
 
 @dataclass(frozen=True)
 class _Class:
-    """The items `start` to `stop` of one class; queries and neighbours are counted from `start`."""
+    """Items `start` to `stop`, which are a class; queries and neighbours count from `start`."""
 
     start: int
     stop: int
@@ -165,8 +165,8 @@ class _Small:
 
     Attributes:
         queries: (Q,) rows of the queries.
-        neighbors: (Q, k) rows of each query's S_i.
-        members: (Q, count) rows of each query's class.
+        neighbors: (Q, k) rows of S_i for each query.
+        members: (Q, count) rows of the class of each query.
     """
 
     queries: Ints
@@ -175,11 +175,11 @@ class _Small:
 
 
 class Neighborhoods:
-    """f and ∇f for one data set.
+    """f and ∇f of the module's docstring, for one data set.
 
     Args:
         x: (N, F) float64 features.
-        codes: (N,) class numbers 0 to C − 1; at least two classes, one of them with two members.
+        codes: (N,) class numbers 0 to C − 1. There are two classes or more, one with two items.
         gamma1: γ₁ of the similar items; 0 for their mean.
         gamma2: γ₂ > 0 of the dissimilar items.
         outer: ℓ.
@@ -187,13 +187,13 @@ class Neighborhoods:
             `x`. `None` means the whole class.
         regularization: λ of Ω, the mean squared distance of a query to its S_i.
         offset: maps |S_i| and |D_i| to offset_i.
-        queries: about how many items to draw as queries with `seed`, the same share of each class.
-            `None` means all. Items that are not queries remain neighbours, and the only member of a
-            class is never a query.
+        queries: approximate number of items to draw as queries, the same share of each class.
+            `None` uses all items. Items that are not queries remain neighbours, and the only member
+            of a class is never a query.
         seed: seed of the choice of queries.
-        k1: K₁α₁ ≠ 0, replaces γ₁ by the mean of the k1 smallest distances to S_i, or the −k1
-            largest if negative; at most all.
-        k2: K₂ > 0, replaces γ₂ by the mean of the k2 smallest distances to D_i; at most all.
+        k1: K₁α₁ ≠ 0: replaces the log-exp mean over S_i with the mean of the k1 smallest distances,
+            or of the −k1 largest if k1 is negative.
+        k2: K₂ > 0: replaces the log-exp mean over D_i with the mean of the k2 smallest distances.
     """
 
     def __init__(
@@ -215,7 +215,7 @@ class Neighborhoods:
         self.gamma1, self.gamma2, self.outer = gamma1, gamma2, outer
         self.k1, self.k2 = k1, k2
         self.regularization, self.offset = regularization, offset
-        # distances do not depend on the mean, and |a|² + |b|² − 2ab is most precise near 0
+        # Distances do not depend on the mean, and |a|² + |b|² − 2ab is most precise near 0.
         self.x = x[np.argsort(codes, kind="stable")] - x.mean(axis=0)
         self.classes = list(self._classes(np.bincount(codes), neighbors, queries, seed))
         self.queries = sum(len(c.queries) for c in self.classes)
@@ -255,8 +255,8 @@ class Neighborhoods:
             x = self.x[c.start : c.stop]
             if c.neighbors is None:
                 x = x - x.mean(axis=0)
-                own = x[c.queries]
-                total += (c.count * own.T @ own + len(own) * x.T @ x) / c.similar
+                queries = x[c.queries]
+                total += (c.count * queries.T @ queries + len(queries) * x.T @ x) / c.similar
                 continue
             rows = max(1, BLOCK // (c.similar * x.shape[1]))
             for i in range(0, len(c.queries), rows):
@@ -270,7 +270,7 @@ class Neighborhoods:
         z = self.x @ L
         square = np.einsum("ij,ij->i", z, z)[:, None]
         ones = np.ones_like(square)
-        # one product of these computes −2ab + |a|² + |b|²
+        # Their product is −2ab + |a|² + |b|².
         left, right = np.hstack([-2 * z, square, ones]), np.hstack([z, ones, square])
         gradient, total = np.zeros_like(z), 0.0
         for c in self.large:
@@ -289,7 +289,7 @@ class Neighborhoods:
         return float(value), out
 
     def _class(self, c: _Class, z: Floats, left: Floats, right: Floats, gradient: Floats) -> float:
-        """Add the contribution of a class's queries to the gradient by z; return the sum of ℓ."""
+        """Add what the queries of a class contribute to the gradient by z; return the sum of ℓ."""
         rivals = np.concatenate([right[: c.start], right[c.stop :]])
         # Σ_i W_ij z_i and Σ_i W_ij for each j in D_i
         pushed = np.zeros((len(rivals), z.shape[1] + 1))
@@ -309,8 +309,8 @@ class Neighborhoods:
             np.minimum(t, 0, out=t)
             top = t.max(axis=1)
             least = -top / sharpness
-            # b_{γ₂}, or a mean of K₂, is at least the smallest distance, so a query whose smallest
-            # distance is large enough has ℓ = 0 and needs no exponentials
+            # b_{γ₂}, like a mean of K₂ distances, is at least the smallest distance. A query whose
+            # smallest distance is large enough therefore has ℓ = 0, and needs no exponentials.
             alive = radius - least + offset > self.outer.floor
             if not alive.any():
                 continue
@@ -326,7 +326,7 @@ class Neighborhoods:
             reach, e, mass = self._reach(t, top, least, len(rivals))
             loss, slope = self.outer(radius - reach + offset)
             total += float(loss.sum())
-            # a row of W sums to 0 (its D_i part to −ℓ′, its S_i part to ℓ′), so diag(W1) drops out
+            # A row of W sums to 0 (−ℓ′ over D_i, ℓ′ over S_i), so diag(W1) vanishes.
             part = own[query]
             scale = (slope / mass)[:, None]
             pushed -= e.T @ (scale * np.hstack([part, np.ones_like(scale)]))
@@ -344,7 +344,7 @@ class Neighborhoods:
     def _small_classes(
         self, s: _Small, z: Floats, left: Floats, right: Floats, gradient: Floats, pushed: Floats
     ) -> float:
-        """Add small classes' contributions to the gradient and to `pushed`; return the sum of ℓ."""
+        """Add what small classes contribute to the gradient and `pushed`; return the sum of ℓ."""
         dissimilar, similar = len(z) - s.members.shape[1], s.neighbors.shape[1]
         offset, total = self.offset(similar, dissimilar), 0.0
         sharpness = self.gamma2 if self.k2 is None else 1.0
@@ -421,14 +421,14 @@ class Neighborhoods:
 
 
 class _Waiting:
-    """Collects sparse blocks of W and adds their Wᵀ [z 1] to `pushed`, many blocks at once."""
+    """Collects sparse blocks of W, and adds Wᵀ [z 1] of many blocks at a time to `pushed`."""
 
     def __init__(self, pushed: Floats) -> None:
         self.pushed = pushed
         self.blocks: list[tuple[Any, Floats]] = []
 
     def add(self, weights: Any, part: Floats) -> None:
-        """Add a block of W (B, N), dense or sparse, with its queries' rows of [z 1] (B, C + 1)."""
+        """Add a block of W (B, N), dense or sparse, with [z 1] of its queries (B, C + 1)."""
         if isinstance(weights, np.ndarray):
             self.pushed += weights.T @ part
             return
@@ -448,18 +448,18 @@ def _together(classes: list[_Class]) -> _Small:
     """Combine the queries of classes that have the same size."""
     queries, neighbors, members = [], [], []
     for c in classes:
-        own = np.arange(c.count)
-        near = c.neighbors
-        if near is None:
-            near = np.array([np.delete(own, query) for query in c.queries], np.intp)
+        rows = np.arange(c.count)
+        similar = c.neighbors
+        if similar is None:
+            similar = np.array([np.delete(rows, query) for query in c.queries], np.intp)
         queries.append(c.start + c.queries)
-        neighbors.append(c.start + near)
-        members.append(np.broadcast_to(c.start + own, (len(c.queries), c.count)))
+        neighbors.append(c.start + similar)
+        members.append(np.broadcast_to(c.start + rows, (len(c.queries), c.count)))
     return _Small(np.concatenate(queries), np.concatenate(neighbors), np.concatenate(members))
 
 
 def _nearest(x: Floats, chosen: Ints, count: int) -> Ints:
-    """Return rows of the `count` items of x (N, F) nearest to each chosen item, without itself."""
+    """Return the rows of the `count` items of x (N, F) nearest to each chosen item."""
     square = np.einsum("ij,ij->i", x, x)
     nearest = np.empty((len(chosen), count), dtype=np.intp)
     rows = max(1, BLOCK // len(x))

@@ -1,14 +1,15 @@
-"""The gap between an anchor's positive and negative neighbourhoods, and its derivative.
+"""The gap between the positive and the negative neighbourhood of an anchor.
 
-For similarities s (larger is closer) and an anchor's positives S and negatives D, the gap is
+For similarities s (larger is closer) and an anchor with positives S and negatives D, the gap is
 
     x = 1/γ₁ · log( [e^{−γ₁ p} + Σ_S e^{−γ₁ s}] / (|S| + 1) )
       + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
-(Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22 in similarities; γ₁ is
-the absolute value of the paper's negative γ₁.) The first term is a soft form of minus the smallest
-similarity of the positives, the second of the largest similarity of the negatives. A threshold may
-be left out, together with its 1 in the count. Sums may replace the means (equation 25).
+with thresholds p and q (Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", equation 22
+in similarities; γ₁ is the absolute value of the paper's negative γ₁). The first term is a soft form
+of minus the smallest similarity of the positives. The second term is a soft form of the largest
+similarity of the negatives. A threshold can be left out, together with the 1 that it adds to the
+count. Sums can replace the means (equation 25).
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from retrieval.plugin import listed_pairs
 from torch import Tensor
 
 Pairs = tuple[Tensor, Tensor]
-"""Masks (B, R) of anchors' positives and of their negatives."""
+"""Masks (B, R) of the positives and of the negatives of anchors."""
 SMALL_GAMMA = 0.5
-"""Below this γ, the logarithm of a mean of exponentials is computed with expm1, because its
-rounding error is divided by γ."""
+"""Below this γ, the logarithm of a mean of exponentials is computed with expm1, since dividing by γ
+would magnify its rounding error."""
 
 
 def pairs_of_labels(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return all pairs, positive where labels are equal; no item is its own positive.
+    """Return all pairs: those with equal labels are positive, except of an item with itself.
 
     Args:
         labels: (B,) labels of the anchors.
@@ -43,7 +44,7 @@ def pairs_of_labels(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
 
 
 def pairs_of_miner(indices: Any, shape: tuple[int, int], device: torch.device) -> Pairs:
-    """Return a miner's pairs, in which duplicates count once.
+    """Return the pairs of a miner. Duplicates count once.
 
     Raises:
         ValueError: the indices are not three or four tensors, or one is out of range.
@@ -60,12 +61,12 @@ class Rule:
     """Parameters of the gap.
 
     Attributes:
-        gamma1: γ₁ ≥ 0 of the positives: 0 is their mean, infinity the least similar.
-        gamma2: γ₂ ≥ 0 of the negatives: 0 is their mean, infinity the most similar.
+        gamma1: γ₁ ≥ 0 of the positives: 0 takes their mean, infinity the least similar one.
+        gamma2: γ₂ ≥ 0 of the negatives: 0 takes their mean, infinity the most similar one.
         positive_threshold: p, a similarity added to the positives, or `None`.
         negative_threshold: q, a similarity added to the negatives, or `None`.
-        average: whether to take means of exponentials, otherwise sums, which need γ > 0.
-        epsilon: margin of the Multi-Similarity miner, whose pairs are kept; `None` keeps all pairs.
+        average: whether to take means of exponentials. Otherwise sums are taken, which need γ > 0.
+        epsilon: margin of the Multi-Similarity miner, whose pairs are used; `None` uses all pairs.
     """
 
     gamma1: float
@@ -77,9 +78,9 @@ class Rule:
 
 
 def gaps(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return each anchor's gap (B,), 0 where undefined, and the mask (B,) of defined gaps.
+    """Return the gaps (B,) of anchors, 0 where undefined, and the mask (B,) of defined gaps.
 
-    A gap is defined if the anchor has a pair, and at least one on each side without a threshold.
+    A gap is defined if the anchor has a pair, and if each kind of pair without a threshold has one.
 
     Args:
         similarity: (B, R).
@@ -98,17 +99,17 @@ def gaps(similarity: Tensor, pairs: Pairs, rule: Rule) -> tuple[Tensor, Tensor]:
         if threshold is not None:
             values = torch.nn.functional.pad(values, (0, 1), value=threshold)
             mask = torch.nn.functional.pad(mask, (0, 1), value=True)
-        some = mask.any(1)
-        total = total + soft_maximum(values, mask, gamma, rule.average).masked_fill(~some, 0)
-        defined = defined & some
+        has_pair = mask.any(1)
+        total = total + soft_maximum(values, mask, gamma, rule.average).masked_fill(~has_pair, 0)
+        defined = defined & has_pair
     return total.masked_fill(~defined, 0), defined
 
 
 def soft_maximum(values: Tensor, mask: Tensor, gamma: float, average: bool) -> Tensor:
-    """Return 1/γ · log(mean of e^{γ a}) of each row's values in the mask (B,), or with a sum.
+    """Return 1/γ · log(mean or sum of e^{γ a}) over the masked values of each row (B,).
 
-    This is equation 12 with the signs of a and b reversed; its limits are the mean at γ = 0 and the
-    maximum at γ = ∞. A row without values gives a finite number without a meaning.
+    This is equation 12 with the signs of a and b reversed. Its limits are the mean at γ = 0 and the
+    maximum at γ = ∞. The result of a row without values is finite, but meaningless.
     """
     count = mask.sum(1).clamp(min=1).to(values.dtype)
     if values.shape[1] == 0:
@@ -120,8 +121,8 @@ def soft_maximum(values: Tensor, mask: Tensor, gamma: float, average: bool) -> T
         return values.masked_fill(~mask, lowest).amax(1)
     if average and gamma < SMALL_GAMMA:
         top = values.detach().masked_fill(~mask, lowest).amax(1, keepdim=True)
-        less = torch.expm1(((values - top) * gamma).masked_fill(~mask, 0))
-        return top.squeeze(1) + torch.log1p(less.sum(1) / count) / gamma
+        differences = torch.expm1(((values - top) * gamma).masked_fill(~mask, 0))
+        return top.squeeze(1) + torch.log1p(differences.sum(1) / count) / gamma
     logarithm = torch.logsumexp((values * gamma).masked_fill(~mask, lowest), 1)
     return ((logarithm - count.log()) if average else logarithm) / gamma
 
@@ -131,8 +132,8 @@ def _mined(
 ) -> tuple[Tensor, Tensor]:
     """Return the pairs that the Multi-Similarity miner keeps.
 
-    A positive is kept if its similarity minus ε is below that of the most similar negative, a
-    negative if its similarity plus ε is above that of the least similar positive.
+    A positive is kept if its similarity minus ε is below that of the most similar negative. A
+    negative is kept if its similarity plus ε is above that of the least similar positive.
     """
     if similarity.shape[1] == 0:
         return positive, negative

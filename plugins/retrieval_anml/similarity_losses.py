@@ -1,4 +1,4 @@
-"""The paper's deep losses: DANML, and improved lifted structure, N-pair and proxy-NCA losses."""
+"""Losses of similarities: DANML, and improved lifted structure, N-pair and proxy-NCA losses."""
 
 from __future__ import annotations
 
@@ -15,18 +15,17 @@ from retrieval_anml.pair_gap import Pairs, Rule, gaps, pairs_of_labels, pairs_of
 
 Outer = Literal["logistic", "identity", "hinge"]
 Threshold = float | Literal["none"] | None
-"""A similarity, or no threshold: `None`, or "none" in recipes, because TOML has no null."""
+"""A similarity, or `None` for no threshold; recipes write "none", because TOML has no null."""
 Positive = Annotated[float, Field(gt=0)]
-# largest difference by which the negatives' threshold may exceed the positives'; it is .01 to .03
-# in the paper's experiments
+# The threshold of negatives may exceed that of positives by this much: by .01 to .03 in the paper.
 OVERLAP = 0.1
 
 
 def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tensor:
     """Return similarities (B, R) by a distance of pytorch-metric-learning or a combiner.
 
-    A similarity is used unchanged. A distance D becomes s = 1 − D²/2, which for the Euclidean
-    distance of unit vectors is their cosine. The result of `LpDistance` with power 2 counts as D².
+    A similarity is used unchanged. A distance D becomes s = 1 − D²/2, which is the cosine if D is
+    the Euclidean distance of unit vectors. The result of `LpDistance` with power 2 is taken as D².
     """
     matrix: Tensor = distance(query, reference)
     if getattr(distance, "is_inverted", False):
@@ -36,27 +35,27 @@ def similarities(distance: nn.Module, query: Tensor, reference: Tensor) -> Tenso
 
 
 def check_gammas(gamma1: float, gamma2: float) -> None:
-    """Raise ValueError for values of γ for which the gap is not defined."""
+    """Raise a `ValueError` for values of γ for which the gap is not defined."""
     if gamma1 != gamma1:
         raise ValueError(
-            "gamma1 is NaN; it must be a number: 0 averages the positives, infinity takes the least"
-            " similar"
+            "gamma1 is NaN and must be a number: 0 averages the positives, infinity takes the least"
+            " similar one"
         )
     if not gamma2 > 0:
         raise ValueError(
             f"gamma2 is {gamma2:g} and must be above 0: the larger it is, the more the most similar"
-            " negatives count. Only gamma1 may be written with a minus, as in the paper"
+            " negatives count. Only gamma1 may be negative, as in the paper"
         )
 
 
 def check_thresholds(positive: Threshold, negative: Threshold) -> tuple[float | None, float | None]:
-    """Return the thresholds as numbers or `None`; raise ValueError if q is well above p."""
+    """Return the thresholds as numbers or `None`; raise a `ValueError` if q is well above p."""
     p, q = _threshold("positive_threshold", positive), _threshold("negative_threshold", negative)
     if p is not None and q is not None and q - p > OVERLAP:
         raise ValueError(
             f"positive_threshold {p:g} is below negative_threshold {q:g} by more than {OVERLAP}:"
-            " between the two, positives would count as near enough and negatives as far enough."
-            " Both are similarities; if yours are distances 1 − cosine, write 1 − λ for each"
+            " between the two, both positives and negatives would count as good. Thresholds are"
+            " similarities: write 1 − λ for a distance λ = 1 − cosine"
         )
     return p, q
 
@@ -79,10 +78,10 @@ def outer_loss(x: Tensor, outer: str) -> Tensor:
 
 
 class SimilarityLoss(CheckedLoss):
-    """Base of losses that work on similarities.
+    """Base class of losses of similarities.
 
     Args:
-        distance: how two embeddings are compared; the cosine by default.
+        distance: distance or similarity of two embeddings; the cosine by default.
         reducer: reduces the losses to one number; the mean by default.
     """
 
@@ -99,7 +98,7 @@ class SimilarityLoss(CheckedLoss):
     def gap(
         self, embeddings: Tensor, ref_emb: Tensor, pairs: Pairs, rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """Return each anchor's gap (B,) and the mask of defined ones; see `pair_gap`."""
+        """Return the gaps (B,) of anchors and the mask (B,) of defined gaps; see `pair_gap`."""
         return gaps(similarities(self.distance, embeddings, ref_emb), pairs, rule)
 
 
@@ -121,21 +120,22 @@ class DANMLoss(SimilarityLoss):
           + 1/γ₂ · log( [e^{γ₂ q} + Σ_D e^{γ₂ s}] / (|D| + 1) )
 
     and the loss is the mean of ℓ(x + margin). The members of a neighbourhood change from batch to
-    batch; the thresholds p and q steady it. A positive more similar than p and a negative less
-    similar than q hardly count.
+    batch; the thresholds p and q stabilise the gap. A positive that is more similar than p and a
+    negative that is less similar than q hardly count.
 
     The paper's λ can be read in two ways. Equation 22 reads them as distances 1 − cosine: p = 1 −
     λ₁, q = 1 − λ₂. The values in the experiments (λ₁ of .5 to .65, λ₂ .01 to .03 more) suggest
     similarities: p = λ₁, q = λ₂.
 
-    With ℓ(x) = x and p = q the loss is Multi-Similarity minus a constant that depends on the number
-    of pairs. An anchor without any pair has loss 0. So has an anchor without positives (negatives)
-    if there is no threshold for them. A distance D of a combiner becomes s = 1 − D²/2.
+    With ℓ(x) = x and p = q, the loss is Multi-Similarity minus a constant that depends on the
+    number of pairs. An anchor without any pair has loss 0. Without a threshold for positives, so
+    has an anchor without positives; likewise for negatives. A distance D of a combiner becomes s =
+    1 − D²/2.
 
     Args:
-        gamma1: γ₁; the larger |γ₁|, the more the least similar positives count, and 0 averages all.
-            The sign has no effect (the paper's is negative).
-        gamma2: γ₂; the larger, the more the most similar negatives count.
+        gamma1: γ₁. The larger |γ₁|, the more the least similar positives count; 0 averages all. The
+            sign, which is negative in the paper, has no effect.
+        gamma2: γ₂. The larger it is, the more the most similar negatives count.
         positive_threshold: p, a similarity added to the positives; "none" disables it.
         negative_threshold: q, a similarity added to the negatives; "none" disables it.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
@@ -184,7 +184,7 @@ class MinedDANMLoss(DANMLoss):
     Args:
         gamma1: γ₁; the larger |γ₁|, the more the least similar positives count, and 0 averages all.
             The sign has no effect.
-        gamma2: γ₂; the larger, the more the most similar negatives count.
+        gamma2: γ₂. The larger it is, the more the most similar negatives count.
         positive_threshold: p, a similarity added to the positives; "none" disables it.
         negative_threshold: q, a similarity added to the negatives; "none" disables it.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
@@ -231,13 +231,13 @@ class ImprovedLiftedLoss(SimilarityLoss):
         [ 1/γ₁ · log( e^{−γ₁ p} + Σ_S e^{−γ₁ s} )
           + 1/γ₂ · log( e^{γ₂ q} + Σ_D e^{γ₂ s} ) + margin ]₊
 
-    where s is the cosine.. An anchor without any pair has loss 0. So
-    has an anchor without positives (negatives) if there is no threshold for them. A distance D of a
-    combiner becomes s = 1 − D²/2.
+    where s is the cosine. An anchor without any pair has loss 0. Without a threshold for positives,
+    so has an anchor without positives; likewise for negatives. A distance D of a combiner becomes s
+    = 1 − D²/2.
 
     Args:
-        gamma1: γ₁; the larger, the more the least similar positives count.
-        gamma2: γ₂; the larger, the more the most similar negatives count.
+        gamma1: γ₁. The larger it is, the more the least similar positives count.
+        gamma2: γ₂. The larger it is, the more the most similar negatives count.
         positive_threshold: p, the paper's λ₁, a similarity added to the positives; "none" disables
             it.
         negative_threshold: q, the paper's λ₂, a similarity added to the negatives; "none" disables
@@ -260,9 +260,7 @@ class ImprovedLiftedLoss(SimilarityLoss):
         super().__init__(distance, reducer)
         check_gammas(gamma1, gamma2)
         if not gamma1 > 0:
-            raise ValueError(
-                f"gamma1 is {gamma1:g} and must be above 0: equation 25 has no other reading"
-            )
+            raise ValueError(f"gamma1 is {gamma1:g} and must be above 0, as in equation 25")
         p, q = check_thresholds(positive_threshold, negative_threshold)
         self.rule = Rule(gamma1, gamma2, p, q, average=False)
         self.margin = margin
@@ -308,17 +306,17 @@ class ImprovedNPairLoss(SimilarityLoss):
 
         1/γ · log( 1 + Σ_{j ≠ i} e^{γ (s(i, j⁺) − λ − s(i, i⁺))} )
 
-    with one pair per class, where s is the inner product of the unnormalised embeddings. The first
-    two items of each class in the batch are the pairs of a first round, the next two those of a
-    second round, and so on; an odd item is left out. With a reference set, i⁺ comes from that set.
+    with one pair per class, where s is the inner product of the unscaled embeddings. The first two
+    items of each class in the batch are the pairs of a first round, the next two those of a second
+    round, and so on. An odd item is left out. With a reference set, i⁺ comes from that set.
     With a miner, each positive pair (i, i⁺) is compared with the miner's negatives of anchor i. A
     distance D becomes s = 1 − D²/2.
 
     Args:
-        gamma: γ; the larger, the more the most similar negatives count.
-        offset: λ, subtracted from each negative's similarity; a *negative* λ acts as a margin.
-        distance: how two embeddings are compared; by default the inner product, without
-            normalising.
+        gamma: γ. The larger it is, the more the most similar negatives count.
+        offset: λ, which is subtracted from the similarities of negatives. A negative λ is a margin.
+        distance: distance or similarity of two embeddings; by default the inner product of
+            unscaled embeddings.
         reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
@@ -342,7 +340,7 @@ class ImprovedNPairLoss(SimilarityLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is not None:
             anchor, positive, losses = self._listed(embeddings, ref_emb, indices_tuple)
         else:
@@ -359,13 +357,14 @@ class ImprovedNPairLoss(SimilarityLoss):
     def _rounds(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return anchors, positives and losses of the pairs of all rounds."""
         anchor, positive, turn = pairs_by_round(labels, ref_labels)
         if len(anchor) == 0:
             return anchor, positive, embeddings.new_zeros(0)
         similarity = similarities(self.distance, embeddings[anchor], ref_emb[positive])
-        own = similarity.diagonal()[:, None]
-        logits = self.gamma * (similarity - self.offset - own)
-        # each class has one pair per round, so all other pairs of the round are of other classes
+        of_pair = similarity.diagonal()[:, None]
+        logits = self.gamma * (similarity - self.offset - of_pair)
+        # A class has one pair per round, so all other pairs of the round are of other classes.
         left_out = (turn[:, None] != turn).fill_diagonal_(True)
         logits = logits.masked_fill(left_out, torch.finfo(logits.dtype).min)
         return anchor, positive, F.softplus(torch.logsumexp(logits, 1)) / self.gamma
@@ -373,28 +372,29 @@ class ImprovedNPairLoss(SimilarityLoss):
     def _listed(
         self, embeddings: Tensor, ref_emb: Tensor, indices: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return anchors, positives and losses of a miner's pairs."""
         shape = len(embeddings), len(ref_emb)
-        near, far = pairs_of_miner(indices, shape, embeddings.device)
-        anchor, positive = near.nonzero(as_tuple=True)
-        if not bool(far.any()):
+        positives, negatives = pairs_of_miner(indices, shape, embeddings.device)
+        anchor, positive = positives.nonzero(as_tuple=True)
+        if not bool(negatives.any()):
             return anchor[:0], positive[:0], embeddings.new_zeros(0)
         similarity = similarities(self.distance, embeddings, ref_emb)
         lowest = torch.finfo(similarity.dtype).min
-        push = torch.logsumexp((self.gamma * similarity).masked_fill(~far, lowest), 1)[anchor]
+        push = torch.logsumexp((self.gamma * similarity).masked_fill(~negatives, lowest), 1)[anchor]
         pull = self.gamma * (similarity[anchor, positive] + self.offset)
         return anchor, positive, F.softplus(push - pull) / self.gamma
 
 
 class NPairLoss(ImprovedNPairLoss):
-    """N-pair loss: softmax of a pair's similarity against a positive of each other class.
+    """N-pair loss: softmax of the similarity of a pair against a positive of each other class.
 
     Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective", NIPS 2016;
     equation 28 of Song, Nie, Han & Li. This is `anml.improved_npair` with γ = 1 and λ = 0; see
-    there for batches with more than two items of a class, miners and reference sets.
+    it for batches with more than two items of a class, miners and reference sets.
 
     Args:
-        distance: how two embeddings are compared; by default the inner product, without
-            normalising.
+        distance: distance or similarity of two embeddings; by default the inner product of
+            unscaled embeddings.
         reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
@@ -420,7 +420,7 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
 
 @traits(ref_emb=False, miner=False)
 class ImprovedProxyNCALoss(SimilarityLoss):
-    """Proxy-NCA with γs and thresholds: DANML whose positives and negatives are proxies.
+    """Proxy-NCA with γ₁, γ₂ and thresholds: DANML whose positives and negatives are proxies.
 
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3; the paper has no equation
     for it. With the squared Euclidean distance on the sphere, d = 2 − 2 cosine, the gap is
@@ -428,20 +428,21 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         x = 1/g · log( [e^{g λ₁} + e^{g d(y)}] / 2 )
           + 1/γ₂ · log( [e^{−γ₂ λ₂} + Σ_{z ≠ y} e^{−γ₂ d(z)}] / C )
 
-    with g = |γ₁| and λ = 2 − 2 × threshold. Without thresholds, the first term is d(y) and the
-    second a mean over C − 1. The loss is the mean of ℓ(x + margin). With ℓ(x) = x, no thresholds
-    and γ₂ = 1 it is Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) minus log(C − 1). A distance D
-    of a combiner gives d = D².
+    where y is the proxy of the item's class, z are the proxies of the C classes, g = |γ₁|, and λ =
+    2 − 2 × threshold. Without thresholds, the first term is d(y), and the second is a mean over C −
+    1 proxies. The loss is the mean of ℓ(x + margin). With ℓ(x) = x, no thresholds and γ₂ = 1, it is
+    Proxy-NCA (Movshovitz-Attias et al., ICCV 2017) minus log(C − 1). A distance D of a combiner
+    gives d = D².
 
     Args:
-        gamma1: γ₁; the larger |γ₁|, the faster the class's proxy stops counting once it is nearer
-            than the threshold. The sign has no effect, and without a threshold neither has γ₁.
-        gamma2: γ₂; the larger, the more the nearest proxies of other classes count.
-        positive_threshold: a similarity (cosine) added to the class's proxy; "none" disables it.
-        negative_threshold: a similarity (cosine) added to the other proxies; "none" disables it.
+        gamma1: γ₁. The larger |γ₁|, the faster the proxy of the class stops counting once it is
+            nearer than the threshold. The sign has no effect; without a threshold, γ₁ has none.
+        gamma2: γ₂. The larger it is, the more the nearest proxies of other classes count.
+        positive_threshold: cosine that is added to that of the class's proxy; "none" disables it.
+        negative_threshold: cosine that is added to those of other proxies; "none" disables it.
         outer: ℓ, the function of the gap: log(1 + eˣ), x, or max(0, x).
         margin: added to the gap before ℓ; by default 1 for the hinge and 0 otherwise.
-        distance: how embeddings are compared with proxies; the cosine by default.
+        distance: distance or similarity of embeddings and proxies; the cosine by default.
         reducer: reduces the items' losses to one number; the mean by default.
     """
 
@@ -463,7 +464,7 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         p, q = check_thresholds(positive_threshold, negative_threshold)
         if outer not in ("logistic", "identity", "hinge"):
             raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
-        # because d = 2 − 2s, the gap of distances with γ is twice the gap of similarities with 2γ
+        # Because d = 2 − 2s, the gap of distances with γ is twice the gap of similarities with 2γ.
         self.rule = Rule(2 * abs(gamma1), 2 * gamma2, p, q)
         self.outer = outer
         self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
@@ -472,12 +473,12 @@ class ImprovedProxyNCALoss(SimilarityLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
-        """Return the items' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of items in the format of pytorch-metric-learning's reducers."""
         assert labels is not None
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < len(self.proxies):
             raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are proxies"
-                f" for 0 to {len(self.proxies) - 1}"
+                f"labels must be from 0 to {len(self.proxies) - 1}, not from {int(labels.min())} to"
+                f" {int(labels.max())}"
             )
         proxies = self.proxies.to(embeddings.dtype)
         numbers = torch.arange(len(proxies), device=labels.device, dtype=labels.dtype)

@@ -1,4 +1,4 @@
-"""Backbones, datasets, learners and losses of general use, and the package's own parts."""
+"""Backbones, data sets, learners and losses of general use, and the built-in parts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_backbones() -> Factories:
-    """Small nets, torchvision's and timm's models, EfficientNet-Lite, pixels and vectors."""
+    """Small networks, models of torchvision and timm, EfficientNet-Lite, pixels and vectors."""
     return {
         "convnet": "retrieval_core.convnet:ConvNet",
         "efficientnet_lite0": "retrieval_core.pretrained:efficientnet_lite0",
@@ -120,7 +120,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Losses of rankings, neighbourhoods, mixtures, views, a teacher and very many classes."""
+    """Losses of rankings, neighbourhoods, mixtures, views, a teacher, or very many classes."""
     return {
         "barlow_twins": "retrieval_core.barlow_twins:BarlowTwins",
         "contextual": "retrieval_core.contextual_loss:Contextual",
@@ -136,7 +136,7 @@ def retrieval_losses() -> Factories:
 
 @hookimpl
 def retrieval_generators() -> Factories:
-    """Hard negatives from two embeddings of a class, without weights."""
+    """Generators of hard negatives from two embeddings of a class, without trained weights."""
     return {
         "embedding_expansion": "retrieval_core.embedding_generators:EmbeddingExpansion",
         "symmetrical_synthesis": "retrieval_core.embedding_generators:SymmetricalSynthesis",
@@ -145,11 +145,11 @@ def retrieval_generators() -> Factories:
 
 @hookimpl
 def retrieval_samplers() -> Factories:
-    """What a batch holds: classes × items, any items, classes of a group, classes that are near."""
-    from retrieval.data.samplers import retrieval_samplers as own
+    """Batches of classes × items, of any items, of classes in a group, or of similar classes."""
+    from retrieval.data.samplers import retrieval_samplers as built_in
 
     return {
-        **own(),
+        **built_in(),
         "hard_classes": "retrieval_core.samplers:HardClasses",
         "hierarchical": "retrieval_core.samplers:Hierarchical",
         "random": "retrieval_core.samplers:RandomItems",
@@ -176,23 +176,23 @@ if find_spec("tensorboard") is not None:
 
 @hookimpl
 def retrieval_metrics() -> Factories:
-    """The package's own metrics."""
-    from retrieval.model.metrics import retrieval_metrics as own
+    """The built-in metrics."""
+    from retrieval.model.metrics import retrieval_metrics as built_in
 
-    return own()
+    return built_in()
 
 
 @hookimpl
 def retrieval_indexes() -> Factories:
-    """The package's own index back ends."""
-    from retrieval.serving.index.backends import retrieval_indexes as own
+    """The built-in index back ends."""
+    from retrieval.serving.index.backends import retrieval_indexes as built_in
 
-    return own()
+    return built_in()
 
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """The package's own store, a folder."""
-    from retrieval.serving.store.place import retrieval_stores as own
+    """The built-in store, a local folder."""
+    from retrieval.serving.store.place import retrieval_stores as built_in
 
-    return own()
+    return built_in()

@@ -19,7 +19,7 @@ from torchvision.transforms import InterpolationMode, v2
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Quality = Annotated[int, Field(ge=1, le=100)]
 Interpolation = Literal["nearest", "bilinear"]
-AS_THEY_ARE = (
+UNCHANGED = (
     "AugMix",
     "AutoAugment",
     "ColorJitter",
@@ -40,7 +40,7 @@ AS_THEY_ARE = (
     "RandomSolarize",
     "TrivialAugmentWide",
 )
-Many = Annotated[list[Any], Part("augmentations")]
+Transforms = Annotated[list[Any], Part("augmentations")]
 
 
 class GaussianNoise:
@@ -95,12 +95,12 @@ def affine(
 
     Args:
         degrees: smallest and largest angle; one number x stands for (−x, x).
-        translate: largest shift, as shares of width and height; by default no shift.
+        translate: largest shifts, as shares of width and height; by default no shift.
         scale: smallest and largest factor; by default no scaling.
         shear: largest angle along x, or smallest and largest, or smallest and largest along x and
             then along y; by default no shear.
         interpolation: interpolation between pixels.
-        fill: value of pixels from outside the image, 0 to 255.
+        fill: value, 0 to 255, of pixels from outside the image.
     """
     mode = InterpolationMode(interpolation)
     return v2.RandomAffine(_angles(degrees), translate, scale, shear, interpolation=mode, fill=fill)
@@ -116,7 +116,7 @@ def rotation(
     Args:
         degrees: smallest and largest angle; one number x stands for (−x, x).
         interpolation: interpolation between pixels.
-        fill: value of pixels from outside the image, 0 to 255.
+        fill: value, 0 to 255, of pixels from outside the image.
     """
     return v2.RandomRotation(
         _angles(degrees), interpolation=InterpolationMode(interpolation), fill=fill
@@ -136,7 +136,7 @@ def vertical_flip(p: Probability = 0.5) -> v2.RandomVerticalFlip:
     return v2.RandomVerticalFlip(p)
 
 
-def random_apply(transforms: Many, p: Probability = 0.5) -> v2.RandomApply:
+def random_apply(transforms: Transforms, p: Probability = 0.5) -> v2.RandomApply:
     """Apply all of the transforms, or none.
 
     Args:
@@ -146,8 +146,8 @@ def random_apply(transforms: Many, p: Probability = 0.5) -> v2.RandomApply:
     return v2.RandomApply(transforms, p)
 
 
-def random_choice(transforms: Many, p: list[Probability] | None = None) -> v2.RandomChoice:
-    """Apply one randomly chosen transform.
+def random_choice(transforms: Transforms, p: list[Probability] | None = None) -> v2.RandomChoice:
+    """Apply one transform, chosen at random.
 
     Args:
         transforms: transforms to choose from.
@@ -156,7 +156,7 @@ def random_choice(transforms: Many, p: list[Probability] | None = None) -> v2.Ra
     return v2.RandomChoice(transforms, p)
 
 
-def random_order(transforms: Many) -> v2.RandomOrder:
+def random_order(transforms: Transforms) -> v2.RandomOrder:
     """Apply all of the transforms in random order.
 
     Args:
@@ -166,9 +166,9 @@ def random_order(transforms: Many) -> v2.RandomOrder:
 
 
 def every() -> Factories:
-    """Return all augmentations by torchvision's names."""
+    """Return all augmentations by their names in torchvision."""
     return {
-        **{name: getattr(v2, name) for name in AS_THEY_ARE},
+        **{name: getattr(v2, name) for name in UNCHANGED},
         "GaussianNoise": GaussianNoise,
         "JPEG": JPEG,
         "RandomAffine": affine,

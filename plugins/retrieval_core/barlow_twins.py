@@ -19,10 +19,10 @@ class BarlowTwins(CheckedLoss):
 
         Σ_i (1 − C_ii)² + λ Σ_i Σ_{j ≠ i} C_ij²
 
-    where C_ij is the correlation, over the batch, of dimension i of the first views with dimension
-    j of the second views. Rows with the same label are views of one item and are paired in order:
-    use the loss with `[augmentation] positives = "item"` and `views = 2`. It needs neither
-    negatives nor large batches.
+    where C_ij is the correlation over the batch between dimension i of the first views and
+    dimension j of the second views. Rows with the same label are views of one item and are paired
+    in order. Use the loss with `[augmentation] positives = "item"` and `views = 2`. The loss needs
+    neither negatives nor large batches.
 
     Args:
         weight: λ, weight of the correlations between different dimensions.
@@ -41,9 +41,9 @@ class BarlowTwins(CheckedLoss):
             return {"loss": nothing(embeddings)}
         x, y = (_standard(embeddings[rows]) for rows in (first, second))
         correlation = x.T @ y / len(first)
-        apart = correlation - torch.eye(len(correlation)).to(correlation)
-        weights = torch.full_like(apart, self.weight).fill_diagonal_(1)
-        total = (weights * apart.square()).sum()
+        difference = correlation - torch.eye(len(correlation)).to(correlation)
+        weights = torch.full_like(difference, self.weight).fill_diagonal_(1)
+        total = (weights * difference.square()).sum()
         return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
 
 

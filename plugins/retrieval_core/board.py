@@ -1,4 +1,4 @@
-"""A tracker that writes for TensorBoard."""
+"""A tracker that writes files for TensorBoard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METRICS = ("loss", "validation_map_at_r", "validation_recall_at_1")
 
 
 class Board:
-    """A tracker that writes to the folder `tensorboard` in the run's folder and needs no network.
+    """Writes to the folder `tensorboard` in the run's folder, without network access.
 
     `tensorboard --logdir runs` shows all runs: losses and learning rates by step, metrics by epoch,
     the recipe under HPARAMS, and a sheet of validation queries under IMAGES.
@@ -39,12 +39,12 @@ class Board:
         return folder, folder
 
     def log_steps(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the means of the last steps under the number of the last one."""
+        """Log the means of the last few steps under the number of the last step."""
         for name, value in metrics.items():
             self._writer.add_scalar(f"steps/{name}", value, step)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log metrics under the epoch's number, counted from 1, or final metrics under 0."""
+        """Log metrics under the epoch's number, counted from 1; log final metrics under 0."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, 0 if epoch is None else epoch + 1)
         self._writer.flush()

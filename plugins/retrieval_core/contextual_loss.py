@@ -14,7 +14,7 @@ Count = Annotated[int, Field(ge=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]
 STEEPNESS = 10.0
-"""Slope that replaces the zero gradient of a step function in backward."""
+"""Slope that replaces the zero gradient of a step function in the backward pass."""
 
 
 @traits(ref_emb=False, miner=False)
@@ -22,8 +22,9 @@ class Contextual(CheckedLoss):
     """Combines a loss of shared neighbours with a contrastive loss and a mean regulariser.
 
     Liao, Tsiligkaridis & Kulis, "Supervised Metric Learning to Rank for Retrieval via Contextual
-    Similarity Optimization" (ICML 2023), as in the authors' code. Let s be the cosines, D = 2 − 2 s
-    and D_i(k) the distance of i to its k-th nearest item, counting i itself. Then
+    Similarity Optimization" (ICML 2023), implemented like the authors' code. Let s be the cosines
+    of the batch, D = 2 − 2 s, and D_i(k) the value of D for item i and its k-th nearest item,
+    counting i itself. Then
 
         N_k(i, j) = 1 if D_ij ≤ D_i(k) + ε, else 0
         w̃_ij = ½ (|N_k(i) ∩ N_k(j)| / |N_k(i)| + |N̄_k(i) ∩ N̄_k(j)| / |N̄_k(i)|) N_k(i, j)
@@ -36,15 +37,15 @@ class Contextual(CheckedLoss):
 
     L_context is the mean of (w_ij − y_ij)² over all pairs, with y = 1 for pairs of one class and 0
     for others. L_mean is (mean of s − m)². L_contrast is the mean of [p − s]₊ over pairs of one
-    class plus the mean of [s − n]₊ over pairs of two classes, each over its numbers above 0. In
-    the gradient, the steps in N have slope 10, and |N_k(i)| and |N̄_k(i)| are constants.
+    class plus the mean of [s − n]₊ over pairs of two classes. Both means are over the numbers above
+    0. In the gradient, the steps in N have slope 10, and |N_k(i)| and |N̄_k(i)| are constants.
 
     Args:
-        neighbors: k; use `[sampler] items`.
+        neighbors: k, which should equal `[sampler] items`.
         epsilon: ε, tolerance at the border of a neighbourhood.
         weight: λ, weight of the contextual loss.
         mean_weight: γ, weight of the mean similarity's regulariser; λ + γ ≤ 1.
-        mean: m, the mean similarity that the batch should have.
+        mean: m, the desired mean cosine of the batch.
         positive_margin: p, the cosine above which a pair of one class costs nothing.
         negative_margin: n, the cosine below which a pair of two classes costs nothing.
     """
@@ -72,7 +73,7 @@ class Contextual(CheckedLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
-        """Return the weighted sum as one number."""
+        """Return the weighted sum of the three losses as one number."""
         count = len(embeddings)
         if count < 2:
             return {"loss": nothing(embeddings)}
@@ -106,7 +107,7 @@ def contextual(similarity: Tensor, neighbors: int, epsilon: float) -> Tensor:
     inside = near(neighbors)
     outside = 1 - inside
     overlap = inside @ inside.T / inside.sum(1, keepdim=True).detach()
-    # clamped, because a neighbourhood of the whole batch has nothing outside
+    # The clamp is for a neighbourhood of the whole batch, which has nothing outside.
     beyond = outside @ outside.T / outside.sum(1, keepdim=True).detach().clamp(min=1)
     half = near(neighbors // 2)
     mutual = half * half.T

@@ -1,4 +1,4 @@
-"""A small convolutional net for images of 28 to 128 pixels, and backbones without weights."""
+"""A small convolutional network for images of 28 to 128 pixels, and backbones without weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class ConvNet(Backbone):
-    """Stages of 3 × 3 convolutions, each halving the size and doubling the width, then a pool.
+    """Stages of 3 × 3 convolutions, then pooling. A stage halves the size and doubles the width.
 
-    It has width × 2^(depth − 1) features, the channels of the last stage; with `pool = "grid"`,
-    cells² times as many. The convolutions follow
-    Simonyan & Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition" (ICLR
-    2015), with batch normalisation; the global average of Lin et al., "Network In Network" (ICLR
-    2014), replaces the linear layers. A strided stem follows He et al., "Deep Residual Learning for
-    Image Recognition" (CVPR 2016).
+    The features are the width × 2^(depth − 1) channels of the last stage. With `pool = "grid"`,
+    there are cells² times as many. The convolutions are from Simonyan & Zisserman, "Very Deep
+    Convolutional Networks for Large-Scale Image Recognition" (ICLR 2015), with batch normalisation.
+    The global average of Lin et al., "Network In Network" (ICLR 2014), replaces the linear layers.
+    A strided stem is from He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016).
 
     Args:
         size: height and width of the input in pixels; images are stretched to it.
@@ -30,13 +29,13 @@ class ConvNet(Backbone):
         depth: number of stages.
         layers: number of convolutions per stage.
         batch_norm: whether batch normalisation follows each convolution.
-        mean: mean that is subtracted from pixels in 0–1.
-        std: deviation by which they are then divided.
+        mean: number that is subtracted from pixels in 0–1.
+        std: number by which the differences are divided.
         stem: stride of the first convolution. 2 (3 × 3 windows) and 4 (7 × 7) reduce the pixels to
-            a quarter and a sixteenth, for images of 64 pixels and more.
+            a quarter and a sixteenth; use them for images of 64 pixels and more.
         pool: how the last map becomes one vector: its `mean` or `max` over all positions, `gem` (a
             generalised mean with a learned exponent) or `grid`, the means of cells × cells
-            positions, which keeps where something is.
+            positions, which preserves where something is.
         cells: number of cells per side of the grid.
     """
 
@@ -60,7 +59,7 @@ class ConvNet(Backbone):
                 (f" after a stem of {stem}", "depth or stem") if stem > 1 else ("", "depth")
             )
             raise ValueError(
-                f"size {size} cannot be halved {depth - 1} times{after}; make {smaller} smaller or"
+                f"size {size} cannot be halved {depth - 1} times{after}. Make {smaller} smaller, or"
                 " size larger"
             )
         self.preprocessing = Preprocessing(
@@ -96,10 +95,10 @@ class ConvNet(Backbone):
 
 
 class Features(Backbone):
-    """Returns vectors unchanged, for datasets that already consist of features.
+    """Returns vectors unchanged, for data sets that already consist of features.
 
     Args:
-        features: size of the dataset's vectors; the framework sets it.
+        features: size of the data set's vectors; the framework sets it.
     """
 
     preprocessing = None
@@ -114,10 +113,10 @@ class Features(Backbone):
 
 
 class Pixels(Backbone):
-    """An image's pixels, 0 to 1, as features; it has no weights.
+    """An image's pixels, 0 to 1, as features, without weights.
 
-    For learners on small images, and as a baseline that a network should exceed. It has size × size
-    × channels features.
+    Use it for learners on small images, and as a baseline that a network should exceed. There are
+    size × size × channels features.
 
     Args:
         size: height and width in pixels; images are stretched to it.

@@ -17,10 +17,10 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class Distillation(nn.Module):
-    """Compares embeddings, and the distances between them, with the teacher's.
+    """Compares a model's embeddings, and the distances between them, with those of a teacher.
 
-    Labels are row numbers of the items in `teacher`, which `[augmentation] positives = "item"`
-    provides.
+    The loss takes row numbers of `teacher` in place of labels; `[augmentation] positives = "item"`
+    provides them.
 
     Args:
         teacher: the teacher's embeddings (N, C) of the training items, of unit length.
@@ -48,7 +48,7 @@ class Distillation(nn.Module):
             raise ValueError(
                 f"there are {len(teacher)} embeddings of the teacher and {len(classes)} classes"
             )
-        # not persistent, because a resumed run reads them from the teacher's file again
+        # not persistent, because a resumed run reads the teacher's file again
         self.register_buffer("teacher", teacher, persistent=False)
         self.register_buffer("classes", classes, persistent=False)
         self.cosine, self.relational = cosine, relational
@@ -64,7 +64,7 @@ class Distillation(nn.Module):
     ) -> Tensor:
         """Return the weighted sum, a scalar; see `retrieval.plugin.Loss`."""
         if indices_tuple is not None or ref_emb is not None:
-            raise ValueError("core.distillation takes neither ref_emb nor a miner's indices")
+            raise ValueError("core.distillation accepts neither ref_emb nor a miner's indices")
         x = full_precision(embeddings)
         target = self.teacher[labels].to(x.dtype)
         total = self.cosine * (1 - nn.functional.cosine_similarity(x, target)).mean()
@@ -76,9 +76,9 @@ class Distillation(nn.Module):
 
 
 def relations(student: Tensor, teacher: Tensor) -> Tensor:
-    """Return the mean Huber loss between the two models' distances within a batch, a scalar.
+    """Return the mean Huber loss between the distances of two models within a batch, a scalar.
 
-    The distances of each model are first divided by their mean. Source: Park et al., "Relational
+    The distances of a model are first divided by their mean. Source: Park et al., "Relational
     Knowledge Distillation", CVPR 2019, equations 4 to 6.
 
     Args:
@@ -87,15 +87,15 @@ def relations(student: Tensor, teacher: Tensor) -> Tensor:
     """
     if len(student) < 2:
         return student.sum() * 0
-    own, target = (_relative_distances(x) for x in (student, teacher))
-    return nn.functional.smooth_l1_loss(own, target)
+    distances, target = (_relative_distances(x) for x in (student, teacher))
+    return nn.functional.smooth_l1_loss(distances, target)
 
 
 def _relative_distances(x: Tensor) -> Tensor:
     """Return the distances of all pairs (P,), divided by their mean."""
     i, j = torch.triu_indices(len(x), len(x), 1, device=x.device)
     squares = (x[i] - x[j]).square().sum(1)
-    distances = squares.clamp(min=torch.finfo(x.dtype).tiny).sqrt()
+    distances = squares.clamp(min=torch.finfo(x.dtype).tiny).sqrt()  # finite gradient at zero
     return distances / distances.mean().clamp(min=torch.finfo(x.dtype).eps)
 
 
@@ -109,7 +109,7 @@ def distillation(
     loss: Annotated[nn.Module | None, Part("losses")] = None,
     loss_weight: Weight = 1.0,
 ) -> Distillation:
-    """Learn the embeddings of a larger model, the teacher, and their relations, without labels.
+    """Learn the embeddings of a teacher, a larger model, and their relations, without labels.
 
     The loss is the mean of 1 − cos(embedding, teacher's embedding) plus the relational loss of Park
     et al., "Relational Knowledge Distillation", CVPR 2019, equations 4 to 6. `retrieval distill`
@@ -120,7 +120,7 @@ def distillation(
             training item, in order.
         cosine: weight of the distance to the teacher's embeddings.
         relational: weight of the relational loss.
-        loss: a further loss of the items' classes, one that compares items with one another.
+        loss: a further loss, which compares items by their classes.
         loss_weight: weight of the further loss.
     """
     try:
@@ -128,7 +128,7 @@ def distillation(
             vectors, labels = file["vectors"], file["classes"]
     except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise DataError(
-            f"[loss] teacher: {teacher} is not a file of a teacher's embeddings ({error})."
+            f"[loss] teacher: {teacher} is not a file of teacher embeddings ({error})."
             " `retrieval distill` writes such a file."
         ) from error
     if vectors.ndim != 2 or vectors.shape[1] != embedding_size or labels.dtype.kind != "i":
@@ -138,8 +138,8 @@ def distillation(
         )
     if len(vectors) < classes:
         raise ValueError(
-            f"{teacher} holds embeddings of {len(vectors):,} items, but {classes:,} items train: it"
-            " belongs to other photos"
+            f"{teacher} holds embeddings of {len(vectors):,} items, but the training data have"
+            f" {classes:,}: the file belongs to other photos"
         )
     return Distillation(
         torch.from_numpy(vectors).float(),

@@ -1,4 +1,4 @@
-"""Generators without weights that make hard negatives from two embeddings of a class."""
+"""Generators that make hard negatives from two embeddings of a class, without trained weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 class HardestOfClass(Generator):
-    """Base class: replaces each negative by the point nearest to the anchor."""
+    """Base class: replaces a negative with the nearest to the anchor among candidate points."""
 
     space = "embeddings"
     classmates = True
@@ -24,27 +24,38 @@ class HardestOfClass(Generator):
         negative: Tensor,
         classmate: Tensor | None = None,
     ) -> Tensor:
-        """Return synthetic negatives (T, C); without a classmate, the negatives themselves."""
-        points = torch.stack(self.points(negative, negative if classmate is None else classmate))
-        apart = (points - anchor).square().sum(2)
-        return points[apart.argmin(0), torch.arange(len(anchor), device=anchor.device)]
+        """Return synthetic negatives (T, C).
+
+        Args:
+            anchor: (T, C), the anchors of the triplets.
+            positive: (T, C), unused.
+            negative: (T, C).
+            classmate: (T, C), another item of each negative's class. If it is missing, the
+                negatives are returned unchanged.
+        """
+        candidates = self.points(negative, negative if classmate is None else classmate)
+        stacked = torch.stack(candidates)
+        squared_distances = (stacked - anchor).square().sum(2)
+        triplet = torch.arange(len(anchor), device=anchor.device)
+        return stacked[squared_distances.argmin(0), triplet]
 
     def points(self, negative: Tensor, classmate: Tensor) -> list[Tensor]:
-        """Return the candidate points for the negatives, each (T, C)."""
+        """Return tensors (T, C) of candidate points; each has a candidate per negative."""
         raise NotImplementedError
 
 
 class SymmetricalSynthesis(HardestOfClass):
     """Reflects a negative and another item of its class about each other.
 
-    Gu & Ko, "Symmetrical Synthesis for Deep Metric Learning" (AAAI 2020), as in the authors' code.
-    The reflection of x about the axis through 0 and y is
+    Gu & Ko, "Symmetrical Synthesis for Deep Metric Learning" (AAAI 2020), implemented like the
+    authors' code. Let x be the negative and y the other item. The reflection of x about the axis
+    through 0 and y is
 
         x' = α (x·u) u − x,  u = y / ‖y‖,  α = 2
 
-    It has the length of x and the same similarity to y. The nearest to the anchor of x, y, x' and
-    y' becomes the negative. The paper also reflects the anchor and its positive; here the anchor
-    is a real item.
+    The reflection x' has the same length as x, and the same similarity to y as x. Of x, y, x' and
+    y', the point nearest to the anchor becomes the negative. The paper also reflects the anchor and
+    its positive. Here they are left unchanged.
     """
 
     def points(self, negative: Tensor, classmate: Tensor) -> list[Tensor]:
@@ -61,12 +72,14 @@ class EmbeddingExpansion(HardestOfClass):
     """Divides the line between a negative and another item of its class into equal parts.
 
     Ko & Gu, "Embedding Expansion: Augmentation in Embedding Space for Deep Metric Learning" (CVPR
-    2020), as in the authors' code. The n points between x and y are
+    2020), implemented like the authors' code. Let x be the negative and y the other item. The n
+    points between them are
 
         x̄_k = (k x + (n + 1 − k) y) / (n + 1),  k = 1 … n
 
-    scaled to the length of x. The nearest to the anchor of these, x and y becomes the negative. The
-    paper also divides the line between the anchor and its positive; here the anchor is a real item.
+    scaled to the length of x. Of these points, x and y, the one nearest to the anchor becomes the
+    negative. The paper also divides the line between the anchor and its positive. Here they are
+    left unchanged.
 
     Args:
         inner: n, number of points between x and y.
@@ -79,15 +92,15 @@ class EmbeddingExpansion(HardestOfClass):
     def points(self, negative: Tensor, classmate: Tensor) -> list[Tensor]:
         """Return both items and the points between them."""
         length = negative.norm(dim=1, keepdim=True)
-        parts = [k / (self.inner + 1) for k in range(1, self.inner + 1)]
+        weights = [k / (self.inner + 1) for k in range(1, self.inner + 1)]
         between = [
-            functional.normalize(part * negative + (1 - part) * classmate) * length
-            for part in parts
+            functional.normalize(weight * negative + (1 - weight) * classmate) * length
+            for weight in weights
         ]
         return [negative, classmate, *between]
 
 
 def _reflected(x: Tensor, axis: Tensor) -> Tensor:
-    """Return rows of `x` reflected about the axes through 0 and the rows of `axis`."""
+    """Return the rows of `x`, reflected about the axes through 0 and the rows of `axis`."""
     unit = functional.normalize(axis)
     return 2 * (x * unit).sum(1, keepdim=True) * unit - x

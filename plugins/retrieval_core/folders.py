@@ -41,20 +41,20 @@ def image_folder(
 ) -> Dataset:
     """Read a folder that has one subfolder of images per class: `folder/CLASS/*.jpg`.
 
-    If all its subfolders are called `train`, `validation` (or `val`), `test`, `query` or `gallery`
+    If all its subfolders are named `train`, `validation` (or `val`), `test`, `query` or `gallery`
     and contain the class folders (`folder/train/CLASS/*.jpg`), they define the split. An item's key
-    is its path below `folder`.
+    is its path relative to `folder`.
 
     Args:
-        folder: the folder; a relative path starts at the working directory.
+        folder: the folder. A relative path starts at the working directory.
         levels: names of nested levels of folders, the outermost first, such as ["brand", "model"]
-            for `folder/BRAND/MODEL/*.jpg`. All levels but the label's become metadata.
+            for `folder/BRAND/MODEL/*.jpg`. All levels except the label's become metadata.
         label: the level whose folder name is an item's label; by default the last of `levels`.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: the folder does not exist, holds no image, or holds images outside the class
-            folders; or `levels` and `label` do not fit.
+        DataError: the folder does not exist, has no image, or has images outside the class
+            folders; or `label` is not one of `levels`.
     """
     if not folder.is_dir():
         raise DataError(
@@ -73,7 +73,7 @@ def image_folder(
         plural = len(stray) > 1
         where = "no class folder" if levels is None else f"fewer than {len(names)} folders"
         raise DataError(
-            f"{folder}: {len(stray):,} image{'s lie' if plural else ' lies'} in {where},"
+            f"{folder}: {len(stray):,} image{'s are' if plural else ' is'} in {where},"
             f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
         )
     classes = [inner for place in top for inner in _folders(place)] if split else top
@@ -90,7 +90,7 @@ def image_folder(
     deepest = max((len(key.parts) for key in keys), default=0) - 1
     if levels is not None or deepest > depth:
         read = f"{len(names)} level{'s' if len(names) > 1 else ''} of folders ({'/'.join(names)})"
-        deeper = f"; images lie up to {deepest - above} deep, which levels = [...] reads"
+        deeper = f"; images are up to {deepest - above} levels deep, which levels = [...] reads"
         notes = [
             *notes,
             f"{folder}: {read}, and the label is the {chosen}{deeper if deepest > depth else ''}.",
@@ -114,7 +114,7 @@ def _levels(levels: list[str] | None, label: str | None) -> list[str]:
     """Return the checked names of the levels of folders.
 
     Raises:
-        DataError: names are missing or equal, or the label is none of them.
+        DataError: names are missing or equal, or the label is not one of them.
     """
     if levels is None and label is None:
         return ["class"]
@@ -154,19 +154,20 @@ def manifest(
     these columns and the values of `split` and `role` may be in capitals. The file is UTF-8 and
     separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
-    Files of OML (open-metric-learning) are read as they are. If they have the columns `is_query`
-    and `is_gallery`, the validation rows are the test side: either all in both roles, or each in
-    one role. `x_1`, `x_2`, `y_1` and `y_2` are the left, right, top and bottom of an item's box.
+    Files of OML (open-metric-learning) are read unchanged. If they have the columns `is_query` and
+    `is_gallery`, the validation rows are the test side. Then either all of these rows have both
+    roles, or each has one. `x_1`, `x_2`, `y_1` and `y_2` are the left, right, top and bottom of an
+    item's box.
 
     Args:
-        manifest: the CSV file; a relative path starts at the working directory.
-        root: folder that relative image paths start from; by default the CSV file's folder.
+        manifest: the CSV file. A relative path starts at the working directory.
+        root: folder to which image paths are relative; by default the CSV file's folder.
         path: the column of image paths.
         label: the column of labels.
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: the file has problems; the message lists each with its line.
+        DataError: the file has problems. The message lists them with their lines.
     """
     root = manifest.parent if root is None else root
     rows: list[Row] = []
@@ -185,7 +186,7 @@ def manifest(
                 rows.append(row)
                 boxes.append(box)
                 continue
-            problem = f"{row[path]} is listed in line {first} already."
+            problem = f"{row[path]} is already listed in line {first}."
         problems.append((line, problem))
     if problems:
         refuse(str(manifest), [f"line {line}: {problem}" for line, problem in sorted(problems)])
@@ -196,8 +197,8 @@ def manifest(
         kept, notes = skip_unreadable([root / row[path] for row in rows], str(manifest))
         rows, boxes = [rows[i] for i in kept], [boxes[i] for i in kept]
     columns = list(rows[0])
-    read = (path, label, *OPTIONAL, *FLAGS, *(BOX if boxed else ()))
-    further = [name for name in columns if name not in read]
+    reserved = (path, label, *OPTIONAL, *FLAGS, *(BOX if boxed else ()))
+    further = [name for name in columns if name not in reserved]
     return FileDataset(
         [root / row[path] for row in rows],
         [row[label] for row in rows],
@@ -221,8 +222,8 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
     if not row[path]:
         return f"{path} is empty."
     if is_missing_text(row[label]):
-        written = f": '{row[label]}' stands for a missing value" if row[label] else ""
-        return f"{row[path]} has no {label}{written}."
+        hint = f": '{row[label]}' stands for a missing value" if row[label] else ""
+        return f"{row[path]} has no {label}{hint}."
     split, role = row.get("split"), row.get("role")
     if split is not None and split not in SPLITS and not (split == "" and role):
         return f"split must be {', '.join(SPLITS)}, not '{split}'.{did_you_mean(split, SPLITS)}"

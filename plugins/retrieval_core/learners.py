@@ -25,11 +25,11 @@ class PCA(LinearMap):
 
     Args:
         n_components: output dimension C, at most the number of features and of items. `None` means
-            64, or less if those are fewer.
+            the smallest of 64 and these two numbers.
         whiten: whether to scale each component to unit variance.
         seed: seed of the randomised solver, which scikit-learn chooses for large data; 0 by
             default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PCA(LinearMap):
         self.mean_, self.components_ = fitted.mean_, fitted.components_
         if self.whiten:
             scale = np.sqrt(fitted.explained_variance_)[:, None]
-            # as in scikit-learn, a direction without variance stays small instead of becoming noise
+            # As in scikit-learn, a direction without variance stays small; it would become noise.
             self.components_ = self.components_ / np.maximum(scale, np.finfo(np.float64).eps)
         return self
 
@@ -66,9 +66,9 @@ class LDA(LinearMap):
     Args:
         n_components: output dimension C, at most the number of features and the number of classes
             minus one, which is also the default.
-        shrinkage: how far to shrink the classes' covariance towards a multiple of the identity, 0
-            to 1; "auto" uses the lemma of Ledoit and Wolf. A value above 0 prevents overfitting
-            with many features and few items.
+        shrinkage: how far to shrink the covariance within classes towards a multiple of the
+            identity, 0 to 1; "auto" uses the lemma of Ledoit and Wolf. A value above 0 prevents
+            overfitting with many features and few items.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LDA(LinearMap):
         ).fit(x, labels)
         width = fitted._max_components
         self.components_ = np.ascontiguousarray(fitted.scalings_[:, :width].T)
-        # no distance depends on it, and float32 codes near zero are more precise
+        # Distances do not depend on the mean; float32 embeddings near zero are more precise.
         self.mean_ = x.mean(axis=0)
         return self
 
@@ -96,16 +96,16 @@ class NCA(LinearMap):
     """Neighbourhood components: a map that maximises the accuracy of a soft nearest neighbour.
 
     Goldberger et al., "Neighbourhood Components Analysis", NeurIPS 2004; scikit-learn's
-    `NeighborhoodComponentsAnalysis`. Memory and time of a step grow with the square of the number
-    of items.
+    `NeighborhoodComponentsAnalysis`. The memory and time of a step grow with the square of the
+    number of items.
 
     Args:
         n_components: output dimension C. `None` keeps the number of features.
-        init: starting point; "auto" chooses "lda", "pca" or "identity" by the sizes.
+        init: initial map; "auto" chooses "lda", "pca" or "identity" by the sizes.
         max_iter: largest number of L-BFGS iterations.
-        tol: L-BFGS stops when an iteration improves the objective by less than this, relatively.
-        seed: seed of a random start and of PCA's randomised solver; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        tol: L-BFGS stops when an iteration improves the objective by less than this share.
+        seed: seed of a random initial map and of PCA's randomised solver; 0 by default.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     def __init__(
@@ -137,6 +137,6 @@ class NCA(LinearMap):
             random_state=self._chosen_seed(),
         ).fit(x, labels)
         self.components_, self.n_iter_ = fitted.components_, fitted.n_iter_
-        # no distance depends on it, and float32 codes near zero are more precise
+        # Distances do not depend on the mean; float32 embeddings near zero are more precise.
         self.mean_ = x.mean(axis=0)
         return self

@@ -22,7 +22,7 @@ from retrieval.plugin import (
 )
 
 Sides = dict[int, str]
-"""Side ("train" or "test") by an item's index; items without an entry are left out."""
+"""Side ("train", "test" or "") of an item, by its index; items without an entry are left out."""
 
 
 def lfw_people(
@@ -37,16 +37,16 @@ def lfw_people(
 
     Huang, Ramesh, Berg & Learned-Miller, "Labeled Faces in the Wild: A Database for Studying Face
     Recognition in Unconstrained Environments", University of Massachusetts, TR 07-49, 2007. Nothing
-    is downloaded. An item's label is the person, its key the path below `folder`. Use the lists of
-    pairs with `retrieval evaluate --protocol verification --pairs`: `pairsDevTest.txt` with view
-    "dev", and `pairs.txt` with "folds", of which only the test fold is held out.
+    is downloaded. An item's label is the person, and its key is the path relative to `folder`. Use
+    the lists of pairs with `retrieval evaluate --protocol verification --pairs`: `pairsDevTest.txt`
+    with view "dev", and `pairs.txt` with "folds", of which only the test fold is held out.
 
     Args:
-        folder: the folder of people's folders; a relative path starts at the working directory.
+        folder: the folder of people's folders. A relative path starts at the working directory.
         view: which split to use. "dev" is View 1, for model selection: the people in
-            `peopleDevTrain.txt` train, those in `peopleDevTest.txt` test. "folds" is View 2, for
-            reporting: one fold of `people.txt` tests and the others train, with one run per fold.
-            "none" loads all images without a split.
+            `peopleDevTrain.txt` are for training, those in `peopleDevTest.txt` for testing. "folds"
+            is View 2, for reporting: one fold of `people.txt` is for testing and the others are for
+            training, with one run per fold. "none" loads all images without a split.
         fold: number of the test fold for view "folds", from 1.
         restricted: whether to load only images that LFW's pairs name (those of `pairsDevTrain.txt`
             and `pairsDevTest.txt`, or of `pairs.txt`), as in the image-restricted protocol. A loss
@@ -56,22 +56,22 @@ def lfw_people(
         skip_bad: whether to skip and report unreadable images; otherwise the first one is an error.
 
     Raises:
-        DataError: the folder or the lists have problems, which the message lists: a missing or
-            wrongly named image, counts that differ from the lists, a person on both sides.
+        DataError: an image is missing or wrongly named, counts differ from the lists, or a person
+            is on both sides. The message lists all problems.
     """
     if not folder.is_dir():
         raise DataError(
             f"[data] folder: {folder} is not a folder. Relative paths start at {Path.cwd()}."
         )
     images = find_images(folder)
-    images.left_out.pop("no image", None)  # the lists, and what else comes with the archive
+    images.left_out.pop("no image", None)  # the lists and other files of the archive
     files, notes = images.images, report_left_out(images, folder, skip_bad)
     keys = [file.relative_to(folder).as_posix() for file in files]
     problems = _name_problems(keys)
     if view == "none":
         sides: Sides = dict.fromkeys(range(len(files)), "")
         if restricted:
-            problems.append("restricted = true needs the lists of a view; view is 'none'.")
+            problems.append("restricted = true needs a view with lists, but view = 'none'.")
     else:
         sides = _sides(
             folder if lists is None else lists,
@@ -100,19 +100,18 @@ def lfw_people(
 
 
 def _name_problems(keys: list[str]) -> list[str]:
-    strange = [key for key in keys if not re.fullmatch(r"([^/]+)/\1_\d{4,}\.[^./]+", key)]
+    """Return sentences on images that are not named like LFW's, or have several files."""
+    misnamed = [key for key in keys if not re.fullmatch(r"([^/]+)/\1_\d{4,}\.[^./]+", key)]
     problems = []
-    if strange:
+    if misnamed:
         problems.append(
-            f"{len(strange):,} image{'s are' if len(strange) > 1 else ' is'} not called"
-            f" NAME/NAME_0001.jpg: {some(strange)}."
+            f"{len(misnamed):,} image{'s are' if len(misnamed) > 1 else ' is'} not named like"
+            f" NAME/NAME_0001.jpg: {some(misnamed)}."
         )
     stems = Counter(key.rpartition(".")[0] for key in keys)
     twice = sorted(name for name, count in stems.items() if count > 1)
     if twice:
-        problems.append(
-            f"there are several files of {some(twice)}; which of them is meant cannot be told."
-        )
+        problems.append(f"there are several files of {some(twice)}. Keep only one.")
     return problems
 
 
@@ -125,10 +124,10 @@ def _sides(
     keys: list[str],
     problems: list[str],
 ) -> Sides:
-    """Return the side of each item that a view has; add the lists' faults to `problems`."""
+    """Return the side of each item of a view; add the problems of the lists to `problems`."""
     word = "pairs" if restricted else "people"
     names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
-    # around a folder that is a link: where the link is, and where its target is
+    # If the folder is a link, its parent and the parent of its target are searched.
     near = [folder.absolute().parent, folder.resolve().parent] if around else []
     places = list(dict.fromkeys([folder, *near]))
     lists_by_name = {
@@ -159,14 +158,14 @@ def _sides(
     people = [{keys[i].split("/")[0] for i in side} for side in (trained, tested)]
     if both := sorted(people[0] & people[1]):
         problems.append(
-            f"{' and '.join(lists_by_name)} put people on both sides, to train and to test:"
+            f"{' and '.join(lists_by_name)} put people on both sides, training and test:"
             f" {some(both)}."
         )
     return {**dict.fromkeys(trained, "train"), **dict.fromkeys(tested, "test")}
 
 
 def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items that each fold's pairs name, and what is wrong."""
+    """Return the items that the pairs of each fold name, and problems."""
     pairs, problems = find_pairs(path, keys)
     if problems:
         return [], problems
@@ -183,7 +182,7 @@ def _groups_of_pairs(path: Path, keys: list[str], folds: bool) -> tuple[list[set
 
 
 def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[set[int]], list[str]]:
-    """Return the items of each fold's people, and what is wrong."""
+    """Return the items of the people of each fold, and problems."""
     read, problems = read_people(path, folds)
     places = {key.rpartition(".")[0]: i for i, key in enumerate(keys)}
     listed: dict[str, int] = {}
@@ -192,23 +191,23 @@ def _groups_of_people(path: Path, keys: list[str], folds: bool) -> tuple[list[se
         group: set[int] = set()
         for line, name, images in people:
             if (first := listed.setdefault(name, line)) != line:
-                problems.append(f"line {line}: {name} is in line {first} already.")
+                problems.append(f"line {line}: {name} is already in line {first}.")
             numbers = [places.get(_image_name(name, n)) for n in range(1, images + 1)]
-            lacking = [_image_name(name, n) for n, place in enumerate(numbers, 1) if place is None]
-            if lacking:
+            missing = [_image_name(name, n) for n, place in enumerate(numbers, 1) if place is None]
+            if missing:
                 problems.append(
-                    f"line {line}: of {name}'s {images:,} images {len(lacking):,} are missing:"
-                    f" {some(lacking)}."
+                    f"line {line}: {len(missing):,} of the {images:,} images of {name} are missing:"
+                    f" {some(missing)}."
                 )
             group.update(place for place in numbers if place is not None)
         groups.append(group)
     if folds and len(read) < 2 and not problems:
         problems.append(
-            "it has one fold: one tests and the others train, so there must be two at least."
+            "there must be at least two folds: one for testing, the others for training."
         )
     return groups, problems
 
 
 def _image_name(person: str, number: int) -> str:
-    """Return LFW's name of a person's image, below its folder and without the extension."""
+    """Return the relative path of a person's image in LFW, without the extension."""
     return f"{person}/{person}_{number:04d}"

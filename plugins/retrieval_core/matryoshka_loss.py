@@ -19,7 +19,7 @@ class Matryoshka(nn.Module):
 
     Args:
         losses: one loss per width; the last one is for the whole embedding.
-        widths: ascending numbers of dimensions; the last one is the embedding's.
+        widths: numbers of dimensions, ascending; the last one is that of the whole embedding.
         weights: one weight per width.
         normalize: whether to scale each prefix to unit length; the whole embedding is not scaled.
     """
@@ -37,12 +37,14 @@ class Matryoshka(nn.Module):
                 f"there are {len(losses)} losses, {len(widths)} widths and {len(weights)} weights"
             )
         if list(widths) != sorted(set(widths)) or widths[0] < 1:
-            raise ValueError(f"widths ascend, from 1 on, up to the embedding's: not {list(widths)}")
+            raise ValueError(f"widths must be at least 1 and ascending, not {list(widths)}")
         if sum(weights) <= 0 or min(weights) < 0:
-            raise ValueError(f"weights are 0 or more, and not all are 0: not {list(weights)}")
-        # one object for all would be one set of proxies for all
-        apart = len({id(loss) for loss in losses}) == len(losses)
-        self.losses = nn.ModuleList(losses if apart else [copy.deepcopy(loss) for loss in losses])
+            raise ValueError(f"weights must be 0 or more, and not all 0, not {list(weights)}")
+        # Each width needs its own proxies or class weights.
+        distinct = len({id(loss) for loss in losses}) == len(losses)
+        self.losses = nn.ModuleList(
+            losses if distinct else [copy.deepcopy(loss) for loss in losses]
+        )
         self.widths, self.weights = tuple(widths), tuple(weights)
         self.unit = Normalize() if normalize else nn.Identity()
 
@@ -56,11 +58,11 @@ class Matryoshka(nn.Module):
     ) -> Tensor:
         """Return the weighted sum, a scalar; see `retrieval.plugin.Loss`.
 
-        A miner's indices serve each width.
+        A miner's indices are used for all widths.
         """
         if embeddings.shape[1] != self.widths[-1]:
             raise ValueError(
-                f"embeddings have {embeddings.shape[1]} numbers, and the widths end at"
+                f"embeddings have {embeddings.shape[1]} dimensions, but the last width is"
                 f" {self.widths[-1]}"
             )
         total = embeddings.sum() * 0
@@ -77,7 +79,7 @@ class Matryoshka(nn.Module):
         return as_given(total, embeddings)
 
     def _prefix(self, x: Tensor, width: int) -> Tensor:
-        """Return the first `width` columns, scaled if required; the whole embedding unscaled."""
+        """Return the first `width` columns, scaled if required, or the whole embedding unscaled."""
         if width == self.widths[-1]:
             return x
         prefix: Tensor = self.unit(full_precision(x[:, :width]))
@@ -94,28 +96,27 @@ def matryoshka(
     """Apply a loss to the embedding and to its prefixes, so that vectors can be truncated.
 
     Kusupati et al., Matryoshka Representation Learning, NeurIPS 2022, equation 1: the weighted sum
-    of the loss at each width. Each width has its own loss object, and with it its own proxies or
-    class weights. `retrieval export --dimensions N` writes a bundle that keeps the first N
-    dimensions.
+    of the losses at all widths. Each width has its own loss object, with its own proxies or class
+    weights. `retrieval export --dimensions N` writes a bundle with the first N dimensions only.
 
     Args:
         loss: the loss to apply at each width.
-        widths: numbers of dimensions of the prefixes, ascending and below the embedding's; the
-            whole embedding is always trained too.
+        widths: numbers of dimensions of the prefixes, ascending and smaller than the embedding's.
+            The whole embedding is always trained too.
         weights: one weight per width, then one for the whole embedding; 1 by default.
-        normalize: whether to scale each prefix to unit length, as the export does; set it to false
+        normalize: whether to scale each prefix to unit length, as the export does. Set it to false
             if [head] normalize is false.
     """
-    losses: Any = loss  # one for each width and one for the whole, see `Part`
+    losses: Any = loss  # one per width and one for the whole embedding; see `Part`
     if widths and not widths[-1] < embedding_size:
         raise ValueError(
-            f"widths end at {widths[-1]}, and the embedding has {embedding_size} numbers: prefixes"
-            " are shorter, and the whole is trained anyway"
+            f"the last width is {widths[-1]}, but widths must be smaller than the embedding size,"
+            f" {embedding_size}: the whole embedding is always trained"
         )
     if weights is not None and len(weights) != len(widths) + 1:
         raise ValueError(
-            f"there are {len(weights)} weights for {len(widths)} widths and the whole embedding:"
-            f" give {len(widths) + 1}"
+            f"there are {len(weights)} weights for {len(widths)} widths and the whole embedding."
+            f" Set {len(widths) + 1}"
         )
     return Matryoshka(
         losses, [*widths, embedding_size], weights or [1.0] * (len(widths) + 1), normalize

@@ -22,20 +22,20 @@ class Metrix(CheckedLoss):
     """A contrastive loss that also mixes a positive and a negative of each anchor.
 
     Venkataramanan, Psomas, Kijak, Amsaleg, Karantzalos & Avrithis, "It Takes Two to Tango: Mixup
-    for Deep Metric Learning" (ICLR 2022), Metrix/embed with the contrastive loss, as in the
-    authors' code. A triplet (a, p, n) of unit vectors gives the mixture v = λ p + (1 − λ) n, scaled
-    to unit length. It counts as a positive with weight λ and as a negative with weight 1 − λ. With
-    the Euclidean distance d, the four terms are
+    for Deep Metric Learning" (ICLR 2022), Metrix/embed with the contrastive loss, implemented like
+    the authors' code. A triplet (a, p, n) of unit vectors gives the mixture v = λ p + (1 − λ) n,
+    scaled to unit length. The mixture counts as a positive with weight λ and as a negative with
+    weight 1 − λ. With the Euclidean distance d, the four terms are
 
         [d(a, p) − m₊]₊,  [m₋ − d(a, n)]₊,  w λ [d(a, v) − m₊]₊,  w (1 − λ) [m₋ − d(a, v)]₊
 
     Each term is averaged over its numbers above 0, and the loss is the sum of the four averages.
-    Each batch draws one λ from Beta(α, α). Without a miner all triplets are listed, so it is for
-    small batches (above 6 GB for 1,024 items, 8 a class).
+    One λ per batch is drawn from Beta(α, α). Without a miner, all triplets are listed: use it for
+    small batches only (1,024 items with 8 per class need more than 6 GB).
 
     Args:
         positive_margin: m₊, the distance up to which a positive costs nothing.
-        negative_margin: m₋, the distance from which on a negative costs nothing.
+        negative_margin: m₋, the distance above which a negative costs nothing.
         alpha: α of the distribution of λ.
         weight: w, weight of the mixtures.
         reducer: reduces each term to one number; the default is the mean of the numbers above 0.
@@ -65,7 +65,7 @@ class Metrix(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of pairs and of mixtures, by name."""
-        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
         rest, cosine = 1 - part, unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
         between = cosine[positive, negative]
@@ -101,16 +101,16 @@ class Metrix(CheckedLoss):
 class MetrixMultiSimilarity(CheckedLoss):
     """The multi-similarity loss, which also mixes a positive and a negative of each anchor.
 
-    The same paper, Metrix/embed with the multi-similarity loss (Wang et al., CVPR 2019), without
-    its own mining. Each anchor a has the loss
+    Metrix/embed of the paper of `core.metrix`, with the multi-similarity loss (Wang et al., CVPR
+    2019) without its miner. An anchor a has the loss
 
         1/β log(1 + Σ_p exp(−β (s_ap − m))) + 1/γ log(1 + Σ_n exp(γ (s_an − m)))
 
-    over its positives p and negatives n, with s the cosine, and w times the same loss over its
-    mixtures v, where exp(−β (s_av − m)) counts λ times and exp(γ (s_av − m)) 1 − λ times
-    (equations 4 and 9). Mixtures are those of `core.metrix`.
+    over its positives p and negatives n, where s is the cosine. To this loss is added w times the
+    same loss over its mixtures v, where exp(−β (s_av − m)) is multiplied by λ, and exp(γ (s_av −
+    m)) by 1 − λ (equations 4 and 9). The mixtures are those of `core.metrix`.
 
-    Without a miner all triplets are listed, as in `core.metrix`.
+    Without a miner, all triplets are listed, as in `core.metrix`.
 
     Args:
         positive_scale: β, sharpness of positives.
@@ -138,7 +138,7 @@ class MetrixMultiSimilarity(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the losses of the anchors (B,)."""
-        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
         cosine = unit @ unit.T
         a, p, b, n, anchor, positive, negative = _pairs(indices_tuple, labels, embeddings)
         between = cosine[positive, negative]
@@ -161,17 +161,18 @@ class MetrixMultiSimilarity(CheckedLoss):
 class MetrixProxyAnchor(CheckedLoss):
     """The proxy-anchor loss, which also mixes a positive and a negative of each proxy.
 
-    The same paper, Metrix/embed with the proxy-anchor loss (Kim et al., "Proxy Anchor Loss for Deep
-    Metric Learning", CVPR 2020, equation 4). The anchors are a learned proxy z per class, and
+    Metrix/embed of the paper of `core.metrix`, with the proxy-anchor loss (Kim et al., "Proxy
+    Anchor Loss for Deep Metric Learning", CVPR 2020, equation 4). The anchors are learned proxies
+    z, one per class. The loss
 
         mean_z⁺ log(1 + Σ_p exp(−γ (s_zp − δ))) + mean_z log(1 + Σ_n exp(γ (s_zn + δ)))
 
-    is a mean over the proxies z⁺ of the batch's classes, and over all proxies. To it comes w times
-    the same loss over mixtures v of each p and each n of the proxies z⁺, with the exponentials
-    times λ and 1 − λ.
+    has a mean over the proxies z⁺ of the batch's classes, and a mean over all proxies. To this loss
+    is added w times the same loss over the mixtures v of each p and each n of the proxies z⁺, where
+    the exponentials are multiplied by λ and 1 − λ.
 
     Args:
-        classes: number of classes that train; the framework sets it.
+        classes: number of training classes; the framework sets it.
         embedding_size: dimension of the embeddings; the framework sets it.
         scale: γ, sharpness.
         margin: δ, margin of the cosine.
@@ -202,21 +203,24 @@ class MetrixProxyAnchor(CheckedLoss):
         ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the loss as one number."""
-        part, unit = _part(embeddings, self.alpha), functional.normalize(embeddings)
+        part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
         cosine = functional.normalize(self.proxies).to(unit) @ unit.T
         proxy = torch.arange(len(cosine), device=labels.device)[:, None].expand_as(cosine)
-        own = proxy == labels
-        present = own.any(1)
+        same = proxy == labels
+        present = same.any(1)
         positive, negative = (labels[:, None] != labels).nonzero(as_tuple=True)
-        of = labels[positive]
+        anchor = labels[positive]
         mixed = _mixed(
-            cosine[of, positive], cosine[of, negative], (unit @ unit.T)[positive, negative], part
+            cosine[anchor, positive],
+            cosine[anchor, negative],
+            (unit @ unit.T)[positive, negative],
+            part,
         )
         total = (
-            self._sums(cosine[own], proxy[own], 1.0, -1)[present].mean()
-            + self._sums(cosine[~own], proxy[~own], 1.0, 1).mean()
-            + self.weight * self._sums(mixed, of, part, -1)[present].mean()
-            + self.weight * self._sums(mixed, of, 1 - part, 1)[present].mean()
+            self._sums(cosine[same], proxy[same], 1.0, -1)[present].mean()
+            + self._sums(cosine[~same], proxy[~same], 1.0, 1).mean()
+            + self.weight * self._sums(mixed, anchor, part, -1)[present].mean()
+            + self.weight * self._sums(mixed, anchor, 1 - part, 1)[present].mean()
         )
         return {"loss": {"losses": total, "indices": None, "reduction_type": "already_reduced"}}
 
@@ -228,7 +232,7 @@ class MetrixProxyAnchor(CheckedLoss):
         return sums
 
 
-def _part(embeddings: Tensor, alpha: float) -> Tensor:
+def _draw(embeddings: Tensor, alpha: float) -> Tensor:
     """Draw λ from Beta(α, α)."""
     part: Tensor = Beta(*embeddings.new_full((2,), alpha), validate_args=False).sample()
     return part
@@ -237,7 +241,7 @@ def _part(embeddings: Tensor, alpha: float) -> Tensor:
 def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:
     """Return anchors and positives, anchors and negatives, and triplets.
 
-    The triplets are a miner's, or all that pairs with the same anchor form.
+    The triplets are those of a miner, or all that the pairs with the same anchor form.
     """
     if indices is None:
         a, p, b, n = indices_utils.get_all_pairs_indices(labels)
@@ -246,14 +250,14 @@ def _pairs(indices: Any, labels: Tensor | None, embeddings: Tensor) -> tuple[Ten
         a, p, b, n = listed_pairs(indices, size, embeddings.device)
         if len(indices) == 3:
             return a, p, b, n, a, p, n
-    which, other = (a[:, None] == b).nonzero(as_tuple=True)
-    return a, p, b, n, a[which], p[which], n[other]
+    with_positive, with_negative = (a[:, None] == b).nonzero(as_tuple=True)
+    return a, p, b, n, a[with_positive], p[with_positive], n[with_negative]
 
 
 def _mixed(positive: Tensor, negative: Tensor, between: Tensor, part: Tensor) -> Tensor:
     """Return the cosines of anchors and their mixtures v = λ p + (1 − λ) n.
 
-    They are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖.
+    These cosines are (λ s_ap + (1 − λ) s_an) / ‖λ p + (1 − λ) n‖.
 
     Args:
         positive: cosines s_ap.
@@ -267,5 +271,5 @@ def _mixed(positive: Tensor, negative: Tensor, between: Tensor, part: Tensor) ->
 
 
 def _distance(cosine: Tensor) -> Tensor:
-    """Return Euclidean distances of unit vectors, clamped since the root has no gradient at 0."""
+    """Return Euclidean distances of unit vectors; the clamp keeps the gradient finite at 0."""
     return (2 - 2 * cosine).clamp(min=1e-12).sqrt()

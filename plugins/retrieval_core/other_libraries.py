@@ -10,7 +10,7 @@ from typing import Any
 from retrieval.errors import DataError, MissingDependency, did_you_mean
 from retrieval.plugin import Dataset, as_dataset, refuse, usable
 
-_FOLDERS = "Export its images into one folder a class, and use core.image_folder"
+_FOLDERS = "Export its images into one folder per class, and use core.image_folder"
 _PICKLED = {
     "CIFAR10": "Use core.cifar10",
     "CIFAR100": "Use sets.cifar100",
@@ -25,18 +25,18 @@ def torchvision_dataset(
     download: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Dataset:
-    """Load a data set of labelled images through torchvision, with training and test side if any.
+    """Load a data set of labelled images through torchvision, with its training and test side.
 
-    Labels are class names if torchvision knows them, otherwise its numbers. Classes that unpickle a
-    file are not allowed: CIFAR-10 and CIFAR-100 have their own readers here, and LSUN unpickles a
-    file in the working directory.
+    Labels are class names if torchvision knows them, otherwise its class numbers. Data sets that
+    torchvision reads by unpickling a file are not allowed. CIFAR-10 and CIFAR-100 have other
+    readers: `core.cifar10` and `sets.cifar100`.
 
     Args:
-        dataset: name of the class in `torchvision.datasets`, such as "Flowers102" or
+        dataset: name of the Python class in `torchvision.datasets`, such as "Flowers102" or
             "OxfordIIITPet".
-        folder: the class's `root`.
+        folder: the folder of the data, which the Python class gets as `root`.
         download: whether torchvision may download the data.
-        options: further arguments of the class, for both sides.
+        options: further arguments of the Python class, for both sides.
 
     Raises:
         DataError: there is no such class, it does not accept these options, the data are missing or
@@ -59,8 +59,8 @@ def torchvision_dataset(
     arguments = dict(options or {})
     if wrong := sorted({*arguments} - {*takes}):
         raise DataError(
-            f"[data] options: torchvision's {dataset} takes no {', '.join(wrong)} (it takes"
-            f" {', '.join(takes)})."
+            f"[data] options: torchvision's {dataset} has no parameter {', '.join(wrong)}. It has"
+            f" {', '.join(takes)}."
         )
     if "download" in takes:
         arguments["download"] = download
@@ -74,11 +74,15 @@ def torchvision_dataset(
     ):
         sides = {"train": {"split": takes["split"].default}, "test": {"split": "test"}}
     try:
-        parts = {side: make(folder, **arguments, **own) for side, own in sides.items()}
+        parts = {side: make(folder, **arguments, **choice) for side, choice in sides.items()}
     except Exception as error:  # each class raises its own errors
         raise DataError(
             f"torchvision's {dataset} cannot be read from {folder}: {_reason(error)}. "
-            + ("" if download else "Set [data] download = true, or folder to where it lies.")
+            + (
+                ""
+                if download
+                else "Set [data] download = true, or set folder to the folder of the data."
+            )
         ) from error
     whole = parts if len(parts) > 1 else parts[""]
     return as_dataset(whole, name=f"torchvision's {dataset}")
@@ -128,7 +132,7 @@ def huggingface(
     whole = loaded if isinstance(loaded, Mapping) else {train: loaded}
     chosen = [train] if test is None or not isinstance(loaded, Mapping) else [train, test]
     problems = [
-        f"it has no split '{side}' (it has: {', '.join(whole)}).{did_you_mean(side, whole)}"
+        f"there is no split '{side}', only {', '.join(whole)}.{did_you_mean(side, whole)}"
         for side in chosen
         if side not in whole
     ]
@@ -137,8 +141,8 @@ def huggingface(
             if side in whole and column not in whole[side].column_names:
                 columns = whole[side].column_names
                 problems.append(
-                    f"split '{side}' has no column '{column}' (it has:"
-                    f" {', '.join(columns)}).{did_you_mean(column, columns)}"
+                    f"split '{side}' has no column '{column}', only"
+                    f" {', '.join(columns)}.{did_you_mean(column, columns)}"
                 )
     if problems:
         refuse(source, problems)
@@ -147,4 +151,5 @@ def huggingface(
 
 
 def _reason(error: Exception) -> str:
+    """Return the first line of an error's message, without a period."""
     return (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")

@@ -13,8 +13,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 _ROWS = 4096
-"""Number of classes per block of initial weights, which do not depend on the number of
-processes."""
+"""Number of classes whose initial weights are drawn at a time."""
 
 
 @traits(ref_emb=False, miner=False)
@@ -22,11 +21,11 @@ class PartialFC(nn.Module):
     """Softmax over cosines with a margin, with the class weights divided among processes.
 
     An et al., Killing Two Birds with One Stone: Efficient and Robust Training of Face Recognition
-    CNNs by Partial FC, CVPR 2022. The processes exchange each item's largest logit, sum of
-    exponentials and target logit, so loss and gradients equal those of one process with all
-    classes. A step can be limited to the classes of the batch and random others, a share `sample`
-    of all. These are drawn from all classes at once, while the paper draws per process, so the draw
-    does not depend on the number of processes.
+    CNNs by Partial FC, CVPR 2022. For each item, the processes exchange the largest logit, the sum
+    of exponentials and the target's logit. The loss and gradients therefore equal those of one
+    process with all classes. A step can be limited to a share `sample` of all classes: those of the
+    batch and random others. The paper draws the others in each process. Here they are drawn from
+    all classes at once, so that they do not depend on the number of processes.
 
     The margin is ArcFace's (in the angle), CosFace's (in the cosine), or both: s (cos(θ + m) − c).
 
@@ -60,15 +59,15 @@ class PartialFC(nn.Module):
         super().__init__()
         rank, world = world_of()
         if classes < world:
-            raise ValueError(f"{classes} classes cannot be divided over {world} processes")
+            raise ValueError(f"{classes} classes cannot be divided among {world} processes")
         self.shards = {"weight": Shard.of(classes, rank, world)}
         self.classes, self.margin, self.cosine_margin = classes, math.radians(margin), cosine_margin
         self.scale, self.sample, self.seed = scale, sample, seed
-        self.weight = nn.Parameter(_begun(self._own, embedding_size))
+        self.weight = nn.Parameter(_initial(self._shard, embedding_size))
         self.register_buffer("drawn", torch.zeros((), dtype=torch.int64))
 
     @property
-    def _own(self) -> Shard:
+    def _shard(self) -> Shard:
         return self.shards["weight"]
 
     def forward(
@@ -89,8 +88,8 @@ class PartialFC(nn.Module):
             ref_labels: must be None.
 
         Returns:
-            The loss, the same on every process. Its gradient contains only the part through this
-            process's classes; the embeddings' gradient is the sum over all processes.
+            The loss, the same on every process. Its gradient contains only the part of this
+            process's classes. The gradient of the embeddings is the sum over all processes.
 
         Raises:
             ValueError: a label is not a class number, or a miner's indices or a reference set are
@@ -98,23 +97,21 @@ class PartialFC(nn.Module):
         """
         if indices_tuple is not None or ref_emb is not None or ref_labels is not None:
             raise ValueError(
-                "partial_fc compares items with classes: it takes no miner's indices and no"
+                "partial_fc compares items with classes: it accepts neither a miner's indices nor a"
                 " reference set"
             )
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.classes:
             raise ValueError(
-                f"labels go from {int(labels.min())} to {int(labels.max())}, and there are"
-                f" {self.classes} classes, from 0"
+                f"labels must be from 0 to {self.classes - 1}, not from {int(labels.min())} to"
+                f" {int(labels.max())}"
             )
         codes = F.normalize(full_precision(embeddings), dim=1)
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
             weight, column = self._part(labels)
             cosines = codes @ F.normalize(weight.to(codes.dtype), dim=1).T
             (row,) = torch.where(column >= 0)
-            own = cosines[row, column[row]]
-            loss = _CrossEntropy.apply(
-                cosines, self._with_margin(own), row, column[row], self.scale
-            )
+            targets = self._with_margin(cosines[row, column[row]])
+            loss = _CrossEntropy.apply(cosines, targets, row, column[row], self.scale)
         return as_given(loss, embeddings)
 
     def _with_margin(self, cosines: Tensor) -> Tensor:
@@ -128,27 +125,31 @@ class PartialFC(nn.Module):
         return self.scale * (cosines - self.cosine_margin)
 
     def _part(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights (K, C) used in this step, and each item's index in them (B,) or −1."""
-        own = self._own
-        place = labels - own.start
-        local = (place >= 0) & (place < own.stop - own.start)
+        """Return the weights (K, C) of this step, and the row (B,) of each item's class in them.
+
+        The row of a class of another process is −1.
+        """
+        shard = self._shard
+        place = labels - shard.start
+        local = (place >= 0) & (place < shard.stop - shard.start)
         if self.sample == 1 or not self.training:
             return self.weight, torch.where(local, place, -1)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + int(self.drawn)) % 2**63)
         self.drawn += 1
         order = torch.rand(self.classes, generator=generator)
         batch = torch.unique(labels).cpu()
-        order[batch] = 2.0
+        order[batch] = 2.0  # above all random numbers
         chosen = (
             order.topk(max(len(batch), round(self.sample * self.classes))).indices.sort().values
         )
-        chosen = chosen[(chosen >= own.start) & (chosen < own.stop)].to(labels.device) - own.start
+        chosen = chosen[(chosen >= shard.start) & (chosen < shard.stop)]
+        chosen = chosen.to(labels.device) - shard.start
         column = torch.searchsorted(chosen, place.clamp(min=0))
         return self.weight[chosen], torch.where(local, column, -1)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Mean of −log softmax at the target, with the logits' columns divided among processes."""
+    """Mean of −log softmax at the target, with the columns of logits divided among processes."""
 
     @staticmethod
     def forward(
@@ -169,16 +170,16 @@ class _CrossEntropy(torch.autograd.Function):
         top = logits.new_full(logits.shape[:1], -math.inf)
         if logits.shape[1]:
             top = logits.amax(1)
-        _all(top, distributed.ReduceOp.MAX)
+        _reduce(top, distributed.ReduceOp.MAX)
         logits.sub_(top.unsqueeze(1)).exp_()
         total = logits.sum(1)
-        right = torch.zeros_like(total).index_put((row,), target)
-        _all(total, distributed.ReduceOp.SUM)
-        _all(right, distributed.ReduceOp.SUM)
+        of_targets = torch.zeros_like(total).index_put((row,), target)
+        _reduce(total, distributed.ReduceOp.SUM)
+        _reduce(of_targets, distributed.ReduceOp.SUM)
         logits.div_(total.unsqueeze(1))
         ctx.save_for_backward(logits, row, column)
         ctx.scale = scale
-        return (total.log() + top - right).mean()
+        return (total.log() + top - of_targets).mean()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -192,14 +193,14 @@ class _CrossEntropy(torch.autograd.Function):
         return of_cosines, of_target, None, None, None
 
 
-def _all(x: Tensor, how: Any) -> None:
+def _reduce(x: Tensor, operation: Any) -> None:
     """Reduce a tensor in place over all processes."""
     if world_of()[1] > 1:
-        distributed.all_reduce(x, how)
+        distributed.all_reduce(x, operation)
 
 
-def _begun(shard: Shard, width: int) -> Tensor:
-    """Return a process's initial weights: normal, from one random sequence over all classes."""
+def _initial(shard: Shard, width: int) -> Tensor:
+    """Return a process's initial weights: its part of one normal sequence over all classes."""
     weight = torch.empty(shard.stop - shard.start, width)
     for start in range(0, shard.whole, _ROWS):
         drawn = torch.randn(min(_ROWS, shard.whole - start), width) * 0.01

@@ -1,4 +1,4 @@
-"""Pooling of a network's feature map or tokens to one vector: averages, GeM, grids."""
+"""Pooling of a network's feature maps or tokens to one vector: averages, GeM and grids."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ TokenPool = Literal["cls", "mean", "cls+mean", "gem", "grid"]
 Level = Literal["image", "1", "2", "3", "4", "5", "6", "7", "last"]
 """The image, one of EfficientNet's seven stages, or its last layer before the classifier."""
 _FLAT = 1e-6
-"""Added under the signed root, so that its gradient stays finite near zero."""
+"""This number under the signed root keeps its gradient finite near zero."""
 
 
 class Pool(nn.Module):
-    """Pools each feature map (B, C, h, w) to one vector.
+    """Pools the feature maps (B, C, h, w) of an image to one vector.
 
-    GeM is the generalised mean (mean x^p)^(1/p) with a learned exponent p, at first 3, and with x
-    at least 10⁻⁶ (Radenović, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No Human
-    Annotation", TPAMI 2019, equation 3).
+    GeM is the generalised mean (mean x^p)^(1/p) with a learned exponent p, initially 3, and with x
+    clamped to at least 10⁻⁶ (Radenović, Tolias & Chum, "Fine-tuning CNN Image Retrieval with No
+    Human Annotation", TPAMI 2019, equation 3).
 
     Args:
-        kind: `mean`, `max` or `gem` over all positions, (B, C); or `grid`, the means of the cells
-            of a grid, (B, C × cells²).
+        kind: `mean`, `max` or `gem` over all positions, which give (B, C); or `grid`, the means of
+            the cells of a grid, which give (B, C × cells²).
         size: height and width of the maps.
         cells: number of cells per side of the grid.
 
@@ -51,7 +51,7 @@ class Pool(nn.Module):
             self.register_buffer("columns", averages(cells, size[1]).T, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return one vector per map (B, C, h, w)."""
+        """Return one vector per image from maps (B, C, h, w)."""
         if self.kind == "grid":
             return (self.get_buffer("rows") @ x @ self.get_buffer("columns")).flatten(1)
         if self.kind == "max":
@@ -65,12 +65,13 @@ class Pooled(nn.Module):
     """A network whose last maps or tokens are pooled to one vector.
 
     Args:
-        network: returns maps (B, C, h, w) or tokens (B, N, C); tokens form a square, row by row.
+        network: returns maps (B, C, h, w) or tokens (B, N, C). The tokens form a square, row by
+            row.
         pool: `cls` is the class token; `mean`, `gem` and `grid` pool the positions as in `Pool`;
             `cls+mean` concatenates class token and mean.
         cells: number of cells per side of the grid.
         preprocessing: preprocessing that sets the size of the images.
-        prefix: number of tokens before those of positions; the first is the class token.
+        prefix: number of tokens before the tokens of positions; the first is the class token.
         channels_last: whether maps are (B, h, w, C).
 
     Raises:
@@ -101,7 +102,7 @@ class Pooled(nn.Module):
             self.side = round((output.shape[1] - prefix) ** 0.5)
             if self.side**2 != output.shape[1] - prefix:
                 raise ValueError(
-                    f'pool = "{pool}": the model\'s tokens form no square of positions'
+                    f'pool = "{pool}": the model\'s tokens do not form a square of positions'
                 )
         if kind in get_args(MapPool):
             maps = self._maps(output)
@@ -130,12 +131,12 @@ class Pooled(nn.Module):
 
 
 class Levels(nn.Module):
-    """Averages several levels of a network over grids and concatenates them to one vector.
+    """Averages several levels of a network over grids and concatenates the averages.
 
-    Late layers distinguish kinds of objects, early layers strokes and their positions. Which level
-    separates new classes best is not known in advance. Each level goes through a signed square root
-    (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and is scaled to unit length, so
-    that all levels have equal weight.
+    Late layers distinguish kinds of objects; early layers distinguish strokes and their positions.
+    Which level separates new classes best is not known in advance. The averages of a level go
+    through a signed square root (Perronnin et al., "Improving the Fisher Kernel", ECCV 2010) and
+    are scaled to unit length, so that all levels have equal weight.
 
     Args:
         network: an EfficientNet of timm, or a timm model built with `features_only`.
@@ -159,7 +160,7 @@ class Levels(nn.Module):
     ) -> None:
         super().__init__()
         if not levels:
-            raise ValueError("levels: name at least one, such as {last = 1}")
+            raise ValueError("levels: name at least one level, such as {last = 1}")
         self.network: Any = network
         self.names = names
         self.grids = {str(level): grid for level, grid in levels.items()}
@@ -200,10 +201,10 @@ class Levels(nn.Module):
         if "image" in self.grids:
             maps["image"] = x * self.std + self.mean
         if self.names is not None:
-            last = getattr(network, "output_fmt", "NCHW") == "NHWC"
-            listed = network(x) if self.names else []
-            listed = [level.permute(0, 3, 1, 2) if last else level for level in listed]
-            return maps | dict(zip(self.names, listed, strict=True))
+            channels_last = getattr(network, "output_fmt", "NCHW") == "NHWC"
+            outputs = network(x) if self.names else []
+            outputs = [level.permute(0, 3, 1, 2) if channels_last else level for level in outputs]
+            return maps | dict(zip(self.names, outputs, strict=True))
         deepest = max(get_args(Level).index(level) for level in self.grids)
         h = network.bn1(network.conv_stem(x)) if deepest else x
         for number, block in enumerate(network.blocks[: min(deepest, 7)], start=1):
@@ -229,8 +230,8 @@ def tried(module: nn.Module, call: Callable[[Tensor], T], preprocessing: Preproc
 def averages(cells: int, length: int) -> Tensor:
     """Return the matrix (cells, length) of adaptive average pooling along one axis.
 
-    The TorchScript exporter, which frozen features need, supports torch's adaptive pooling only for
-    lengths that divide evenly.
+    Frozen features are exported with TorchScript, whose exporter supports torch's adaptive pooling
+    only for lengths that divide evenly.
     """
     matrix = torch.zeros(cells, length)
     for cell in range(cells):

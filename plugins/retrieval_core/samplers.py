@@ -1,4 +1,4 @@
-"""Samplers of random items, of classes in the same group, and of classes that are near."""
+"""Samplers of random items, of classes in the same group, and of similar classes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Hierarchical(BatchSampler):
     """
 
     def __init__(self, level: str, groups: Annotated[int, Field(ge=1)] = 2) -> None:
-        """Choose groups.
+        """Build the sampler.
 
         Args:
             level: column of metadata with the coarser label, such as `genus`.
@@ -72,7 +72,7 @@ class Hierarchical(BatchSampler):
         return drawn
 
     def _groups(self, items: TrainingItems) -> list[list[NDArray[np.int64]]]:
-        """Return the positions of the items of each class, by group."""
+        """Return, for each group, the rows of the items of each of its classes."""
         columns = items.metadata or [{}] * len(items.labels)
         groups: dict[str, list[NDArray[np.int64]]] = {}
         faults = []
@@ -85,7 +85,7 @@ class Hierarchical(BatchSampler):
             raise DataError(
                 f"[sampler] level: {len(faults)} of {sum(map(len, groups.values()))} classes have"
                 f" no single value in the column '{self.level}' (they have {some(faults)}). Give"
-                " each class one value."
+                " all items of a class one value."
             )
         return list(groups.values())
 
@@ -96,18 +96,18 @@ class HardClasses(BatchSampler):
     A batch starts with a random class. Until it has P classes, it adds the class whose mean
     embedding is nearest to that of a class in the batch. This is the "hard negative class mining"
     of Sohn, "Improved Deep Metric Learning with Multi-class N-pair Loss Objective" (NIPS 2016),
-    except that the paper uses one or two examples of a class instead of its mean. In each epoch
-    the model also embeds all training items once.
+    except that the paper uses one or two examples of a class instead of its mean. For this, the
+    model embeds all training items once per epoch.
     """
 
     uses_embeddings = True
 
     def __init__(self, candidates: Annotated[int, Field(ge=2)] = 200) -> None:
-        """Choose candidates.
+        """Build the sampler.
 
         Args:
-            candidates: number of random classes from which a batch chooses its classes. With fewer
-                candidates batches are more random.
+            candidates: number of random classes from which the classes of a batch are chosen. With
+                fewer candidates, batches are more random.
         """
         self.candidates = candidates
 
@@ -116,13 +116,13 @@ class HardClasses(BatchSampler):
         check_classes(items)
         if self.candidates < items.classes:
             raise DataError(
-                f"[sampler] candidates: a batch takes {items.classes} classes and chooses them from"
+                f"[sampler] candidates: a batch of {items.classes} classes cannot be chosen from"
                 f" {self.candidates}. Set candidates = {items.classes} or more."
             )
         return items.batches
 
     def draw(self, items: TrainingItems, epoch: int, random: np.random.RandomState) -> Batches:
-        """Return the batches of an epoch; without embeddings, their classes are random."""
+        """Return the batches of an epoch; if there are no embeddings, their classes are random."""
         by_class = rows_by_class(items.labels)
         means = None
         if items.embeddings is not None:
@@ -139,7 +139,7 @@ class HardClasses(BatchSampler):
 
 
 def _nearest(means: NDArray[np.float64], count: int) -> list[int]:
-    """Return `count` rows: the first, then repeatedly the row nearest to any chosen row."""
+    """Return `count` rows: the first row, then repeatedly the row nearest to any chosen row."""
     chosen = [0]
     nearest = np.full(len(means), np.inf)
     while len(chosen) < count:

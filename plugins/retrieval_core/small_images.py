@@ -94,13 +94,13 @@ def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset
     """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, with its split.
 
     Xiao, Rasul & Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
-    Algorithms", 2017. Each item's metadata names its class ("Sneaker").
+    Algorithms", 2017. The metadata of an item name its class, such as "Sneaker".
 
     Args:
-        folder: folder of the four idx files, gzipped or not; by default the folder of Debian's
-            package `dataset-fashion-mnist`, or that of an earlier download.
-        download: whether to download the data (through torchvision, 30 MB) if they are in neither
-            place.
+        folder: folder of the four idx files, gzipped or not. By default it is the folder of
+            Debian's package `dataset-fashion-mnist`, or the folder of an earlier download.
+        download: whether to download the data (30 MB, through torchvision) if they are in neither
+            folder.
 
     Raises:
         DataError: the data set is missing, a file is damaged, or the download failed.
@@ -142,8 +142,8 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
             return place
     if not download:
         raise DataError(
-            "Fashion-MNIST is not on this machine. Set [data] download = true, or folder to where"
-            " its four idx files are; on Debian: apt install dataset-fashion-mnist."
+            "Fashion-MNIST is not on this machine. Set [data] download = true, or set folder to the"
+            " folder of its four idx files. On Debian: apt install dataset-fashion-mnist."
         )
     from torchvision.datasets import FashionMNIST
 
@@ -171,7 +171,7 @@ def emnist(
 
     Cohen, Afshar, Tapson & van Schaik, "EMNIST: an extension of MNIST to handwritten letters",
     2017. The files hold transposed images, which are transposed back. Labels are the file's
-    numbers; each item's metadata has the character if the mapping file exists.
+    numbers. If the mapping file exists, the metadata of an item have its character.
 
     Args:
         folder: folder of the four idx files `emnist-VARIANT-train-images-idx3-ubyte` and so on,
@@ -225,9 +225,9 @@ def emnist(
 def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
     """Load CIFAR-10: 60,000 colour images of 32 × 32 pixels in ten classes, with their split.
 
-    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
-    version*; the version for Python consists of pickles, which are never read. Labels are class
-    names ("airplane").
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. This reads the
+    *binary version*; the version for Python consists of pickles, which are never read. Labels are
+    class names, such as "airplane".
 
     Args:
         folder: folder of `data_batch_1.bin` to `data_batch_5.bin` and `test_batch.bin`.
@@ -245,7 +245,7 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
     for name in names:
         if not (folder / name).is_file():
             raise DataError(
-                f"{folder / name} is not there. CIFAR-10's binary version has data_batch_1.bin to"
+                f"{folder / name} is missing. CIFAR-10's binary version has data_batch_1.bin to"
                 " data_batch_5.bin and test_batch.bin; the version for Python (pickles) is not"
                 " read."
             )
@@ -270,7 +270,7 @@ def _check_counts(
     labels: list[int],
     splits: list[str],
 ) -> None:
-    """Raise DataError if the numbers of images or classes are not the published ones."""
+    """Raise a `DataError` if the numbers of images or classes differ from the published ones."""
     sides: dict[str, list[str]] = {}
     for label, side in zip(labels, splits, strict=True):
         sides.setdefault(side, []).append(str(label))
@@ -287,5 +287,5 @@ def _mapping(path: Path) -> dict[int, str] | None:
         return None
     except (OSError, ValueError, IndexError, OverflowError) as fault:
         raise DataError(
-            f"{path} should hold lines of a label and a character's code: {fault}."
+            f"{path} must have lines of a label and a character's code: {fault}."
         ) from fault

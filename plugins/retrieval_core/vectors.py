@@ -1,4 +1,4 @@
-"""Feature vectors from files: numpy's .npz, Parquet tables, and folders of embeddings."""
+"""Feature vectors from files: NumPy's .npz, Parquet tables, and folders of embeddings."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ _COLUMNS = ("labels", "splits", "roles", "keys")
 def features(file: Path) -> Dataset:
     """Read vectors from a `.npz` file, as `numpy.savez(file, features=…, labels=…)` writes it.
 
-    The file holds `features` (N, F), numbers, and `labels` (N,), text or integers. It may also hold
-    `splits` ("train", "validation", "test"), `roles` ("query", "gallery", "") and `keys`, each (N,)
-    text.
+    The file has arrays `features` (N, F) of numbers and `labels` (N,) of text or integers. It may
+    also have arrays of text (N,): `splits` ("train", "validation", "test"), `roles` ("query",
+    "gallery", "") and `keys`.
 
     Args:
-        file: the file; a relative path starts at the working directory.
+        file: the file. A relative path starts at the working directory.
 
     Raises:
-        DataError: the file has problems, which the message lists: an array is missing, has a wrong
-            type or length, or is not finite; a label is missing, or a key occurs twice.
+        DataError: an array is missing, has a wrong type or length, or is not finite; a label is
+            missing; or a key occurs twice. The message lists all problems.
     """
     arrays = _read(file)
     problems = []
     for name in ("features", "labels"):
         if name not in arrays:
-            problems.append(
-                f"it holds no array '{name}' (it holds: {', '.join(arrays) or 'none'})."
-            )
+            problems.append(f"there is no array '{name}', only: {', '.join(arrays) or 'none'}.")
     if problems:
         refuse(str(file), problems)
     vectors, faults = _vectors(arrays["features"])
@@ -52,7 +50,7 @@ def features(file: Path) -> Dataset:
             problems += faults
     if problems:
         refuse(str(file), problems)
-    # numpy turns a missing value among texts into the text 'nan'
+    # NumPy turns a missing value in an array of text into the text "nan".
     labels = ["" if is_missing_text(label) else label for label in columns["labels"]]
     dataset = ArrayDataset(
         vectors,
@@ -67,7 +65,7 @@ def features(file: Path) -> Dataset:
 
 def _read(file: Path) -> dict[str, NDArray[Any]]:
     try:
-        # opened here, because numpy does not close a damaged file
+        # NumPy would not close a damaged file.
         with file.open("rb") as stream:
             archive = np.load(stream, allow_pickle=False)
             if not isinstance(archive, Mapping):
@@ -92,7 +90,7 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
     ) as error:
         if "allow_pickle" in str(error) or "Object arrays" in str(error):
             reason = (
-                "it holds Python objects, which are never read; write text as numpy.array(…,"
+                "it has Python objects, which are never read; write text as numpy.array(…,"
                 " dtype=str)"
             )
         else:
@@ -102,11 +100,11 @@ def _read(file: Path) -> dict[str, NDArray[Any]]:
 
 def _vectors(values: NDArray[Any]) -> tuple[NDArray[np.float32], list[str]]:
     """Return float32 vectors, and a list of problems."""
-    none = np.empty((0, 1), np.float32)
+    empty = np.empty((0, 1), np.float32)
     if values.ndim != 2 or not values.size:
-        return none, [f"features must have the shape (N, F), not {values.shape}."]
+        return empty, [f"features must have the shape (N, F), not {values.shape}."]
     if values.dtype.kind not in "fiu":
-        return none, [f"features must be real numbers, not {values.dtype}."]
+        return empty, [f"features must be real numbers, not {values.dtype}."]
     with np.errstate(over="ignore"):
         return np.ascontiguousarray(values, dtype=np.float32), []
 
@@ -137,9 +135,9 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
     the items' metadata.
 
     Args:
-        path: the table or the folder; a relative path starts at the working directory.
-        column: which vectors of a folder to read: the backbone's "features" or the "vector". By
-            default the features, if there are any.
+        path: the table or the folder. A relative path starts at the working directory.
+        column: which vectors of a folder to read: the backbone's "features", or "vector" for the
+            embeddings. By default the features are read, if there are any.
 
     Raises:
         DataError: the file cannot be read, a label is missing, a key occurs twice, or a vector is
@@ -152,12 +150,12 @@ def parquet(path: Path, column: Literal["features", "vector"] | None = None) -> 
     if path.is_dir():
         if not any(path.glob("part-*.parquet")):
             raise DataError(
-                f"{path} is no folder of embeddings. Write one with 'retrieval embed', or name a"
+                f"{path} is not a folder of embeddings. Write one with 'retrieval embed', or name a"
                 " Parquet table."
             )
         items, arrays = in_memory(path, column)
     elif column is not None:
-        raise DataError(f"{path} is a table, which has one column of vectors: leave 'column' out.")
+        raise DataError(f"{path} is a table, which has one column of vectors. Remove 'column'.")
     else:
         sources = collect([path], "features")
         assert sources.features is not None

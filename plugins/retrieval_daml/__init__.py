@@ -1,4 +1,4 @@
-"""Deep adversarial metric learning: generators, the paper's losses, and metrics weighted per pair.
+"""Deep adversarial metric learning: generators, their losses, and metrics weighted per pair.
 
 Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image Processing
 29, 2020.
@@ -56,7 +56,7 @@ def retrieval_generators() -> Factories:
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """The four losses that the paper trains with its generator."""
+    """The four losses that the paper trains with its generator of hard negatives."""
     from retrieval_daml import ContrastiveLoss, LiftedLoss, NPairLoss, TripletLoss
 
     return {
@@ -77,7 +77,7 @@ def retrieval_miners() -> Factories:
 
 @hookimpl
 def retrieval_combiners() -> Factories:
-    """Several local metrics, weighted per pair or evenly."""
+    """Combinations of several local metrics, weighted per pair or evenly."""
     from retrieval_daml import Discriminator, UniformMetrics
 
     return {"discriminator": Discriminator, "uniform": UniformMetrics}
@@ -85,7 +85,7 @@ def retrieval_combiners() -> Factories:
 
 @hookimpl
 def retrieval_report_panels(run: Run) -> dict[str, bytes]:
-    """Losses, weights of local metrics and shifts of synthetic samples of an adversarial run."""
+    """Panels on losses, weights of local metrics and shifts of synthetic samples."""
     from retrieval_daml.report import report_panels
 
     return report_panels(run)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 Weight = Annotated[float, Field(ge=0)]
 PairDistance = Callable[[Tensor, Tensor], Tensor]
 PRESETS: dict[str, tuple[float, float]] = {"default": (50.0, 50.0), "paper": (1.0, 50.0)}
-"""λ₁ and λ₂ by name."""
+"""λ₁ and λ₂ of a generator's objective, by name."""
 
 
 class TripletGenerator(Generator):
@@ -22,11 +22,11 @@ class TripletGenerator(Generator):
     Args:
         features: F, the number of features.
         preset: name of default values for λ₁ and λ₂.
-        lambda_reg: λ₁.
-        lambda_adv: λ₂.
-        margin: α.
-        residual: whether to add the network's output to the sample that it changes.
-        normalize: whether to scale the result to that sample's length.
+        lambda_reg: λ₁, weight of keeping the synthetic sample near the original.
+        lambda_adv: λ₂, weight of fooling the metric.
+        margin: α, a squared distance.
+        residual: whether to add the network's output to the sample that is changed.
+        normalize: whether to scale the result to the length of that sample.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class TripletGenerator(Generator):
         for name, value in (("lambda_reg", self.lambda_reg), ("lambda_adv", self.lambda_adv)):
             if not 0 <= value < float("inf"):
                 raise ValueError(
-                    f"{name} is {value:g} and must be a finite number of at least 0: below 0 the"
-                    " generator would be paid for what the term forbids"
+                    f"{name} is {value:g} and must be finite and at least 0: below 0 it would"
+                    " reward what the term penalises"
                 )
         if not abs(margin) < float("inf"):
             raise ValueError(f"margin is {margin:g} and must be a finite squared distance")
@@ -74,26 +74,25 @@ class HardNegativeGenerator(TripletGenerator):
     """Turns easy negatives into hard ones that fool the metric.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equations 5 and 6: x̃ = g(a, p, n)
-    replaces the negative and is trained on the mean over triplets of
+    replaces the negative. The generator g is trained on the mean over triplets of
 
         ‖x̃ − a‖² + λ₁ ‖x̃ − n‖² + λ₂ [ D(x̃, a)² − D(p, a)² − α ]₊
 
     where D is the distance that the model learns (Euclidean or a combiner's), even if the loss uses
-    another. With `form = "contrastive"`, for losses of pairs, the network sees the anchor instead
-    of the positive, and the last term is [D(x̃, a)² − α]₊. The first two terms alone pull x̃ to (a
-    + λ₁ n)/(1 + λ₁); with the paper's λ₁ = 1 this lies half-way between anchor and negative, where
-    neither label is right. The network is 3F → F → F with a ReLU.
+    another distance. With `form = "contrastive"`, for losses of pairs, the network sees the anchor
+    instead of the positive, and the last term is [D(x̃, a)² − α]₊. The first two terms alone pull x̃
+    to (a + λ₁ n)/(1 + λ₁). With the paper's λ₁ = 1, this point is half-way between anchor and
+    negative, where neither label is right. The network is 3F → F → F with a ReLU.
 
     Args:
         preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
         lambda_reg: λ₁, weight of keeping x̃ near the original negative; overrides the preset.
         lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
-        margin: α, a squared distance; use the margin of the loss.
+        margin: α, a squared distance. Use the margin of the loss.
         form: "triplet", or "contrastive" for losses of pairs.
         residual: whether to add the network's output to the negative, so that training starts with
             real negatives.
-        normalize: whether to scale x̃ to the length of its negative, which keeps unit features
-            unit.
+        normalize: whether to scale x̃ to the length of its negative, which preserves unit length.
     """
 
     def __init__(
@@ -149,22 +148,22 @@ class HardPositiveGenerator(TripletGenerator):
     """Turns easy positives into hard ones that fool the metric.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 19: x̃ = g(a, p, n)
-    replaces the positive and is trained on the mean over triplets of
+    replaces the positive. The generator g is trained on the mean over triplets of
 
         −‖x̃ − a‖² + λ₁ ‖x̃ − p‖² + λ₂ [ D(n, a)² − D(x̃, a)² − α ]₊
 
     The first two terms are bounded below only for λ₁ > 1 or for outputs of bounded length, so
-    `normalize = false` with λ₁ ≤ 1 is an error. The paper finds little gain from it (Table XIV).
+    `normalize = false` with λ₁ ≤ 1 is an error. The paper finds little gain from hard positives
+    (Table XIV).
 
     Args:
         preset: values of λ₁ and λ₂, "default" (50, 50) or "paper" (1, 50).
         lambda_reg: λ₁, weight of keeping x̃ near the original positive; overrides the preset.
         lambda_adv: λ₂, weight of fooling the metric; overrides the preset.
-        margin: α, a squared distance; use the margin of the loss.
+        margin: α, a squared distance. Use the margin of the loss.
         residual: whether to add the network's output to the positive, so that training starts with
             real positives.
-        normalize: whether to scale x̃ to the length of its positive, which keeps unit features
-            unit.
+        normalize: whether to scale x̃ to the length of its positive, which preserves unit length.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "positive"
@@ -183,7 +182,7 @@ class HardPositiveGenerator(TripletGenerator):
         if not normalize and self.lambda_reg <= 1:
             raise ValueError(
                 f"lambda_reg is {self.lambda_reg:g}, and without normalize it must be above 1:"
-                " otherwise the objective falls for ever as the positives move away"
+                " otherwise the objective has no minimum, and the positives move away forever"
             )
 
     def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

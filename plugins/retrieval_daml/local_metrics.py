@@ -1,4 +1,4 @@
-"""Several local metrics in one embedding, weighted evenly or per pair by a small network."""
+"""Several local metrics in one embedding, weighted evenly, or per pair by a small network."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 PairFunction = Callable[..., Tensor]
 """Maps codes (b, C) and (c, C), followed by parameters, to (b, c) or (b, c, K)."""
 BLOCK = 2**20
-"""Elements in one tensor of a pair function when it computes a block; a block has whole rows."""
+"""Maximum number of elements in the largest tensor of a block; a block has at least one row."""
 DIRECT = 2**22
-"""Up to this many elements, `all_pairs` computes all pairs at once and autograd stores them."""
+"""Up to this many elements, `all_pairs` computes all pairs at once, and autograd stores them."""
 Metrics = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
 __all__ = [
@@ -33,12 +33,12 @@ __all__ = [
     "widened",
 ]
 LOW = 0.05
-"""A metric whose mean weight is below this has almost no effect; training logs a warning."""
+"""Training warns of a metric whose mean weight is below this: it has almost no effect."""
 SHARP = 0.6
-"""Mean largest weight above which a server rescores 500 candidates instead of 200."""
+"""If the mean largest weight is above this, a server rescores 500 candidates instead of 200."""
 SAMPLE = 256
-"""Number of codes whose pairs `Discriminator.sharpness` looks at."""
-QUANTILES = (0.1, 0.5, 0.9)
+"""Number of codes whose pairs `Discriminator.sharpness` uses."""
+QUANTILES = (0.1, 0.5, 0.9)  # of the weights, in the log
 
 
 def all_pairs(
@@ -48,16 +48,16 @@ def all_pairs(
     *parameters: Tensor,
     width: int,
 ) -> Tensor:
-    """Return `function` of all pairs; many pairs are computed in blocks of rows, to save memory.
+    """Return `function` of all pairs; compute many pairs in blocks of rows, to save memory.
 
-    The backward pass computes each block again.
+    The backward pass computes the blocks again.
 
     Args:
         function: called with a block of queries, the references, and the parameters.
         query: (Q, C) codes.
         reference: (R, C) codes.
         parameters: further tensors that receive gradients.
-        width: number of elements per pair in the function's largest tensor.
+        width: number of elements per pair in the largest tensor of the function.
 
     Returns:
         (Q, R) or (Q, R, K).
@@ -112,7 +112,7 @@ class ViewMaps(nn.Module):
 
 
 class LocalMetrics(Combiner):
-    """Base of a distance D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k.
+    """Base class of distances D = Σ_k γ_k ‖e_k(x) − e_k(y)‖ of unit embeddings e_k.
 
     Args:
         embedding_size: D, the dimension of all K embeddings together.
@@ -148,8 +148,8 @@ class LocalMetrics(Combiner):
             raise RecipeError(
                 [
                     f"[combiner] {self.name} views: {features} features are not {self.metrics}"
-                    " views of one width side by side. Set metrics to the number of views, or"
-                    " leave views out: then every metric sees all."
+                    " views of equal width side by side. Set metrics to the number of views, or"
+                    " remove views, so that every metric sees all features."
                 ]
             )
         return nn.Sequential(ViewMaps(features, self.embedding_size, self.metrics), last)
@@ -162,12 +162,12 @@ class LocalMetrics(Combiner):
         """Return the local distances (Q, R, K) between codes, without blocks: for few pairs."""
         x, y = (split(self.index_vectors(codes), self.metrics) for codes in (query, reference))
         if exporting():  # the same result from operators that every exporter supports
-            apart = x[:, None] - y[None]
-            return apart.square().sum(-1).sqrt()
-        apart = torch.cdist(
+            difference = x[:, None] - y[None]
+            return difference.square().sum(-1).sqrt()
+        distances = torch.cdist(
             x.transpose(0, 1), y.transpose(0, 1), compute_mode="donot_use_mm_for_euclid_dist"
         )
-        return apart.movedim(0, -1)
+        return distances.movedim(0, -1)
 
     def local_similarities(self, query: Tensor, reference: Tensor) -> Tensor:
         """Return the local cosine similarities (Q, R, K), without blocks: for few pairs."""
@@ -176,19 +176,19 @@ class LocalMetrics(Combiner):
 
     def paired_distances(self, query: Tensor, reference: Tensor) -> Tensor:
         """Return the local distances (N, K) between codes row by row."""
-        apart = self.index_vectors(query) - self.index_vectors(reference)
-        # the root of zero has no gradient
-        return (split(apart, self.metrics).square().sum(-1) + 1e-12).sqrt()
+        difference = self.index_vectors(query) - self.index_vectors(reference)
+        # 1e-12 keeps the gradient of the root finite at zero.
+        return (split(difference, self.metrics).square().sum(-1) + 1e-12).sqrt()
 
     def plain_mat(self, query: Tensor, reference: Tensor) -> Tensor:
-        """Return Euclidean distances (Q, R) for K = 1, bit for bit those of `LpDistance`."""
+        """Return Euclidean distances (Q, R) for K = 1, bit for bit as in `LpDistance`."""
         return torch.cdist(functional.normalize(query), functional.normalize(reference))
 
 
 def split(x: Tensor, parts: int) -> Tensor:
     """Reshape (…, D) to (…, K, D / K)."""
-    split_up: Tensor = x.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
-    return split_up
+    reshaped: Tensor = x.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
+    return reshaped
 
 
 def widened(*codes: Tensor) -> tuple[Tensor, ...]:
@@ -201,8 +201,8 @@ class UniformMetrics(LocalMetrics):
 
     D = (1/K · Σ_k d_k^p)^(1/p) with d_k = ‖e_k(x) − e_k(y)‖ of unit embeddings (Eq 14 with Γ =
     1/K). The index proposes candidates by the Euclidean distance of the embeddings side by side,
-    √(Σ d_k²). With `power = 2` this gives the order of D, so a bundle needs no rescorer. With the
-    paper's `power = 1` it does so only for K = 1; otherwise the server rescores the candidates.
+    √(Σ d_k²). With `power = 2`, this order is that of D, so that candidates need not be rescored.
+    With the paper's `power = 1`, this holds only for K = 1; otherwise a server rescores candidates.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
     Processing 29, 2020, Table X.
@@ -219,11 +219,11 @@ class UniformMetrics(LocalMetrics):
         """Build the combiner.
 
         Args:
-            metrics: K, the number of local metrics, which share the embedding evenly; 1 is the
+            metrics: K, the number of local metrics, which share the embedding evenly. 1 is the
                 plain Euclidean distance.
-            power: p; 1 is the paper's mean of distances, 2 the root of the mean of their squares.
-            views: the features are K views of an item side by side, all of the same size, and
-                metric k sees only the k-th view.
+            power: p. 1 is the paper's mean of distances, 2 the root of the mean of their squares.
+            views: whether the features are K views of an item side by side, all of the same size,
+                of which metric k sees only the k-th.
             candidates: number of candidates that a server rescores by default.
         """
         super().__init__(embedding_size, metrics, "daml.uniform", views)
@@ -253,8 +253,10 @@ class UniformMetrics(LocalMetrics):
         if self.exponent == 1:
             return self.local_distances(query, reference).mean(-1)
         scale = 1 / math.sqrt(self.metrics)
-        apart: Tensor = torch.cdist(query, reference, compute_mode="donot_use_mm_for_euclid_dist")
-        return apart * scale
+        distances: Tensor = torch.cdist(
+            query, reference, compute_mode="donot_use_mm_for_euclid_dist"
+        )
+        return distances * scale
 
 
 class _Flows(nn.Module):
@@ -274,15 +276,15 @@ class Discriminator(LocalMetrics):
 
     D(x, y) = Σ_k γ_k(x, y) ‖e_k(x) − e_k(y)‖ of unit embeddings e_k (Eq 14). The weights are Γ =
     softmax(½ (h[x; y] + h[y; x])) with the two-layer network h[x; y] = V relu(A x + B y + c) + v on
-    features x, y (2F → H → K, Eq 13); Γ is symmetric in x and y. An item's code holds A x + c₁ and
-    B x + c₂, so a server needs no features, and the cost per pair grows with H instead of F.
+    features x, y (2F → H → K, Eq 13). Γ is symmetric in x and y. The code of an item includes A x +
+    c₁ and B x + c₂, so a server needs no features, and the cost per pair grows with H instead of F.
 
-    V and v start at zero: until a phase trains the combiner, Γ = 1/K (Algorithm 2, line 1), unless
-    `start` is above 0. `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ − 1/K‖²
-    over the batch's pairs (Eq 16, with its 1/K), which lies between −(1 − 1/K) and 0. With K = 1
-    the result is bit for bit that of no combiner.
+    V and v start at zero unless `start` is above 0. Then Γ = 1/K until a training phase trains the
+    combiner (Algorithm 2, line 1). `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ
+    − 1/K‖² over the pairs of the batch (Eq 16, with its 1/K), which is between −(1 − 1/K) and 0.
+    With K = 1, results are bit for bit those without a combiner.
 
-    With the paper's μ = 1e5 and no balance term, one metric gets all the weight. ρ keeps the *mean*
+    With the paper's μ = 1e5 and no balance term, one metric gets all the weight. ρ keeps the mean
     weights even, while μ controls how uneven the weights of each pair are.
 
     Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", IEEE Transactions on Image
@@ -304,18 +306,18 @@ class Discriminator(LocalMetrics):
         """Build the combiner.
 
         Args:
-            metrics: K, the number of local metrics, which share the embedding evenly; 1 is the
+            metrics: K, the number of local metrics, which share the embedding evenly. 1 is the
                 plain Euclidean distance.
-            hidden: H, the size of the network's hidden layer; the paper uses the number of
-                features. The index stores 2 H numbers per item.
-            mu: μ, weight of J_dis; a larger μ makes each pair's weights more uneven.
-            rho: ρ, weight of the balance; a larger ρ keeps each metric's mean weight nearer to 1/K.
+            hidden: H, the size of the network's hidden layer; the number of features in the paper.
+                The index stores 2 H numbers per item for the network.
+            mu: μ, weight of J_dis. A larger μ makes the weights of each pair more uneven.
+            rho: ρ, weight of the balance. A larger ρ keeps mean weights nearer to 1/K.
             start: standard deviation of V at the start. At 0, Γ = 1/K and J_dis has no gradient, so
-                only the loss can move Γ. Use 1 to start from uneven weights.
-            views: the features are K views of an item side by side, all of the same size. Metric k
-                sees only the k-th view, the discriminator sees all, so it can give a low weight to
-                a view that is damaged in either item. Without views, learned weights were no better
-                than even ones in every measurement.
+                only the loss can change Γ. Use 1 to start from uneven weights.
+            views: whether the features are K views of an item side by side, all of the same size.
+                Metric k then sees only the k-th view. The discriminator sees all views, and can
+                give a low weight to a view that is damaged in either item. Without views, learned
+                weights were not better than even weights in any measurement.
             candidates: number of candidates that a server rescores by default. `None` means 200, or
                 500 if the weights are sharp (mean largest weight above 0.6, measured at export).
         """
@@ -343,11 +345,11 @@ class Discriminator(LocalMetrics):
             return embedding
         if features != self.flows.in_features:
             raise ValueError(
-                f"built for {self.flows.in_features} features, and asked for a head of {features}"
+                f"the combiner was built for {self.flows.in_features} features, not {features}"
             )
         return _Flows(embedding, self.flows)
 
-    # --- the distance
+    # Distance
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return distances (Q, R) between codes (Q, C) and (R, C)."""
@@ -386,7 +388,7 @@ class Discriminator(LocalMetrics):
         )
 
     def _weights(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """Return Γ (…, K) for codes (…, C); one product serves both orders of the pair."""
+        """Return Γ (…, K) for codes (…, C); one product is enough for both orders of a pair."""
         ax, bx = x[..., self.embedding_size :].chunk(2, dim=-1)
         ay, by = y[..., self.embedding_size :].chunk(2, dim=-1)
         both = torch.relu(ax + by) + torch.relu(ay + bx)
@@ -405,16 +407,16 @@ class Discriminator(LocalMetrics):
         local = self.local_similarities(query, reference)
         return (self._weight_mat(query, reference, weight, bias) * local).sum(-1)
 
-    # --- training
+    # Training
 
     def objective(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None
     ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over the batch's pairs, and statistics of Γ.
+        """Return μ J_dis + ρ ‖mean Γ − 1/K‖² over the pairs of the batch, and statistics of Γ.
 
         For metric k = 1 … K, "load_k" is the mean weight and "gamma_k_p10", "gamma_k_p50" and
-        "gamma_k_p90" are its quantiles. "gamma_max" is the mean largest weight; "j_dis" and
-        "balance" are the two terms.
+        "gamma_k_p90" are quantiles of the weights. "gamma_max" is the mean largest weight. "j_dis"
+        and "balance" are the two terms.
         """
         if self.metrics == 1 or len(codes) < 2:
             return None, {}
@@ -440,7 +442,7 @@ class Discriminator(LocalMetrics):
         return logged
 
     def warnings(self, logged: Mapping[str, float]) -> Sequence[str]:
-        """Return one warning for each metric whose mean weight is below 0.05."""
+        """Return a warning for each metric whose mean weight is below `LOW`."""
         loads = {k + 1: logged.get(f"load_{k + 1}") for k in range(self.metrics)}
         return [
             f"local metric {k} of {self.metrics} has a mean weight of {load:.3f}: the discriminator"
@@ -449,10 +451,10 @@ class Discriminator(LocalMetrics):
             if load is not None and load < LOW
         ]
 
-    # --- serving
+    # Serving
 
     def choose_candidates(self, codes: Tensor) -> int:
-        """Return the number of candidates to rescore: `candidates`, or 500 or 200 by sharpness."""
+        """Return the number of candidates to rescore: `candidates`, or 200 or 500 by sharpness."""
         if self.fixed_candidates is not None:
             return self.fixed_candidates
         return 500 if self.sharpness(codes) > SHARP else 200

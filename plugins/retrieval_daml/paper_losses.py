@@ -1,4 +1,4 @@
-"""The four losses that the paper trains with its generator, for any distance or combiner."""
+"""The four losses that the DAML paper trains with its generator, for any distance or combiner."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Positive = Annotated[float, Field(gt=0)]
 class Measure:
     """Distances and similarities of pairs between two sets of embeddings.
 
-    A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2; both are exact for
+    A similarity s becomes D² = 2 − 2s, and a distance D becomes s = 1 − D²/2. Both are exact for
     the Euclidean distance and the cosine of unit vectors. The result of `LpDistance` with power 2
-    counts as D².
+    is taken as D².
 
     Args:
         distance: a `BaseDistance`, or a combiner.
@@ -34,7 +34,7 @@ class Measure:
         )
         x = distance.maybe_normalize(query)
         y = x if reference is query else distance.maybe_normalize(reference)
-        if self.euclidean:  # its square, whose root has no gradient at zero
+        if self.euclidean:  # squared: the root has no gradient at zero
             squares = x.square().sum(1)[:, None] + y.square().sum(1) - 2 * (x @ y.T)
             self.matrix: Tensor = squares.relu()
         else:
@@ -64,15 +64,15 @@ class Measure:
 
 
 class PaperLoss(CheckedLoss):
-    """Base of the paper's losses.
+    """Base class of the losses of the DAML paper.
 
     Args:
-        distance: how two embeddings are compared.
+        distance: distance or similarity of two embeddings.
         reducer: reduces the losses to one number; the mean by default.
     """
 
     def get_default_distance(self) -> nn.Module:
-        """Return the Euclidean distance of the embeddings as they are."""
+        """Return the Euclidean distance of unscaled embeddings."""
         return default_distance()
 
     def pairs(
@@ -90,7 +90,7 @@ class PaperLoss(CheckedLoss):
 def triplets(
     indices: Any, labels: Tensor | None, query: Tensor, reference: Tensor, ref_labels: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a miner's triplets, or all triplets of its pairs; without a miner, all triplets."""
+    """Return a miner's triplets, all triplets of its pairs, or all triplets without a miner."""
     if indices is None:
         same = reference is query
         a, p, n = indices_utils.get_all_triplets_indices(labels, labels if same else ref_labels)
@@ -98,35 +98,36 @@ def triplets(
     a, p, b, n = listed_pairs(indices, (len(query), len(reference)), query.device)
     if len(indices) == 3:
         return a, p, n
-    which, other = (a[:, None] == b).nonzero(as_tuple=True)
-    return a[which], p[which], n[other]
+    with_positive, with_negative = (a[:, None] == b).nonzero(as_tuple=True)
+    return a[with_positive], p[with_positive], n[with_negative]
 
 
 def _once(anchors: Tensor, partners: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return each pair once; `size` is the number of references."""
     keys = torch.unique(anchors * size + partners)
     return keys // max(size, 1), keys % max(size, 1)
 
 
 def default_distance() -> nn.Module:
-    """Return the Euclidean distance of the embeddings as they are."""
+    """Return the Euclidean distance of unscaled embeddings."""
     return LpDistance(normalize_embeddings=False, p=2, power=1)  # type: ignore[no-any-return]
 
 
 class ContrastiveLoss(PaperLoss):
-    """Contrastive loss: pulls positives near, pushes negatives beyond a margin.
+    """Contrastive loss: pulls positives near and pushes negatives beyond a margin.
 
     Hadsell, Chopra & LeCun, CVPR 2006; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning",
     equation 8:
 
         mean over positive pairs of D² + mean over negative pairs of [ α − D² ]₊
 
-    The paper has sums in place of the means. With a generator use its `form = "contrastive"`.
+    The paper has sums instead of means. With a generator, set its `form = "contrastive"`.
 
     Args:
         margin: α, a squared distance.
-        distance: how two embeddings are compared; by default the Euclidean distance, without
-            normalising.
-        reducer: reduces the losses of either kind of pair to one number; the mean by default.
+        distance: distance or similarity of two embeddings; by default the Euclidean distance of
+            unscaled embeddings.
+        reducer: reduces the losses of each kind of pairs to one number; the mean by default.
     """
 
     def __init__(
@@ -138,16 +139,16 @@ class ContrastiveLoss(PaperLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         measure = Measure(self.distance, embeddings, ref_emb)
         parts = {"pos_loss": nothing(embeddings, ref_emb), "neg_loss": nothing(embeddings, ref_emb)}
         if len(a):
-            near = measure.squared(a, p)
-            parts["pos_loss"] = {"losses": near, "indices": (a, p), "reduction_type": "pos_pair"}
+            losses = measure.squared(a, p)
+            parts["pos_loss"] = {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}
         if len(b):
-            far = (self.margin - measure.squared(b, n)).relu()
-            parts["neg_loss"] = {"losses": far, "indices": (b, n), "reduction_type": "neg_pair"}
+            losses = (self.margin - measure.squared(b, n)).relu()
+            parts["neg_loss"] = {"losses": losses, "indices": (b, n), "reduction_type": "neg_pair"}
         return parts
 
     def _sub_loss_names(self) -> list[str]:
@@ -155,16 +156,16 @@ class ContrastiveLoss(PaperLoss):
 
 
 class TripletLoss(PaperLoss):
-    """Triplet loss on squared distances: pushes negatives farther than positives by a margin.
+    """Triplet loss of squared distances: negatives should be farther than positives by a margin.
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", equation 9: the mean over triplets of [ D(p, a)² − D(n, a)² + α ]₊. Without a
-    miner, all triplets of the batch are listed (1 GB for 1,024 items, 8 a class).
+    miner, all triplets of the batch are listed (1 GB for 1,024 items with 8 per class).
 
     Args:
         margin: α, a difference of squared distances.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
-            default.
+        distance: distance or similarity of two embeddings; by default the Euclidean distance of
+            unscaled embeddings.
         reducer: reduces the triplets' losses to one number; the mean by default.
     """
 
@@ -177,7 +178,7 @@ class TripletLoss(PaperLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
-        """Return the triplets' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of triplets in the format of pytorch-metric-learning's reducers."""
         a, p, n = triplets(indices_tuple, labels, embeddings, ref_emb, ref_labels)
         if len(a) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
@@ -187,24 +188,24 @@ class TripletLoss(PaperLoss):
 
 
 class LiftedLoss(PaperLoss):
-    """Lifted structure loss: each positive pair against the negatives of both of its items.
+    """Lifted structure loss: each positive pair against the negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, CVPR 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
-    Learning", equations 10 and 11. The mean over positive pairs (i, j) of ½ [ J ]₊ with, as the
-    latter print it,
+    Learning", equations 10 and 11. The latter print the mean over positive pairs (i, j) of ½ [ J ]₊
+    with
 
         J = max( max_{n of i} α − D(i, n), max_{n of j} α − D(j, n) ) + D(i, j)
 
-    With `form = "original"` it is ½ [ J ]₊², with the log-exp sum over both items' negatives
-    instead of the maximum. The negatives of j count only if j is an anchor too, which holds without
-    a reference set and with one that begins with the batch, as with a generator. A pair without
-    negatives has loss 0.
+    With `form = "original"`, the loss of a pair is ½ [ J ]₊², with the log-exp sum over the
+    negatives of both items instead of the maximum. The negatives of j count only if j is an anchor
+    too. This holds without a reference set, and with a reference set that begins with the batch, as
+    with a generator. A pair without negatives has loss 0.
 
     Args:
         margin: α, a distance.
         form: "printed", or "original" for the square and the log-exp sum.
-        distance: how two embeddings are compared; the Euclidean distance, without normalising, by
-            default.
+        distance: distance or similarity of two embeddings; by default the Euclidean distance of
+            unscaled embeddings.
         reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
@@ -224,7 +225,7 @@ class LiftedLoss(PaperLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         a, p, b, n = self.pairs(labels, indices_tuple, embeddings, ref_emb, ref_labels)
         if len(a) == 0 or len(b) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
@@ -234,15 +235,15 @@ class LiftedLoss(PaperLoss):
         push_of_positive = torch.where(
             _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
         )
-        both = torch.stack([push[a], push_of_positive])
-        reach = both.amax(0) if self.form == "printed" else both.logsumexp(0)
-        losses = (reach + measure.plain(a, p)).relu()
+        of_items = torch.stack([push[a], push_of_positive])
+        total = of_items.amax(0) if self.form == "printed" else of_items.logsumexp(0)
+        losses = (total + measure.plain(a, p)).relu()
         if self.form == "original":
             losses = losses.square()
         return {"loss": {"losses": losses / 2, "indices": (a, p), "reduction_type": "pos_pair"}}
 
     def _by_anchor(self, values: Tensor, anchors: Tensor, size: int) -> Tensor:
-        """Return the maximum or log-exp sum (B,) of each anchor's values."""
+        """Return the maximum or log-exp sum (B,) of the values of each anchor."""
         lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
         if self.form == "printed":
             return lowest.scatter_reduce(0, anchors, values, "amax")
@@ -252,31 +253,30 @@ class LiftedLoss(PaperLoss):
 
 
 def _is_anchor(query: Tensor, reference: Tensor, columns: Tensor) -> Tensor:
-    """Return whether each of these references is the batch's item with the same index."""
-    begins = reference is query or (
+    """Return whether references at these columns are the batch's items with these indices."""
+    begins_with_batch = reference is query or (
         len(reference) >= len(query) and torch.equal(reference[: len(query)], query)
     )
-    return (columns < len(query)) & begins
+    return (columns < len(query)) & begins_with_batch
 
 
 class NPairLoss(PaperLoss):
-    """N-pair loss: a pair's similarity against the anchor's to a negative of each other class.
+    """N-pair loss: similarity of a pair against those of the anchor and a negative per other class.
 
     Sohn, NIPS 2016; Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning", equation 12: the
     mean over pairs (a, p) of
 
         log( 1 + Σ_n exp( scale · ( s(a, n) − s(a, p) ) ) )
 
-    The paper prints the similarity to the negative's source instead of s(a, p). Without a miner,
-    the first two items of each class in the batch are the pairs of a first round, the next two
-    those of a second round. With a reference set, positives come from that set. With a miner, a
-    pair's negatives are the miner's negatives of the anchor.
+    Instead of s(a, p), the paper prints the similarity to the item from which the negative was
+    generated. Without a miner, the first two items of each class in the batch are the pairs of a
+    first round, the next two those of a second round. With a reference set, positives come from
+    that set. With a miner, the negatives of a pair are the miner's negatives of the anchor.
 
     Args:
-        scale: factor of the similarities; 8 to 16 for unit vectors, 1 for embeddings of free
-            length.
-        distance: how two embeddings are compared; by default the inner product, without
-            normalising. A distance D becomes s = 1 − D²/2.
+        scale: factor of the similarities: 8 to 16 for unit vectors, 1 for unscaled embeddings.
+        distance: distance or similarity of two embeddings; by default the inner product of
+            unscaled embeddings. A distance D becomes s = 1 − D²/2.
         reducer: reduces the pairs' losses to one number; the mean by default.
     """
 
@@ -295,7 +295,7 @@ class NPairLoss(PaperLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, dict[str, Any]]:
-        """Return the pairs' losses in the format of pytorch-metric-learning's reducers."""
+        """Return the losses of pairs in the format of pytorch-metric-learning's reducers."""
         if indices_tuple is None:
             assert labels is not None
             a, p, b, n = pairs_by_round(labels, None if ref_emb is embeddings else ref_labels)
@@ -304,17 +304,18 @@ class NPairLoss(PaperLoss):
         if len(a) == 0 or len(b) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
         measure = Measure(self.distance, embeddings, ref_emb)
-        near, far = self.scale * measure.similarity(a, p), self.scale * measure.similarity(b, n)
-        lowest = far.new_full((len(embeddings),), torch.finfo(far.dtype).min / 4)
-        largest = lowest.scatter_reduce(0, b, far.detach(), "amax")
-        total = torch.zeros_like(lowest).index_add(0, b, (far - largest[b]).exp())
+        positives = self.scale * measure.similarity(a, p)
+        negatives = self.scale * measure.similarity(b, n)
+        lowest = negatives.new_full((len(embeddings),), torch.finfo(negatives.dtype).min / 4)
+        largest = lowest.scatter_reduce(0, b, negatives.detach(), "amax")
+        total = torch.zeros_like(lowest).index_add(0, b, (negatives - largest[b]).exp())
         push = torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
-        losses = nn.functional.softplus(push[a] - near)
+        losses = nn.functional.softplus(push[a] - positives)
         return {"loss": {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}}
 
 
 def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> Pairs:
-    """Return one pair per class and round, with the other pairs' positives as negatives.
+    """Return one pair per class and round, with the positives of the other pairs as negatives.
 
     Without `ref_labels`, items 2r and 2r + 1 of each class in the batch are the pair of round r.
     """

@@ -16,7 +16,7 @@ Epochs = list[dict[str, Any]]
 
 
 def report_panels(run: Run) -> dict[str, bytes]:
-    """Return an adversarial run's panels as SVG by title, or nothing for other runs."""
+    """Return the panels of an adversarial run as SVG, by title; other runs have none."""
     combiner = run.recipe.combiner
     if run.recipe.generator is None and not (combiner and combiner.name.startswith("daml.")):
         return {}
@@ -32,7 +32,7 @@ def report_panels(run: Run) -> dict[str, bytes]:
 
 
 def read_log(run: Run) -> Epochs:
-    """Return a run's log, one entry per epoch, without a line that a crash cut off."""
+    """Return the log of a run, one entry per epoch, without a line that a crash cut short."""
     epochs = []
     with contextlib.suppress(OSError, ValueError):
         for line in run.metrics_file.read_text(encoding="utf-8").splitlines():
@@ -41,10 +41,10 @@ def read_log(run: Run) -> Epochs:
 
 
 def draw_losses(figure: Any, epochs: Epochs) -> None:
-    """Draw J_m and J_gen by epoch (the paper's Fig. 8), each on its own axis."""
+    """Draw the losses of metric, J_m, and generator, J_gen, by epoch (Fig. 8), on two axes."""
     x = [epoch["epoch"] + 1 for epoch in epochs]
     axes = figure.subplots()
-    # if the combiner trains, the logged loss includes its objective
+    # If the combiner is trained, the logged loss includes its objective.
     metric = [epoch.get("loss", np.nan) - epoch.get("combiner_loss", 0.0) for epoch in epochs]
     axes.plot(x, metric, "o-", color="C0", label="J_m, the loss")
     axes.set(xlabel="epoch", ylabel="J_m")
@@ -55,11 +55,11 @@ def draw_losses(figure: Any, epochs: Epochs) -> None:
         lines += right.plot(x, generator, "s--", color="C1", label="J_gen, the generator")
         right.set_ylabel("J_gen")
     _mark_phases(axes, epochs)
-    axes.legend(handles=lines, loc="upper right")  # "best" is slow with much data, and warns
+    axes.legend(handles=lines, loc="upper right")  # "best" is slow for much data, and warns
 
 
 def draw_weights(figure: Any, epochs: Epochs) -> None:
-    """Draw each local metric's γ by epoch, its mean and the range of four fifths of the pairs."""
+    """Draw the weights γ of each local metric by epoch: mean, median and 10 to 90 % of pairs."""
     logged = [epoch for epoch in epochs if "load_1" in epoch]
     x = [epoch["epoch"] + 1 for epoch in logged]
     count = sum(name.startswith("load_") for name in logged[0])
@@ -91,7 +91,7 @@ def draw_shifts(figure: Any, epochs: Epochs) -> None:
 
 
 def _mark_phases(axes: Any, epochs: Epochs) -> None:
-    """Draw a vertical line at the start of each phase."""
+    """Draw a vertical line at the start of each training phase."""
     for earlier, later in itertools.pairwise(epochs):
         if earlier["phase"] != later["phase"]:
             axes.axvline(later["epoch"] + 0.5, color="grey", linestyle=":", linewidth=0.8)

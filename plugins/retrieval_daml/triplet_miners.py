@@ -1,4 +1,4 @@
-"""Miners for generators: one negative per anchor and other class, or a semi-hard one per pair."""
+"""Miners for generators: a negative per anchor and other class, or a semi-hard one per pair."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from retrieval_daml.paper_losses import Measure, default_distance
 class OnePerClass(nn.Module):
     """One triplet per anchor and other class, with a random positive and a random negative.
 
-    With a generator this yields one synthetic negative per anchor and other class, as required by
-    the lifted structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric
-    Learning" (equations 10 to 12). It uses only the labels.
+    A generator then makes one synthetic negative per anchor and other class, as required by the
+    lifted structure and N-pair losses of Duan, Lu, Zheng & Zhou, "Deep Adversarial Metric Learning"
+    (equations 10 to 12). The miner uses only labels.
 
     Args:
         anchors: "all" items of the batch, or "one" random item per class, as for N-pair.
-        negatives: number of other classes per anchor, chosen at random; 0 means all.
+        negatives: number of other classes per anchor, chosen at random. 0 means all.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OnePerClass(nn.Module):
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
         """Return triplets; see `retrieval.plugin.Miner`."""
-        own = ref_emb is None or ref_labels is None
+        same_items = ref_emb is None or ref_labels is None
         known_labels = labels if ref_labels is None else ref_labels
         classes, group = torch.unique(known_labels, return_inverse=True)
         order = torch.argsort(group, stable=True)
@@ -55,20 +55,20 @@ class OnePerClass(nn.Module):
             anchors = _one_of_each(labels)
         matches = labels[anchors][:, None] == classes
         row, cls = matches.nonzero(as_tuple=True)  # at most one class per anchor
-        rest = count[cls] - 1 if own else count[cls]
+        rest = count[cls] - 1 if same_items else count[cls]
         row, cls, rest = row[rest > 0], cls[rest > 0], rest[rest > 0]
         differs = ~matches[row]
         if 0 < self.negatives < differs.shape[1] - 1:
             chosen = torch.multinomial(differs.double(), self.negatives)
             differs = torch.zeros_like(differs).scatter_(1, chosen, True)
-        which, other = differs.nonzero(as_tuple=True)
-        a = anchors[row[which]]
-        step = _below(rest[which])
-        if own:  # no item is its own positive
+        place, other = differs.nonzero(as_tuple=True)
+        a = anchors[row[place]]
+        step = _below(rest[place])
+        if same_items:  # an item is not its own positive
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order), device=order.device) - start[group[order]]
             step = step + (step >= rank[a]).long()
-        p = order[start[cls[which]] + step]
+        p = order[start[cls[place]] + step]
         n = order[start[other] + _below(count[other])]
         return a, p, n
 
@@ -78,14 +78,15 @@ class SemiHard(nn.Module):
 
     Schroff, Kalenichenko & Philbin, "FaceNet", CVPR 2015; Duan, Lu, Zheng & Zhou, "Deep Adversarial
     Metric Learning", Table IX: D(p, a)² < D(n, a)² < D(p, a)² + margin. A pair without such a
-    negative has no triplet. With at most one triplet per pair a generator stays cheap;
-    `pml.triplet_margin` with `type_of_triplets = "semihard"` returns all of them.
+    negative has no triplet. At most one triplet per pair limits the cost of a generator;
+    `pml.triplet_margin` with `type_of_triplets = "semihard"` returns all semi-hard triplets.
 
     Args:
-        margin: a difference of squared distances; use the margin of the loss.
-        pick: which of a pair's semi-hard negatives to take: "random", or "hardest", the nearest.
-        distance: how two embeddings are compared; by default the Euclidean distance, without
-            normalising.
+        margin: a difference of squared distances. Use the margin of the loss.
+        pick: which semi-hard negative of a pair to take: a "random" one, or the "hardest", which
+            is the nearest.
+        distance: distance or similarity of two embeddings; by default the Euclidean distance of
+            unscaled embeddings.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class SemiHard(nn.Module):
         self.pick = pick
         if not 0 < margin < float("inf"):
             raise ValueError(
-                f"margin is {margin:g} and must be a number above 0: below it no negative is"
+                f"margin is {margin:g} and must be a number above 0: otherwise no negative is"
                 " semi-hard"
             )
         self.margin = margin
@@ -144,6 +145,7 @@ def _below(count: Tensor) -> Tensor:
 
 
 def _one_of_each(labels: Tensor) -> Tensor:
+    """Return a random item of each class."""
     shuffled = torch.randperm(len(labels), device=labels.device)
     classes, group = torch.unique(labels[shuffled], return_inverse=True)
     first = torch.full((len(classes),), len(labels), device=labels.device)

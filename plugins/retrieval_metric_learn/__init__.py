@@ -1,4 +1,4 @@
-"""metric-learn's learners: LMNN, ITML, SCML, MMC and the others that take class labels."""
+"""Learners of metric-learn that are fitted on class labels: LMNN, ITML, SCML, MMC and others."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """The learners of metric-learn that are fitted on labelled items."""
-    import retrieval_metric_learn as own
+    """The learners of metric-learn that are fitted on class labels."""
+    import retrieval_metric_learn
 
     return {
-        "itml": own.ITML,
-        "lfda": own.LFDA,
-        "lmnn": own.LMNN,
-        "lsml": own.LSML,
-        "mmc": own.MMC,
-        "rca": own.RCA,
-        "scml": own.SCML,
+        "itml": retrieval_metric_learn.ITML,
+        "lfda": retrieval_metric_learn.LFDA,
+        "lmnn": retrieval_metric_learn.LMNN,
+        "lsml": retrieval_metric_learn.LSML,
+        "mmc": retrieval_metric_learn.MMC,
+        "rca": retrieval_metric_learn.RCA,
+        "scml": retrieval_metric_learn.SCML,
     }

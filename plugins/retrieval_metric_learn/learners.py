@@ -1,13 +1,12 @@
 """The estimators of metric-learn as learners that work with a current scikit-learn.
 
-metric-learn 0.7 checks its input with scikit-learn's argument `force_all_finite`, which
-scikit-learn 1.8 removed. Each estimator does so in the method `_prepare_inputs`. This module checks
-the input itself and uses subclasses whose `_prepare_inputs` returns its input, so neither library
-is changed.
+The method `_prepare_inputs` of an estimator of metric-learn 0.7 checks input with scikit-learn's
+argument `force_all_finite`, which scikit-learn 1.8 removed. This module checks input itself and
+uses subclasses whose `_prepare_inputs` returns its input. Neither library is changed.
 
-Not included are NCA (use `core.nca`, scikit-learn's), Covariance (use `core.pca` with `whiten`),
-MLKR, which is for regression, and SDML, which calls scikit-learn's graphical lasso with a removed
-argument.
+Four estimators are left out: NCA (use scikit-learn's, `core.nca`), Covariance (use `core.pca` with
+`whiten`), MLKR, which is for regression, and SDML, which calls scikit-learn's graphical lasso with
+a removed argument.
 """
 
 from __future__ import annotations
@@ -41,29 +40,29 @@ def adapted(name: str) -> type:
             " 'embedding-retrieval[metric-learn]'."
         ) from error
 
-    def hand_back(
+    def unchecked(
         self: Any, X: Any, y: Any = None, type_of_inputs: str = "classic", **checks: Any
     ) -> Any:
         self.preprocessor_ = None
         self.n_features_in_ = X.shape[-1]
         return X if y is None else (X, y)
 
-    return type(name, (getattr(metric_learn, name),), {"_prepare_inputs": hand_back})
+    return type(name, (getattr(metric_learn, name),), {"_prepare_inputs": unchecked})
 
 
 class MetricLearnLearner(LinearMap):
-    """Base of learners that metric-learn fits; subclasses name the estimator and its parameters.
+    """Base class of learners of metric-learn; subclasses name the estimator and its parameters.
 
     Attributes:
         components_: (C, F) the learned map.
-        mean_: (F,) mean of the training features, which `transform` subtracts; distances do not
+        mean_: (F,) mean of the training features, which `transform` subtracts. Distances do not
             depend on it.
     """
 
     estimator: ClassVar[str]
 
     def _settings(self) -> dict[str, Any]:
-        """Return keyword arguments for metric-learn's estimator: our parameters, with one seed."""
+        """Return keyword arguments of metric-learn's estimator: the parameters, with one seed."""
         settings: dict[str, Any] = self.get_params(deep=False)
         if "seed" in settings:
             del settings["seed"]
@@ -71,13 +70,14 @@ class MetricLearnLearner(LinearMap):
         return settings
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
-        """Raise ValueError for class sizes (C,) that the estimator cannot handle."""
+        """Raise a `ValueError` for class sizes (C,) that the estimator cannot handle."""
 
     def _fit_options(self) -> dict[str, Any]:
+        """Return further arguments of the estimator's `fit`."""
         return {}
 
     def _components(self, components: Floats) -> Floats:
-        """Convert metric-learn's map to ours (C, F)."""
+        """Return the learned map (C, F) from metric-learn's `components_`."""
         return components
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
@@ -86,7 +86,7 @@ class MetricLearnLearner(LinearMap):
         Raises:
             ValueError: the features are not finite, there is only one class, or metric-learn cannot
                 fit them.
-            LinAlgError: a matrix to invert is singular; also a ValueError.
+            LinAlgError: a matrix to invert is singular. This is also a `ValueError`.
             MissingDependency: metric-learn is not installed.
         """
         x, labels = validate_data(
@@ -104,7 +104,7 @@ class MetricLearnLearner(LinearMap):
         try:
             with warnings.catch_warnings():
                 # metric-learn warns of fewer pairs than requested, a default number of bases and
-                # divisions by zero; the check of the result below suffices
+                # divisions by zero. The check of the result below suffices.
                 for message in ("Only generated", "As no value for `n_basis`"):
                     warnings.filterwarnings("ignore", message=message)
                 warnings.filterwarnings("ignore", category=RuntimeWarning, module="metric_learn")
@@ -119,7 +119,7 @@ class MetricLearnLearner(LinearMap):
             IndexError,
         ) as error:
             reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-            # LinAlgError is a ValueError, so callers can catch either, as with metric-learn
+            # LinAlgError is a ValueError, so callers can catch either, as with metric-learn.
             kind = np.linalg.LinAlgError if isinstance(error, np.linalg.LinAlgError) else ValueError
             raise kind(
                 f"metric-learn's {self.estimator} cannot be fitted on these {len(x)} items:"
@@ -128,7 +128,7 @@ class MetricLearnLearner(LinearMap):
         if not np.isfinite(components).all():
             raise ValueError(
                 f"metric-learn's {self.estimator} ended in numbers that are not finite. Scale the"
-                " features, leave constant ones out, or give it more items."
+                " features, remove constant features, or use more items."
             )
         self.components_ = np.ascontiguousarray(components, dtype=np.float64)
         self.mean_ = x.mean(axis=0)
@@ -137,29 +137,29 @@ class MetricLearnLearner(LinearMap):
         return self
 
     def score_pairs(self, pairs: ArrayLike) -> Floats:
-        """Return `pair_distance(pairs)`, under metric-learn's older name."""
+        """Return `pair_distance(pairs)`; this is metric-learn's older name."""
         return self.pair_distance(pairs)
 
 
 class LMNN(MetricLearnLearner):
-    """Large margin nearest neighbour: pulls target neighbours near, pushes impostors a margin away.
+    """Large margin nearest neighbour: pulls target neighbours near and pushes impostors away.
 
     Weinberger et al., "Distance Metric Learning for Large Margin Nearest Neighbor Classification",
     NeurIPS 2005.
 
     Args:
-        n_neighbors: number of target neighbours per item, the nearest of its class; every class
-            needs one more member.
-        init: starting point; "auto" chooses "lda", "pca" or "identity" by the sizes.
+        n_neighbors: number of target neighbours per item, the nearest items of its class. A class
+            needs at least one item more.
+        init: initial map; "auto" chooses "lda", "pca" or "identity" by the sizes.
         n_components: output dimension. `None` keeps the number of features.
         regularization: weight of pulling target neighbours together relative to pushing impostors
             away, 0 to 1.
-        learn_rate: initial step of the gradient descent, which adapts it.
-        convergence_tol: change of the objective below which it stops.
+        learn_rate: initial step size of the gradient descent; it adapts.
+        convergence_tol: change of the objective below which the search stops.
         min_iter: smallest number of iterations.
         max_iter: largest number of iterations.
-        seed: seed of a random start and of PCA's randomised solver; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        seed: seed of a random initial map and of PCA's randomised solver; 0 by default.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     estimator = "LMNN"
@@ -192,13 +192,13 @@ class LMNN(MetricLearnLearner):
         if counts.min() <= self.n_neighbors:
             raise ValueError(
                 f"n_neighbors is {self.n_neighbors}, so each class needs {self.n_neighbors + 1}"
-                f" members; the smallest has {counts.min()}. Lower n_neighbors, or leave such"
-                " classes out."
+                f" items, but the smallest has {counts.min()}. Reduce n_neighbors, or remove small"
+                " classes."
             )
 
 
 class ITML(MetricLearnLearner):
-    """Information-theoretic metric learning: the metric nearest to a prior under bounds for pairs.
+    """Information-theoretic metric learning: the metric nearest to a prior under bounds on pairs.
 
     Davis et al., "Information-Theoretic Metric Learning", ICML 2007. Pairs are drawn from the
     labels.
@@ -206,17 +206,16 @@ class ITML(MetricLearnLearner):
     Args:
         gamma: weight of the bounds relative to the prior.
         max_iter: largest number of iterations.
-        tol: change of the multipliers below which it stops.
+        tol: change of the multipliers below which the search stops.
         n_constraints: number of similar and of dissimilar pairs. `None` means 20 times the squared
             number of classes.
-        prior: the metric that it starts from and stays near; "covariance" is the inverse
-            covariance.
-        lower: distance that similar pairs should stay below. `None` means the 5th percentile of all
-            distances.
-        upper: distance that dissimilar pairs should stay above. `None` means the 95th percentile.
+        prior: initial metric, near which the result stays; "covariance" is the inverse covariance.
+        lower: distance below which similar pairs should stay. `None` means the 5th percentile of
+            all distances.
+        upper: distance above which dissimilar pairs should stay. `None` means the 95th percentile.
             Set both bounds or neither.
         seed: seed of the random choice of pairs; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     estimator = "ITML_Supervised"
@@ -258,8 +257,8 @@ class SCML(MetricLearnLearner):
     Shi et al., "Sparse Compositional Metric Learning", AAAI 2014.
 
     Args:
-        k_genuine: number of nearest items of the same class in each item's triplets.
-        k_impostor: number of nearest items of other classes in each item's triplets.
+        k_genuine: number of nearest items of the same class in the triplets of an item.
+        k_impostor: number of nearest items of other classes in the triplets of an item.
         beta: weight of the sparsity.
         basis: origin of the rank-one metrics: "lda" for discriminants of local clusters,
             "triplet_diffs" for differences.
@@ -270,7 +269,7 @@ class SCML(MetricLearnLearner):
         output_iter: number of iterations between two evaluations of the objective.
         batch_size: number of triplets per iteration.
         seed: seed of the clusters and the triplets; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     estimator = "SCML_Supervised"
@@ -304,12 +303,12 @@ class SCML(MetricLearnLearner):
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() < 2:
             raise ValueError(
-                "Each class needs 2 members; the smallest has 1. Leave such classes out."
+                "Each class needs 2 items, but the smallest has 1. Remove such classes."
             )
 
 
 class MMC(MetricLearnLearner):
-    """MMC: pulls similar pairs together under the constraint that dissimilar ones stay apart.
+    """MMC: pulls similar pairs together under the constraint that dissimilar pairs stay apart.
 
     Xing et al., "Distance Metric Learning with Application to Clustering with Side-Information",
     NeurIPS 2002. Pairs are drawn from the labels.
@@ -317,14 +316,14 @@ class MMC(MetricLearnLearner):
     Args:
         max_iter: largest number of iterations.
         max_proj: largest number of projections per iteration.
-        tol: change below which it stops.
+        tol: change below which the search stops.
         n_constraints: number of similar and of dissimilar pairs. `None` means 20 times the squared
             number of classes.
-        init: the metric that it starts from.
+        init: initial metric.
         diagonal: whether to learn only one weight per feature.
         diagonal_c: weight of the dissimilar pairs, for a diagonal metric.
         seed: seed of the random choice of pairs; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     estimator = "MMC_Supervised"
@@ -353,18 +352,18 @@ class MMC(MetricLearnLearner):
 
 
 class LSML(MetricLearnLearner):
-    """Least squared-residual metric learning: similar pairs should be nearer than dissimilar ones.
+    """Least squared-residual metric learning: similar pairs should be nearer than dissimilar pairs.
 
     Liu et al., "Metric Learning from Relative Comparisons by Minimizing Squared Residual", ICDM
     2012. Pairs are drawn from the labels.
 
     Args:
-        tol: change below which it stops.
+        tol: change below which the search stops.
         max_iter: largest number of iterations.
-        prior: the metric that it stays near.
+        prior: metric near which the result stays.
         n_constraints: number of comparisons. `None` means 20 times the squared number of classes.
         seed: seed of the random choice of pairs; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     estimator = "LSML_Supervised"
@@ -387,15 +386,15 @@ class LSML(MetricLearnLearner):
 
 
 class LFDA(MetricLearnLearner):
-    """Local Fisher discriminants: separates classes and keeps near items of a class together.
+    """Local Fisher discriminants: separate classes and keep nearby items of a class together.
 
     Sugiyama, "Dimensionality Reduction of Multimodal Labeled Data by Local Fisher Discriminant
     Analysis", JMLR 2007.
 
     Args:
         n_components: output dimension. `None` keeps the number of features.
-        k: the distance to the k-th nearest neighbour is the local scale. `None` means the 7th
-            neighbour, or the last.
+        k: number of the neighbour whose distance is the local scale. `None` means the 7th nearest
+            neighbour, or the last if there are fewer.
         embedding_type: "weighted" scales each direction by its strength, "orthonormalized" makes
             the directions orthonormal, "plain" leaves them unchanged.
     """
@@ -420,8 +419,8 @@ class LFDA(MetricLearnLearner):
             )
 
     def _settings(self) -> dict[str, Any]:
-        # for a part of the directions metric-learn uses ARPACK with a random start, whose digits
-        # and signs vary. For all directions it uses LAPACK, so compute all and keep the first
+        # For some of the directions, metric-learn uses ARPACK with a random start, whose digits and
+        # signs vary. For all directions it uses LAPACK, so compute all and keep the first.
         return {**super()._settings(), "n_components": None}
 
     def _components(self, components: NDArray[np.floating[Any]]) -> NDArray[np.floating[Any]]:
@@ -439,7 +438,7 @@ class RCA(MetricLearnLearner):
         n_chunks: number of chunks. `None` means 100, or as many as the classes allow.
         chunk_size: number of items per chunk.
         seed: seed of the random choice of chunks; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
     estimator = "RCA_Supervised"
@@ -462,15 +461,15 @@ class RCA(MetricLearnLearner):
         return {**super()._settings(), "n_chunks": self._chunks}
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
-        most = int((counts // self.chunk_size).sum())
-        self._chunks = min(100, most) if self.n_chunks is None else self.n_chunks
-        if self._chunks > most:
+        limit = int((counts // self.chunk_size).sum())
+        self._chunks = min(100, limit) if self.n_chunks is None else self.n_chunks
+        if self._chunks > limit:
             raise ValueError(
-                f"n_chunks is {self.n_chunks}; classes of these sizes hold {most} chunks of"
-                f" {self.chunk_size}. Lower it."
+                f"n_chunks is {self.n_chunks}, but the classes have only {limit} chunks of"
+                f" {self.chunk_size} items. Reduce n_chunks."
             )
         if self._chunks * (self.chunk_size - 1) < features:
             raise ValueError(
-                f"{self._chunks} chunks of {self.chunk_size} cannot span {features} features. Raise"
-                " n_chunks or chunk_size, or give it more items."
+                f"{self._chunks} chunks of {self.chunk_size} items cannot span {features} features."
+                " Increase n_chunks or chunk_size, or use more items."
             )

@@ -1,4 +1,4 @@
-"""A run of MLflow."""
+"""A tracker that logs to a run of MLflow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from retrieval.plugin import TrackedRun
 
 EXPERIMENT = "retrieval"
 """Name of the experiment if MLFLOW_EXPERIMENT_NAME is not set."""
-LONGEST_KEY, LONGEST_VALUE, MOST = 250, 6000, 100
-"""MLflow's limits: characters of a parameter's name and of its value, parameters per call."""
+MAX_KEY, MAX_VALUE, MAX_PARAMETERS = 250, 6000, 100
+"""MLflow's limits: characters of a parameter's name and of its value, and parameters per call."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -28,7 +28,7 @@ class MlflowRun:
     """
 
     def __init__(self) -> None:
-        """Load the package and open its store in the calling thread; see `Tracker`."""
+        """Load the package and open its store in the calling thread."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # telemetry would use the network
         from mlflow import MlflowClient
 
@@ -41,7 +41,7 @@ class MlflowRun:
 
         known: Mapping[str, str] = {}
         if run.key is not None:
-            with suppress(MlflowException):  # another store, or it was removed
+            with suppress(MlflowException):  # the run is in another store, or was deleted
                 known = self._client.get_run(run.key).data.params
                 self._client.update_run(run.key, status="RUNNING")
                 self._key = run.key
@@ -53,6 +53,7 @@ class MlflowRun:
         return self._key, f"{self._client.tracking_uri}, run {self._key}"
 
     def _experiment(self) -> str:
+        """Return the id of the experiment, which is created if necessary."""
         from mlflow.exceptions import MlflowException
 
         if identifier := os.environ.get("MLFLOW_EXPERIMENT_ID"):
@@ -61,27 +62,26 @@ class MlflowRun:
         if (experiment := self._client.get_experiment_by_name(name)) is None:
             try:
                 return str(self._client.create_experiment(name))
-            except MlflowException:  # another process was faster
+            except MlflowException:  # another process has just created it
                 experiment = self._client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
         return str(experiment.experiment_id)
 
     def _parameters(self, configuration: Mapping[str, Any], known: Mapping[str, str]) -> None:
-        """Log only new parameters; MLflow does not allow a resumed run to change them."""
+        """Log the parameters that are new: a resumed run must not change parameters in MLflow."""
         from mlflow.entities import Param
 
         flat = {
-            _allowed(key)[:LONGEST_KEY]: str(value)[:LONGEST_VALUE]
-            for key, value in _flat(configuration)
+            _allowed(key)[:MAX_KEY]: str(value)[:MAX_VALUE] for key, value in _flat(configuration)
         }
         new = [Param(key, value) for key, value in flat.items() if key not in known]
-        for start in range(0, len(new), MOST):
-            self._client.log_batch(self._key, params=new[start : start + MOST])
+        for start in range(0, len(new), MAX_PARAMETERS):
+            self._client.log_batch(self._key, params=new[start : start + MAX_PARAMETERS])
         self._client.log_dict(self._key, dict(configuration), "configuration.json")
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's metrics at its number, counted from 1, or final metrics at 0."""
+        """Log the metrics of an epoch at its number, counted from 1; log final metrics at 0."""
         from mlflow.entities import Metric
 
         now, step = int(time.time() * 1000), 0 if epoch is None else epoch + 1
@@ -100,6 +100,7 @@ class MlflowRun:
 
 
 def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of nested tables with their values."""
     for key, value in tables.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{key}.")
@@ -108,5 +109,5 @@ def _flat(tables: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _allowed(name: str) -> str:
-    """Return a name without characters that MLflow does not allow."""
+    """Return a name without the characters that MLflow does not allow."""
     return re.sub(r"[^\w\-. /]", "", name)

@@ -1,7 +1,7 @@
 """Online adaptive metric learning: `OAHU`, `Warm`, linear baselines, streams of triplets, and ABTL.
 
-Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. Fitting the learners needs
-no torch.
+Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019. Learners are fitted
+without torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazy(
 
 @hookimpl
 def retrieval_learners() -> Factories:
-    """Metrics learned from a stream of triplets: OAHU, the warm start, and four linear methods."""
+    """Learners from a stream of triplets: OAHU, Warm, and four linear methods."""
     from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm
 
     return {"lego": LEGO, "oahu": OAHU, "oasis": OASIS, "opml": OPML, "rdml": RDML, "warm": Warm}
@@ -57,7 +57,7 @@ def retrieval_learners() -> Factories:
 
 @hookimpl
 def retrieval_combiners() -> Factories:
-    """The hedge over metric spaces, searched as in the paper or in one index."""
+    """OAHU's hedge: a weighted combination of metric spaces, searched in one or several indexes."""
     from retrieval_oahu import HedgeScore, HedgeSum
 
     return {"hedge": HedgeScore, "hedge_sum": HedgeSum}

@@ -16,26 +16,34 @@ from torch import Tensor, nn
 from retrieval_oahu.combiners import Hedge
 from retrieval_oahu.online import refuse_range, warn_tau
 
-_MANY = 200_000
-"""Largest number of a batch's triplets in the loss; if there are more, this many are drawn."""
+_MAX_TRIPLETS = 200_000
+"""If a batch has more triplets, this many of them are drawn at random for the loss."""
+_MAX_ITEMS = 64
+"""From a batch of more items, 100 triplets per anchor are drawn instead of all."""
 
 
 class ABTL(CheckedLoss):
     """Adaptive-bound triplet loss, whose bounds for positives and negatives follow the distances.
 
-    The loss is ½ ((D⁺ − d_sim) / (2 − d_sim) + (d_dis − D⁻) / d_dis) with the bounds d_sim = τ
-    (e^{D⁺} − 1) / (e² − 1) and d_dis = 2 − τ + τ (1 − e^{−D⁻}) / (1 − e^{−2}), which are constants
-    in the gradient. It is 0 only for D⁺ = 0 and D⁻ = 2, so every triplet contributes. Gao et al.,
-    "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. With the combiner
-    `oahu.hedge` or `oahu.hedge_sum` the loss is the weighted sum of the spaces' losses (Eq 19), and
-    the weights adapt with each training batch.
+    Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, Eq 11–13. A triplet
+    whose anchor has distance D⁺ to the positive and D⁻ to the negative has the loss
+
+        ½ ((D⁺ − d_sim) / (2 − d_sim) + (d_dis − D⁻) / d_dis)
+        d_sim = τ (e^{D⁺} − 1) / (e² − 1),  d_dis = 2 − τ + τ (1 − e^{−D⁻}) / (1 − e^{−2})
+
+    The bounds d_sim and d_dis have no gradient. The loss is 0 only for D⁺ = 0 and D⁻ = 2, so every
+    triplet contributes. The combiners `oahu.hedge` and `oahu.hedge_sum` have several embedding
+    spaces. With them the loss is the weighted sum of the losses of the spaces (Eq 19), and the
+    weights adapt with each training batch.
 
     Args:
-        tau: τ, above 0 and below 2. Similar pairs are pulled below a bound of at most τ, dissimilar
-            ones pushed above one of at least 2 − τ. The paper's theorem requires at most 2/3.
-        distance: how two embeddings are compared, a distance between 0 and 2; the Euclidean
-            distance of unit vectors by default.
-        reducer: reduces the triplets' losses to one number; the mean of those above 0 by default.
+        tau: τ, above 0 and below 2. Similar pairs are pulled below a bound of at most τ. Dissimilar
+            pairs are pushed above a bound of at least 2 − τ. The paper's theorem requires at most
+            2/3.
+        distance: the distance of two embeddings, between 0 and 2. By default it is the Euclidean
+            distance of unit vectors.
+        reducer: reduces the losses of the triplets to one number. By default it takes the mean of
+            the losses above 0.
     """
 
     def __init__(
@@ -48,7 +56,7 @@ class ABTL(CheckedLoss):
         warn_tau(tau)
         super().__init__(distance=distance, reducer=reducer)
         if self.distance.is_inverted:
-            raise ValueError("distance is a similarity; ABTL needs a distance between 0 and 2.")
+            raise ValueError("distance is a similarity. ABTL needs a distance between 0 and 2.")
         self.tau = tau
 
     def get_default_distance(self) -> nn.Module:
@@ -64,16 +72,19 @@ class ABTL(CheckedLoss):
     ) -> Any:
         """Return one loss per triplet in the format of pytorch-metric-learning's reducers."""
         indices = indices_utils.convert_to_triplets(
-            indices_tuple, labels, ref_labels, t_per_anchor="all" if len(labels) <= 64 else 100
+            indices_tuple,
+            labels,
+            ref_labels,
+            t_per_anchor="all" if len(labels) <= _MAX_ITEMS else 100,
         )
-        if len(indices[0]) > _MANY:
-            some = torch.randperm(len(indices[0]), device=indices[0].device)[:_MANY]
-            indices = tuple(index[some] for index in indices)
+        if len(indices[0]) > _MAX_TRIPLETS:
+            drawn = torch.randperm(len(indices[0]), device=indices[0].device)[:_MAX_TRIPLETS]
+            indices = tuple(index[drawn] for index in indices)
         a, p, n = indices
         if not len(a):
             return self.zero_losses()
-        of = self._hedged if isinstance(self.distance, Hedge) else self._plain
-        losses = of(embeddings, ref_emb, a, p, n)
+        losses_of = self._hedged if isinstance(self.distance, Hedge) else self._plain
+        losses = losses_of(embeddings, ref_emb, a, p, n)
         return {"loss": {"losses": losses, "indices": (a, p, n), "reduction_type": "triplet"}}
 
     def _plain(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
@@ -81,15 +92,16 @@ class ABTL(CheckedLoss):
         return abtl(matrix[a, p], matrix[a, n], self.tau)
 
     def _hedged(self, x: Tensor, r: Tensor, a: Tensor, p: Tensor, n: Tensor) -> Tensor:
-        """Return Σ α_l loss_l of each triplet; the combiner's `observe` gets the mean losses."""
+        """Return Σ α_l loss_l of each triplet over spaces l; update the weights α in training."""
         queries, references = self.distance.embeddings(x), self.distance.embeddings(r)
         alpha = self.distance.alpha.to(x.dtype).clone()
-        losses_by_level = []
-        for level in range(self.distance.spaces):
-            apart = queries[:, None, level] - references[None, :, level]
-            matrix = (apart.square().sum(2) + 1e-12).sqrt()
-            losses_by_level.append(abtl(matrix[a, p], matrix[a, n], self.tau))
-        losses = torch.stack(losses_by_level)
+        losses_by_space = []
+        for space in range(self.distance.spaces):
+            difference = queries[:, None, space] - references[None, :, space]
+            # 1e-12 keeps the gradient of the root finite at zero.
+            matrix = (difference.square().sum(2) + 1e-12).sqrt()
+            losses_by_space.append(abtl(matrix[a, p], matrix[a, n], self.tau))
+        losses = torch.stack(losses_by_space)
         if self.training and torch.is_grad_enabled():
             self.distance.observe(losses.mean(dim=1))
         weighted: Tensor = alpha @ losses
@@ -97,10 +109,10 @@ class ABTL(CheckedLoss):
 
 
 def abtl(positive: Tensor, negative: Tensor, tau: float) -> Tensor:
-    """Return losses (T,) for distances D⁺ and D⁻ (T,); the bounds have no gradient."""
+    """Return losses (T,) for distances `positive`, D⁺, and `negative`, D⁻, both (T,)."""
     with torch.no_grad():
-        near = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
-        far = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))
-    attractive = ((positive - near) / (2 - near)).relu()
-    repulsive = (1 - negative / far).relu()
+        similar_bound = tau / math.expm1(2.0) * torch.expm1(positive.clamp(max=2))
+        dissimilar_bound = (2 - tau) + tau / math.expm1(-2.0) * torch.expm1(-negative.clamp(max=2))
+    attractive = ((positive - similar_bound) / (2 - similar_bound)).relu()
+    repulsive = (1 - negative / dissimilar_bound).relu()
     return (attractive + repulsive) / 2

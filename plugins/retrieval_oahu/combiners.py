@@ -1,4 +1,4 @@
-"""OAHU's model in torch: its network, the hedge over spaces, and OASIS's bilinear similarity."""
+"""Models in torch: OAHU's network, its hedge over spaces, and OASIS's bilinear similarity."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class OverComplete(nn.Module):
-    """OAHU's network: features (B, F) → the spaces' weighted unit embeddings (B, (L + 1) E).
+    """OAHU's network: features (B, F) → weighted unit embeddings of the spaces (B, (L + 1) E).
 
     Args:
         features: F, the number of features.
         depth: L, the number of hidden layers.
         hidden: number of units per hidden layer.
-        embedding: E, the dimension of each space's embedding.
+        embedding: E, the dimension of the embedding in a space.
     """
 
     def __init__(self, features: int, depth: int, hidden: int, embedding: int) -> None:
@@ -57,7 +57,7 @@ class OverComplete(nn.Module):
     ) -> OverComplete:
         """Return a float32 network with a learner's weights.
 
-        The first of `levels` is (F, hidden + E), each other one (hidden, hidden + E).
+        The first of `levels` is (F, hidden + E), the others are (hidden, hidden + E).
         """
         head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 
@@ -65,7 +65,7 @@ class OverComplete(nn.Module):
             target.copy_(torch.from_numpy(np.array(values, dtype=np.float32)))
 
         with torch.no_grad():
-            # the last level has no hidden layer
+            # The last level has no hidden layer.
             for level, layer in zip(levels, head.hidden.parameters(), strict=False):
                 put(layer, level[:, :hidden].T)
             for level, layer in zip(levels, head.embedding.parameters(), strict=True):
@@ -126,7 +126,7 @@ class Bilinear(Combiner):
 
 
 class Hedge(Combiner):
-    """Base of both hedge combiners, with the weights α and the distance √(Σ α_l D_l²).
+    """Base class of the hedge combiners, with weights α and the distance √(Σ α_l D_l²).
 
     Attributes:
         spaces: L + 1, the number of metric spaces.
@@ -150,8 +150,8 @@ class Hedge(Combiner):
         self.register_buffer(
             "alpha", torch.full((self.spaces,), 1 / self.spaces, dtype=torch.float64)
         )
-        # factor of each space's embedding in the codes: 1 in deep training, √α for codes of an
-        # exported learner
+        # Factor of each space's embedding in the codes: 1 in deep training, √α for codes of an
+        # exported learner.
         self.register_buffer("factor", torch.ones(self.spaces, dtype=torch.float64))
 
     @classmethod
@@ -165,55 +165,55 @@ class Hedge(Combiner):
         return combiner
 
     def build_head(self, features: int) -> nn.Module:
-        """Return the over-complete network: features (B, F) → codes (B, (L + 1) E)."""
+        """Return OAHU's network: features (B, F) → codes (B, (L + 1) E)."""
         return OverComplete(features, self.depth, self.hidden, self.embedding)
 
     def embeddings(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings (N, L + 1, E) in codes (N, (L + 1) E)."""
-        parted = codes.reshape(-1, self.spaces, self.embedding)
-        return parted / self._row("factor", codes)[:, None]
+        by_space = codes.reshape(-1, self.spaces, self.embedding)
+        return by_space / self._row("factor", codes)[:, None]
 
     def observe(self, losses: Tensor) -> None:
-        """Update the weights with each space's loss (L + 1,) by Eq 20."""
-        moved = hedge_update(
+        """Update the weights with the losses (L + 1,) of the spaces, by Eq 20."""
+        updated = hedge_update(
             self.get_buffer("alpha").cpu().numpy(),
             losses.detach().double().cpu().numpy(),
             self.beta,
             self.smoothing,
             self.rule,
         )
-        self.get_buffer("alpha").copy_(torch.from_numpy(moved))
+        self.get_buffer("alpha").copy_(torch.from_numpy(updated))
         self._weights_changed()
 
     def compute_mat(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return √(Σ α_l D_l²) (Q, R)."""
-        query, reference = self._weighed(query_emb), self._weighed(ref_emb)
-        if torch.is_grad_enabled():  # the root has no gradient at zero
+        query, reference = self._weighted(query_emb), self._weighted(ref_emb)
+        if torch.is_grad_enabled():  # 1e-12 keeps the gradient of the root finite at zero
             squares: Tensor = (query[:, None] - reference).square().sum(2)
             return (squares + 1e-12).sqrt()
         return torch.cdist(query, reference, compute_mode="donot_use_mm_for_euclid_dist")
 
     def pairwise_distance(self, query_emb: Tensor, ref_emb: Tensor) -> Tensor:
         """Return √(Σ α_l D_l²) (N,)."""
-        squares: Tensor = (self._weighed(query_emb) - self._weighed(ref_emb)).square().sum(1)
+        squares: Tensor = (self._weighted(query_emb) - self._weighted(ref_emb)).square().sum(1)
         return (squares + 1e-12).sqrt()
 
     def index_vectors(self, codes: Tensor) -> Tensor:
-        """Return the unit embeddings side by side, which do not depend on the weights."""
+        """Return the unit embeddings side by side; they do not depend on the weights."""
         return self.embeddings(codes).flatten(1)
 
-    def _weighed(self, codes: Tensor) -> Tensor:
-        weighed: Tensor = (
-            self.embeddings(codes) * self._row("alpha", codes).sqrt()[:, None]
-        ).flatten(1)
-        return weighed
+    def _weighted(self, codes: Tensor) -> Tensor:
+        """Return embeddings times √α (N, (L + 1) E), whose distances are √(Σ α_l D_l²)."""
+        roots = self._row("alpha", codes).sqrt()
+        weighted: Tensor = (self.embeddings(codes) * roots[:, None]).flatten(1)
+        return weighted
 
     def _row(self, name: str, like: Tensor) -> Tensor:
         row: Tensor = self.get_buffer(name).to(like.dtype)
         return row
 
     def _weights_changed(self) -> None:
-        """Hook that runs after the weights changed."""
+        """Hook that runs after the weights have changed."""
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
         super()._load_from_state_dict(*arguments)
@@ -223,19 +223,19 @@ class Hedge(Combiner):
 class HedgeScore(Hedge):
     """Hedge-weighted metric spaces, searched as in the paper: one index per space, merged (Eq 27).
 
-    Each of the depth + 1 spaces proposes its k nearest items. An item's score combines its relative
-    distance among these with the space's weight; an item that several spaces propose keeps its best
-    score. Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3.
+    Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Each of the
+    depth + 1 spaces proposes its k nearest items. An item's score combines its relative distance
+    among them with the space's weight. An item that several spaces propose keeps its best score.
     Training and `retrieval evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights
     adapt during training.
 
     Args:
-        embedding: dimension E of each space's embedding.
+        embedding: dimension E of the embedding in a space.
         depth: L, the number of hidden layers.
         hidden: number of units per hidden layer.
-        beta: β, factor of a weight for a loss of 1.
-        smoothing: s; no weight falls below about s / (depth + 1).
-        rule: how losses discount weights, as for `oahu.oahu`.
+        beta: β, by which a weight is multiplied after a loss of 1.
+        smoothing: s. No weight falls below about s / (depth + 1).
+        rule: factor of a weight after a loss; see `oahu.oahu`.
     """
 
     merge = "score"
@@ -263,18 +263,19 @@ class HedgeScore(Hedge):
 class HedgeSum(Hedge):
     """Hedge-weighted metric spaces, searched by Σ α_l D_l² in one index that weights do not change.
 
-    The index stores each item's unit embeddings side by side, and a query's embeddings are
-    multiplied by the weights. Their inner product is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The
+    The index stores the unit embeddings of an item side by side. The embeddings of a query are
+    multiplied by the weights. The inner product is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The
     reported distance is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt
-    during training. This is not Eq 27 of the paper (`oahu.hedge`), nor an approximation of it.
+    during training. This search is neither Eq 27 of the paper (`oahu.hedge`) nor an approximation
+    of it.
 
     Args:
-        embedding: dimension E of each space's embedding.
+        embedding: dimension E of the embedding in a space.
         depth: L, the number of hidden layers.
         hidden: number of units per hidden layer.
-        beta: β, factor of a weight for a loss of 1.
-        smoothing: s; no weight falls below about s / (depth + 1).
-        rule: how losses discount weights, as for `oahu.oahu`.
+        beta: β, by which a weight is multiplied after a loss of 1.
+        smoothing: s. No weight falls below about s / (depth + 1).
+        rule: factor of a weight after a loss; see `oahu.oahu`.
     """
 
     measure = "inner"

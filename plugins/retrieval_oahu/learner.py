@@ -1,4 +1,4 @@
-"""`OAHU`, an ensemble of metrics of increasing depth that learns from a stream of triplets."""
+"""`OAHU`: an ensemble of metrics of increasing depth that learns from a stream of triplets."""
 
 from __future__ import annotations
 
@@ -24,52 +24,52 @@ Count = Annotated[int, Field(ge=1)]
 FLOOR = 0.05
 """Lower bound of a feature's deviation, as a share of the features' quadratic mean deviation.
 
-It keeps a nearly constant feature, such as a pixel at the border, from being scaled up.
+The bound prevents scaling up a nearly constant feature, such as a pixel at the border.
 """
 SETTLE = 1000
-"""Without `prepare` or `fit`, mean and deviation are updated for this many triplets, then fixed."""
+"""Without `prepare` or `fit`, mean and deviation are fixed after this many triplets."""
 
 
 class OAHU(OnlineLearner):
     """Online metric learning with adaptive hedge update (OAHU).
 
-    The input and each hidden layer of a network have an embedding layer on the unit sphere, so the
-    network holds one metric per depth, from linear to deep. Every triplet trains all of them with
-    the adaptive-bound triplet loss. A hedge, one weight per depth, weights their losses and adapts
-    to them. Features are standardised one by one.
+    The input and each hidden layer of a network have an embedding layer on the unit sphere. The
+    network therefore has one metric per depth, from linear to deep. Every triplet trains all
+    metrics with the adaptive-bound triplet loss. A hedge has one weight per depth: it weights the
+    losses and adapts to them. Each feature is standardised.
 
     Gao, Li, Chandra, Khan & Thuraisingham, "Towards Self-Adaptive Metric Learning On the Fly", WWW
-    2019; docs/oahu.md lists the paper's errors.
+    2019. docs/oahu.md lists the errors of the paper.
 
     Args:
         depth: L, the number of hidden layers.
         hidden: number of units per hidden layer.
-        embedding: dimension E of each embedding; `transform` returns (depth + 1) × E columns.
-        tau: τ, above 0 and below 2. Similar pairs are pulled below a threshold of at most τ,
-            dissimilar ones pushed above one of at least 2 − τ. The paper's theorem requires at most
-            2/3.
-        beta: β, factor of a weight for a loss of 1.
-        smoothing: s; no weight falls below about s / (depth + 1).
+        embedding: dimension E of an embedding; `transform` returns (depth + 1) × E columns.
+        tau: τ, above 0 and below 2. Similar pairs are pulled below a threshold of at most τ.
+            Dissimilar pairs are pushed above a threshold of at least 2 − τ. The paper's theorem
+            requires at most 2/3.
+        beta: β, by which a weight is multiplied after a loss of 1.
+        smoothing: s. No weight falls below about s / (depth + 1).
         learning_rate: η of the gradient step.
-        rule: how a loss discounts a weight: "exp" by β^loss, "linear" by 1 − (1 − β) loss, "paper"
-            by Eq 20 with its condition corrected.
+        rule: factor of a weight after a loss: "exp" is β^loss, "linear" is 1 − (1 − β) loss, and
+            "paper" is Eq 20 with its condition corrected.
         search: how the exported model is searched. "sum" orders by the weighted sum of squared
-            distances in one index; "score" is Eq 27, with one index per space.
+            distances in one index. "score" is Eq 27, with one index per space.
         dtype: precision of the network.
         seeds: number of random triplets that `fit` draws.
-        closure: number of triplets that `fit` derives from those and adds.
+        closure: number of implied triplets that `fit` adds to them.
         seed: seed of the initial weights and of `fit`'s triplets; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
         alpha_: (L + 1,) the weights of the spaces, which sum to 1.
         weights_: (M, L + 1) the weights along the stream; M is bounded.
-        weights_at_: (M,) number of triplets after which each row was recorded.
+        weights_at_: (M,) number of triplets after which a row was recorded.
         input_layer_: (F, H + E) the weights W₁ and Θ₀, side by side.
         layers_: (L, H, H + E) the weights W_{l+1} and Θ_l of the hidden layers; the last W is not
             used.
         mean_: (F,) mean that is subtracted from the features.
-        scale_: (F,) deviation by which they are then divided.
+        scale_: (F,) deviation by which the differences are divided.
     """
 
     alpha_: NDArray[np.float64]
@@ -113,14 +113,14 @@ class OAHU(OnlineLearner):
         self.random_state = random_state
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return embeddings (N, (L + 1) E): each space's unit embedding times √α, side by side.
+        """Return embeddings (N, (L + 1) E): the spaces' unit embeddings times √α, side by side.
 
         Their squared Euclidean distance is Σ α_l D_l².
         """
         return self.spaces(X).codes()
 
     def spaces(self, X: ArrayLike) -> Spaces:
-        """Return each space's unit embeddings of features (N, F), with the present weights."""
+        """Return the unit embeddings of features (N, F) in each space, with the current weights."""
         check_is_fitted(self, "n_triplets_")
         x = validate_data(self, X, reset=False, dtype=np.float64)
         return Spaces(self._network().embed(self._standardized(x)), self.alpha_.copy())
@@ -144,7 +144,7 @@ class OAHU(OnlineLearner):
         Args:
             X: (N, F) features of the pairs' first items.
             Y: (N, F) features of the pairs' second items.
-            threshold: T, between 0 and 1; a pair is similar if half its distance is below T.
+            threshold: T, between 0 and 1. A pair is similar if half its distance is below T.
         """
         return self.spaces(X).similar(self.spaces(Y), threshold)
 
@@ -173,13 +173,12 @@ class OAHU(OnlineLearner):
     def __sklearn_tags__(self) -> Tags:
         tags: Tags = super().__sklearn_tags__()
         assert tags.transformer_tags is not None
-        tags.transformer_tags.preserves_dtype = [
-            self.dtype
-        ]  # embeddings have the network's precision, whatever the input has
+        # Embeddings have the network's precision, whatever precision the input has.
+        tags.transformer_tags.preserves_dtype = [self.dtype]
         return tags
 
     def __getstate__(self) -> dict[str, Any]:
-        # the network shares memory with the fitted arrays; a copy builds its own
+        # The network shares memory with the fitted arrays. A copy builds a new network.
         state: dict[str, Any] = {**super().__getstate__()}
         state.pop("_live", None)
         return state
@@ -205,7 +204,7 @@ class OAHU(OnlineLearner):
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r}; it may be {', '.join(known)}."
+                    f"{name} is {getattr(self, name)!r} and must be {', '.join(known)}."
                 )
         warn_tau(self.tau)
         network = Network.random(
@@ -224,11 +223,11 @@ class OAHU(OnlineLearner):
             np.zeros(1, np.int64),
             1,
         )
-        # without a sample, these sums yield the running mean and deviation of the stream
+        # Without a sample, these yield the running mean and deviation of the stream.
         self.seen_, self.mean_, self.squares_ = 0, np.zeros(features), np.zeros(features)
         self.scale_ = np.ones(features)
         if sample is not None:
-            self.seen_ = -1  # settled
+            self.seen_ = -1  # mean and deviation are fixed
             self.mean_, self.scale_ = sample.mean(axis=0), _floored(sample.std(axis=0))
 
     def _learn(self, triplets: Floats) -> int:
@@ -265,9 +264,9 @@ class OAHU(OnlineLearner):
         """Update the running mean and deviation with a triplet's vectors."""
         self.seen_ += 1
         for number, row in enumerate(triplet, start=3 * self.seen_ - 2):
-            apart = row - self.mean_
-            self.mean_ = self.mean_ + apart / number
-            self.squares_ = self.squares_ + apart * (row - self.mean_)
+            difference = row - self.mean_
+            self.mean_ = self.mean_ + difference / number
+            self.squares_ = self.squares_ + difference * (row - self.mean_)
         self.scale_ = _floored(np.sqrt(self.squares_ / (3 * self.seen_)))
 
     @property

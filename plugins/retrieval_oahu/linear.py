@@ -1,4 +1,4 @@
-"""Linear metrics from a stream: LEGO, OASIS, OPML and RDML."""
+"""Linear metrics learned from a stream of triplets: LEGO, OASIS, OPML and RDML."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.floating[Any]]
 SETTLE = 100
-"""Without `prepare` or `fit`, the first this many triplets only set the scale of distances."""
-_PAIRS = 5000
+"""Without `prepare` or `fit`, this many triplets at first only set the scale of distances."""
+_PAIRS = 5000  # random pairs of a sample that set this scale
 _roots: WeakKeyDictionary[MatrixLearner, Floats] = WeakKeyDictionary()
 """Cache of `components_`, valid until the learner learns again.
 
 It is not an attribute, because reading a property must not change an estimator.
 """
 SHARE = 0.9
-"""Upper bound of RDML's step for a similar pair, as a share of the step that makes M singular."""
+"""RDML limits the step of a similar pair to this share of the step that makes M singular."""
 REFRESH = 1000
-"""Number of rank-one updates of RDML's inverse, whose rounding accumulates, before a new
-inversion."""
+"""Number of updates of RDML's M⁻¹, whose rounding errors accumulate, before M is inverted again."""
 
 
 class MatrixLearner(LinearMap, OnlineLearner):
-    """Base of learners of M in the squared distance (x − y)ᵀ M (x − y); subclasses define `_pair`.
+    """Base class of learners of M in the squared distance (x − y)ᵀ M (x − y).
 
-    Each triplet is learned as two pairs, the similar one first. Features are divided by the root of
-    the mean squared distance, so that the papers' constants mean the same on all data.
+    Subclasses define `_pair`. A triplet is learned as two pairs, the similar pair first. Features
+    are divided by the root of the mean squared distance, so that the constants of the papers have
+    the same meaning on all data.
 
     Attributes:
         matrix_: (F, F) M, for features divided by `unit_`.
-        unit_: number that features are divided by.
-        distances_: sorted squared distances of a sample of pairs, at most some thousand, from which
-            subclasses take thresholds.
+        unit_: number by which features are divided.
+        distances_: sorted squared distances of a few thousand pairs at most, from which subclasses
+            compute thresholds.
     """
 
     matrix_: Floats
@@ -59,7 +59,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
     def _start(self, features: int) -> None:
         """Check parameters and set the subclass's further attributes."""
 
-    def _pair(self, apart: Floats, alike: bool) -> bool:
+    def _pair(self, difference: Floats, similar: bool) -> bool:
         """Learn from one pair's difference (F,); return whether that changed the model."""
         raise NotImplementedError
 
@@ -84,15 +84,15 @@ class MatrixLearner(LinearMap, OnlineLearner):
     def _learn(self, triplets: Floats) -> int:
         used = 0
         for triplet in triplets:
-            apart = triplet[0] - triplet[1:]
+            differences = triplet[0] - triplet[1:]
             if not self.unit_:
-                self.distances_ = np.append(self.distances_, (apart**2).sum(axis=1))
+                self.distances_ = np.append(self.distances_, (differences**2).sum(axis=1))
                 if len(self.distances_) == 2 * SETTLE:
                     self._settle(self.distances_)
                 continue
-            apart /= self.unit_
-            similar, dissimilar = self._pair(apart[0], True), self._pair(apart[1], False)
-            used += similar or dissimilar
+            differences /= self.unit_
+            changed = [self._pair(differences[0], True), self._pair(differences[1], False)]
+            used += any(changed)
         _roots.pop(self, None)
         return used
 
@@ -112,7 +112,7 @@ class MatrixLearner(LinearMap, OnlineLearner):
 
 def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
     """Add factor · x yᵀ to a C-contiguous float64 matrix, in place."""
-    # BLAS is column-major, so it updates the transpose
+    # BLAS is column-major, so the transpose is updated.
     blas.dger(factor, y, x, a=matrix.T, overwrite_a=1)
 
 
@@ -120,19 +120,20 @@ class LEGO(MatrixLearner):
     """LEGO (LogDet exact gradient online): a closed-form step for each violated pair.
 
     Jain, Kulis, Dhillon & Grauman, "Online Metric Learning and Fast Similarity Search", NeurIPS
-    2008. A similar pair above its target distance is pulled towards the target, and a dissimilar
-    pair below its target is pushed towards it. The targets are percentiles of the distances between
-    random items, as in ITML. M stays positive definite without a projection.
+    2008. A similar pair whose distance is above its target is pulled towards the target. A
+    dissimilar pair whose distance is below its target is pushed towards the target. The targets are
+    percentiles of the distances between random items, as in ITML. M stays positive definite without
+    a projection.
 
     Args:
         learning_rate: η.
-        upper: percentile of squared distances that similar pairs should stay below.
-        lower: percentile of squared distances that dissimilar pairs should stay above. On
-            Fashion-MNIST 50 and 50 are far better than the customary 5 and 95.
+        upper: percentile of squared distances below which similar pairs should stay.
+        lower: percentile of squared distances above which dissimilar pairs should stay. On
+            Fashion-MNIST, 50 for both is far better than the customary 5 and 95.
         seeds: number of random triplets that `fit` draws.
-        closure: number of triplets that `fit` derives from those and adds.
+        closure: number of implied triplets that `fit` adds to them.
         seed: seed of `fit`'s triplets; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
         matrix_: (F, F) M, of features divided by `unit_`.
@@ -169,14 +170,15 @@ class LEGO(MatrixLearner):
         super()._settle(squares)
         self.targets_ = np.percentile(self.distances_, [self.upper, self.lower])
 
-    def _pair(self, apart: Floats, alike: bool) -> bool:
-        target = float(self.targets_[0 if alike else 1])
-        moved = self.matrix_ @ apart
-        now = float(apart @ moved)
-        if now <= 0 or (now <= target if alike else now >= target):
+    def _pair(self, difference: Floats, similar: bool) -> bool:
+        target = float(self.targets_[0 if similar else 1])
+        moved = self.matrix_ @ difference
+        now = float(difference @ moved)
+        if now <= 0 or (now <= target if similar else now >= target):
             return False
         eta = self.learning_rate
-        # the squared distance after the step is the positive root of η ŷ ȳ² + (1 − η y ŷ) ȳ − ŷ = 0
+        # The squared distance after the step is the positive root ȳ of η ŷ ȳ² + (1 − η y ŷ) ȳ − ŷ,
+        # where ŷ is the squared distance now and y the target.
         b = eta * target * now - 1
         after = (b + (b * b + 4 * eta * now * now) ** 0.5) / (2 * eta * now)
         factor = eta * (after - target)
@@ -185,19 +187,19 @@ class LEGO(MatrixLearner):
 
 
 class RDML(MatrixLearner):
-    """RDML, a perceptron of pairs: violated pairs add or subtract their difference's outer product.
+    """RDML, a perceptron of pairs: adds or subtracts the outer product of a pair's difference.
 
     Jin, Wang & Zhou, "Regularized Distance Metric Learning: Theory and Algorithm", NeurIPS 2009. A
-    similar pair is violated if it lies farther apart than the mean squared distance, a dissimilar
-    one if it lies nearer. The step of a similar pair is limited by the paper's bound 1 / (xᵀ M⁻¹
-    x), which keeps M positive definite without a projection.
+    similar pair is learned if its squared distance exceeds the mean, a dissimilar pair if its
+    squared distance is below the mean. The step of a similar pair is limited by the paper's bound
+    1 / (xᵀ M⁻¹ x), which keeps M positive definite without a projection.
 
     Args:
         learning_rate: λ.
         seeds: number of random triplets that `fit` draws.
-        closure: number of triplets that `fit` derives from those and adds.
+        closure: number of implied triplets that `fit` adds to them.
         seed: seed of `fit`'s triplets; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
         matrix_: (F, F) M, of features divided by `unit_`.
@@ -224,17 +226,17 @@ class RDML(MatrixLearner):
         self.inverse_ = np.eye(features)
         self.changes_ = 0
 
-    def _pair(self, apart: Floats, alike: bool) -> bool:
-        now = float(apart @ self.matrix_ @ apart)
-        if now <= 0 or (now < 1 if alike else now > 1):
+    def _pair(self, difference: Floats, similar: bool) -> bool:
+        now = float(difference @ self.matrix_ @ difference)
+        if now <= 0 or (now < 1 if similar else now > 1):
             return False
-        step = -self.learning_rate if alike else self.learning_rate
-        moved = self.inverse_ @ apart
-        room = float(apart @ moved)
-        if alike:
-            step = max(step, -SHARE / room)
-        add_outer(self.matrix_, step, apart, apart)
-        add_outer(self.inverse_, -step / (1 + step * room), moved, moved)  # Sherman–Morrison
+        step = -self.learning_rate if similar else self.learning_rate
+        moved = self.inverse_ @ difference
+        length = float(difference @ moved)
+        if similar:
+            step = max(step, -SHARE / length)
+        add_outer(self.matrix_, step, difference, difference)
+        add_outer(self.inverse_, -step / (1 + step * length), moved, moved)  # Sherman–Morrison
         self.changes_ += 1
         if self.changes_ % REFRESH == 0:
             self.inverse_ = np.ascontiguousarray(np.linalg.inv(self.matrix_))
@@ -242,20 +244,20 @@ class RDML(MatrixLearner):
 
 
 class OPML(MatrixLearner):
-    """OPML (one-pass metric learning): each violated triplet has a closed-form step, (I + γ A)⁻¹.
+    """OPML (one-pass metric learning): a closed-form step (I + γ A)⁻¹ for each violated triplet.
 
     Li, Gao, Wang, Zhou, Huo & Shi, "OPML: A One-Pass Closed-Form Solution for Online Metric
-    Learning", Pattern Recognition 2018. `fit` builds its own triplets in one pass over the items:
-    each item, the latest one of its class and the latest one of another class. If the step would
-    not be invertible, γ is reduced to ½ / |x − x⁻|².
+    Learning", Pattern Recognition 2018. `fit` forms triplets in one pass over the items: an item,
+    the latest item of its class and the latest item of another class. γ is reduced to
+    ½ / |x − x⁻|² if it is larger, which keeps I + γ A invertible.
 
     Args:
         gamma: γ, the size of the step.
         seed: seed of the order of the items in `fit`; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
-        map_: (F, F) L; embeddings are L x, where x is centred and divided by `unit_`.
+        map_: (F, F) L. Embeddings are L x, where x is centred and divided by `unit_`.
     """
 
     def __init__(
@@ -287,23 +289,24 @@ class OPML(MatrixLearner):
     def _learn(self, triplets: Floats) -> int:
         used = 0
         for triplet in triplets:
-            apart = triplet[0] - triplet[1:]
+            differences = triplet[0] - triplet[1:]
             if not self.unit_:
                 used += super()._learn(triplet[None])
                 continue
-            used += self._triplet(apart / self.unit_)
+            used += self._triplet(differences / self.unit_)
         return used
 
-    def _triplet(self, apart: Floats) -> bool:
-        codes = apart @ self.matrix_.T  # (2, F): L u and L v
+    def _triplet(self, differences: Floats) -> bool:
+        """Learn from u = x − x⁺ and v = x − x⁻ (2, F); return whether that changed the model."""
+        codes = differences @ self.matrix_.T  # (2, F): L u and L v
         if 1 + codes[0] @ codes[0] - codes[1] @ codes[1] <= 0:
             return False
-        gram = apart @ apart.T
+        gram = differences @ differences.T
         gamma = min(self.gamma, 0.5 / gram[1, 1])
         # Woodbury: (I + K C Kᵀ)⁻¹ = I − K (C⁻¹ + KᵀK)⁻¹ Kᵀ with K = [u v], C = diag(γ, −γ)
         middle = np.linalg.inv(np.diag([1 / gamma, -1 / gamma]) + gram)
         left = middle.T @ codes
-        for row, column in zip(left, apart, strict=True):
+        for row, column in zip(left, differences, strict=True):
             add_outer(self.matrix_, -1.0, row, column)
         return True
 
@@ -322,17 +325,17 @@ class OPML(MatrixLearner):
 
 
 def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]:
-    """Yield triplets: each item in `order`, the latest of its class, the latest of another."""
+    """Yield triplets: an item of `order`, the latest one of its class and of another class."""
     latest: dict[int, int] = {}
-    # the two classes seen last, the later one first; the other class is one of them
+    # The two latest classes, the later one first. One of them is the other class.
     recent: list[int] = []
     for item in map(int, order):
-        own = int(labels[item])
-        other = next((c for c in recent if c != own), None)
-        if own in latest and other is not None:
-            yield Triplet(item, latest[own], latest[other])
-        latest[own] = item
-        recent = [own, *(c for c in recent if c != own)][:2]
+        label = int(labels[item])
+        other = next((c for c in recent if c != label), None)
+        if label in latest and other is not None:
+            yield Triplet(item, latest[label], latest[other])
+        latest[label] = item
+        recent = [label, *(c for c in recent if c != label)][:2]
 
 
 class OASIS(OnlineLearner):
@@ -340,18 +343,18 @@ class OASIS(OnlineLearner):
 
     Chechik, Sharma, Shalit & Bengio, "Large Scale Online Learning of Image Similarity Through
     Ranking", JMLR 2010. W is neither symmetric nor positive, so S is not a distance. Vectors are
-    scaled to unit length, so that a search by inner product is a search by distance; queries are
-    multiplied by Wᵀ.
+    scaled to unit length, so that a search by inner product is a search by distance. Queries are
+    then multiplied by Wᵀ.
 
     Args:
         aggressiveness: C, the largest step.
-        margin: similarity by which a positive should exceed a negative. 0.01 on unit vectors
-            corresponds to the paper's 1 on vectors of length 10, such as images of some hundred
-            pixels.
+        margin: amount by which the similarity of a positive should exceed that of a negative. 0.01
+            for unit vectors corresponds to the paper's 1 for vectors of length 10, such as images
+            of a few hundred pixels.
         seeds: number of random triplets that `fit` draws.
-        closure: number of triplets that `fit` derives from those and adds.
+        closure: number of implied triplets that `fit` adds to them.
         seed: seed of `fit`'s triplets; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
         similarity_: (F, F) W.
@@ -381,27 +384,26 @@ class OASIS(OnlineLearner):
         return unit(validate_data(self, X, reset=False, dtype=(np.float64, np.float32)))
 
     def queries(self, X: ArrayLike) -> Floats:
-        """Return Wᵀ x (N, F), whose inner product with `transform`'s vectors is the similarity."""
+        """Return Wᵀ x (N, F); the inner product with a vector of `transform` is the similarity."""
         codes = self.transform(X)
         vectors: Floats = codes @ self.similarity_.astype(codes.dtype)
         return vectors
 
     def pair_distance(self, pairs: ArrayLike) -> Floats:
-        """Return |Wᵀx − y| (P,) of each pair's unit vectors, the distance of the exported model.
+        """Return |Wᵀx − y| (P,) of the pairs' unit vectors, the distance of the exported model.
 
-        The first item of a pair is the query. For one query, this distance and `pair_score` give
-        the same order. The distance is not symmetric, and the distance of an item to itself is not
-        0.
+        The first item of a pair is the query. For one query, this distance orders items as
+        `pair_score` does. The distance is not symmetric, and an item's distance to itself is not 0.
 
         Raises:
             NotFittedError: the learner is not fitted.
-            ValueError: the array has a wrong shape, or holds NaN or infinity.
+            ValueError: the array has a wrong shape, or has NaN or infinity.
         """
         query, item = self._sides(pairs)
         return np.asarray(np.linalg.norm(self.queries(query) - self.transform(item), axis=1))
 
     def pair_score(self, pairs: ArrayLike) -> Floats:
-        """Return the similarity xᵀ W y (P,) of each pair's unit vectors.
+        """Return the similarities xᵀ W y (P,) of the pairs' unit vectors.
 
         See `pair_distance` for the errors.
         """
@@ -424,11 +426,11 @@ class OASIS(OnlineLearner):
     def _learn(self, triplets: Floats) -> int:
         used = 0
         for a, p, n in unit(triplets):
-            apart = p - n
-            loss = self.margin - float(a @ self.similarity_ @ apart)
-            size = float(a @ a) * float(apart @ apart)
+            difference = p - n
+            loss = self.margin - float(a @ self.similarity_ @ difference)
+            size = float(a @ a) * float(difference @ difference)
             if loss > 0 and size > 0:
-                add_outer(self.similarity_, min(self.aggressiveness, loss / size), a, apart)
+                add_outer(self.similarity_, min(self.aggressiveness, loss / size), a, difference)
                 used += 1
         return used
 

@@ -1,8 +1,8 @@
-"""Memory of a stream's latest items and their relations, and votes of each item's neighbours.
+"""Memory of a stream's latest items and their relations, and votes of an item's neighbours.
 
-Relations follow the same rules as `streams.Closure`: similar pairs join items into groups, and a
-dissimilar pair separates two groups. A triplet that contradicts earlier ones wins: its items lose
-their earlier relations.
+Relations follow the rules of `streams.Closure`: similar pairs join items into groups, and a
+dissimilar pair separates two groups. If a triplet contradicts earlier ones, its items lose their
+earlier relations.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.int64]
 
 VOTERS = (1, 3, 5, 7, 9)
-"""Numbers of neighbours that vote; an item's vote is the mean over all of them."""
+"""Numbers of neighbours that vote; an item's vote is the mean over these numbers."""
 NEAR, NEAR_TURNED_OVER = 0.01, 0.05
-"""Share of the memory whose nearest items may vote (at least the largest of `VOTERS`).
+"""Share of the memory whose items may vote: the nearest ones, at least the largest of `VOTERS`.
 
-The second value holds once the memory has evicted items. Few items of such a stream come back, so
-few relations are known, and items with a known relation lie farther away.
+The second value applies once the memory has evicted items. Few items of such a stream come back, so
+few relations are known, and items with a known relation are farther away.
 """
 
 
 class Memory:
-    """View of a learner's arrays, which it changes in place. A *place* is a row of these arrays.
+    """View of a learner's arrays, which it changes in place. A place is a row of these arrays.
 
     Args:
         vectors: (m, F) centred features of the items.
         keys: (m, 2) uint64 digests of the items' bytes, which identify the items.
-        group: (m,) number of each place's group, below m; an empty place has its own group.
+        group: (m,) number of each place's group, below m. An empty place has a group of its own.
         parted: (m, m) bool, whether two groups are dissimilar.
-        used: (m,) time of each place's last use, 0 for never; the longest unused item is evicted.
+        used: (m,) time of each place's last use, 0 for never. The longest unused item is evicted.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Memory:
         self._place = {keys[place].tobytes(): place for place in range(self.size)}
 
     def take(self, vector: Floats, key: bytes) -> tuple[int, bool]:
-        """Return an item's place and whether it is new; a new item may evict the oldest."""
+        """Return an item's place and whether it is new; a new item may evict another."""
         self._clock += 1
         place = self._place.get(key)
         new = place is None
@@ -76,7 +76,7 @@ class Memory:
         return place, new
 
     def learn(self, anchor: int, positive: int, negative: int) -> None:
-        """Add a triplet's two pairs, and drop relations that contradict them."""
+        """Add a triplet's two pairs; drop relations that contradict them."""
         group, parted = self.group, self.parted
         if parted[group[anchor], group[positive]]:
             self._leave(anchor)
@@ -92,21 +92,21 @@ class Memory:
         parted[joined, group[negative]] = parted[group[negative], joined] = True
 
     def votes(self, anchors: Ints, distances: Floats, share: float = NEAR) -> Floats:
-        """Return votes (A,), the means over `VOTERS` of 1 (own group wins), 0 (another) or ½ (tie).
+        """Return votes (A,): means over `VOTERS` of 1 (the item's group wins), 0 or ½ (a tie).
 
         Args:
             anchors: (A,) places of the items.
-            distances: (A, size) distances to every item; changed in place.
+            distances: (A, size) distances to every item. They are changed in place.
             share: share of the memory whose nearest items may vote.
         """
         distances[np.arange(len(anchors)), anchors] = np.inf
         window = min(max(VOTERS[-1], int(share * self.size)), self.size - 1)
-        near = np.argpartition(distances, window - 1, axis=1)[:, :window]
-        near = np.take_along_axis(
-            near, np.argsort(np.take_along_axis(distances, near, 1), axis=1), 1
+        nearest = np.argpartition(distances, window - 1, axis=1)[:, :window]
+        nearest = np.take_along_axis(
+            nearest, np.argsort(np.take_along_axis(distances, nearest, 1), axis=1), 1
         )
-        groups, own_group = self.group[near], self.group[anchors][:, None]
-        alike, unlike = groups == own_group, self.parted[own_group, groups]
+        groups, anchor_group = self.group[nearest], self.group[anchors][:, None]
+        alike, unlike = groups == anchor_group, self.parted[anchor_group, groups]
         voters = np.argsort(~(alike | unlike), axis=1, kind="stable")[:, : VOTERS[-1]]
         groups, alike, unlike = (
             np.take_along_axis(values, voters, 1) for values in (groups, alike, unlike)
@@ -117,8 +117,8 @@ class Memory:
             against = unlike[:, :number]
             largest = (same_group[:, :number, :number] & against[:, None]).sum(axis=2)
             largest = np.where(against, largest, 0).max(axis=1)
-            for_own = alike[:, :number].sum(axis=1)
-            verdicts += (for_own > largest) + 0.5 * (for_own == largest)
+            favouring = alike[:, :number].sum(axis=1)
+            verdicts += (favouring > largest) + 0.5 * (favouring == largest)
         return verdicts / len(VOTERS)
 
     def _leave(self, place: int) -> None:
@@ -132,5 +132,5 @@ class Memory:
 
 
 def digest(vector: Floats) -> bytes:
-    """Return 16 bytes that identify a vector; 0 and −0 give the same."""
+    """Return 16 bytes that identify a vector; 0 and −0 give the same bytes."""
     return blake2b((vector + 0.0).tobytes(), digest_size=16).digest()

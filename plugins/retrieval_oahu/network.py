@@ -1,8 +1,9 @@
-"""OAHU's over-complete network in numpy, with forward pass, gradient and update for one triplet.
+"""OAHU's network in NumPy, which has an embedding per level: forward pass, gradient and update.
 
 Level l of L + 1 maps h_l (h_0 is the input) to h_{l+1} = relu(h_l W_{l+1}) and to the embedding f_l
-= h_l Θ_l, scaled to unit length (Gao et al. 2019, Eq 1). W_{l+1} and Θ_l lie side by side in one
-matrix, so a level costs one product forward, one backward and one rank-three update in place.
+= h_l Θ_l, scaled to unit length (Gao et al., "Towards Self-Adaptive Metric Learning On the Fly",
+WWW 2019, Eq 1). W_{l+1} and Θ_l are side by side in one matrix. For a triplet, a level therefore
+costs one product forward, one backward and one rank-three update in place.
 """
 
 from __future__ import annotations
@@ -15,49 +16,54 @@ from numpy.typing import NDArray
 from scipy.linalg import blas
 
 Floats = NDArray[np.floating[Any]]
-_SIM = math.exp(2.0) - 1.0
-_DIS = 1.0 - math.exp(-2.0)
+_SIM = math.exp(2.0) - 1.0  # e² − 1, which makes d_sim τ at the largest distance, 2
+_DIS = 1.0 - math.exp(-2.0)  # 1 − e⁻², which makes d_dis 2 there
 Rule = Literal["exp", "linear", "paper"]
 TINY = 1e-12
-"""An embedding shorter than this counts as zero: its unit vector is 0, and it has no gradient."""
+"""An embedding shorter than this counts as zero: its unit vector and its gradient are 0."""
 
 
 def similar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_sim (Eq 11), between 0 and τ; increases with the distance, never above it."""
+    """Return d_sim (Eq 11), from 0 to τ; it increases with the distance and never exceeds it."""
     return tau / _SIM * np.expm1(distance)
 
 
 def dissimilar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_dis (Eq 11), between 2 − τ and 2; increases with the distance, never below it."""
+    """Return d_dis (Eq 11), from 2 − τ to 2; it increases with the distance, never below it."""
     return (2.0 - tau) - tau / _DIS * np.expm1(-distance)
 
 
 def bounds_loss(positive: Floats, negative: Floats, tau: float) -> tuple[Floats, Floats, Floats]:
     """Return the loss ½ (attractive + repulsive) of Eq 12–13, and its derivatives by D⁺ and D⁻.
 
-    Distances lie between 0 and 2, the loss between 0 and 1; ∂/∂D⁺ ≥ 0 and ∂/∂D⁻ ≤ 0.
+    The distances D⁺ (`positive`) and D⁻ (`negative`) are between 0 and 2, the loss is between 0 and
+    1, ∂/∂D⁺ ≥ 0 and ∂/∂D⁻ ≤ 0.
     """
-    near, far = similar_threshold(positive, tau), dissimilar_threshold(negative, tau)
-    slope_p, slope_n = 0.5 / (2.0 - near), -0.5 / far
-    loss = slope_p * np.maximum(positive - near, 0.0) - slope_n * np.maximum(far - negative, 0.0)
-    # only rounding can put a distance beyond its threshold; loss and derivative are 0 there
-    return loss, slope_p * (positive > near), slope_n * (negative < far)
+    d_sim, d_dis = similar_threshold(positive, tau), dissimilar_threshold(negative, tau)
+    slope_p, slope_n = 0.5 / (2.0 - d_sim), -0.5 / d_dis
+    attractive, repulsive = np.maximum(positive - d_sim, 0.0), np.maximum(d_dis - negative, 0.0)
+    # Only rounding can put a distance beyond its threshold; there, loss and derivative are 0.
+    return (
+        slope_p * attractive - slope_n * repulsive,
+        slope_p * (positive > d_sim),
+        slope_n * (negative < d_dis),
+    )
 
 
 def hedge_update(
     alpha: Floats, losses: Floats, beta: float, smoothing: float, rule: Rule = "exp"
 ) -> NDArray[np.float64]:
-    """Return the weights after one hedge update: discounted by losses, floored and normalised.
+    """Return the weights after one hedge update: discounted by the losses, floored and normalised.
 
     Args:
         alpha: (L + 1,) weights that sum to 1.
-        losses: (L + 1,) each level's loss, 0 to 1.
+        losses: (L + 1,) losses of the levels, 0 to 1.
         beta: β, between 0 and 1.
         smoothing: s. The floor s / (L + 1) is applied before normalising, so the guaranteed minimum
             is (s / (L + 1)) / (1 + s L / (L + 1)).
-        rule: "exp" discounts by β^loss, "linear" by 1 − (1 − β) loss. By convexity β^loss is the
-            larger discount, which the paper's text asks for. "paper" is Eq 20 with its condition
-            corrected (β^{min loss} log β > β − 1): "exp" if it holds, "linear" otherwise.
+        rule: "exp" multiplies a weight by β^loss, "linear" by 1 − (1 − β) loss. By convexity "exp"
+            is the larger discount, which the paper's text asks for. "paper" is Eq 20 with its
+            condition corrected: "exp" if β^{min loss} log β > β − 1, and "linear" otherwise.
     """
     exponential = rule == "exp" or (
         rule == "paper" and beta ** float(losses.min()) * math.log(beta) > beta - 1.0
@@ -69,12 +75,12 @@ def hedge_update(
 
 
 class Network:
-    """The network's weights, and buffers for a step.
+    """The weights of the network, and buffers for a step.
 
     Args:
-        first: (F, H + E) columns of W₁, then Θ₀; `step` changes them in place.
-        deeper: (L, H, H + E) columns of W_{l+1}, then Θ_l, for each hidden layer; `step` changes
-            them in place. The last W is unused and stays zero.
+        first: (F, H + E) the columns of W₁, then of Θ₀.
+        deeper: (L, H, H + E) the columns of W_{l+1}, then of Θ_l, for each hidden layer. The last W
+            is unused and stays zero. `step` changes both arrays in place.
         hidden: H, the number of units per hidden layer.
     """
 
@@ -96,7 +102,7 @@ class Network:
     def random(
         cls, features: int, depth: int, hidden: int, embedding: int, seed: int, dtype: Any
     ) -> Network:
-        """Return a network with normal weights of variance 2 / fan-in (He et al.) or 1 / fan-in."""
+        """Return a network with random weights of variance 2 / fan-in (W) or 1 / fan-in (Θ)."""
         rng = np.random.default_rng(seed)
         first = rng.standard_normal((features, hidden + embedding))
         deeper = rng.standard_normal((depth, hidden, hidden + embedding))
@@ -116,7 +122,7 @@ class Network:
         return np.stack(embeddings)
 
     def step(self, rows: Floats, alpha: Floats, tau: float, rate: float) -> Floats:
-        """Learn from one triplet; return each level's loss (L + 1,) before the update (Eq 13).
+        """Learn from one triplet; return the levels' losses (L + 1,) before the update (Eq 13).
 
         Args:
             rows: (3, F) standardised anchor, positive and negative.
@@ -133,35 +139,35 @@ class Network:
         losses, gradient = triplet_gradient(out[:, :, hidden:], alpha, tau)
         back[:, :, hidden:] = gradient
         for number in range(self.depth, 0, -1):
-            # h_l feeds its embedding and the next layer, which gives the sum of Eq 22 from j = l
-            flowing = np.dot(back[number], self.levels[number].T)
-            np.multiply(flowing, active[number - 1] > 0, out=back[number - 1, :, :hidden])
+            # h_l feeds its embedding and the next layer, so this is the sum of Eq 22 from j = l.
+            through = np.dot(back[number], self.levels[number].T)
+            np.multiply(through, active[number - 1] > 0, out=back[number - 1, :, :hidden])
         for number, level in enumerate(self.levels):
             h = rows if number == 0 else active[number - 1]
-            # level −= η hᵀ back, in place; BLAS is column-major, so everything is transposed
+            # level −= η hᵀ back, in place. BLAS is column-major, so all arrays are transposed.
             self._ger(-rate, back[number].T, h.T, beta=1.0, c=level.T, trans_b=1, overwrite_c=1)
         return losses
 
 
 def triplet_gradient(z: Floats, alpha: Floats, tau: float) -> tuple[Floats, Floats]:
-    """Return the losses (L + 1,) and the gradient of Σ α_l loss_l by the unscaled embeddings.
+    """Return the losses (L + 1,), and the gradient of Σ α_l loss_l by the embeddings `z`.
 
-    `z` (L + 1, 3, E) holds the unscaled embeddings of anchor, positive and negative per level.
+    `z` (L + 1, 3, E) has the unscaled embeddings of anchor, positive and negative for each level.
     """
     norms = np.sqrt(np.einsum("lie,lie->li", z, z))
     inverse = np.divide(1, norms, out=np.zeros_like(norms), where=norms >= TINY)
     f = z * inverse[:, :, None]
-    # the differences anchor − positive and anchor − negative
-    apart = f[:, :1] - f[:, 1:]
-    distances = np.minimum(np.sqrt(np.einsum("lie,lie->li", apart, apart)), 2)
+    differences = f[:, :1] - f[:, 1:]  # anchor − positive, anchor − negative
+    squares = np.einsum("lie,lie->li", differences, differences)
+    distances = np.minimum(np.sqrt(squares), 2)
     losses, slope_p, slope_n = bounds_loss(distances[:, 0], distances[:, 1], tau)
     slopes = np.stack([slope_p, slope_n], axis=1) * alpha[:, None]
-    # the distance of two equal embeddings has no gradient
+    # The distance of two equal embeddings has no gradient.
     pull = np.divide(slopes, distances, out=np.zeros_like(slopes), where=distances > TINY)
-    apart *= pull[:, :, None]
+    differences *= pull[:, :, None]
     g = np.empty_like(f)
-    np.add(apart[:, 0], apart[:, 1], out=g[:, 0])
-    np.negative(apart, out=g[:, 1:])
+    np.add(differences[:, 0], differences[:, 1], out=g[:, 0])
+    np.negative(differences, out=g[:, 1:])
     g -= f * np.einsum("lie,lie->li", f, g)[:, :, None]
     g *= inverse[:, :, None]
     return losses, g

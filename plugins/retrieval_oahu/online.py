@@ -1,4 +1,4 @@
-"""`OnlineLearner`, the base of learners from a stream of triplets, with `fit`, save and load."""
+"""`OnlineLearner`, the base class of learners from a stream of triplets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrieval_oahu.streams import in_chunks, paper_stream
 
 Floats = NDArray[np.floating[Any]]
 ROWS = 512
-"""Largest number of rows in a record of weights along the stream."""
+"""Maximum number of rows in a record of weights along the stream."""
 T = TypeVar("T")
 _KEY = "retrieval_oahu"
 CHUNK = 256
@@ -30,7 +30,7 @@ CHUNK = 256
 
 
 def refuse_range(name: str, value: float, low: float, high: float, *, closed: bool = False) -> None:
-    """Raise ValueError if a parameter is not between `low` and `high`."""
+    """Raise a `ValueError` if a parameter is not between `low` and `high`."""
     if not (low < value < high or (closed and value == high)):
         raise ValueError(
             f"{name} is {value} and must be above {low:g} and {'at most' if closed else 'below'}"
@@ -42,8 +42,8 @@ def warn_tau(tau: float) -> None:
     """Warn if τ is above 2/3, where Theorem 3.1 does not hold."""
     if tau > 2 / 3:
         warnings.warn(
-            f"tau is {tau:g}: beyond 2/3, Theorem 3.1 no longer says that two classes are parted."
-            " Larger values do work.",
+            f"tau is {tau:g}. Above 2/3, Theorem 3.1 does not guarantee that classes are separated."
+            " Larger values work in practice.",
             stacklevel=4,
         )
 
@@ -53,22 +53,22 @@ def recorded(
 ) -> tuple[Floats, NDArray[np.int64], int]:
     """Record `value` if `step` is a multiple of `stride`, and return the record and its stride.
 
-    If the record gets more than `ROWS` rows, the stride doubles and every second row is dropped.
+    If the record exceeds `ROWS` rows, the stride doubles and every second row is dropped.
 
     Args:
         kept: (M, W) recorded values.
         steps: (M,) step of each row.
         stride: number of steps between rows.
         value: (W,) value to record.
-        step: the present step.
+        step: number of the current step.
     """
     if step % stride:
         return kept, steps, stride
     kept, steps = np.concatenate([kept, value[None]]), np.append(steps, step)
     if len(kept) > ROWS:
         stride *= 2
-        turn = steps % stride == 0
-        kept, steps = kept[turn], steps[turn]
+        mask = steps % stride == 0
+        kept, steps = kept[mask], steps[mask]
     return kept, steps, stride
 
 
@@ -101,25 +101,25 @@ def read_learner(kind: type[T], path: Path) -> T:
         raise DataError(f"{path} does not exist.") from None
     except (OSError, SafetensorError, ValueError) as fault:
         raise DataError(
-            f"{path} is not a whole safetensors file: {str(fault).rstrip('.')}."
+            f"{path} is not a complete safetensors file: {str(fault).rstrip('.')}."
         ) from fault
     if not isinstance(about, dict) or about.get("learner") != kind.__name__:
-        held = about.get("learner") if isinstance(about, dict) else None
-        raise DataError(f"{path} holds {held or 'no learner of a stream'}, not {kind.__name__}.")
+        name = about.get("learner") if isinstance(about, dict) else None
+        raise DataError(f"{path} has {name or 'no learner of a stream'}, not {kind.__name__}.")
     try:
         learner = kind(**about["parameters"])
         fitted = {**about["fitted"], **arrays}
         if "n_features_in_" not in fitted or "n_triplets_" not in fitted:
             raise KeyError("n_features_in_")
     except (TypeError, KeyError) as fault:
-        raise DataError(f"{path} does not hold what {kind.__name__} needs: {fault}.") from fault
+        raise DataError(f"{path} lacks what {kind.__name__} needs: {fault}.") from fault
     for name, value in fitted.items():
         setattr(learner, name, value)
     return learner
 
 
 class OnlineLearner(MetricLearner):
-    """Base of learners from triplets of feature vectors; subclasses define `_begin` and `_learn`.
+    """Base class of learners from triplets of vectors; subclasses define `_begin` and `_learn`.
 
     Every subclass has the parameters `seeds`, `closure`, `seed` and `random_state`.
 
@@ -143,11 +143,11 @@ class OnlineLearner(MetricLearner):
         raise NotImplementedError
 
     def _learn(self, triplets: Floats) -> int:
-        """Learn from triplets (T, 3, F) in order; return how many changed the model."""
+        """Learn from triplets (T, 3, F) in order; return how many of them changed the model."""
         raise NotImplementedError
 
     def prepare(self, X: ArrayLike) -> Self:
-        """Reset the learner and estimate statistics of the features from unlabelled vectors (N, F).
+        """Reset the learner and estimate the features' statistics from unlabelled vectors (N, F).
 
         No metric is learned. Without this call, the statistics come from the first triplets.
         """
@@ -156,18 +156,18 @@ class OnlineLearner(MetricLearner):
         return self
 
     def partial_fit(self, triplets: ArrayLike, y: Any = None) -> Self:
-        """Learn from triplets in order; the size of the chunks does not change the result.
+        """Learn from triplets in order; their division into chunks does not change the result.
 
         A repeated triplet is learned again. Triplets that contradict each other cancel out;
-        `retrieval_oahu.with_closure` detects them.
+        `retrieval_oahu.with_closure` skips them.
 
         Args:
             triplets: (T, 3, F) anchors, positives and negatives; or one triplet (3, F).
-            y: ignored; scikit-learn's convention.
+            y: ignored; part of scikit-learn's interface.
 
         Raises:
-            ValueError: the chunk has a wrong shape, or holds NaN or infinity; then nothing of it is
-                learned.
+            ValueError: the chunk has a wrong shape, or has NaN or infinity. Then nothing is learned
+                from it.
         """
         chunk = np.asarray(triplets)
         if chunk.dtype.kind not in "fiub":
@@ -175,27 +175,27 @@ class OnlineLearner(MetricLearner):
         chunk = chunk[None] if chunk.ndim == 2 else chunk
         if chunk.ndim != 3 or chunk.shape[1] != 3 or not chunk.shape[2]:
             raise ValueError(
-                "Triplets must have the shape (T, 3, F), anchor, positive and negative of F"
+                "Triplets must have the shape (T, 3, F): anchor, positive and negative of F"
                 f" features each, not {chunk.shape}."
             )
         known = getattr(self, "n_features_in_", None)
         if hasattr(self, "n_triplets_") and chunk.shape[2] != known:
             raise ValueError(
-                f"The triplets have {chunk.shape[2]} features, and {type(self).__name__} learns"
+                f"The triplets have {chunk.shape[2]} features, but {type(self).__name__} learns"
                 f" from {known}."
             )
         chunk = chunk.astype(np.float64)
         finite = np.isfinite(chunk).all(axis=(1, 2))
         if not finite.all():
             raise ValueError(
-                f"{int((~finite).sum())} of {len(chunk)} triplets hold NaN or infinity, the first"
-                f" is number {int(np.argmin(finite))}; nothing of this chunk was learned."
+                f"{int((~finite).sum())} of {len(chunk)} triplets have NaN or infinity; the first"
+                f" is number {int(np.argmin(finite))}. Nothing was learned from this chunk."
             )
         if not hasattr(self, "n_triplets_"):
             self.n_features_in_ = chunk.shape[2]
             self._reset(chunk.shape[2], None)
         possible = (chunk[:, 0] != chunk[:, 2]).any(axis=1)
-        # on small products several threads are no faster, and much slower on busy cores
+        # For small products, several threads are no faster, and much slower on busy cores.
         with _pools().limit(limits=1, user_api="blas"):
             self.n_used_ += self._learn(chunk if possible.all() else chunk[possible])
         self.n_triplets_ += len(chunk)
@@ -203,7 +203,7 @@ class OnlineLearner(MetricLearner):
         return self
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Reset the learner and learn the paper's stream (§4.3.2), drawn from labelled vectors.
+        """Reset the learner and learn a stream of triplets drawn as in OAHU's paper (§4.3.2).
 
         Args:
             X: (N, F) features.
@@ -234,7 +234,7 @@ class OnlineLearner(MetricLearner):
 
     @property
     def constraint_utilization_(self) -> float:
-        """Share of the triplets that changed the model (Table 3's U); NaN before the first."""
+        """Share of the triplets that changed the model (Table 3's U); NaN without any triplet."""
         check_is_fitted(self, "n_triplets_")
         usable = self.n_triplets_ - self.n_skipped_
         return self.n_used_ / usable if usable else float("nan")
@@ -249,14 +249,14 @@ class OnlineLearner(MetricLearner):
         """Read a learner that `save` wrote.
 
         Raises:
-            DataError: the file is missing or damaged, or holds another learner.
+            DataError: the file is missing or damaged, or has another learner.
         """
         return read_learner(cls, Path(path))
 
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0
         try:
-            self._chosen_seed()  # check it now; some streams never use it
+            self._chosen_seed()  # checked now, as some streams never use it
             self._begin(features, sample)
         except Exception:
             del self.n_triplets_  # the learner counts as not fitted

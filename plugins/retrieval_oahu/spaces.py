@@ -15,9 +15,9 @@ Floats = NDArray[np.floating[Any]]
 _BLOCK = 1 << 22
 """Largest number of distances in memory at a time."""
 _MARGIN = 8
-"""Number of neighbours beyond k whose distances are recomputed exactly.
+"""Number of neighbours beyond k whose distances are computed exactly.
 
-Distances from a float32 product may order the last neighbours wrongly.
+Distances from a float32 product can order the last neighbours wrongly.
 """
 
 
@@ -35,13 +35,13 @@ class Spaces:
 
     @classmethod
     def of_bundle(cls, bundle: Bundle, inputs: NDArray[Any], spaces: int | None = None) -> Spaces:
-        """Embed inputs with an exported bundle, and use the weights in the bundle.
+        """Embed inputs with an exported bundle, and use the weights that it stores.
 
         Args:
-            bundle: an exported OAHU model, with either `search`.
+            bundle: an exported OAHU model with any value of `search`.
             inputs: a batch of inputs for the bundle's encoder.
-            spaces: L + 1, the number of spaces; required for a bundle with `search` "sum", which
-                does not store it.
+            spaces: L + 1, the number of spaces. It is required for a bundle with `search` "sum",
+                which does not store it.
 
         Raises:
             ValueError: `spaces` is missing, or does not divide the size of the vectors.
@@ -50,22 +50,22 @@ class Spaces:
         count = len(manifest.subspaces) or spaces
         if not count or encoded.vector.shape[1] % count:
             raise ValueError(
-                f"The bundle's vectors have {encoded.vector.shape[1]} numbers; say in how many"
-                " equal spaces they lie."
+                f"The bundle's vectors have {encoded.vector.shape[1]} numbers. Set spaces to the"
+                " number of equal spaces that they consist of."
             )
-        parted = encoded.vector.reshape(len(inputs), count, -1).transpose(1, 0, 2)
+        embeddings = encoded.vector.reshape(len(inputs), count, -1).transpose(1, 0, 2)
         if manifest.subspaces:
             weights = np.array([space.weight for space in manifest.subspaces])
         else:
             query = encoded.query.reshape(len(inputs), count, -1)
             weights = np.linalg.norm(query, axis=2).max(axis=0)
-        return cls(np.ascontiguousarray(parted), weights / weights.sum())
+        return cls(np.ascontiguousarray(embeddings), weights / weights.sum())
 
     def __len__(self) -> int:
         return int(self.embeddings.shape[1])
 
     def __getitem__(self, items: Any) -> Spaces:
-        """Return the selected items, by an index into the N items."""
+        """Return the items that an index into the N items selects."""
         return Spaces(self.embeddings[:, items], self.alpha)
 
     def codes(self) -> Floats:
@@ -77,12 +77,12 @@ class Spaces:
 
     def distances(self, references: Spaces) -> Floats:
         """Return D_l (L + 1, N) between these items and N others, row by row (Eq 6)."""
-        apart = self.embeddings.astype(np.float64) - references.embeddings
-        distances: Floats = np.sqrt((apart * apart).sum(axis=2))
+        difference = self.embeddings.astype(np.float64) - references.embeddings
+        distances: Floats = np.sqrt((difference * difference).sum(axis=2))
         return distances
 
     def classify(self, references: Spaces, labels: ArrayLike, k: int = 5) -> NDArray[Any]:
-        """Return labels (N,), by the votes of the k neighbours in each space (Eq 23–25).
+        """Return labels (N,) by the votes of the k nearest references in each space (Eq 23–25).
 
         Raises:
             ValueError: a label is missing, there is not one label per reference, or k is below 1.
@@ -93,8 +93,8 @@ class Spaces:
         rows, scores = self._candidates(references, k)
         votes = np.zeros((len(self), len(names)))
         query = np.arange(len(self))[:, None]
-        for level in range(len(rows)):
-            np.add.at(votes, (query, classes[rows[level]]), scores[level])
+        for space in range(len(rows)):
+            np.add.at(votes, (query, classes[rows[space]]), scores[space])
         winners: NDArray[Any] = names[votes.argmax(axis=1)]
         return winners
 
@@ -120,22 +120,22 @@ class Spaces:
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return rows and scores (N, k), best first, by Eq 27; see `OAHU.retrieve`.
 
-        An item that several spaces propose gets the best of its scores, not their sum: the paper
-        keeps "distinct items" of a sorted list.
+        An item that several spaces propose gets the best of its scores, not their sum, because the
+        paper keeps "distinct items" of a sorted list.
         """
         rows, scores = self._candidates(references, k)
         width = rows.shape[2]
         flat = np.concatenate(list(rows), axis=1)
         value = np.concatenate(list(scores), axis=1)
-        # sort by score, ties by row, and keep the first entry of each row
+        # Sort by score and then row, and keep the first entry of each row.
         order = np.lexsort((flat, -value), axis=1)
         flat, value = np.take_along_axis(flat, order, 1), np.take_along_axis(value, order, 1)
-        rows_found = np.empty((len(self), width), np.int64)
+        best_rows = np.empty((len(self), width), np.int64)
         best = np.empty((len(self), width))
         for query in range(len(self)):
             first = np.sort(np.unique(flat[query], return_index=True)[1])[:width]
-            rows_found[query], best[query] = flat[query, first], value[query, first]
-        return rows_found, best
+            best_rows[query], best[query] = flat[query, first], value[query, first]
+        return best_rows, best
 
     def _candidates(
         self, references: Spaces, k: int
@@ -143,18 +143,19 @@ class Spaces:
         """Return rows and scores (L + 1, N, k) of each space's k nearest references (Eq 23)."""
         if k < 1 or not len(references):
             raise ValueError(
-                f"k is {k} and there are {len(references)} references; at least one of each is"
-                " needed."
+                f"k and the number of references must be at least 1, not {k} and {len(references)}."
             )
         if self.embeddings.shape[::2] != references.embeddings.shape[::2]:
-            raise ValueError("The references are of another model: they lie in other spaces.")
+            raise ValueError(
+                "The references are of another model: the number or size of their spaces differs."
+            )
         pairs = [
             _nearest(q, r, min(k, len(references)))
             for q, r in zip(self.embeddings, references.embeddings, strict=True)
         ]
         rows, distances = np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])
         least, most = distances[..., :1], distances[..., -1:]
-        # if all distances are equal (or k = 1), the paper has 0/0; they count as nearest
+        # If all distances are equal (or k = 1), the paper has 0/0; here they count as nearest.
         spread = np.divide(
             distances - least, most - least, out=np.zeros_like(distances), where=most > least
         )
@@ -164,7 +165,7 @@ class Spaces:
 def _nearest(
     query: Floats, references: Floats, k: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return rows and distances (N, k), nearest first, ties by row."""
+    """Return rows and distances (N, k), nearest first; equal distances are ordered by row."""
     size = len(references)
     rows = np.empty((len(query), k), np.int64)
     distances = np.empty((len(query), k))
@@ -172,15 +173,16 @@ def _nearest(
     wide = min(size, k + _MARGIN)
     step = max(1, _BLOCK // size)
     for start in range(0, len(query), step):
-        part = query[start : start + step]
-        near = norms - 2 * part @ references.T
+        block = query[start : start + step]
+        approximate = norms - 2 * block @ references.T
         if wide < size:
-            some = np.sort(np.argpartition(near, wide - 1, axis=1)[:, :wide], axis=1)
+            candidates = np.argpartition(approximate, wide - 1, axis=1)[:, :wide]
+            candidates = np.sort(candidates, axis=1)
         else:
-            some = np.broadcast_to(np.arange(size), (len(part), size))
-        apart = references[some].astype(np.float64) - part[:, None]
-        exact = np.sqrt((apart * apart).sum(axis=2))
+            candidates = np.broadcast_to(np.arange(size), (len(block), size))
+        difference = references[candidates].astype(np.float64) - block[:, None]
+        exact = np.sqrt((difference * difference).sum(axis=2))
         order = np.argsort(exact, axis=1, kind="stable")[:, :k]
-        rows[start : start + step] = np.take_along_axis(some, order, 1)
+        rows[start : start + step] = np.take_along_axis(candidates, order, 1)
         distances[start : start + step] = np.take_along_axis(exact, order, 1)
     return rows, distances

@@ -1,4 +1,4 @@
-"""Streams of triplets from labels or a click log, and their closure by the paper's four rules."""
+"""Streams of triplets from labels or a click log, and triplets that they imply (§3.1 of OAHU)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from retrieval.errors import DataError
 from retrieval.plugin import read_labels
 
 Floats = NDArray[np.floating[Any]]
-_TRIES = 20
+_TRIES = 20  # draws of an implied triplet before giving up
 COLUMNS = ("query", "shown", "chosen", "time")
 
 
 class Triplet(NamedTuple):
-    """Three item numbers; `anchor` is similar to `positive` and dissimilar to `negative`."""
+    """Three item numbers: `anchor` is similar to `positive` and dissimilar to `negative`."""
 
     anchor: int
     positive: int
@@ -33,7 +33,7 @@ class Closure:
     """Groups of similar items, and the pairs of groups known to be dissimilar.
 
     Attributes:
-        contradictions: number of triplets refused because earlier ones imply the opposite.
+        contradictions: number of triplets that were refused, as earlier ones imply the opposite.
     """
 
     def __init__(self) -> None:
@@ -41,8 +41,7 @@ class Closure:
         self._group: dict[int, int] = {}
         self._members: dict[int, list[int]] = {}
         self._parted: dict[int, set[int]] = {}
-        # pairs of dissimilar groups to draw from; a pair that a later join made stale is dropped
-        # when it is drawn
+        # Pairs of dissimilar groups. A pair that a later join makes invalid is dropped when drawn.
         self._edges: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
@@ -75,9 +74,9 @@ class Closure:
         return True
 
     def draw(self, rng: np.random.Generator) -> Triplet | None:
-        """Return a random implied triplet, or None if none is found.
+        """Return a random implied triplet, or None if there is none or several draws fail.
 
-        Two dissimilar groups are drawn first, then the items from them.
+        Two dissimilar groups are drawn first, then items of these groups.
         """
         for _ in range(32):
             while self._edges:
@@ -91,15 +90,17 @@ class Closure:
                 return None
             if rng.integers(2):
                 left, right = right, left
-            own = self._members[left]
-            if len(own) > 1:
-                a = int(rng.integers(len(own)))
-                p = int(rng.integers(len(own) - 1))
-                away = self._members[right]
-                return Triplet(own[a], own[p + (p >= a)], away[int(rng.integers(len(away)))])
+            similar = self._members[left]
+            if len(similar) > 1:
+                a = int(rng.integers(len(similar)))
+                p = int(rng.integers(len(similar) - 1))
+                dissimilar = self._members[right]
+                n = int(rng.integers(len(dissimilar)))
+                return Triplet(similar[a], similar[p + (p >= a)], dissimilar[n])
         return None
 
     def _join(self, larger: int, smaller: int) -> None:
+        """Join two groups of similar items."""
         if larger == smaller:
             return
         if len(self._members[larger]) < len(self._members[smaller]):
@@ -107,11 +108,12 @@ class Closure:
         for item in self._members[smaller]:
             self._group[item] = larger
         self._members[larger] += self._members.pop(smaller)
-        for away in self._parted.pop(smaller):
-            self._parted[away].discard(smaller)
-            self._part(larger, away)
+        for other in self._parted.pop(smaller):
+            self._parted[other].discard(smaller)
+            self._part(larger, other)
 
     def _part(self, left: int, right: int) -> None:
+        """Record that two groups are dissimilar."""
         if right not in self._parted[left]:
             self._parted[left].add(right)
             self._parted[right].add(left)
@@ -119,7 +121,7 @@ class Closure:
 
 
 class HeldOut:
-    """The pairs of an evaluation set, which streams must not use.
+    """Pairs of an evaluation set, which streams must not use.
 
     Args:
         pairs: (M, 2) item numbers, in either order.
@@ -130,7 +132,7 @@ class HeldOut:
         self._pairs = {(min(x, y), max(x, y)) for x, y in rows.tolist()}
 
     def touches(self, triplet: Triplet) -> bool:
-        """Return whether any two of a triplet's items are a held-out pair."""
+        """Return whether a triplet contains a held-out pair."""
         a, p, n = triplet
         return any((min(x, y), max(x, y)) in self._pairs for x, y in ((a, p), (a, n), (p, n)))
 
@@ -151,16 +153,15 @@ def from_labels(
             members.
     """
     codes = np.unique(read_labels(labels), return_inverse=True)[1].ravel()
-    # in `order` each class is a contiguous range, and so are all other items if the array wraps
-    # around
+    # In `order`, each class is a contiguous range, and so are all others in a circular array.
     order = np.argsort(codes, kind="stable")
     sizes = np.bincount(codes)
     starts = np.cumsum(sizes) - sizes
     anchors = np.flatnonzero(sizes[codes] > 1)
     if len(sizes) < 2 or not len(anchors):
         raise ValueError(
-            "Triplets need at least two classes, one of them with two members; there are"
-            f" {len(sizes)} classes of at most {sizes.max(initial=0)}."
+            "Triplets need at least two classes, one of them with two members. There are"
+            f" {len(sizes)} classes with at most {sizes.max(initial=0)} members."
         )
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
@@ -190,8 +191,8 @@ def _random(
             refused += 1
             if refused > 10_000:
                 raise ValueError(
-                    "10,000 random triplets in a row held a pair of the evaluation set: the set"
-                    " leaves nothing to learn from."
+                    "10,000 random triplets in a row had a pair of the evaluation set, which leaves"
+                    " nothing to learn from."
                 )
             continue
         refused = 0
@@ -204,23 +205,23 @@ def _random(
 class with_closure:
     """Iterator over seed triplets, each followed by triplets that the seeds so far imply (§3.1).
 
-    It ends when the seeds end. The closure uses a window of the latest seeds; when the window is
-    full, its older half is dropped.
+    The iterator ends when the seeds end. Triplets are implied by a window of the latest seeds. When
+    the window is full, its older half is dropped.
 
     Args:
         seeds: an iterable of triplets of item numbers; it may be endless.
         per_seed: number of implied triplets per seed.
         memory: largest number of seeds in the window.
-        held_out: pairs of an evaluation set; neither seeds nor implied triplets with such a pair
-            are yielded.
+        held_out: pairs of an evaluation set. Seeds and implied triplets with such a pair are
+            skipped.
         seed: seed of the random choice of implied triplets.
 
     Attributes:
         seeds: number of seeds yielded.
         closed: number of implied triplets yielded.
         contradictions: number of seeds skipped because the window implies the opposite.
-        duplicates: number of seeds skipped because the window holds them or they were yielded as
-            implied.
+        duplicates: number of seeds skipped because they are in the window or were yielded as
+            implied triplets.
         refused: number of seeds skipped because they contain a held-out pair.
         last_contradiction: the latest contradicting seed, or None.
     """
@@ -236,8 +237,8 @@ class with_closure:
     ) -> None:
         if not per_seed >= 0 or memory < 2:
             raise ValueError(
-                f"per_seed is {per_seed} and must not be negative; memory is {memory} and must be"
-                " at least 2."
+                f"per_seed must not be negative, and memory must be at least 2, not {per_seed} and"
+                f" {memory}."
             )
         self.seeds = self.closed = self.contradictions = self.duplicates = self.refused = 0
         self.last_contradiction: Triplet | None = None
@@ -267,6 +268,7 @@ class with_closure:
                 return triplet
 
     def _take(self, triplet: Triplet) -> bool:
+        """Add a seed to the window and return True, or count why it is skipped."""
         if self._held_out is not None and self._held_out.touches(triplet):
             self.refused += 1
             return False
@@ -286,7 +288,7 @@ class with_closure:
         return True
 
     def _draw(self) -> Triplet | None:
-        """Return an implied triplet that was not yielded before, or None after `_TRIES` tries."""
+        """Return an implied triplet that was not yielded yet, or None after `_TRIES` draws."""
         for _ in range(_TRIES):
             triplet = self._closure.draw(self._rng)
             if triplet is None:
@@ -300,6 +302,7 @@ class with_closure:
         return None
 
     def _forget(self) -> None:
+        """Drop the older half of the window."""
         while len(self._window) > self._memory // 2:
             self._window.popleft()
         self._closure, self._seen = Closure(), set(self._window)
@@ -310,7 +313,7 @@ class with_closure:
 def paper_stream(
     labels: ArrayLike, seeds: int, closure: int, *, seed: int = 0, held_out: HeldOut | None = None
 ) -> Iterator[Triplet]:
-    """Yield the stream of the paper's experiments (§4.3.2): random seeds, then implied triplets."""
+    """Yield the stream of OAHU's experiments (§4.3.2): random seeds, then implied triplets."""
     rng = np.random.default_rng([seed, 1])
     source = from_labels(labels, seed=seed, held_out=held_out)
     known, seen = Closure(), set[Triplet]()
@@ -367,25 +370,25 @@ def in_chunks(
 class ClickLog:
     """A stream of triplets from a CSV file of searches with columns query, shown, chosen, time.
 
-    Each line is one search. `shown` and `chosen` hold ids separated by `|`; `time` is ISO 8601 or
+    A line is one search. `shown` and `chosen` are ids separated by `|`; `time` is ISO 8601 or
     seconds. Every pair of a chosen item and an item shown but not chosen makes one triplet (query,
     chosen, not chosen), in the order of the file.
 
     Args:
         path: the file, UTF-8, with a header.
         ids: row of the features for each id.
-        follow: whether to wait for new lines at the end of the file, for a log that a server still
-            writes; then the stream never ends.
+        follow: whether to wait for new lines at the end of the file, for a log that a server is
+            writing. Then the stream never ends.
         poll: seconds to wait before reading again.
 
     Attributes:
         lines: number of searches read.
-        unknown: number of ids missing from `ids`; they are skipped.
-        unusable: number of searches without a triplet, because nothing was chosen, nothing was
-            passed over, or the query itself was chosen.
-        late: number of searches with an earlier time than one before them.
-        malformed: number of lines skipped because they have a wrong number of columns or no valid
-            time.
+        unknown: number of ids that were skipped because `ids` lacks them.
+        unusable: number of searches without a triplet, because nothing was chosen, everything was
+            chosen, only the query itself was chosen, or its id is unknown.
+        late: number of searches with an earlier time than a search before them.
+        malformed: number of lines that were skipped because the number of columns or the time is
+            wrong.
     """
 
     def __init__(
@@ -408,11 +411,11 @@ class ClickLog:
         missing = [name for name in COLUMNS if name not in header]
         if missing:
             raise DataError(
-                f"{self.path} has no column {', '.join(missing)}; a click log has"
+                f"{self.path} has no column {', '.join(missing)}. A click log has the columns"
                 f" {', '.join(COLUMNS)}."
             )
         places = [header.index(name) for name in COLUMNS]
-        before = -math.inf
+        latest = -math.inf
         for row in csv.reader(self._text(file)):
             if not row:
                 continue
@@ -421,20 +424,20 @@ class ClickLog:
                 self.malformed += 1
                 continue
             self.lines += 1
-            self.late += when < before
-            before = max(before, when)
+            self.late += when < latest
+            latest = max(latest, when)
             yield from self._triplets(*(row[place] for place in places[:3]))
 
     def _triplets(self, query: str, shown: str, chosen: str) -> Iterator[Triplet]:
-        picked, seen = self._rows(chosen), self._rows(shown)
+        positives, shown_rows = self._rows(chosen), self._rows(shown)
         queries = self._rows(query)
-        passed = [row for row in seen if row not in picked and row not in queries]
-        picked = [row for row in picked if row not in queries]
-        if not (queries and picked and passed):
+        negatives = [row for row in shown_rows if row not in positives and row not in queries]
+        positives = [row for row in positives if row not in queries]
+        if not (queries and positives and negatives):
             self.unusable += 1
             return
-        for positive in picked:
-            for negative in passed:
+        for positive in positives:
+            for negative in negatives:
                 yield Triplet(queries[0], positive, negative)
 
     def _rows(self, text: str) -> list[int]:
@@ -449,7 +452,7 @@ class ClickLog:
         return list(rows)
 
     def _text(self, file: TextIO) -> Iterator[str]:
-        """Yield whole lines; with `follow`, wait for further lines and for the end of a line."""
+        """Yield complete lines; with `follow`, wait for further lines and for the end of a line."""
         part = ""
         while True:
             line = file.readline()
@@ -466,6 +469,7 @@ class ClickLog:
 
 
 def _seconds(text: str) -> float | None:
+    """Return a time in seconds, or None if the text is not a time."""
     try:
         value = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""`Warm`, Euclidean distance until the stream proves that a learned metric is better."""
+"""`Warm`: Euclidean distance, unless the stream proves that a learned metric is better."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Floats = NDArray[np.floating[Any]]
 
 
 class Expert(NamedTuple):
-    """A metric (I + A / (ridge · `reach`))⁻¹ of differences, or of unit vectors if `angle`."""
+    """A metric (I + A / (ridge · `reach`))⁻¹ of distances, or of angles if `angle`; see `Warm`."""
 
     reach: float
     angle: bool
@@ -33,83 +33,85 @@ EXPERTS = (Expert(1.0, False), Expert(1e-3, False), Expert(1.0, True), Expert(1e
 A small value changes the metric more: it evens out features of very different scales.
 """
 BLOCK = 64
-"""Largest number of triplets judged together, then learned; blocks grow from 1, 1, 2, 4 to this."""
+"""Largest number of triplets that are judged, then learned, together: 1, 1, 2, 4, …, 64."""
 FOLDS = 4
-"""Number of folds, into which items are divided by their digests.
+"""Number of folds into which items are divided, by their digests.
 
-An item is judged by experts that have learned no pair with an item of its fold. Otherwise the votes
-would favour the experts, above all in the first triplets of a closure, which reuse few items.
+Experts that have learned no pair with an item of a fold judge the items of that fold. Otherwise the
+votes would favour the experts, above all when implied triplets reuse few items.
 """
 REFRESH = 512
-"""Triplets between two eigendecompositions of the moments.
+"""Number of triplets between two eigendecompositions of the moments.
 
-For the first 1,024 triplets, every block is followed by one.
+Up to 1,024 triplets, every block is followed by an eigendecomposition.
 """
 SETTLE = 500
-"""Without `prepare` or `fit`, the first this many triplets yield mean and principal components.
+"""Without `prepare` or `fit`, this many triplets at first yield mean and principal components.
 
-Until then the map is the identity.
+Until then, the learned map is the identity.
 """
 MIXTURE = 5.0
-"""r of the bound in `_bound`, which is tightest for n near r and holds for every n."""
+"""r of the bound in `Warm`, which holds for every n and is tightest for n near r."""
 
 
 class Warm(LinearMap, OnlineLearner):
     """Euclidean distance, except while the stream proves that a learned metric is better.
 
     Let A be the second moment of the differences between similar items, divided by its mean
-    eigenvalue. Each expert in `EXPERTS` measures with (I + A / r)⁻¹, the regularised Mahalanobis
-    distance of within-class differences; directions in which similar items do not differ keep their
-    scale. An expert replaces Euclidean distance while it passes two tests. Both use cross-fitting:
-    a block is judged before it is learned, and an item is judged by an expert trained without the
-    pairs of the item's fold, so no expert is judged on pairs that it has learned.
+    eigenvalue. The experts in `EXPERTS` are metrics (I + A / ρ)⁻¹ with several ρ: regularised
+    Mahalanobis distances of within-class differences. Directions in which similar items do not
+    differ keep their scale. An expert replaces Euclidean distance while it passes two tests. No
+    expert is judged on pairs that it has learned: a block of triplets is judged before it is
+    learned, and an item is judged by an expert trained without the pairs of the item's fold.
 
-    - *neighbours*: a memory holds the latest items and which of them the triplets call similar or
-      dissimilar. For each item, the nearest 1, 3, 5, 7 and 9 items with a known relation vote on
-      whether it is classified correctly, among the nearest hundredth of the memory (the nearest
-      twentieth once the memory has evicted items). Each item counts once, with the mean of its
-      latest votes. Let d be the expert's score minus the Euclidean score, S the sum of d over the
-      items, and n the sum of d². The expert passes if S > √(2 (n + r) ln(1 + √((n + r) / r) / 2p)),
-      with r = 5 and p = `doubt` divided by the number of experts. If the d are independent and
-      symmetric about 0, S ever exceeds this bound with probability at most p. The bound is the
+    - *neighbours*: a memory holds the latest items and which of them are similar or dissimilar
+      according to the triplets. For each item, the nearest 1, 3, 5, 7 and 9 items with a known
+      relation vote on whether it is classified correctly. They are among the nearest hundredth of
+      the memory, or the nearest twentieth once the memory has evicted items. An item counts once,
+      with the mean of its latest votes. Let d be the expert's score of an item minus the Euclidean
+      score, S the sum of d over the items, and n the sum of d². The expert passes if S > √(2 (n +
+      r) ln(1 + √((n + r) / r) / 2p)), with r = 5 and p = `doubt` divided by the number of experts.
+      If the d are independent and symmetric about 0, the probability that S ever exceeds this bound
+      is at most p. The bound is the
       one-sided normal mixture of Robbins, "Statistical methods related to the law of the iterated
       logarithm", 1970, in the closed form of Howard, Ramdas, McAuliffe & Sekhon, "Time-uniform,
       nonparametric, nonasymptotic confidence sequences", 2021.
     - *triplets*: the expert has ranked the negative before the positive less often than Euclidean
-      distance has. (Random triplets alone are not enough: they order classes and say little about
-      neighbours.)
+      distance has. (This test alone is not enough: random triplets order classes and say little
+      about neighbours.)
 
     If several experts pass, the one with the largest S is served. The tests are repeated after
-    every block, so an expert whose lead falls to the bound is withdrawn, and may return. The model
-    is always one linear map, followed by scaling to unit length if the served expert is an angle.
+    every block. An expert whose lead falls to the bound is therefore withdrawn, and may return. The
+    model is always one linear map, followed by scaling to unit length if the served expert is an
+    angle.
 
     Args:
-        components: number of principal components along which A is learned; other directions keep
-            their scale. `None`, or at least the number of features, means all.
-        prior: number of similar pairs that the starting metric counts for: after t pairs A is
+        components: number of principal components along which A is learned. Other directions keep
+            their scale. `None`, or at least the number of features, means all components.
+        prior: number of similar pairs whose weight the initial metric has: after t pairs, A is
             multiplied by t / (t + prior).
-        ridge: factor of every expert's `reach`; r above is their product. The smaller, the more the
+        ridge: factor of every expert's `reach`; ρ is their product. The smaller it is, the more the
             experts differ from Euclidean distance.
-        doubt: upper bound on the probability of ever leaving Euclidean distance by chance; see
-            above.
+        doubt: upper bound on the probability of ever leaving Euclidean distance by chance, under
+            the assumptions above.
         memory: number of items in the memory.
         seeds: number of random triplets that `fit` draws.
-        closure: number of triplets that `fit` derives from those and adds.
+        closure: number of implied triplets that `fit` adds to them.
         seed: seed of `fit`'s triplets; 0 by default.
-        random_state: scikit-learn's name of `seed`; give one of them, or both the same number.
+        random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
 
     Attributes:
         components_: (F, F) the learned map.
         mean_: (F,) vector that `transform` subtracts from the features.
-        left_: whether an expert is served now, in place of Euclidean distance.
-        alpha_: (N + 1,) 1 for the served metric and 0 for the others; first Euclidean distance,
+        left_: whether an expert is served now instead of Euclidean distance.
+        alpha_: (N + 1,) 1 for the served metric and 0 for the others: Euclidean distance first,
             then the N `EXPERTS`.
         weights_: (M, N + 1) `alpha_` along the stream; M is bounded.
-        weights_at_: (M,) number of triplets after which each row was recorded.
+        weights_at_: (M,) number of triplets after which a row was recorded.
         lead_: (N,) S of each expert.
         differing_: (N,) n of each expert.
-        triplets_lead_: (N,) number of triplets that each expert ranks right and Euclidean distance
-            wrong, minus the reverse; ties count half.
+        triplets_lead_: (N,) for each expert, the number of triplets that it ranks right and
+            Euclidean distance wrong, minus the number of the reverse; ties count half.
     """
 
     alpha_: NDArray[np.float64]
@@ -165,13 +167,13 @@ class Warm(LinearMap, OnlineLearner):
         self.group_ = np.arange(places)
         self.parted_ = np.zeros((places, places), bool)
         self.used_ = np.zeros(places, np.int64)
-        # each item's latest d per expert, the stream position at which it was judged, and the sums
-        # of d and d² over the items that the memory has evicted
+        # For each item, the latest d per expert and the number of triplets at that judgement; then
+        # the sums of d and d² over the items that the memory has evicted.
         self.verdicts_, self.judged_ = np.zeros((places, number)), np.zeros(places, np.int64)
         self.let_go_ = np.zeros((2, number))
         self._view: Memory | None = None
         self.components_ = np.eye(features)
-        # without a sample, sums over the first vectors yield mean and principal components
+        # Without a sample, sums over the first vectors yield mean and principal components.
         self.sum_, self.products_ = np.zeros(features), np.zeros((features, features))
         self.basis_ = np.zeros((0, features))
         self.mean_ = np.zeros(features)
@@ -196,10 +198,10 @@ class Warm(LinearMap, OnlineLearner):
     def _decompose(self) -> None:
         """Compute the eigenvectors of each moment, and each expert's scale along them."""
         values, self.directions_ = np.linalg.eigh(self.moment_)
-        # the mean eigenvalue is over all F directions; A is 0 in those outside `basis_`
+        # The mean eigenvalue is over all F directions, with 0 for those outside `basis_`.
         means = np.trace(self.moment_, axis1=1, axis2=2) / self.basis_.shape[1]
-        known = self.pairs_ / (self.pairs_ + self.prior) / self.ridge
-        values = np.maximum(values, 0.0) * (known / np.where(means > 0, means, 1.0))[:, None]
+        weight = self.pairs_ / (self.pairs_ + self.prior) / self.ridge
+        values = np.maximum(values, 0.0) * (weight / np.where(means > 0, means, 1.0))[:, None]
         self.scales_ = 1 / (1 + values[..., None] / [expert.reach for expert in EXPERTS])
 
     def _learn(self, triplets: Floats) -> int:
@@ -215,12 +217,12 @@ class Warm(LinearMap, OnlineLearner):
 
     def _block(self, triplets: Floats) -> None:
         """Judge experts on a block of centred triplets, learn it, and choose the metric."""
-        places, due = self._remember(triplets)
+        places, to_judge = self._remember(triplets)
         folds, codes = self.keys_[places, 0] % FOLDS, triplets @ self.basis_.T
         self._judge_triplets(triplets, codes, folds[:, 0])
-        self._judge_neighbours(due)
+        self._judge_neighbours(to_judge)
         differences = codes[:, 0] - codes[:, 1]
-        for fold in range(FOLDS + 1):  # the last moment has all pairs and is served
+        for fold in range(FOLDS + 1):  # the last moment, of all pairs, is served
             pairs = differences[(folds[:, :2] != fold).all(axis=1)]
             self.moment_[fold] += pairs.T @ pairs
             self.pairs_[fold] += len(pairs)
@@ -233,7 +235,7 @@ class Warm(LinearMap, OnlineLearner):
         """Store triplets in the memory.
 
         Returns:
-            The triplets' places (T, 3), and the places of the anchors and positives to judge now.
+            Places (T, 3) of the triplets, and places of the anchors and positives to judge now.
         """
         memory, places = self._memory(), np.zeros(triplets.shape[:2], np.int64)
         for row, triplet in zip(places, triplets, strict=True):
@@ -246,14 +248,14 @@ class Warm(LinearMap, OnlineLearner):
                     self.let_go_ += self.verdicts_[place], self.verdicts_[place] ** 2
                     self.verdicts_[place], self.judged_[place] = 0.0, -1
             memory.learn(*row.tolist())
-        seen = np.array(list(dict.fromkeys(places[:, :2].ravel().tolist())))
-        # an item is judged again once the stream is twice as long as at its last judgement
-        return places, seen[2 * self.judged_[seen] <= self.learned_]
+        items = np.array(list(dict.fromkeys(places[:, :2].ravel().tolist())))
+        # An item is judged again once the stream is twice as long as at its last judgement.
+        return places, items[2 * self.judged_[items] <= self.learned_]
 
     def _distances(
         self, items: Floats, codes: Floats, anchors: NDArray[np.int64], fold: int
     ) -> Iterator[Floats]:
-        """Yield scores (A, M) that order items by distance to anchors, Euclid's first.
+        """Yield scores (A, M) that order items by distance to anchors, Euclidean distance first.
 
         The experts are those trained without the pairs of `fold`.
 
@@ -270,15 +272,15 @@ class Warm(LinearMap, OnlineLearner):
         products -= codes[anchors] @ codes.T
         for expert, scale in zip(EXPERTS, self.scales_[fold].T, strict=True):
             lengths = codes**2 @ scale + outside
-            near = (codes[anchors] * scale) @ codes.T + products
+            inner = (codes[anchors] * scale) @ codes.T + products
             if expert.angle:
                 norms = np.sqrt(lengths)
-                yield -_cosine(near, norms[anchors][:, None], norms)
+                yield -_cosine(inner, norms[anchors][:, None], norms)
             else:
-                yield lengths - 2 * near
+                yield lengths - 2 * inner
 
     def _judge_neighbours(self, places: NDArray[np.int64]) -> None:
-        """Set `verdicts_` of the items at some places: each expert's votes minus Euclid's."""
+        """Set `verdicts_` of the items at `places`: the experts' votes minus Euclidean votes."""
         memory = self._memory()
         if memory.size <= VOTERS[-1]:
             return
@@ -286,12 +288,12 @@ class Warm(LinearMap, OnlineLearner):
         codes = held @ self.basis_.T
         share = NEAR_TURNED_OVER if self.turnover_ else NEAR
         for fold in range(FOLDS):
-            own = places[self.keys_[places, 0] % FOLDS == fold]
+            in_fold = places[self.keys_[places, 0] % FOLDS == fold]
             votes = [
-                memory.votes(own, distances, share)
-                for distances in self._distances(held, codes, own, fold)
+                memory.votes(in_fold, distances, share)
+                for distances in self._distances(held, codes, in_fold, fold)
             ]
-            self.verdicts_[own] = (np.array(votes[1:]) - votes[0]).T
+            self.verdicts_[in_fold] = (np.array(votes[1:]) - votes[0]).T
         self.judged_[places] = self.learned_
 
     def _judge_triplets(
@@ -299,9 +301,9 @@ class Warm(LinearMap, OnlineLearner):
     ) -> None:
         """Update `triplets_lead_` with triplets (T, 3, F), whose anchors are in `folds` (T,)."""
         for fold in range(FOLDS):
-            own = folds == fold
-            rows = np.arange(own.sum())
-            items, along = (part[own].reshape(-1, part.shape[2]) for part in (triplets, codes))
+            in_fold = folds == fold
+            rows = np.arange(in_fold.sum())
+            items, along = (x[in_fold].reshape(-1, x.shape[2]) for x in (triplets, codes))
             euclid, *experts = (
                 _wrong(distances[rows, 3 * rows + 1], distances[rows, 3 * rows + 2]).sum()
                 for distances in self._distances(items, along, 3 * rows, fold)
@@ -309,7 +311,7 @@ class Warm(LinearMap, OnlineLearner):
             self.triplets_lead_ += euclid - np.array(experts)
 
     def _decide(self) -> None:
-        """Choose the served expert, if any passes both tests now, and set the map."""
+        """Choose the expert to serve, if any passes both tests now, and set the map."""
         self.lead_ = self.let_go_[0] + self.verdicts_.sum(axis=0)
         self.differing_ = self.let_go_[1] + (self.verdicts_**2).sum(axis=0)
         proven = (self.lead_ > self._bound()) & (self.triplets_lead_ > 0)
@@ -319,9 +321,9 @@ class Warm(LinearMap, OnlineLearner):
         features = self.basis_.shape[1]
         self.components_ = np.eye(features)
         if self.left_:
-            turned = self.directions_[-1].T @ self.basis_
+            rotated = self.directions_[-1].T @ self.basis_
             scale = np.sqrt(self.scales_[-1, :, served])
-            self.components_ += turned.T @ ((scale - 1)[:, None] * turned)
+            self.components_ += rotated.T @ ((scale - 1)[:, None] * rotated)
         self.weights_, self.weights_at_, self.stride_ = recorded(
             self.weights_, self.weights_at_, self.stride_, self.alpha_, self.learned_
         )
@@ -343,7 +345,7 @@ class Warm(LinearMap, OnlineLearner):
         return view
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy builds a view of its own arrays
+        # A copy builds a view of the arrays that it owns.
         state: dict[str, Any] = {**super().__getstate__()}
         state.pop("_view", None)
         return state
@@ -354,12 +356,12 @@ class Warm(LinearMap, OnlineLearner):
         return self.left_ and EXPERTS[int(self.alpha_.argmax()) - 1].angle
 
     def transform(self, X: ArrayLike) -> Floats:
-        """Return embeddings (N, F), whose Euclidean distances are the learned ones."""
+        """Return embeddings (N, F), whose Euclidean distances are the learned distances."""
         embeddings = super().transform(X)
         return unit(embeddings) if self._unit else embeddings
 
     def get_mahalanobis_matrix(self) -> Floats:
-        """Return M (F, F); the distance between items x and y is √((x − y)ᵀ M (x − y)).
+        """Return M (F, F) of the distance √((x − y)ᵀ M (x − y)) between items x and y.
 
         Raises:
             NotFittedError: nothing has been learned.
@@ -368,7 +370,7 @@ class Warm(LinearMap, OnlineLearner):
         matrix = super().get_mahalanobis_matrix()
         if self._unit:
             raise ValueError(
-                "Warm compares items by an angle now, and no Mahalanobis matrix gives that. Use"
+                "Warm now compares items by an angle, which has no Mahalanobis matrix. Use"
                 " pair_distance or get_metric."
             )
         return matrix
@@ -382,7 +384,7 @@ class Warm(LinearMap, OnlineLearner):
         )
 
     def to_model_parts(self) -> tuple[nn.Module, None]:
-        """Return the float32 head that computes `transform`; distances are Euclidean."""
+        """Return the float32 head that computes `transform`; its distances are Euclidean."""
         head, _ = super().to_model_parts()
         if self._unit:
             from torch import nn
@@ -393,7 +395,7 @@ class Warm(LinearMap, OnlineLearner):
         return head, None
 
     def _gather(self, triplet: Floats) -> None:
-        """Add a triplet to mean and covariance; call `_settle` after `SETTLE` triplets."""
+        """Add a triplet to the sums; after `SETTLE` triplets, set mean and directions."""
         self.sum_ = self.sum_ + triplet.sum(axis=0)
         self.products_ += triplet.T @ triplet
         self.gathered_ += 1
@@ -402,9 +404,9 @@ class Warm(LinearMap, OnlineLearner):
             self._settle(mean, self.products_ / (3 * SETTLE) - np.outer(mean, mean))
 
 
-def _wrong(near: Any, far: Any) -> Any:
-    """Return 1 where `near` > `far`, ½ where they are equal, and 0 elsewhere."""
-    return (near > far) + 0.5 * (near == far)
+def _wrong(positive: Any, negative: Any) -> Any:
+    """Return 1 where a positive's distance exceeds the negative's, ½ if equal, and 0 elsewhere."""
+    return (positive > negative) + 0.5 * (positive == negative)
 
 
 def _cosine(products: Floats, lengths: Floats, other_lengths: Floats) -> Floats:
@@ -415,7 +417,7 @@ def _cosine(products: Floats, lengths: Floats, other_lengths: Floats) -> Floats:
 
 
 def _signed(directions: Floats) -> Floats:
-    """Flip directions (w, F) so that each one's component of largest magnitude is positive."""
+    """Flip directions (w, F) so that the largest component of each, by magnitude, is positive."""
     largest = np.abs(directions).argmax(axis=1)
     signs = np.where(directions[np.arange(len(directions)), largest] < 0, -1.0, 1.0)
     return directions * signs[:, None]

@@ -1,8 +1,8 @@
 """The losses, miners, reducers, regularisers and distances of pytorch-metric-learning.
 
 `ContrastiveLoss` is `pml.contrastive`, `TripletMarginMiner` is the miner `pml.triplet_margin`, and
-so on. Abstract classes are left out, and so are parameters without a meaning here, such as a
-distance where the formula holds for one only.
+so on. Abstract classes are left out. So are parameters that have no meaning here, such as the
+distance of a loss whose formula holds for one distance only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from retrieval.plugin import Factories, hookimpl
 
 @hookimpl
 def retrieval_losses() -> Factories:
-    """Every loss, and those that wrap other losses."""
+    """All losses, including those that wrap other losses."""
     from retrieval_pml import (
         class_losses,
         pair_losses,
@@ -34,7 +34,7 @@ def retrieval_losses() -> Factories:
 
 @hookimpl
 def retrieval_miners() -> Factories:
-    """Every miner."""
+    """All miners."""
     from retrieval_pml import miners
 
     return miners.FACTORIES
@@ -42,7 +42,7 @@ def retrieval_miners() -> Factories:
 
 @hookimpl
 def retrieval_reducers() -> Factories:
-    """Every reducer."""
+    """All reducers."""
     from retrieval_pml import parts
 
     return parts.REDUCERS
@@ -50,7 +50,7 @@ def retrieval_reducers() -> Factories:
 
 @hookimpl
 def retrieval_regularizers() -> Factories:
-    """Every regulariser, of embeddings and of class weights."""
+    """All regularisers, of embeddings and of class weights."""
     from retrieval_pml import parts
 
     return parts.REGULARIZERS
@@ -58,7 +58,7 @@ def retrieval_regularizers() -> Factories:
 
 @hookimpl
 def retrieval_distances() -> Factories:
-    """Every distance and similarity."""
+    """All distances and similarities."""
     from retrieval_pml import parts
 
     return parts.DISTANCES

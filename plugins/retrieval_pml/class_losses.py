@@ -1,4 +1,4 @@
-"""Losses with class weights or proxies of their own, which join the optimiser."""
+"""Losses with trainable class weights or proxies."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Degrees = Annotated[float, Field(ge=0, lt=180)]
 
 
 class _FiniteAngles(losses.LargeMarginSoftmaxLoss):
-    """Softmax with a margin at the target's angle, whose gradient is finite at an angle of 0."""
+    """Softmax with a margin in the target's angle, whose gradient is finite at an angle of 0."""
 
     def get_angles(self, cosine_of_target_classes: Tensor) -> Tensor:
-        """Return the angles, in radians, of cosines."""
+        """Return the angles of cosines, in radians."""
         angles: Tensor = super().get_angles(cosines_within(cosine_of_target_classes))
         return angles
 
 
 class _MultipleAngle(_FiniteAngles):
-    """Makes the coefficients of cos(mθ) without SciPy calls that NumPy deprecates."""
+    """Computes the coefficients of cos(mθ) without SciPy calls that NumPy deprecates."""
 
     margin: int
 
     def init_margin(self) -> None:
-        """Set the coefficients; see equation 7 of large-margin softmax."""
+        """Set the coefficients of equation 7 of large-margin softmax."""
         self.margin = int(self.margin)
         self.max_n = self.margin // 2
         steps = range(self.max_n + 1)
@@ -43,14 +43,14 @@ class _MultipleAngle(_FiniteAngles):
 
 
 class LargeMarginSoftmaxLoss(_MultipleAngle):
-    """Large-margin softmax: the target class's angle counts m times.
+    """Large-margin softmax: the angle of the target class counts m times.
 
     Liu, Wen, Yu & Yang, Large-Margin Softmax Loss for Convolutional Neural Networks, ICML 2016.
     Logits keep the lengths of embeddings and weights.
 
     Args:
-        margin: the factor m of the target's angle.
-        scale: logits are multiplied by it.
+        margin: m, factor of the target's angle.
+        scale: number by which logits are multiplied.
     """
 
 
@@ -58,11 +58,11 @@ class SphereFaceLoss(_MultipleAngle, losses.SphereFaceLoss):
     """SphereFace: large-margin softmax with class weights of length 1.
 
     Liu, Wen, Yu, Li, Raj & Song, SphereFace: Deep Hypersphere Embedding for Face Recognition, CVPR
-    2017. Logits keep the embeddings' lengths.
+    2017. Logits keep the lengths of embeddings.
 
     Args:
-        margin: the factor m of the target's angle.
-        scale: logits are multiplied by it.
+        margin: m, factor of the target's angle.
+        scale: number by which logits are multiplied.
     """
 
 
@@ -73,8 +73,8 @@ class ArcFaceLoss(_FiniteAngles, losses.ArcFaceLoss):
     CVPR 2019.
 
     Args:
-        margin: added to the target class's angle, in degrees.
-        scale: cosines are multiplied by it.
+        margin: angle in degrees that is added to the angle of the target class.
+        scale: number by which cosines are multiplied.
     """
 
 
@@ -82,30 +82,30 @@ class SubCenterArcFaceLoss(_FiniteAngles, losses.SubCenterArcFaceLoss):
     """ArcFace with several centres per class, of which the nearest counts.
 
     Deng, Guo, Liu, Gong & Zafeiriou, Sub-center ArcFace: Boosting Face Recognition by Large-Scale
-    Noisy Web Faces, ECCV 2020. The loss's `get_outliers(embeddings, labels)` finds the items far
-    from their class's dominant centre.
+    Noisy Web Faces, ECCV 2020. The method `get_outliers(embeddings, labels)` of the loss finds
+    items that are far from the dominant centre of their class.
 
     Args:
-        margin: added to the target class's angle, in degrees.
-        scale: cosines are multiplied by it.
-        sub_centers: centres of each class.
-        weight_regularizer: a penalty on the centres, added to the loss.
-        weight_init_func: how the centres begin; standard normal by default.
+        margin: angle in degrees that is added to the angle of the target class.
+        scale: number by which cosines are multiplied.
+        sub_centers: number of centres per class.
+        weight_regularizer: penalty on the centres, added to the loss.
+        weight_init_func: initialiser of the centres; standard normal by default.
     """
 
 
 class P2SGradLoss(losses.P2SGradLoss):
-    """P2SGrad: mean squared error between cosines to class weights and the one-hot label.
+    """P2SGrad: mean squared error between cosines with class weights and the one-hot label.
 
     Zhang et al., P2SGrad: Refined Gradients for Optimizing Deep Face Models, CVPR 2019, equation
-    11. Needs no scale and no margin. The class weights are put back to length 1 at each call.
-    Finite for an embedding of length 0, where upstream's is NaN.
+    11. It needs no scale and no margin. Each call scales the class weights to length 1. The loss is
+    finite for an embedding of length 0; that of pytorch-metric-learning is NaN.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the loss by name, in the format of upstream's reducers."""
+        """Return the loss by name, in the format of pytorch-metric-learning's reducers."""
         self.weight.data = self.weight.data.renorm(2, 1, 1e-5).mul(1e5)
         cosines = F.normalize(embeddings) @ self.weight.to(embeddings)
         target = F.one_hot(labels, self.num_classes).to(cosines.dtype)
@@ -116,17 +116,17 @@ class ManifoldLoss(losses.ManifoldLoss):
     """Manifold similarity to proxies of meta-classes, by a random walk over batch and proxies.
 
     Aziere & Todorovic, Ensemble Deep Manifold Similarity Learning Using Hard Proxies, CVPR 2019.
-    Each training class belongs to one proxy, drawn when the loss is made and saved with the run
-    (the paper trains an ensemble, each member with a draw of its own); upstream draws for each
-    *item*, anew in each batch. Inverts a matrix of batch + K.
+    Each training class belongs to a proxy (meta-class), which is drawn when the loss is built and
+    saved with the run. The paper trains an ensemble with a draw per member.
+    pytorch-metric-learning draws a proxy for each item, again in each batch. The loss inverts a
+    matrix with batch size + K rows.
 
     Args:
-        K: how many proxies (meta-classes); more than there are classes leaves some without
-            positives.
-        lambdaC: the weight of the contextual loss against the intrinsic one.
-        alpha: the share of similarity that the random walk passes on.
-        margin: between the similarity to the own proxy and to others.
-        distance: how items and proxies are compared, a similarity; cosine by default.
+        K: number of proxies. If it exceeds the number of classes, some have no positives.
+        lambdaC: weight of the contextual loss against the intrinsic loss.
+        alpha: share of similarity that the random walk passes on.
+        margin: margin between the similarities to the item's proxy and to other proxies.
+        distance: similarity of items and proxies; the cosine by default.
     """
 
     def __init__(self, classes: int, **parameters: Any) -> None:
@@ -136,30 +136,37 @@ class ManifoldLoss(losses.ManifoldLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the loss by name, in matrices of (N + K)²; upstream makes K of them."""
-        own, items = self.meta_classes[labels].unsqueeze(1), len(embeddings)
+        """Return the loss by name, with matrices (N + K, N + K)."""
+        proxy, items = self.meta_classes[labels].unsqueeze(1), len(embeddings)
         walks = self._walks(torch.cat([embeddings, self.proxies]))
         unit = F.normalize(walks, dim=1, eps=1e-8)
-        contextual = self._apart(unit[:items] @ unit[items:].T, own)
-        return reduced(self._apart(walks[:items, items:], own) + self.lambdaC * contextual)
+        contextual = self._excess(unit[:items] @ unit[items:].T, proxy)
+        intrinsic = self._excess(walks[:items, items:], proxy)
+        return reduced(intrinsic + self.lambdaC * contextual)
 
     def _walks(self, points: Tensor) -> Tensor:
-        """Return where random walks from each of the items and proxies (P, C) end, (P, P)."""
-        near = torch.exp(2 * self.distance(points).clamp(min=0))
-        identity = torch.eye(len(points), dtype=near.dtype, device=near.device)
-        near = near.masked_fill(identity.bool(), 0)
-        scale = near.sum(1).rsqrt()
+        """Return the weights (P, P) of the ends of random walks from items and proxies (P, C)."""
+        affinity = torch.exp(2 * self.distance(points).clamp(min=0))
+        identity = torch.eye(len(points), dtype=affinity.dtype, device=affinity.device)
+        affinity = affinity.masked_fill(identity.bool(), 0)
+        scale = affinity.sum(1).rsqrt()
         ends: Tensor = (1 - self.alpha) * torch.linalg.inv(
-            identity - self.alpha * near * scale * scale.unsqueeze(1)
+            identity - self.alpha * affinity * scale * scale.unsqueeze(1)
         )
         return ends
 
-    def _apart(self, near: Tensor, own: Tensor) -> Tensor:
-        """Return the mean over items of log(1 + Σ exp) of how much nearer (N, K) other proxies are
-        than the own (N, 1), and the margin.
+    def _excess(self, similarity: Tensor, proxy: Tensor) -> Tensor:
+        """Return the mean over items of log(1 + Σ exp(excess)) over other proxies.
+
+        The excess is the similarity to the other proxy, minus that to the item's proxy, plus the
+        margin; an excess below 0 does not count.
+
+        Args:
+            similarity: (N, K) similarities of items and proxies.
+            proxy: (N, 1) number of each item's proxy.
         """
-        excess = near - near.gather(1, own) + self.margin
-        excess = excess.masked_fill((excess < 0).scatter(1, own, True), -torch.inf)
+        excess = similarity - similarity.gather(1, proxy) + self.margin
+        excess = excess.masked_fill((excess < 0).scatter(1, proxy, True), -torch.inf)
         return torch.log1p(excess.exp().sum(1)).mean()
 
 
@@ -171,13 +178,13 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     "arc_face": offer(ArcFaceLoss, **_SOFTMAX, margin=Degrees),
     "cos_face": offer(
         losses.CosFaceLoss,
-        """CosFace: softmax over cosines, with a margin subtracted from the target class's.
+        """CosFace: softmax over cosines, with a margin subtracted from that of the target class.
 
         Wang et al., CosFace: Large Margin Cosine Loss for Deep Face Recognition, CVPR 2018.
 
         Args:
-            margin: subtracted from the target class's cosine.
-            scale: cosines are multiplied by it.
+            margin: number that is subtracted from the cosine of the target class.
+            scale: number by which cosines are multiplied.
         """,
         **_SOFTMAX,
     ),
@@ -190,29 +197,29 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         al., NormFace, ACM MM 2017.
 
         Args:
-            temperature: similarities are divided by it.
-            distance: how embeddings are compared with class weights; the dot product of unit
-                vectors by default.
+            temperature: number by which similarities are divided.
+            distance: similarity of embeddings and class weights; by default the dot product of unit
+                vectors.
         """,
         ref_emb=False,
         rows="items",
     ),
     "soft_triple": offer(
         losses.SoftTripleLoss,
-        """SoftTriple: softmax over classes with several centres each; nearer ones weigh more.
+        """SoftTriple: softmax over classes with several centres each; nearer centres weigh more.
 
         Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss: Deep Metric Learning Without Triplet
-        Sampling, ICCV 2019; the paper merges centres with the weight regulariser
+        Sampling, ICCV 2019. The paper merges centres with the weight regulariser
         `pml.sparse_centers`.
 
         Args:
-            centers_per_class: centres of each class.
-            la: λ: similarities to classes are multiplied by it.
-            gamma: the temperature that chooses among a class's centres.
-            margin: δ: subtracted from the similarity to the item's own class.
-            distance: how embeddings are compared with centres, a similarity; cosine by default.
-            weight_regularizer: a penalty on the centres, added to the loss.
-            weight_init_func: how the centres begin; Kaiming's uniform by default.
+            centers_per_class: number of centres per class.
+            la: λ, by which similarities to classes are multiplied.
+            gamma: temperature of the choice among the centres of a class.
+            margin: δ, which is subtracted from the similarity to the item's class.
+            distance: similarity of embeddings and centres; the cosine by default.
+            weight_regularizer: penalty on the centres, added to the loss.
+            weight_init_func: initialiser of the centres; Kaiming's uniform by default.
         """,
         ref_emb=False,
         rows="items",
@@ -220,20 +227,22 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     ),
     "proxy_anchor": offer(
         losses.ProxyAnchorLoss,
-        """Proxy-anchor loss: each proxy against all items of the batch, the hardest weighing most.
+        """Proxy-anchor loss: a proxy against all items of the batch; the hardest weigh most.
 
         Kim, Kim, Cho & Kwak, Proxy Anchor Loss for Deep Metric Learning, CVPR 2020. The authors
         give the proxies 100 times the learning rate of the network.
 
         Args:
-            margin: δ: positives should be this much nearer than the distance's zero, negatives
-                this much farther.
-            alpha: the exponent's scale.
-            distance: how embeddings are compared with proxies; cosine similarity by default.
-            reducer: reduces the proxies' losses to one number; by default their sum over the
-                number of proxies with positives, and of all.
-            weight_regularizer: a penalty on the proxies, added to the loss.
-            weight_init_func: how the proxies begin; Kaiming's normal (fan out) by default.
+            margin: δ. The similarities of positives should exceed δ, those of negatives should stay
+                below −δ.
+            alpha: scale of the exponents.
+            distance: distance or similarity of embeddings and proxies; cosine similarity by
+                default.
+            reducer: reduces the losses of the proxies to one number. By default the sum of the
+                positive part is divided by the number of proxies with positives, and that of the
+                negative part by the number of all proxies.
+            weight_regularizer: penalty on the proxies, added to the loss.
+            weight_init_func: initialiser of the proxies; Kaiming's normal (fan out) by default.
         """,
         ref_emb=False,
     ),

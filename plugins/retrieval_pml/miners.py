@@ -1,6 +1,8 @@
-"""Miners, which choose the pairs or triplets that a loss works on.
+"""Miners of pytorch-metric-learning, which choose the pairs or triplets that a loss works on.
 
-Ours return the same pairs and triplets as upstream, but without lists of all triplets.
+`MultiSimilarityMiner` and `TripletMarginMiner` choose the same as their base classes of
+pytorch-metric-learning. `AngularMiner` differs in that it scales embeddings to unit length. All
+three need less memory and time: they build no list of all triplets, and do not sort.
 """
 
 from __future__ import annotations
@@ -18,32 +20,32 @@ from retrieval_pml.offers import FIXED, NonNegative, Positive, offer
 Strategy = Literal["hard", "semihard", "easy", "all"]
 Range = tuple[float, float] | None
 ENTRIES = 2**17
-"""Pairs of a positive pair and a negative that are in memory at a time."""
+"""Number of combinations of a positive pair and a reference that are in memory at a time."""
 
 
 class MultiSimilarityMiner(miners.MultiSimilarityMiner):
-    """Negatives more similar than the farthest positive, positives less than the nearest negative.
+    """Negatives nearer than the farthest positive, and positives farther than the nearest negative.
 
     Wang, Han, Huang, Dong & Scott, Multi-Similarity Loss with General Pair Weighting for Deep
-    Metric Learning, CVPR 2019. Finds each row's extremes without sorting, as upstream does.
+    Metric Learning, CVPR 2019.
 
     Args:
-        epsilon: pairs that miss the condition by less than this are chosen too.
-        distance: how two embeddings are compared; cosine similarity by default.
+        epsilon: pairs that miss this condition by less than `epsilon` are chosen too.
+        distance: distance or similarity of two embeddings; cosine similarity by default.
     """
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return pairs; see `retrieval.plugin.Miner`."""
-        near = self.distance(embeddings, ref_emb)
-        near = -near if self.distance.is_inverted else near  # smaller is closer
+        matrix = self.distance(embeddings, ref_emb)
+        distances = -matrix if self.distance.is_inverted else matrix
         positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
         negative = ~positive
         if ref_emb is embeddings:
             positive.fill_diagonal_(False)
-        farthest = near.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
-        nearest = near.masked_fill(~negative, torch.inf).amin(1, keepdim=True)
-        a1, p = torch.where(positive & (near + self.epsilon > nearest))
-        a2, n = torch.where(negative & (near - self.epsilon < farthest))
+        farthest = distances.masked_fill(~positive, -torch.inf).amax(1, keepdim=True)
+        nearest = distances.masked_fill(~negative, torch.inf).amin(1, keepdim=True)
+        a1, p = torch.where(positive & (distances + self.epsilon > nearest))
+        a2, n = torch.where(negative & (distances - self.epsilon < farthest))
         return a1, p, a2, n
 
 
@@ -55,33 +57,34 @@ class TripletMarginMiner(miners.TripletMarginMiner):
 
     Args:
         margin: distance by which the negative should be farther than the positive.
-        type_of_triplets: "all" that violate the margin, of these the "hard" ones (the negative is
-            nearer) or "semihard" ones (it is farther by less than the margin), or the "easy" ones,
-            which do not violate it.
+        type_of_triplets: "all" chooses the triplets that violate the margin. "hard" chooses those
+            whose negative is nearer than the positive. "semihard" chooses those whose negative is
+            farther than the positive, but not by more than the margin. "easy" chooses the triplets
+            that do not violate the margin.
     """
 
     def mine(self, embeddings: Tensor, labels: Tensor, ref_emb: Tensor, ref_labels: Tensor) -> Any:
         """Return triplets; see `retrieval.plugin.Miner`."""
-        mat = self.distance(embeddings, ref_emb)
-        near = -mat if self.distance.is_inverted else mat
+        matrix = self.distance(embeddings, ref_emb)
+        distances = -matrix if self.distance.is_inverted else matrix
 
-        def chosen(a: Tensor, p: Tensor) -> Tensor:
-            gap: Tensor = near[a] - near[a, p].unsqueeze(1)
+        def mask(a: Tensor, p: Tensor) -> Tensor:
+            gap: Tensor = distances[a] - distances[a, p].unsqueeze(1)
             if self.type_of_triplets == "easy":
                 return gap.gt(self.margin)
-            kept = gap.le(self.margin)
+            violating = gap.le(self.margin)
             if self.type_of_triplets == "hard":
-                return kept & (gap <= 0)
-            return kept & (gap > 0) if self.type_of_triplets == "semihard" else kept
+                return violating & (gap <= 0)
+            return violating & (gap > 0) if self.type_of_triplets == "semihard" else violating
 
-        return _triplets(chosen, labels, ref_labels, ref_emb is embeddings)
+        return _triplets(mask, labels, ref_labels, ref_emb is embeddings)
 
 
 class AngularMiner(miners.AngularMiner):
     """Triplets whose angle at the negative exceeds a bound.
 
-    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017. The angle is
-    measured on unit vectors; upstream uses unscaled embeddings.
+    Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017. The embeddings
+    are scaled to unit length first; pytorch-metric-learning does not scale them.
 
     Args:
         angle: the bound, in degrees.
@@ -91,29 +94,37 @@ class AngularMiner(miners.AngularMiner):
         """Return triplets; see `retrieval.plugin.Miner`."""
         unit, reference = self.distance.normalize(embeddings), self.distance.normalize(ref_emb)
 
-        def chosen(a: Tensor, p: Tensor) -> Tensor:
+        def mask(a: Tensor, p: Tensor) -> Tensor:
             sides = self.distance.pairwise_distance(unit[a], reference[p]).unsqueeze(1)
-            # torch adds this to each difference of a pairwise distance
+            # The shift is what torch's pairwise distance adds to each difference.
             heights = torch.cdist((unit[a] + reference[p]) / 2 - 1e-6, reference)
             angles: Tensor = torch.atan(sides / (2 * heights))
             return angles.gt(self.angle)
 
-        return _triplets(chosen, labels, ref_labels, ref_emb is embeddings)
+        return _triplets(mask, labels, ref_labels, ref_emb is embeddings)
 
 
 def _triplets(
-    chosen: Callable[[Tensor, Tensor], Tensor], labels: Tensor, ref_labels: Tensor, own: bool
+    mask: Callable[[Tensor, Tensor], Tensor], labels: Tensor, ref_labels: Tensor, same_items: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the triplets (T,) of positive pairs and the negatives that `chosen` masks (K, M)."""
+    """Return indices (T,) of the anchors, positives and negatives of the chosen triplets.
+
+    Args:
+        mask: function of the anchors and positives (K,) of positive pairs. It returns which of the
+            M references may be their negatives, (K, M).
+        labels: labels of the embeddings.
+        ref_labels: labels (M,) of the references.
+        same_items: whether the references are the embeddings themselves.
+    """
     same = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
     negative = ~same
-    if own:
+    if same_items:
         same.fill_diagonal_(False)
     anchor, positive = torch.where(same)
     chunks = []
     step = max(1, ENTRIES // len(ref_labels))
     for a, p in zip(torch.split(anchor, step), torch.split(positive, step), strict=True):
-        pair, n = torch.where(chosen(a, p) & negative[a])
+        pair, n = torch.where(mask(a, p) & negative[a])
         chunks.append(torch.stack([a[pair], p[pair], n]))
     a, p, n = torch.cat([torch.zeros(3, 0, dtype=torch.int64, device=labels.device), *chunks], 1)
     return a, p, n
@@ -126,8 +137,8 @@ class EmbeddingsAlreadyPackagedAsTriplets(miners.EmbeddingsAlreadyPackagedAsTrip
         """Return triplets; see `retrieval.plugin.Miner`."""
         if len(embeddings) % 3:
             raise ValueError(
-                "a batch of anchor, positive, negative, anchor, … needs a multiple of three items,"
-                f" not {len(embeddings)}"
+                "a batch of anchor, positive, negative, anchor, … must have a multiple of three"
+                f" items, not {len(embeddings)}"
             )
         anchor = torch.arange(0, len(embeddings), 3, device=embeddings.device)
         return anchor, anchor + 1, anchor + 2
@@ -137,7 +148,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     "angular": offer(AngularMiner, without=FIXED, angle=Annotated[float, Field(ge=0, lt=90)]),
     "batch_easy_hard": offer(
         miners.BatchEasyHardMiner,
-        """For each anchor the easiest, hardest or semi-hard positive and negative.
+        """For each anchor, the easiest, hardest or semi-hard positive and negative.
 
         Xuan, Stylianou & Pless, Improved Embeddings with Easy Positive Triplet Mining, WACV 2020.
 
@@ -146,7 +157,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
                 nearer than the negative ("semihard"), the nearest ("easy"), or "all".
             neg_strategy: which negative to choose: the nearest ("hard"), the nearest that is
                 farther than the positive ("semihard"), the farthest ("easy"), or "all".
-                "semihard" cannot be combined with "semihard" or "all".
+                If one strategy is "semihard", the other must be "hard" or "easy".
             allowed_pos_range: smallest and largest distance of positives to choose from.
             allowed_neg_range: smallest and largest distance of negatives to choose from.
         """,
@@ -157,7 +168,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     ),
     "batch_hard": offer(
         miners.BatchHardMiner,
-        """For each anchor the farthest positive and the nearest negative.
+        """For each anchor, the farthest positive and the nearest negative.
 
         Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017.
 
@@ -170,13 +181,13 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     ),
     "distance_weighted": offer(
         miners.DistanceWeightedMiner,
-        """Random negatives, with probability inverse to how common their distance is on a sphere.
+        """Random negatives: the rarer their distance is on a sphere, the likelier they are drawn.
 
         Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017.
 
         Args:
-            cutoff: lower bound of the distances of unit vectors, which bounds the weights.
-            nonzero_loss_cutoff: largest distance of negatives to choose from.
+            cutoff: smaller distances count as this distance, which bounds the weights.
+            nonzero_loss_cutoff: largest distance of the negatives to choose from.
         """,
         without=FIXED,
         cutoff=Positive,
@@ -213,7 +224,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
     ),
     "uniform_histogram": offer(
         miners.UniformHistogramMiner,
-        """Random pairs, the same number from each bin between the smallest and largest distance.
+        """Random pairs: the same number from each bin of equal width of their distances.
 
         Args:
             num_bins: number of bins.

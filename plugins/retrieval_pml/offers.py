@@ -1,4 +1,4 @@
-"""Factories made of pytorch-metric-learning's classes, and what every loss and miner shares."""
+"""Factories from classes of pytorch-metric-learning, called upstream, and what losses share."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ Init = (
     ]
     | None
 )
-"""Initialiser of proxies or class weights; `None` uses the loss's default."""
+"""Initialiser of proxies or class weights; `None` uses the default of the loss."""
 MEANINGS = {
-    "distance": "how two embeddings are compared; Euclidean on unit vectors by default.",
-    "reducer": "how the items' losses become one number; the mean by default.",
-    "weight_regularizer": "a penalty on the class weights, added to the loss.",
-    "weight_reg_weight": "the factor of that penalty.",
-    "weight_init_func": "how the class weights begin; standard normal by default.",
-    "embedding_regularizer": "a penalty on the embeddings, added to the loss.",
-    "embedding_reg_weight": "the factor of that penalty.",
+    "distance": "distance of two embeddings; by default the Euclidean one of unit vectors.",
+    "reducer": "reduces the losses of the items to one number; the mean by default.",
+    "weight_regularizer": "penalty on the class weights, added to the loss.",
+    "weight_reg_weight": "factor of that penalty.",
+    "weight_init_func": "initialiser of the class weights; standard normal by default.",
+    "embedding_regularizer": "penalty on the embeddings, added to the loss.",
+    "embedding_reg_weight": "factor of that penalty.",
 }
 """Descriptions of parameters that many parts share, in the order in which a part lists them."""
 TYPES: dict[str, Any] = {
@@ -63,28 +63,29 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(["alpha", "beta", "gamma", "la", "scale", "softmax_scale"], Positive),
     **dict.fromkeys(["temperature", "p", "power"], Positive),
 }
-"""Types of parameters that mean the same in every part; otherwise a default tells the type."""
+"""Types of parameters that mean the same in every part; defaults define the other types."""
 NAMES = {"num_classes": "classes", "l": "embedding_size", "descriptors_dim": "embedding_size"}
-"""The framework's names of upstream's parameters that it sets."""
+"""The framework's names of those upstream parameters that the framework sets."""
 FIXED = ("distance",)
-"""What a loss leaves out whose formula holds for one distance only."""
+"""Parameters that are not offered for a loss whose formula holds for one distance only."""
 
 
 class _Loss(CheckedLoss):
-    """A loss of pytorch-metric-learning with checked input, in at least float32.
+    """A loss of pytorch-metric-learning with checked input, computed in at least float32.
 
-    Upstream casts a loss's *parameters* to the embeddings' type, so one bfloat16 batch would round
-    them permanently. Exponentials of 64 × a cosine also need more than 8 bits.
+    Upstream casts the parameters of a loss to the type of the embeddings, so a single bfloat16
+    batch would round the parameters permanently. Exponentials of 64 × a cosine also need more than
+    bfloat16's 8 bits.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return upstream's losses by name, without the columns (N, 1) that confuse reducers."""
+        """Return upstream's losses by name; flatten columns (N, 1), which reducers misread."""
         if not len(embeddings):
             return self.zero_losses()
         if labels is not None and self.known_classes and labels.dtype == torch.int32:
-            labels = ref_labels = labels.long()  # torch's cross-entropy takes int64 only
+            labels = ref_labels = labels.long()  # torch's cross-entropy accepts int64 only
         parts = super().compute_loss(embeddings, labels, indices_tuple, ref_emb, ref_labels)
         for part in parts.values():
             if isinstance(part["losses"], Tensor):
@@ -94,14 +95,16 @@ class _Loss(CheckedLoss):
 
 
 class _Miner(BaseMiner):
-    """Mines in at least float32, for half-precision embeddings and under autocast."""
+    """A miner that computes in at least float32, also under autocast."""
 
     def forward(
         self, embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None
     ) -> Any:
         """Return index tensors; see `retrieval.plugin.Miner`."""
         if ref_emb is not None and not self.__retrieval_traits__["ref_emb"]:
-            raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
+            raise ValueError(
+                f"{type(self).__name__} looks only at its batch and accepts no ref_emb"
+            )
         reference = None if ref_emb is None else full_precision(ref_emb)
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
             return super().forward(full_precision(embeddings), labels, reference, ref_labels)
@@ -120,18 +123,18 @@ def offer(
 ) -> Callable[..., Any]:
     """Return a factory of a class of pytorch-metric-learning, or of a subclass.
 
-    It offers upstream's parameters, with their defaults, that the docstring or `MEANINGS`
-    describes. If the number of classes is passed, a loss checks labels against it.
+    The factory offers those upstream parameters, with their defaults, that the docstring or
+    `MEANINGS` describes. If the number of classes is passed, a loss checks labels against it.
 
     Args:
         cls: the class.
         doc: the factory's docstring; the class's own by default.
-        ref_emb: whether a loss or miner takes a reference set.
-        miner: whether a loss takes a miner's indices.
-        rows: how a loss can be divided over processes; see `retrieval.plugin.Rows`.
+        ref_emb: whether a loss or miner accepts a reference set.
+        miner: whether a loss accepts a miner's indices.
+        rows: how a loss can be divided among processes; see `retrieval.plugin.Rows`.
         similarity: whether `distance` must be a similarity.
         without: parameters of `MEANINGS` that are not offered.
-        types: types of parameters where neither `TYPES` nor the default tells them.
+        types: types of parameters that neither `TYPES` nor the default defines.
     """
     text = inspect.cleandoc(doc or cls.__doc__)
     offered = {
@@ -170,21 +173,23 @@ def offer(
 
 
 def _upstream_parameters(cls: type) -> dict[str, Any]:
-    """Return a class's parameters, with defaults, and those that `**kwargs` passes to bases."""
+    """Return the parameters of a class and, if it has `**kwargs`, of its bases, with defaults."""
     parameters: dict[str, Any] = {}
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
-        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        for p in own:
+        signature = inspect.signature(vars(base)["__init__"])
+        after_self = list(signature.parameters.values())[1:]
+        for p in after_self:
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
                 parameters.setdefault(p.name, p.default)
-        if not any(p.kind is p.VAR_KEYWORD for p in own):
+        if not any(p.kind is p.VAR_KEYWORD for p in after_self):
             break
     return parameters
 
 
 def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parameter:
+    """Return an upstream parameter with the framework's name and a type."""
     known = NAMES.get(name, name)
     annotation = types.get(known, TYPES.get(known))
     if annotation is None:
@@ -197,7 +202,7 @@ def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parame
 
 
 def _checked(cls: Any, takes: dict[str, bool], rows: str | None) -> Any:
-    """Return a class whose call checks its input; distances and the like stay as they are."""
+    """Return a loss or miner class that checks its input, and other classes unchanged."""
     mixin: Any = {BaseMetricLossFunction: _Loss, BaseMiner: _Miner}
     for base, check in mixin.items():
         if issubclass(cls, base):
@@ -211,12 +216,12 @@ def _require_similarity(distance: nn.Module | None, name: str) -> None:
     if distance is not None and not getattr(distance, "is_inverted", False):
         raise ValueError(
             f"{name} needs a similarity (pml.cosine_similarity or pml.dot_product_similarity), "
-            f"and {type(distance).__name__} is a distance"
+            f"but {type(distance).__name__} is a distance"
         )
 
 
 def _documented(text: str, parameters: list[str]) -> str:
-    """Return a docstring with a line under `Args:` for each parameter of `MEANINGS` without one."""
+    """Return a docstring, adding the descriptions in `MEANINGS` of parameters that it lacks."""
     lines = [
         f"    {name}: {MEANINGS[name]}"
         for name in parameters
@@ -228,7 +233,7 @@ def _documented(text: str, parameters: list[str]) -> str:
 
 
 def cosines_within(cosines: Tensor) -> Tensor:
-    """Clip cosines to slightly within ±1, where the angle's derivative is finite."""
+    """Clip cosines slightly within ±1, where the derivative of the angle is finite."""
     edge = 1 - 4 * torch.finfo(cosines.dtype).eps
     return cosines.clamp(-edge, edge)
 
@@ -237,24 +242,24 @@ def label_masks(labels: Tensor, ref_labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return masks (N, M) of positive and of negative pairs; no item is its own positive."""
     positive = labels.unsqueeze(1) == ref_labels.unsqueeze(0)
     negative = ~positive
-    own = 0 if ref_labels is labels else first_row()
-    if own is not None:
-        positive.diagonal(own).fill_(False)
+    offset = 0 if ref_labels is labels else first_row()
+    if offset is not None:
+        positive.diagonal(offset).fill_(False)
     return positive, negative
 
 
 def losses_of(
     losses: Tensor, indices: Any, kind: str = "element", name: str = "loss"
 ) -> dict[str, dict[str, Any]]:
-    """Return losses of one kind and what they are of, as upstream's reducers read them."""
+    """Return losses and the indices of their items, in the format of upstream's reducers."""
     return {name: {"losses": losses, "indices": indices, "reduction_type": kind}}
 
 
 def element(losses: Tensor) -> dict[str, dict[str, Any]]:
-    """Return one loss per item (N,) as upstream's reducers read it."""
+    """Return one loss per item (N,), in the format of upstream's reducers."""
     return losses_of(losses, torch.arange(len(losses), device=losses.device))
 
 
 def reduced(loss: Tensor) -> dict[str, dict[str, Any]]:
-    """Return a scalar loss as upstream's reducers read it."""
+    """Return a scalar loss, in the format of upstream's reducers."""
     return losses_of(loss, None, "already_reduced")

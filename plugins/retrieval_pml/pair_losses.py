@@ -1,4 +1,4 @@
-"""Losses of pairs: sums over pairs, soft maxima of a row's pairs, and lifted structures."""
+"""Losses of pairs: sums over pairs, soft maxima over an anchor's pairs, and lifted structures."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from retrieval_pml.offers import (
 
 
 class _ListedPairs(GenericPairLoss):
-    """Computes the loss of a batch with a single pair, for which upstream returns 0."""
+    """Also computes the loss of a single pair, for which pytorch-metric-learning returns 0."""
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
+        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
-        # a mean over anchors includes rows without a pair if other rows of the batch have some
+        # If other rows of the batch have pairs, a mean over anchors counts rows without a pair.
         if all(len(indices) == 0 for indices in pairs) and first_row() is None:
             return self.zero_losses()
         return self.loss_method(self.distance(embeddings, ref_emb), pairs)
 
 
 class _MaskedPairs(GenericPairLoss):
-    """Passes pairs to upstream's formula as masks of labels, without lists of all pairs.
+    """Passes pairs to pytorch-metric-learning's formula as masks, without listing all pairs.
 
-    A batch with a single pair has a loss; upstream returns 0 if no list has more than one pair.
+    A batch with a single pair has a loss; pytorch-metric-learning returns 0.
     """
 
     rows_by_labels = True
@@ -51,7 +51,7 @@ class _MaskedPairs(GenericPairLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
+        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         mat = self.distance(embeddings, ref_emb)
         if indices_tuple is not None:
             pairs = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
@@ -67,8 +67,8 @@ class ContrastiveLoss(_ListedPairs, losses.ContrastiveLoss):
     (here without the square).
 
     Args:
-        pos_margin: distance up to which a positive pair has loss 0; for a similarity use 1.
-        neg_margin: distance from which on a negative pair has loss 0; for a similarity use 0.
+        pos_margin: distance up to which a positive pair has loss 0. For a similarity, set 1.
+        neg_margin: distance above which a negative pair has loss 0. For a similarity, set 0.
         reducer: reduces the pairs' losses to one number; by default the mean of those above 0.
     """
 
@@ -77,12 +77,12 @@ class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRat
     """Contrastive loss on the signal-to-noise distance var(anchor − other) / var(anchor).
 
     Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep Metric
-    Learning, CVPR 2019. The paper adds the regulariser `pml.zero_mean`. Keeps the differences of
-    all pairs, so it is for small batches.
+    Learning, CVPR 2019. The paper adds the regulariser `pml.zero_mean`. The loss stores the
+    differences of all pairs, so use it for small batches.
 
     Args:
         pos_margin: distance up to which a positive pair has loss 0.
-        neg_margin: distance from which on a negative pair has loss 0.
+        neg_margin: distance above which a negative pair has loss 0.
         normalize_embeddings: whether to scale embeddings to length 1 first.
         p: norm that measures this length.
         power: exponent of the distance.
@@ -103,7 +103,7 @@ class SignalToNoiseRatioContrastiveLoss(ContrastiveLoss, losses.SignalToNoiseRat
 
 
 class IntraPairVarianceLoss(_ListedPairs, losses.IntraPairVarianceLoss):
-    """Pulls similarities of positive pairs to their mean, and likewise those of negative pairs.
+    """Pulls similarities of positive pairs to their mean, and of negative pairs to theirs.
 
     Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019. Use it together with
     `pml.tuplet_margin` in `pml.multiple`.
@@ -120,45 +120,46 @@ class ThresholdConsistentMarginLoss(losses.ThresholdConsistentMarginLoss):
     """A regulariser in the form of a loss that makes one similarity threshold fit all classes.
 
     Zhang et al., Threshold-Consistent Margin Loss for Open-World Deep Metric Learning, ICLR 2024.
-    Use it together with another loss in `pml.multiple`. Positives and negatives come from the
-    reference set if there is one; upstream looks them up in the batch.
+    Use it together with another loss in `pml.multiple`. If there is a reference set, positives and
+    negatives come from it; pytorch-metric-learning looks them up in the batch.
 
     Args:
         lambda_plus: weight of positive pairs.
         lambda_minus: weight of negative pairs.
-        margin_plus: cosine from which on a positive pair has loss 0.
+        margin_plus: cosine above which a positive pair has loss 0.
         margin_minus: cosine up to which a negative pair has loss 0.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the loss by name, in memory of the pairs."""
+        """Return the loss by name; its memory grows with the number of pairs."""
         a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
         mat = self.distance(embeddings, ref_emb)
-        pull, push = self.margin_plus - mat[a1, p], mat[a2, n] - self.margin_minus
-        pulled, pushed = (x.relu().sum() / (x >= 0).sum().clamp(min=1) for x in (pull, push))
-        return reduced(self.lambda_plus * pulled + self.lambda_minus * pushed)
+        excesses = self.margin_plus - mat[a1, p], mat[a2, n] - self.margin_minus
+        plus, minus = (x.relu().sum() / (x >= 0).sum().clamp(min=1) for x in excesses)
+        return reduced(self.lambda_plus * plus + self.lambda_minus * minus)
 
 
 class LiftedStructureLoss(losses.LiftedStructureLoss):
     """Lifted structure loss: each positive pair against all negatives of both its items.
 
     Oh Song, Xiang, Jegelka & Savarese, Deep Metric Learning via Lifted Structured Feature
-    Embedding, CVPR 2016. Memory grows with N²; upstream compares all positive with all negative
-    pairs. A pair without negatives has loss 0. With a reference set only the anchor's negatives
-    count; upstream also uses those of the batch item with the positive's index.
+    Embedding, CVPR 2016. The memory grows with N², because positive pairs are not compared with all
+    negative pairs as in pytorch-metric-learning. A pair without negatives has loss 0. With a
+    reference set, only the negatives of the anchor count; pytorch-metric-learning also uses those
+    of the batch item that has the positive's index.
 
     Args:
-        neg_margin: margin that negatives' distances are subtracted from, in units of the distance.
-        pos_margin: margin that is subtracted from the positive's distance.
+        neg_margin: margin from which the distances of negatives are subtracted.
+        pos_margin: margin that is subtracted from the distance of the positive.
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
+        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels, ref_labels)
         if len(a1) == 0 or len(a2) == 0:
             return self.zero_losses()
@@ -170,7 +171,7 @@ class LiftedStructureLoss(losses.LiftedStructureLoss):
 
 
 def _log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:
-    """Return log Σ exp of each segment's values; the lowest number for an empty one."""
+    """Return log Σ exp of the values of each segment; the lowest number for an empty segment."""
     lowest = torch.finfo(values.dtype).min
     top = values.new_full((segments,), lowest).scatter_reduce(0, segment, values.detach(), "amax")
     total = values.new_zeros(segments).index_add(0, segment, torch.exp(values - top[segment]))
@@ -179,20 +180,20 @@ def _log_sums(values: Tensor, segment: Tensor, segments: int) -> Tensor:
 
 
 class GeneralizedLiftedStructureLoss(_MaskedPairs, losses.GeneralizedLiftedStructureLoss):
-    """Generalised lifted loss: all of an anchor's positives against all of its negatives at once.
+    """Generalised lifted loss: all positives of an anchor against all its negatives at once.
 
     Hermans, Beyer & Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017,
     equation 8. An anchor without positives or without negatives has loss 0.
 
     Args:
-        neg_margin: margin that negatives' distances are subtracted from, in units of the distance.
-        pos_margin: margin that is subtracted from the positives' distances.
+        neg_margin: margin from which the distances of negatives are subtracted.
+        pos_margin: margin that is subtracted from the distances of positives.
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
     def _compute_loss(self, mat: Tensor, pos_mask: Tensor, neg_mask: Tensor) -> Any:
         parts = super()._compute_loss(mat, pos_mask, neg_mask)
-        # the logarithm of an empty sum is −∞, which upstream replaces by 0
+        # The logarithm of an empty sum is −∞, which pytorch-metric-learning replaces with 0.
         both = pos_mask.bool().any(1, keepdim=True) & neg_mask.bool().any(1, keepdim=True)
         parts["loss"]["losses"] = parts["loss"]["losses"].masked_fill(~both, 0)
         return parts
@@ -205,24 +206,24 @@ class MultiSimilarityLoss(_MaskedPairs, losses.MultiSimilarityLoss):
     Metric Learning, CVPR 2019; the paper mines with `pml.multi_similarity`.
 
     Args:
-        alpha: the exponent's scale for positives.
-        beta: the exponent's scale for negatives.
-        base: the similarity (λ in the paper) that both are measured from.
+        alpha: scale of the exponents of positives.
+        beta: scale of the exponents of negatives.
+        base: similarity (λ in the paper) that is subtracted from the similarities of both.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: reduces the anchors' losses to one number; the mean by default.
     """
 
 
 class CircleLoss(_MaskedPairs, losses.CircleLoss):
-    """Circle loss: each similarity weighs as much as it is away from its optimum.
+    """Circle loss: a similarity is weighted by its difference from the optimum.
 
     Sun et al., Circle Loss: A Unified Perspective of Pair Similarity Optimization, CVPR 2020. The
     paper sets m = 0.25, gamma = 256 for faces, 0.25 and 128 for persons, 0.4 and 80 for
     fine-grained retrieval.
 
     Args:
-        m: the relaxation: positives should pass a cosine of 1 − m, negatives stay below m.
-        gamma: the exponent's scale.
+        m: the cosines of positives should exceed 1 − m, those of negatives should stay below m.
+        gamma: scale of the exponents.
         reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
     """
 
@@ -234,7 +235,7 @@ class SupConLoss(_MaskedPairs, losses.SupConLoss):
     logarithm).
 
     Args:
-        temperature: similarities are divided by it.
+        temperature: number by which similarities are divided.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: reduces the anchors' losses to one number; by default the mean of those above 0.
     """
@@ -248,17 +249,19 @@ class SupConLoss(_MaskedPairs, losses.SupConLoss):
 
 
 class _AgainstNegatives(_ListedPairs):
-    """A positive pair against all its anchor's negatives: log(1 + Σ exp(pushed − pulled)).
+    """A positive pair against all negatives of its anchor: log(1 + Σ exp(pushed − pulled)).
 
-    Upstream compares every positive with every negative pair, and its NT-Xent adds the smallest
-    number to the logarithm's argument, which bounds it at 87.
+    pytorch-metric-learning compares every positive with every negative pair, and its NT-Xent adds
+    the smallest number to the argument of the logarithm, which bounds the loss at 87.
     """
 
     def _compute_loss(self, pos_pairs: Any, neg_pairs: Any, indices_tuple: Any) -> Any:
         a1, p, a2, _ = indices_tuple
         if len(a1) == 0 or (len(a2) == 0 and first_row() is None):
             return self.zero_losses()
-        if len(a2) == 0:  # other rows of the batch may have negatives, and these count in the mean
+        if (
+            len(a2) == 0
+        ):  # other rows of the batch may have negatives; their mean counts these pairs
             neg_pairs = pos_pairs[:0]
         anchors = int(torch.cat([a1, a2]).max()) + 1
         pushed = _log_sums(self.pushed(neg_pairs), a2, anchors)[a1]
@@ -269,19 +272,20 @@ class _AgainstNegatives(_ListedPairs):
 class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
     """NT-Xent (InfoNCE): softmax of each positive pair against its anchor's negatives.
 
-    Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. Computed in
-    memory of the pairs, where upstream compares all positive with all negative pairs.
+    Sohn, NIPS 2016; van den Oord, Li & Vinyals, 2018; Chen et al., SimCLR, ICML 2020. The memory
+    grows with the number of pairs; pytorch-metric-learning compares all positive with all negative
+    pairs.
 
     Args:
-        temperature: similarities are divided by it.
+        temperature: number by which similarities are divided.
         distance: how two embeddings are compared; cosine similarity by default.
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
-    def pushed(self, near: Tensor) -> Tensor:
-        """Return pairs' exponents (P,)."""
+    def pushed(self, values: Tensor) -> Tensor:
+        """Return the exponents (P,) of pairs with these distances or similarities."""
         sign = 1 if self.distance.is_inverted else -1
-        exponents: Tensor = near * (sign / self.temperature)
+        exponents: Tensor = values * (sign / self.temperature)
         return exponents
 
     pulled = pushed
@@ -290,23 +294,24 @@ class NTXentLoss(_AgainstNegatives, losses.NTXentLoss):
 class TupletMarginLoss(_AgainstNegatives, losses.TupletMarginLoss):
     """Tuplet margin loss: a positive against all negatives, with slack in its angle.
 
-    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019; the paper adds
-    `pml.intra_pair_variance`. Computed in memory of the pairs, where upstream compares all positive
-    with all negative pairs; finite where a cosine is 1 or rounds to more.
+    Yu & Tao, Deep Metric Learning with Tuplet Margin Loss, ICCV 2019. The paper adds
+    `pml.intra_pair_variance`. The memory grows with the number of pairs; pytorch-metric-learning
+    compares all positive with all negative pairs. The loss is finite if a cosine is 1 or rounds to
+    more than 1.
 
     Args:
         margin: the slack β, in degrees.
-        scale: cosines are multiplied by it.
+        scale: number by which cosines are multiplied.
         reducer: reduces the positive pairs' losses to one number; the mean by default.
     """
 
-    def pushed(self, near: Tensor) -> Tensor:
-        """Return negative pairs' exponents (P,)."""
-        return self.scale * near  # type: ignore[no-any-return]
+    def pushed(self, cosines: Tensor) -> Tensor:
+        """Return the exponents (P,) of negative pairs."""
+        return self.scale * cosines  # type: ignore[no-any-return]
 
-    def pulled(self, near: Tensor) -> Tensor:
-        """Return positive pairs' exponents (P,)."""
-        angles = torch.acos(cosines_within(near))
+    def pulled(self, cosines: Tensor) -> Tensor:
+        """Return the exponents (P,) of positive pairs."""
+        angles = torch.acos(cosines_within(cosines))
         logits: Tensor = self.scale * torch.cos(angles - self.margin)
         return logits
 

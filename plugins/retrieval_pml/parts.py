@@ -19,8 +19,8 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
         """Cosine similarity, from −1 to 1; larger is closer.
 
         Args:
-            p: norm that scales embeddings to length 1; only 2 results in cosines.
-            power: exponent of the similarity; an even one loses the sign.
+            p: norm by which embeddings are scaled to length 1. Only 2 gives cosines.
+            power: exponent of the similarity. An even exponent loses the sign.
         """,
     ),
     "dot_product_similarity": offer(
@@ -30,22 +30,22 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
         Args:
             normalize_embeddings: whether to scale embeddings to length 1 first.
             p: norm that measures this length.
-            power: exponent of the similarity; an even one loses the sign.
+            power: exponent of the similarity. An even exponent loses the sign.
         """,
     ),
     "lp": offer(
         distances.LpDistance,
-        """The p-norm of the difference, Euclidean by default; on unit vectors from 0 to 2.
+        """The p-norm of the difference: by default the Euclidean distance, 0 to 2 for unit vectors.
 
         Args:
             normalize_embeddings: whether to scale embeddings to length 1 first.
             p: the norm.
-            power: exponent of the distance; 2 with p = 2 is the squared Euclidean distance.
+            power: exponent of the distance. 2 with p = 2 gives the squared Euclidean distance.
         """,
     ),
     "snr": offer(
         distances.SNRDistance,
-        """The variance of the difference over that of the first embedding; not symmetric.
+        """The variance of the difference over that of the first embedding, which is not symmetric.
 
         Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep
         Metric Learning, CVPR 2019.
@@ -62,34 +62,35 @@ DISTANCES: Mapping[str, Callable[..., Any]] = {
 class DivisorReducer(reducers.DivisorReducer):
     """The sum of the losses divided by a number that the loss defines.
 
-    For `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, whose default it
-    is.
+    Use it for `pml.margin`, `pml.proxy_anchor` and the regulariser `pml.sparse_centers`, for which
+    it is the default.
     """
 
     def unpack_loss_info(self, loss_info: dict[str, Any]) -> Any:
         """Return the losses, their indices, their kind and the divisor."""
         if loss_info["reduction_type"] != "already_reduced" and "divisor" not in loss_info:
             raise ValueError(
-                "pml.divisor serves losses that say what to divide by (pml.margin,"
-                " pml.proxy_anchor, and the regulariser pml.sparse_centers); use pml.mean or"
-                " pml.sum here"
+                "pml.divisor needs a loss that defines a divisor (pml.margin,"
+                " pml.proxy_anchor, or the regulariser pml.sparse_centers). Use pml.mean or"
+                " pml.sum"
             )
         return super().unpack_loss_info(loss_info)
 
 
 class PerAnchorReducer(reducers.PerAnchorReducer):
-    """The mean over each anchor's pairs or triplets first, then another reducer over the anchors.
+    """The mean over an anchor's pairs or triplets, then another reducer over the anchors.
 
-    Upstream's fails where pairs reach into a reference set larger than the batch, and on triplets.
+    The reducer of pytorch-metric-learning fails for triplets, and for pairs with a reference set
+    that is larger than the batch.
 
     Args:
-        reducer: over the anchors; the mean by default.
+        reducer: reduces the anchors' means to one number; the mean by default.
     """
 
     def tuple_reduction_helper(
         self, losses: Tensor, loss_indices: Sequence[Tensor], embeddings: Tensor, labels: Tensor
     ) -> Any:
-        """Return the inner reducer's number of the anchors' mean losses."""
+        """Return the mean losses of the anchors, reduced by the inner reducer."""
         anchors, zeros = loss_indices[0], losses.new_zeros(len(embeddings))
         total = zeros.index_add(0, anchors, losses)
         count = zeros.index_add(0, anchors, torch.ones_like(losses))
@@ -101,20 +102,20 @@ class PerAnchorReducer(reducers.PerAnchorReducer):
         )
 
     def triplet_reduction(self, *args: Any) -> Any:
-        """Return the inner reducer's number of the anchors' mean losses."""
+        """Return the mean losses of the anchors, reduced by the inner reducer."""
         return self.tuple_reduction_helper(*args)
 
 
 def class_weighted(
     weights: list[NonNegative], classes: int | None = None
 ) -> reducers.ClassWeightedReducer:
-    """The mean of the losses, each times the weight of its item's or anchor's class.
+    """The mean of the losses, each multiplied by the weight of its item's or anchor's class.
 
     Args:
-        weights: one for each training class, in the order of the class numbers.
+        weights: one weight per training class, in the order of the class numbers.
     """
     if classes is not None and len(weights) != classes:
-        raise ValueError(f"there are {len(weights)} weights and {classes} training classes")
+        raise ValueError(f"there are {len(weights)} weights, but {classes} training classes")
     return reducers.ClassWeightedReducer(torch.tensor(weights, dtype=torch.float32))
 
 
@@ -123,18 +124,17 @@ def multiple(
     names: list[str],
     default_reducer: Reducer = None,
 ) -> nn.Module:
-    """A reducer for each part of a loss that has several, whose numbers are added.
+    """Different reducers for the parts of a loss. The reduced parts are added.
 
     Args:
-        reducers: one for each name.
-        names: the parts, such as "pos_loss" and "neg_loss" (`pml.contrastive`, `pml.proxy_anchor`),
-            "margin_loss", "embedding_reg_loss", "weight_reg_loss"; "loss" where there is only one.
-        default_reducer: for the parts not named; the mean by default.
+        reducers: one reducer per name.
+        names: names of parts, such as "pos_loss" and "neg_loss" (`pml.contrastive`,
+            `pml.proxy_anchor`), "margin_loss", "embedding_reg_loss" and "weight_reg_loss". The only
+            part of other losses is "loss".
+        default_reducer: reducer of all other parts; the mean by default.
     """
     if len(set(names)) != len(reducers) or len(names) != len(reducers):
-        raise ValueError(
-            f"each of the {len(reducers)} reducers needs one name of its own, not {names}"
-        )
+        raise ValueError(f"the {len(reducers)} reducers need as many different names, not {names}")
     from pytorch_metric_learning.reducers import MultipleReducers
 
     return MultipleReducers(  # type: ignore[no-any-return]
@@ -152,7 +152,7 @@ REDUCERS: Mapping[str, Callable[..., Any]] = {
     "sum": offer(reducers.SumReducer, "The sum of the losses."),
     "threshold": offer(
         reducers.ThresholdReducer,
-        """The mean of the losses between two bounds, of which at least one must be set.
+        """The mean of the losses between two bounds, at least one of which must be set.
 
         Args:
             low: losses must be above this.
@@ -181,48 +181,48 @@ REGULARIZERS: Mapping[str, Callable[..., Any]] = {
     ),
     "lp": offer(
         regularizers.LpRegularizer,
-        f"""The length of each row, by the p-norm, to a power.
+        f"""The p-norm of each row, raised to a power.
 
         Args:
             p: the norm.
-            power: lengths are raised to it; 2 with p = 2 is the usual weight decay.
+            power: exponent of the norms. 2 with p = 2 gives the usual weight decay.
             {_PENALTIES}
         """,
         without=FIXED,
     ),
     "regular_face": offer(
         regularizers.RegularFaceRegularizer,
-        f"""Pushes class weights apart, by each row's similarity to its nearest other row.
+        f"""Pushes class weights apart by penalising a row's similarity to the nearest other row.
 
         Zhao, Xu & Cheng, RegularFace: Deep Face Recognition via Exclusive Regularization, CVPR
         2019.
 
         Args:
-            distance: how two rows are compared, a similarity; cosine by default.
+            distance: similarity of two rows; the cosine by default.
             {_PENALTIES}
         """,
         similarity=True,
     ),
     "sparse_centers": offer(
         regularizers.SparseCentersRegularizer,
-        """Merges centres of the same class, by √(2 − 2 cos) between each two of them.
+        """Merges centres of a class by penalising √(2 − 2 cos) between any two of them.
 
         Qian, Shang, Sun, Hu, Li & Jin, SoftTriple Loss, ICCV 2019; the weight regulariser of
         `pml.soft_triple`.
 
         Args:
-            centers_per_class: as in the loss, at least 2.
-            reducer: reduces the pairs' penalties to one number; by default their sum over twice
-                the number of pairs.
+            centers_per_class: number of centres per class in the loss, at least 2.
+            reducer: reduces the pairs' penalties to one number. By default it divides their sum by
+                twice the number of pairs.
         """,
         without=FIXED,
         centers_per_class=Annotated[int, Field(ge=2)],
     ),
     "zero_mean": offer(
         regularizers.ZeroMeanRegularizer,
-        f"""The absolute sum of each row's dimensions.
+        f"""The absolute value of the sum of each row's dimensions.
 
-        It belongs to `pml.signal_to_noise_ratio_contrastive`.
+        Use it with `pml.signal_to_noise_ratio_contrastive`.
 
         Yuan, Deng, Tang, Tang & Chen, Signal-to-Noise Ratio: A Robust Distance Metric for Deep
         Metric Learning, CVPR 2019.

@@ -28,22 +28,22 @@ class SmoothAPLoss(losses.SmoothAPLoss):
     """Smooth-AP: 1 − average precision, with a sigmoid in place of each comparison of ranks.
 
     Brown, Xie, Kalogeiton & Zisserman, Smooth-AP: Smoothing the Path Towards Large-Scale Image
-    Retrieval, ECCV 2020. Takes batches in any order and with any class sizes; upstream mixes up the
-    number of classes and of items in each, and requires sorted, equal classes. An item without
-    another of its class is left out; as in the authors' code, a query counts among its own
-    positives.
+    Retrieval, ECCV 2020. Batches may have any order and any class sizes. pytorch-metric-learning
+    confuses the number of classes with that of items per class, and requires sorted classes of
+    equal size. An item that is alone in its class is left out. As in the authors' code, a query is
+    one of its positives.
 
     Args:
-        temperature: of the sigmoid; smaller is closer to the true ranks.
+        temperature: temperature of the sigmoid. The smaller it is, the closer to the true ranks.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the queries' losses by name, in the memory of positive pairs × N."""
+        """Return the queries' losses by name; the memory grows with positive pairs × N."""
         mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
         query, item = torch.where(same)
-        # (pairs, N): how far each batch item is ahead of this positive in the query's ranking
+        # (pairs, N): whether each item ranks before this positive for the query, as a sigmoid
         ahead = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.temperature)
         ahead = ahead.scatter(1, item.unsqueeze(1), 0)
         precision = (1 + (ahead * same[query]).sum(1)) / (1 + ahead.sum(1))
@@ -59,23 +59,23 @@ class PNPLoss(losses.PNPLoss):
     """Penalises the negatives that rank before a positive, and nothing else.
 
     Li, Min, Song, Li, Zhang & Jiang, Rethinking the Optimization of Average Precision: Only
-    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022. Asks of the negatives
-    before each positive, where upstream asks of each item (N³).
+    Penalizing Negative Instances before Positive Ones is Enough, AAAI 2022. The negatives before
+    each positive are counted; pytorch-metric-learning counts them before each item (N³).
 
     Args:
-        b: the base of variant Ib.
-        alpha: the exponent of variant Dq.
-        anneal: the temperature of the sigmoid that counts negatives.
-        variant: how the count R of negatives costs: O as R, Ds as log(1 + R), Dq as 1 − 1/(1 +
-            R)^alpha, Iu as (1 + R) log(1 + R), Ib as (bR − log(1 + bR)) / b².
+        b: base of variant Ib.
+        alpha: exponent of variant Dq.
+        anneal: temperature of the sigmoid that counts negatives.
+        variant: cost of R negatives: R for O, log(1 + R) for Ds, 1 − 1/(1 + R)^alpha for Dq, (1 +
+            R) log(1 + R) for Iu, (bR − log(1 + bR)) / b² for Ib.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the loss by name, in the memory of positive pairs × N."""
+        """Return the loss by name; the memory grows with positive pairs × N."""
         mat, same = self.distance(embeddings), labels.unsqueeze(1) == labels.unsqueeze(0)
-        query, item = torch.where(same)  # a query counts among its own positives
+        query, item = torch.where(same)  # a query is one of its positives
         before = torch.sigmoid((mat[query] - mat[query, item].unsqueeze(1)) / self.anneal)
         rank = (before * ~same[query]).sum(1)
         if self.variant == "Ds":
@@ -93,19 +93,19 @@ class PNPLoss(losses.PNPLoss):
 class HistogramLoss(losses.HistogramLoss):
     """Histogram loss: the probability that a negative pair is more similar than a positive one.
 
-    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Counts every pair
-    once; upstream goes through all triplets (N³), leaves out negative pairs of items that have no
-    positive, and fails when a cosine rounds to 1.
+    Ustinova & Lempitsky, Learning Deep Embeddings with Histogram Loss, NIPS 2016. Every pair counts
+    once. pytorch-metric-learning goes through all triplets (N³), leaves out negative pairs of items
+    that have no positive, and fails if a cosine rounds to 1.
 
     Args:
-        n_bins: number of bins that divide the cosines from −1 to 1; 100 when neither is given.
-        delta: a bin's width, 2 / n_bins, instead of `n_bins`.
+        n_bins: number of bins that divide the cosines from −1 to 1; 100 if `delta` is not set.
+        delta: width of a bin, 2 / n_bins, instead of `n_bins`.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the loss by name, in the format of upstream's reducers."""
+        """Return the loss by name, in the format of pytorch-metric-learning's reducers."""
         a1, p, a2, n = loss_and_miner_utils.convert_to_pairs(indices_tuple, labels)
         if len(a1) == 0 or len(a2) == 0:
             return self.zero_losses()
@@ -115,7 +115,7 @@ class HistogramLoss(losses.HistogramLoss):
         return reduced(torch.sum(negative * torch.cumsum(positive, 0)))
 
     def compute_density(self, distances: Tensor) -> Tensor:
-        """Return the soft histogram (bins + 1,) of cosines (N,), shared between bins' ends."""
+        """Return the soft histogram (bins + 1,) of cosines (N,), shared by the ends of a bin."""
         bins = math.ceil(round(2 / self.delta, 6))
         place = (distances.clamp(-1, 1) + 1) / self.delta
         low = place.detach().floor().clamp(0, bins - 1).long()
@@ -126,43 +126,46 @@ class HistogramLoss(losses.HistogramLoss):
 
 
 def _unordered(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each unordered pair once."""
     pairs = torch.stack([torch.minimum(first, second), torch.maximum(first, second)])
     low, high = torch.unique(pairs, dim=1)
     return low, high
 
 
 class InstanceLoss(losses.InstanceLoss):
-    """Instance loss: each item is to be told from all others of the batch, by cross-entropy.
+    """Instance loss: cross-entropy of recognising an item among all items of the batch.
 
     Zheng, Zheng, Garrett, Yang, Xu & Shen, Dual-Path Convolutional Image-Text Embeddings with
-    Instance Loss, ACM TOMM 2020. Items that share a label share their vote: −log Σ over own label /
-    Σ over all, of exp(γ cos). Upstream takes the rank of a label for the position of an item, which
-    draws items towards other classes.
+    Instance Loss, ACM TOMM 2020. Items that share a label count together: the loss of an item is
+    −log of Σ exp(γ cos) over the items of its label, divided by the sum over all items.
+    pytorch-metric-learning mistakes the rank of a label for the position of an item, which pulls
+    items towards other classes.
 
     Args:
-        gamma: cosines are multiplied by it.
+        gamma: γ, by which cosines are multiplied.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return the items' losses by name, in the format of upstream's reducers."""
-        votes = self.distance(embeddings) * self.gamma
+        """Return the items' losses by name, in the format of pytorch-metric-learning's reducers."""
+        logits = self.distance(embeddings) * self.gamma
         same = labels.unsqueeze(1) == labels.unsqueeze(0)
-        own = votes.masked_fill(~same, -torch.inf)
-        return element(torch.logsumexp(votes, 1) - torch.logsumexp(own, 1))
+        same_logits = logits.masked_fill(~same, -torch.inf)
+        return element(torch.logsumexp(logits, 1) - torch.logsumexp(same_logits, 1))
 
 
 class NCALoss(losses.NCALoss):
     """Neighbourhood components analysis: −log probability that a neighbour has the item's class.
 
     Goldberger, Roweis, Hinton & Salakhutdinov, Neighbourhood Components Analysis, NIPS 2004 (the
-    logarithmic objective). Computed by logarithms; upstream drops items whose probability rounds to
-    0.
+    logarithmic objective). The loss is computed with logarithms; pytorch-metric-learning drops
+    items whose probability rounds to 0.
 
     Args:
-        softmax_scale: distances are multiplied by it.
-        distance: how two embeddings are compared; squared Euclidean on unit vectors by default.
+        softmax_scale: number by which distances are multiplied.
+        distance: distance of two embeddings; by default the squared Euclidean distance of unit
+            vectors.
     """
 
     def nca_computation(
@@ -173,15 +176,15 @@ class NCALoss(losses.NCALoss):
         reference_labels: Tensor,
         indices_tuple: Any,
     ) -> Any:
-        """Return −log of each query's probability of a neighbour of its class, by name."""
-        own = query is reference
+        """Return −log of the probability of a neighbour of the query's class, by name."""
+        same_items = query is reference
         weights = loss_and_miner_utils.convert_to_weights(
-            indices_tuple, query_labels, dtype=query.dtype, using_ref=not own
+            indices_tuple, query_labels, dtype=query.dtype, using_ref=not same_items
         )
         scale = self.softmax_scale if self.distance.is_inverted else -self.softmax_scale
         logits = self.distance(query, reference) * scale
         same = query_labels.unsqueeze(1) == reference_labels.unsqueeze(0)
-        if own:
+        if same_items:
             itself = torch.eye(len(query), dtype=torch.bool, device=query.device)
             logits, same = logits.masked_fill(itself, -torch.inf), same & ~itself
         kept = torch.where(same.any(1))[0]
@@ -194,18 +197,18 @@ class NCALoss(losses.NCALoss):
 
 
 class ProxyNCALoss(losses.ProxyNCALoss):
-    """Proxy-NCA: neighbourhood components analysis with one proxy per class in place of neighbours.
+    """Proxy-NCA: neighbourhood components analysis with one proxy per class instead of neighbours.
 
     Movshovitz-Attias, Toshev, Leung, Ioffe & Singh, No Fuss Distance Metric Learning Using Proxies,
-    ICCV 2017. As upstream's, and unlike the paper's, the denominator includes the item's own proxy
-    (Teh, DeVries & Taylor, ProxyNCA++, ECCV 2020): a proper softmax.
+    ICCV 2017. Unlike the paper's, the denominator includes the proxy of the item's class, as in
+    ProxyNCA++ (Teh, DeVries & Taylor, ECCV 2020), so that the loss is a proper softmax.
 
     Args:
-        softmax_scale: distances are multiplied by it.
-        distance: how embeddings are compared with proxies; squared Euclidean on unit vectors by
-            default.
-        weight_regularizer: a penalty on the proxies, added to the loss.
-        weight_init_func: how the proxies begin; standard normal by default.
+        softmax_scale: number by which distances are multiplied.
+        distance: distance of embeddings and proxies; by default the squared Euclidean distance of
+            unit vectors.
+        weight_regularizer: penalty on the proxies, added to the loss.
+        weight_init_func: initialiser of the proxies; standard normal by default.
     """
 
     nca_computation = NCALoss.nca_computation
@@ -216,7 +219,7 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         losses.FastAPLoss,
         """FastAP: 1 − average precision, from soft histograms of squared distances.
 
-        Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. Wants large
+        Cakir, He, Xia, Kulis & Sclaroff, Deep Metric Learning to Rank, CVPR 2019. It needs large
         batches.
 
         Args:
@@ -240,17 +243,15 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         """Ranked list loss: positives within a sphere around each query, negatives outside another.
 
         Wang, Hua, Kodirov, Hu, Garnier & Robertson, Ranked List Loss for Deep Metric Learning,
-        CVPR 2019; the paper uses margin = 0.4, alpha = 1.2, Tn = 10. Above 5 a temperature makes
-        exp overflow-prone, and upstream warns.
+        CVPR 2019. The paper uses margin = 0.4, alpha = 1.2, Tn = 10. With a temperature above 5,
+        exponentials may overflow, and pytorch-metric-learning warns.
 
         Args:
-            margin: between both spheres, in the distance's unit.
-            Tn: the temperature that weighs negatives by how much they violate; 0 weighs them
-                equally.
-            imbalance: the weight of negatives against positives.
-            alpha: the radius of the outer sphere; by default 1 + margin / 2.
-            Tp: the temperature that weighs positives by how much they violate; 0 weighs them
-                equally.
+            margin: distance between the two spheres.
+            Tn: temperature that weights negatives by their violation; 0 weights them equally.
+            imbalance: weight of negatives against positives.
+            alpha: radius of the outer sphere; by default 1 + margin / 2.
+            Tp: temperature that weights positives by their violation; 0 weights them equally.
             reducer: reduces the queries' losses to one number; the mean by default.
         """,
         ref_emb=False,
@@ -276,9 +277,9 @@ FACTORIES: Mapping[str, Callable[..., Any]] = {
         """N-pairs loss: one positive pair per class, each anchor against other classes' positives.
 
         Sohn, Improved Deep Metric Learning with Multi-class N-pair Loss Objective, NIPS 2016. Only
-        the first positive pair of each class counts, so a batch of two items per class wastes
-        nothing. The paper does not normalise (set `distance` to `pml.dot_product_similarity` with
-        `normalize_embeddings = false`) and adds `pml.lp`.
+        the first positive pair of each class counts, so use two items per class. The paper does not
+        scale embeddings (set `distance` to `pml.dot_product_similarity` with `normalize_embeddings
+        = false`) and adds `pml.lp`.
 
         Args:
             distance: how two embeddings are compared; the dot product of unit vectors by default.

@@ -24,30 +24,30 @@ from retrieval_pml.offers import (
 )
 
 TRIPLETS = 2**18
-"""Triplets that are in memory at a time."""
+"""Number of triplets that are in memory at a time."""
 
 
 class TripletMarginLoss(losses.TripletMarginLoss):
-    """Triplet loss: an anchor's positive nearer than its negative, by a margin.
+    """Triplet loss: an anchor's positive should be nearer than its negative by a margin.
 
-    Schroff, Kalenichenko & Philbin, FaceNet, CVPR 2015; Weinberger & Saul, JMLR 2009. `swap`
-    follows Balntas et al., BMVC 2016, and works with a reference set, where upstream mixes up
-    indices.
+    Schroff, Kalenichenko & Philbin, FaceNet, CVPR 2015; Weinberger & Saul, JMLR 2009. `swap` is
+    from Balntas et al., BMVC 2016. It works with a reference set, for which pytorch-metric-learning
+    confuses indices.
 
     Args:
-        margin: by how much, in the distance's unit.
-        swap: compare the positive with the negative instead of the anchor where that violates the
-            margin more.
-        smooth_loss: log(1 + exp(violation)) instead of max(0, violation).
-        triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take
-            precedence.
+        margin: distance by which the negative should be farther than the positive.
+        swap: whether to compare the negative with the positive instead of the anchor if that
+            violates the margin more.
+        smooth_loss: whether the loss is log(1 + exp(violation)) instead of max(0, violation).
+        triplets_per_anchor: number of random triplets per anchor, or "all". If there is a miner,
+            its triplets are used instead.
         reducer: reduces the triplets' losses to one number; by default the mean of those above 0.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name; all triplets of a batch as one number, without a list."""
+        """Return the losses by name; all triplets give one number, without a list."""
         mat = self.distance(embeddings, ref_emb)
         reducer = self.reducer.inner if isinstance(self.reducer, Sums) else self.reducer
         if isinstance(reducer, reducers.MultipleReducers):
@@ -60,31 +60,31 @@ class TripletMarginLoss(losses.TripletMarginLoss):
         anchor, positive, negative = triplets
         if len(anchor) == 0:
             return self.zero_losses()
-        nearest = mat[anchor, negative]
+        to_negative = mat[anchor, negative]
         if self.swap:
             among = mat if ref_emb is embeddings else self.distance(ref_emb)
-            nearest = self.distance.smallest_dist(nearest, among[positive, negative])
-        violation = self.distance.margin(mat[anchor, positive], nearest) + self.margin
+            to_negative = self.distance.smallest_dist(to_negative, among[positive, negative])
+        violation = self.distance.margin(mat[anchor, positive], to_negative) + self.margin
         loss = F.softplus(violation) if self.smooth_loss else F.relu(violation)
         return losses_of(loss, triplets, "triplet")
 
     @property
     def rows_by_labels(self) -> bool:
-        """Whether all triplets are measured, without indices."""
+        """Whether labels alone define the triplets: all are used."""
         return not (self.swap or self.smooth_loss) and self.triplets_per_anchor == "all"
 
     @property
     def rows(self) -> Rows | None:
-        """Anchors' own parts, unless triplets are drawn."""
+        """How the loss can be divided among processes: by anchors, unless triplets are drawn."""
         return "anchors" if self.triplets_per_anchor == "all" else None
 
     def _all_triplets(self, mat: Tensor, labels: Tensor, ref_labels: Tensor, reducer: Any) -> Any:
         positive, negative = label_masks(labels, ref_labels)
         if not bool((positive.any(1) & negative.any(1)).any()):
             return self.zero_losses()
-        near = -mat if self.distance.is_inverted else mat  # smaller is closer
+        distances = -mat if self.distance.is_inverted else mat
         low, high = getattr(reducer, "low", None), getattr(reducer, "high", None)
-        total, count = _AllTriplets.apply(near, positive, negative, self.margin, low, high)
+        total, count = _AllTriplets.apply(distances, positive, negative, self.margin, low, high)
         total = total.to(mat.dtype)
         if isinstance(self.reducer, Sums):
             return {"loss": summed(total, count)}
@@ -101,12 +101,12 @@ _BOUNDED = (
 
 
 class _AllTriplets(torch.autograd.Function):
-    """The sum of max(0, d(a, p) − d(a, n) + margin) of all triplets, and how many are counted."""
+    """The sum of max(0, d(a, p) − d(a, n) + margin) over all triplets, and their number."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        near: Tensor,
+        distances: Tensor,
         positive: Tensor,
         negative: Tensor,
         margin: float,
@@ -115,21 +115,21 @@ class _AllTriplets(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum (float64) of the losses above `low` and below `high`, and their number.
 
-        `near` (N, M) are distances, smaller is closer; None as a bound leaves out none.
+        `distances` (N, M) may be negated similarities. A bound of None excludes no triplet.
         """
-        far = near.masked_fill(~negative, torch.inf)
+        to_negative = distances.masked_fill(~negative, torch.inf)
         anchor, other = torch.where(positive)
-        limit = near[anchor, other] + margin
-        slope = torch.zeros_like(near)
+        limit = distances[anchor, other] + margin
+        slope = torch.zeros_like(distances)
         total, counted = (
-            near.new_zeros((), dtype=torch.float64),
-            torch.zeros((), dtype=torch.int64, device=near.device),
+            distances.new_zeros((), dtype=torch.float64),
+            torch.zeros((), dtype=torch.int64, device=distances.device),
         )
-        step = max(1, TRIPLETS // near.shape[1])
+        step = max(1, TRIPLETS // distances.shape[1])
         for start in range(0, len(anchor), step):
             part = slice(start, start + step)
             rows = anchor[part]
-            loss = (limit[part, None] - far[rows]).relu_()
+            loss = (limit[part, None] - to_negative[rows]).relu_()
             kept = negative[rows] if low is None or low < 0 else loss > low
             if low is not None and low < 0:
                 kept = kept & (loss > low)
@@ -139,7 +139,7 @@ class _AllTriplets(torch.autograd.Function):
             if low is not None or high is not None:
                 loss *= kept
             total += loss.sum(dtype=torch.float64)
-            share = (loss > 0).to(near.dtype)
+            share = (loss > 0).to(distances.dtype)
             slope[rows, other[part]] += share.sum(1)
             slope.index_add_(0, rows, share, alpha=-1)
         ctx.save_for_backward(slope)
@@ -148,28 +148,28 @@ class _AllTriplets(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, total: Tensor, counted: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the distances' gradient, constant wherever the loss is differentiable."""
+        """Return the gradient of the distances, constant wherever the loss is differentiable."""
         (slope,) = ctx.saved_tensors
         return total.to(slope.dtype) * slope, None, None, None, None, None
 
 
 class MarginLoss(losses.MarginLoss):
-    """Margin loss: positives below, negatives above a boundary distance that may be learned.
+    """Margin loss: positives below and negatives above a boundary distance that may be learned.
 
-    Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017; made
-    for the miner `pml.distance_weighted`. All triplets are computed in memory of the pairs if
-    `pml.divisor`, the default, reduces them.
+    Wu, Manmatha, Smola & Krähenbühl, Sampling Matters in Deep Embedding Learning, ICCV 2017; for
+    use with the miner `pml.distance_weighted`. With the default reducer, `pml.divisor`, all
+    triplets need only memory for the pairs.
 
     Args:
-        margin: how far from the boundary pairs should be, in the distance's unit.
-        nu: the weight of the penalty on a learned boundary.
-        beta: the boundary, or where it begins.
-        triplets_per_anchor: how many random triplets an anchor gets, or all; a miner's take
-            precedence.
+        margin: distance that pairs should have from the boundary.
+        nu: weight of the penalty on a learned boundary.
+        beta: the boundary, or its initial value if it is learned.
+        triplets_per_anchor: number of random triplets per anchor, or "all". If there is a miner,
+            its triplets are used instead.
         learn_beta: whether the boundary is learned.
-        per_class: one boundary for each training class instead of one for all.
-        reducer: reduces the triplets' losses to one number; by default their sum over the number of
-            pairs above 0.
+        per_class: whether each training class has its own boundary.
+        reducer: reduces the losses of the triplets to one number; by default their sum divided by
+            the number of pairs with a loss above 0.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class MarginLoss(losses.MarginLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name; all triplets of a batch as one number, without a list."""
+        """Return the losses by name; all triplets give one number, without a list."""
         by_name = dict(self.reducer.reducers)
         divided = all(
             isinstance(by_name.get(name, self.reducer.default_reducer), reducers.DivisorReducer)
@@ -202,7 +202,7 @@ class MarginLoss(losses.MarginLoss):
         edge = beta[labels if len(beta) > 1 else labels * 0].unsqueeze(1)
         pull = F.relu(self.distance.margin(mat, edge) + self.margin) * positive
         push = F.relu(self.distance.margin(edge, mat) + self.margin) * negative
-        # a pair counts once for each of its triplets
+        # A pair counts once for each of its triplets.
         divisor = ((pull > 0) * negatives + (push > 0) * positives).sum()
         share = (divisor > 0) / divisor.clamp(min=1)
         penalty = self.compute_reg_loss(beta, None, divisor)
@@ -219,8 +219,8 @@ class AngularLoss(losses.AngularLoss):
     """Angular loss: bounds the angle at the negative in the triangle of a triplet.
 
     Wang, Zhou, Wen, Liu & Lin, Deep Metric Learning with Angular Loss, ICCV 2017, equation 8. All
-    three are normalised, as the equation assumes; upstream leaves the negatives at their own
-    length.
+    embeddings are scaled to unit length, as the equation assumes; pytorch-metric-learning does not
+    scale the negatives.
 
     Args:
         alpha: the bound, in degrees.
@@ -230,23 +230,23 @@ class AngularLoss(losses.AngularLoss):
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> Any:
-        """Return the losses by name, in the format of upstream's reducers."""
+        """Return the losses by name, in the format of pytorch-metric-learning's reducers."""
         reference = self.distance.normalize(ref_emb)
         return super().compute_loss(embeddings, labels, indices_tuple, reference, ref_labels)
 
 
 class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
-    """Triplet loss without a margin: each triplet weighs as the share of easier triplets.
+    """Triplet loss without a margin: the weight of a triplet is the share of easier triplets.
 
     Zhang & Rusinkiewicz, Learning Local Descriptors with a CDF-Based Dynamic Soft Margin, ICCV
-    2019. The histogram of d(a, p) − d(a, n) is state: it is saved with the run. Upstream keeps it
-    out of the checkpoint, and differentiates through it, which fails on the second batch. Without a
-    miner it lists all triplets (1 GB for 1,024 items, 8 a class).
+    2019. The histogram of d(a, p) − d(a, n) is saved with the run. pytorch-metric-learning does not
+    save it, and differentiates through it, which fails on the second batch. Without a miner, all
+    triplets are listed (1 GB for 1,024 items with 8 per class).
 
     Args:
-        min_val: the smallest difference that counts; on unit vectors −2.
+        min_val: smallest difference of the histogram; −2 for unit vectors.
         num_bins: number of bins that divide the range from min_val to −min_val.
-        momentum: the weight of the batch's histogram against the running one.
+        momentum: weight of the batch's histogram against the running histogram.
     """
 
     hist_: Tensor
@@ -258,6 +258,7 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
         self.register_buffer("hist_", histogram)
 
     def _bins(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bins of differences (T,), and the share of each that the next bin gets."""
         place = ((data.detach() - self.min_val) / self.delta).clamp(0, self.num_bins - 1)
         return place.floor().long(), place.frac()
 
@@ -272,7 +273,7 @@ class DynamicSoftMarginLoss(losses.DynamicSoftMarginLoss):
         self.hist_ = mixed / mixed.sum()
 
     def weigh_loss(self, data: Tensor) -> Tensor:
-        """Return each difference times the share of differences up to it, (T,)."""
+        """Return the differences (T,), each times the share of differences that are not larger."""
         return torch.cumsum(self.hist_, 0)[self._bins(data)[0]] * data
 
 

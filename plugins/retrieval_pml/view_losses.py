@@ -1,4 +1,4 @@
-"""Losses of two views of an object; items that share a label are its views, paired in order."""
+"""Losses of two views of an object. Items that share a label are its views, paired in order."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class VICRegLoss(losses.VICRegLoss):
     batch's order. With fewer than two pairs the loss is 0.
 
     Args:
-        invariance_lambda: the weight of the distance between views (λ).
-        variance_mu: the weight of the hinge on each dimension's standard deviation (μ).
-        covariance_v: the weight of the squared covariances (ν).
-        eps: added to the variance before its root.
-        reducer: how each term's losses become one number; the mean by default.
+        invariance_lambda: λ, weight of the distance between views.
+        variance_mu: μ, weight of the hinge on the standard deviation of each dimension.
+        covariance_v: ν, weight of the squared covariances.
+        eps: number added to the variance before its root is taken.
+        reducer: reduces the losses of each term to one number; the mean by default.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Tensor, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return upstream's losses by name, of the two views that labels tell."""
+        """Return the losses by name; the labels define the two views."""
         first, second = pair_views(labels)
         if len(first) < 2:  # a single pair has no variance
             return self.zero_losses()
@@ -41,7 +41,7 @@ class VICRegLoss(losses.VICRegLoss):
 
 @traits(ref_emb=False, miner=False)
 class SelfSupervisedLoss(losses.SelfSupervisedLoss):
-    """Upstream's, which finds the two views by their label when called like any other loss."""
+    """Applies a loss to two views, which the labels define; it is called like any other loss."""
 
     def __init__(self, loss: nn.Module, symmetric: bool = True) -> None:
         check_reference("pml.self_supervised", loss)
@@ -49,7 +49,7 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
 
     @classmethod
     def check_loss_support(cls, loss_name: str) -> None:
-        """Accept every name: `__init__` has looked at the loss itself."""
+        """Accept every name; `__init__` checks the loss itself."""
 
     def forward(
         self,
@@ -59,11 +59,11 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> Any:
-        """Return the loss, a scalar, of the two views that labels tell."""
+        """Return the loss, a scalar, of the two views that the labels define."""
         if indices_tuple is not None:
-            raise ValueError("SelfSupervisedLoss takes no miner's indices: remove the miner")
+            raise ValueError("SelfSupervisedLoss accepts no miner's indices: remove the miner")
         if labels is None or ref_emb is not None:
-            raise ValueError("SelfSupervisedLoss finds both views by labels and takes no ref_emb")
+            raise ValueError("SelfSupervisedLoss finds views by labels, and accepts no ref_emb")
         first, second = pair_views(labels.to(embeddings.device))
         if len(first) == 0:
             return embeddings.sum() * 0
@@ -77,14 +77,14 @@ class SelfSupervisedLoss(losses.SelfSupervisedLoss):
 def self_supervised(loss: AnyLoss, symmetric: bool = True) -> losses.SelfSupervisedLoss:
     """Applies another loss to pairs of views, which are items that share a label, in order.
 
-    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, with `pml.nt_xent` inside. For a dataset
-    whose labels say which image a view was made of; with class labels it is the inner loss on pairs
-    of a class.
+    Chen, Kornblith, Norouzi & Hinton, SimCLR, ICML 2020, if `loss` is `pml.nt_xent`. Use it for
+    data whose labels name the image from which a view was made. With class labels, it applies
+    `loss` to pairs of a class.
 
     Args:
-        loss: the loss, which must take a reference set.
-        symmetric: whether both views serve as anchors against all others; otherwise the first views
-            are compared with the second ones.
+        loss: the loss, which must accept a reference set.
+        symmetric: whether both views are anchors, compared with all other views. Otherwise the
+            first views are compared with the second views.
     """
     return SelfSupervisedLoss(loss, symmetric)
 

@@ -1,4 +1,4 @@
-"""Losses that wrap others: several at once, and one with a memory of past batches."""
+"""Losses that wrap other losses: a sum of several, and a loss with a queue of past batches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def check_reference(name: str, loss: nn.Module) -> None:
     """Raise an error if a loss does not accept a reference set."""
     if not getattr(type(loss), "__retrieval_traits__", {}).get("ref_emb", True):
         raise ValueError(
-            f"{name} needs a loss that takes a reference set, and {type(loss).__name__} takes none;"
-            " pml.multi_similarity, pml.contrastive or pml.triplet_margin do"
+            f"{name} needs a loss that accepts a reference set, but {type(loss).__name__} does not."
+            " Use pml.multi_similarity, pml.contrastive or pml.triplet_margin"
         )
 
 
 class MultipleLosses(losses.MultipleLosses):
-    """Upstream's class, but reference sets are passed on, and only some losses may have a miner."""
+    """A weighted sum of losses that passes on reference sets; some losses may have a miner."""
 
     def __init__(
         self,
@@ -38,22 +38,22 @@ class MultipleLosses(losses.MultipleLosses):
     ) -> None:
         super().__init__(list(losses))
         if weights is not None and len(weights) != len(losses):
-            raise ValueError(f"there are {len(losses)} losses and {len(weights)} weights")
+            raise ValueError(f"there are {len(losses)} losses, but {len(weights)} weights")
         if miner_for is not None and miners is None:
-            raise ValueError("miner_for says which loss each miner serves, and there are no miners")
-        served = list(miner_for) if miner_for is not None else list(range(len(losses)))
+            raise ValueError("miner_for names the losses of the miners, but there are no miners")
+        positions = list(miner_for) if miner_for is not None else list(range(len(losses)))
         if miners is not None and (
-            len(miners) != len(served)
-            or len(set(served)) < len(served)
-            or not all(0 <= i < len(losses) for i in served)
+            len(miners) != len(positions)
+            or len(set(positions)) < len(positions)
+            or not all(0 <= i < len(losses) for i in positions)
         ):
             raise ValueError(
-                f"each of the {len(miners)} miners needs a loss of its own: give one for each of"
-                f" the {len(losses)} losses, or name their positions, from 0, in miner_for"
+                f"the {len(miners)} miners need different losses: give a miner for each of the"
+                f" {len(losses)} losses, or set miner_for to the positions, from 0, of the losses"
             )
         self.weights = [1.0] * len(losses) if weights is None else list(weights)
         self.miners = nn.ModuleList(miners or [])
-        self.miner_of = {loss: miner for miner, loss in enumerate(served)} if miners else {}
+        self.miner_of = {loss: miner for miner, loss in enumerate(positions)} if miners else {}
 
     def forward(
         self,
@@ -71,7 +71,7 @@ class MultipleLosses(losses.MultipleLosses):
         """
         if indices_tuple is not None and self.miner_of:
             raise ValueError(
-                "the losses have miners of their own: remove the miner outside, or theirs"
+                "losses have miners: remove either their miners or the miner of the recipe"
             )
         reference: dict[str, Any] = (
             {} if ref_emb is None else {"ref_emb": ref_emb, "ref_labels": ref_labels}
@@ -89,14 +89,14 @@ class MultipleLosses(losses.MultipleLosses):
 
 @traits(ref_emb=False)
 class CrossBatchMemory(losses.CrossBatchMemory):
-    """Upstream's queue, with its position in the state, so that a resumed run continues exactly.
+    """A loss against a queue of past batches, whose position is saved, so that runs can resume.
 
-    Further differences from upstream: a batch of one item is not compared with itself. Indices from
-    an outer miner are translated to the batch's places in the queue. Every loss that accepts a
-    reference set is allowed, not only a list of names.
+    Further differences from pytorch-metric-learning: a batch of one item is not compared with
+    itself. Indices from an outer miner are translated to the batch's places in the queue. Every
+    loss that accepts a reference set is allowed, not only a list of names.
 
-    Buffers: `embedding_memory` (M, C), `label_memory` (M,) and `queue_state` (2,) int64, which
-        holds the position and whether the queue is filled.
+    The buffers are `embedding_memory` (M, C), `label_memory` (M,) and `queue_state` (2,), which
+    has the position and whether the queue is filled.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
 
     @property
     def has_been_filled(self) -> bool:
-        """Whether every place of the queue holds an item."""
+        """Whether every place of the queue has an item."""
         return bool(self.queue_state[1])
 
     @has_been_filled.setter
@@ -154,11 +154,11 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         Args:
             embeddings: (B, C) embeddings.
             labels: (B,) labels.
-            indices_tuple: indices within the batch, used in addition to those against the queue.
+            indices_tuple: indices within the batch, used in addition to those of the queue.
             ref_emb: must be None, because the queue is the reference set.
             ref_labels: must be None.
-            enqueue_mask: (B,) mask of the items to put into the queue; the others are compared with
-                it.
+            enqueue_mask: (B,) mask of the items to put into the queue. The other items are compared
+                with the queue.
 
         Raises:
             ValueError: the batch is larger than the queue, a reference set is passed, or labels are
@@ -166,13 +166,14 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         """
         if labels is None or ref_emb is not None:
             raise ValueError(
-                "CrossBatchMemory needs labels and takes no ref_emb: its queue is the reference set"
+                "CrossBatchMemory needs labels and accepts no ref_emb: its queue is the reference"
+                " set"
             )
         labels = labels.to(embeddings.device)
         entering = len(embeddings) if enqueue_mask is None else int(enqueue_mask.sum())
         if entering > self.memory_size:
             raise ValueError(
-                f"memory_size ({self.memory_size}) must be at least the batch's size ({entering})"
+                f"memory_size ({self.memory_size}) must be at least the batch size ({entering})"
             )
         with torch.autocast(device_type=embeddings.device.type, enabled=False):
             loss = super().forward(full_precision(embeddings), labels, indices_tuple, enqueue_mask)
@@ -194,7 +195,7 @@ class CrossBatchMemory(losses.CrossBatchMemory):
         input_indices_tuple: Any,
         do_remove_self_comparisons: bool,
     ) -> Any:
-        """Return the indices of anchors in the batch and of the others in the queue."""
+        """Return indices of pairs or triplets: anchors in the batch, other items in the queue."""
         places = self.curr_batch_idx
         if self.miner:
             indices = self.miner(embeddings, labels, E_mem, L_mem)
@@ -230,8 +231,8 @@ def multiple(
         losses: the losses.
         miners: one miner per loss, in the same order, or fewer with `miner_for`.
         weights: one weight per loss; 1 by default.
-        miner_for: for each miner the position, from 0, of its loss; needed if not every loss has
-            one.
+        miner_for: for each miner, the position, from 0, of its loss. It is needed if some losses
+            have no miner.
     """
     return MultipleLosses(losses, miners, weights, miner_for)
 
@@ -243,15 +244,15 @@ def cross_batch_memory(
     memory_size: Count = 1024,
     miner: AnyMiner = None,
 ) -> losses.CrossBatchMemory:
-    """Computes another loss between the batch and a queue of past batches' embeddings.
+    """Computes another loss between the batch and a queue of embeddings of past batches.
 
     Wang, Zhang, Huang & Scott, Cross-Batch Memory for Embedding Learning, CVPR 2020. The queue and
-    its position are saved with the run; upstream's position is not.
+    its position are saved with the run.
 
     Args:
         loss: the loss, which must accept a reference set.
         memory_size: number of embeddings in the queue, at least the batch size.
-        miner: chooses pairs or triplets between the batch and the queue; by default all are used.
+        miner: chooses pairs or triplets between the batch and the queue. By default all are used.
     """
     return CrossBatchMemory(loss, embedding_size, memory_size, miner)
 

@@ -41,7 +41,7 @@ __getattr__, __dir__ = lazy(
 @hookimpl
 def retrieval_datasets() -> Factories:
     """Data sets of the field as published, with folder layouts, splits, protocols and counts."""
-    import retrieval_sets as own
+    import retrieval_sets
 
     names = (
         "caltech101",
@@ -59,4 +59,4 @@ def retrieval_datasets() -> Factories:
         "vehicle_id",
         "veri776",
     )
-    return {name: getattr(own, name) for name in names}
+    return {name: getattr(retrieval_sets, name) for name in names}

@@ -57,7 +57,7 @@ def food101(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     Forests", ECCV 2014. Nothing is downloaded.
 
     Args:
-        folder: the folder `food-101`, or the one that holds it.
+        folder: the folder `food-101`, or its parent.
     """
     root = FOOD.root(folder, "images", "meta/train.txt", "meta/test.txt", inside=["food-101"])
     problems: list[str] = []
@@ -76,10 +76,10 @@ def dtd(
     """Load the Describable Textures Dataset: 5,640 photographs of 47 textures.
 
     Cimpoi, Maji, Kokkinos, Mohamed & Vedaldi, "Describing Textures in the Wild", CVPR 2014. Nothing
-    is downloaded. Each of train, validation and test has 40 images of each texture.
+    is downloaded. The training, validation and test sides have 40 images of each texture each.
 
     Args:
-        folder: the folder `dtd`, or the one that holds it.
+        folder: the folder `dtd`, or its parent.
         partition: number of the split, 1 to 10.
     """
     names = {
@@ -104,11 +104,11 @@ def caltech101(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     """Load Caltech-101: 8,677 photographs of 101 kinds of things, without the background class.
 
     Fei-Fei, Fergus & Perona, "Learning Generative Visual Models from Few Training Examples", CVPR
-    workshop 2004. Nothing is downloaded. It has no split of its own: `[split] by = "class"` or
-    `"item"`.
+    workshop 2004. Nothing is downloaded. The data set has no split of its own; set
+    `[split] by = "class"` or `"item"`.
 
     Args:
-        folder: the folder `101_ObjectCategories`, or the one that holds it.
+        folder: the folder `101_ObjectCategories`, or its parent.
     """
     return _folders(
         CALTECH101, "101_ObjectCategories", "BACKGROUND_Google", folder, counts, skip_bad
@@ -120,10 +120,11 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     """Load Caltech-256: 29,780 photographs of 256 kinds of things, without the clutter class.
 
     Griffin, Holub & Perona, "Caltech-256 Object Category Dataset", Caltech, CNS-TR-2007-001.
-    Nothing is downloaded. It has no split of its own: `[split] by = "class"` or `"item"`.
+    Nothing is downloaded. The data set has no split of its own; set `[split] by = "class"` or
+    `"item"`.
 
     Args:
-        folder: the folder `256_ObjectCategories`, or the one that holds it.
+        folder: the folder `256_ObjectCategories`, or its parent.
     """
     return _folders(CALTECH256, "256_ObjectCategories", "257.clutter", folder, counts, skip_bad)
 
@@ -139,7 +140,7 @@ def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row
 def _folders(
     published: Published, name: str, left_out: str, folder: Path, counts: Counts, skip_bad: bool
 ) -> Dataset:
-    """Return the images of a folder with one folder per class, one class left out."""
+    """Return the data set of a folder with a subfolder per class, without the class `left_out`."""
     root = (
         folder
         if folder.name == name and folder.is_dir()
@@ -168,9 +169,9 @@ def cifar100(
 ) -> Dataset:
     """Load CIFAR-100: 60,000 colour images of 32 × 32 pixels, with their train and test split.
 
-    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009, in its *binary
-    version*; the version for Python consists of pickles, which are never read. Each of 20 coarse
-    classes has five fine ones; an item's metadata has both names.
+    Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009. This reads the
+    *binary version*; the version for Python consists of pickles, which are never read. A coarse
+    class has five fine classes. The metadata of an item have the names of both.
 
     Args:
         folder: the folder `cifar-100-binary` with `train.bin`, `test.bin`, `fine_label_names.txt`
@@ -181,7 +182,7 @@ def cifar100(
     count = _LISTS[labels][1]
     published = Published(
         "CIFAR-100",
-        "Toronto, in its binary version (www.cs.toronto.edu/~kriz/cifar.html)",
+        "the University of Toronto, in its binary version (www.cs.toronto.edu/~kriz/cifar.html)",
         "train.bin, test.bin, fine_label_names.txt and coarse_label_names.txt",
         {"train": [Count(50_000, count)], "test": [Count(10_000, count)]},
     )
@@ -213,6 +214,7 @@ def cifar100(
 
 
 def _names(path: Path, count: int) -> list[str]:
+    """Return the `count` class names of a text file."""
     try:
         names = path.read_text(encoding="ascii").split()
     except (OSError, ValueError) as error:
@@ -220,5 +222,5 @@ def _names(path: Path, count: int) -> list[str]:
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}."
         ) from error
     if len(names) != count:
-        raise DataError(f"{path} has {len(names):,} names; it should have {count}.")
+        raise DataError(f"{path} has {len(names):,} names instead of {count}.")
     return names

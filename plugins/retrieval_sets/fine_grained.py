@@ -14,10 +14,10 @@ from retrieval.plugin import Box, Count, Counts, Dataset
 
 from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
-_MOST_BYTES = 64 << 20
-_MOST_UNPACKED = 256 << 20
-_HEADER = 128
-_COMPRESSED = 15
+_MAX_BYTES = 64 << 20  # of a MATLAB file
+_MAX_UNPACKED_BYTES = 256 << 20
+_HEADER = 128  # bytes, in MATLAB's file format 5
+_COMPRESSED = 15  # type of a packed element in that format
 SPECIES = 200
 _HOLDS = (
     "images/, images.txt, image_class_labels.txt, classes.txt and bounding_boxes.txt, as"
@@ -50,12 +50,18 @@ _CARS_BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
 
 
 def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...]]:
-    """Return the rows of a MATLAB file's structure array `annotations`, as text and numbers."""
+    """Return `fields` of each row of a MATLAB file's structure array `annotations`.
+
+    A value is a number, text, or None.
+
+    Raises:
+        DataError: the file cannot be read, is damaged or too large, or lacks fields.
+    """
     from scipy.io import loadmat
 
     try:
-        _check(path)
-        # opened here, and unpacked with bounds before; objects of MATLAB's are kept as bytes
+        _check_sizes(path)  # SciPy unpacks without bounds
+        # SciPy would append ".mat" to a path. It returns objects of MATLAB as bytes.
         with path.open("rb") as file:
             variables = loadmat(
                 file, variable_names=["annotations"], squeeze_me=True, chars_as_strings=True
@@ -66,60 +72,65 @@ def read_annotations(path: Path, fields: tuple[str, ...]) -> list[tuple[Any, ...
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # SciPy's reader raises various errors for a damaged file
         raise DataError(
-            f"{path} is no MATLAB file of format 5, or it is damaged: {error}."
+            f"{path} is not a MATLAB file of format 5, or is damaged: {error}."
         ) from error
     table = variables.get("annotations")
     if not isinstance(table, np.ndarray) or table.dtype.names is None:
-        raise DataError(f"{path} holds no structure array 'annotations'.")
-    if lacking := [name for name in fields if name not in table.dtype.names]:
+        raise DataError(f"{path} has no structure array 'annotations'.")
+    if missing := [name for name in fields if name not in table.dtype.names]:
         raise DataError(
-            f"{path}: annotations have no {', '.join(lacking)} (they have:"
-            f" {', '.join(table.dtype.names)})."
+            f"{path}: the array 'annotations' has no field {', '.join(missing)}. Its fields are"
+            f" {', '.join(table.dtype.names)}."
         )
-    return [tuple(_plain(row[name]) for name in fields) for row in np.atleast_1d(table)]
+    return [tuple(_scalar(row[name]) for name in fields) for row in np.atleast_1d(table)]
 
 
-def _plain(value: Any) -> Any:
-    """Return the number or text in a cell, or None for other content."""
+def _scalar(value: Any) -> Any:
+    """Return the number or text that a cell holds, or None for other content."""
     array: NDArray[Any] = np.asarray(value)
     if array.dtype == object and array.size == 1:
         array = np.asarray(array.ravel()[0])
     return array.ravel()[0].item() if array.size == 1 and array.dtype.kind in "iufU" else None
 
 
-def _check(path: Path) -> None:
-    """Check the file's elements; raise DataError if one is too large, packed or unpacked."""
+def _check_sizes(path: Path) -> None:
+    """Raise a `DataError` if a MATLAB file is too large, packed or unpacked, or was cut short."""
     size = path.stat().st_size
-    if size > _MOST_BYTES:
-        raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_BYTES:,} at most.")
+    if size > _MAX_BYTES:
+        raise DataError(
+            f"{path} has {size:,} bytes. A file of annotations may have at most {_MAX_BYTES:,}."
+        )
     data = path.read_bytes()
     if len(data) < _HEADER or data[126:128] not in (b"IM", b"MI"):
-        raise DataError(f"{path} is no MATLAB file of format 5.")
+        raise DataError(f"{path} is not a MATLAB file of format 5.")
     order = "<" if data[126:128] == b"IM" else ">"
     offset, total = _HEADER, 0
     while offset + 8 <= len(data):
         kind, length = struct.unpack_from(f"{order}II", data, offset)
         if offset + 8 + length > len(data):
-            raise DataError(f"{path} is cut short: it has {len(data):,} bytes.")
+            raise DataError(f"{path} was cut short: its {len(data):,} bytes end in an element.")
         total += length
         if kind == _COMPRESSED:
-            total += _unpacked(data[offset + 8 : offset + 8 + length], _MOST_UNPACKED - total, path)
+            element = data[offset + 8 : offset + 8 + length]
+            total += _unpacked_size(element, _MAX_UNPACKED_BYTES - total, path)
         offset += 8 + length
-    if total > _MOST_UNPACKED:
-        raise DataError(f"{path} unpacks to over {_MOST_UNPACKED:,} bytes; annotations have less.")
+    if total > _MAX_UNPACKED_BYTES:
+        raise DataError(
+            f"{path} unpacks to more than {_MAX_UNPACKED_BYTES:,} bytes, the most that is allowed."
+        )
 
 
-def _unpacked(data: bytes, most: int, path: Path) -> int:
-    """Return the unpacked size of packed data in bytes, or `most` + 1 if it is larger."""
+def _unpacked_size(data: bytes, limit: int, path: Path) -> int:
+    """Return the unpacked size of packed data in bytes, or `limit` + 1 if it is larger."""
     unpack, count = zlib.decompressobj(), 0
     try:
         part = unpack.decompress(data, 1 << 20)
-        while part and count <= most:
+        while part and count <= limit:
             count += len(part)
             part = unpack.decompress(unpack.unconsumed_tail, 1 << 20)
     except zlib.error as error:
         raise DataError(f"{path} is damaged: {error}.") from error
-    return min(count, max(most, 0) + 1)
+    return min(count, max(limit, 0) + 1)
 
 
 @documented
@@ -133,14 +144,15 @@ def cub200(
     """Load CUB-200-2011: 11,788 photographs of 200 species of birds, with a box each.
 
     Wah, Branson, Welinder, Perona & Belongie, "The Caltech-UCSD Birds-200-2011 Dataset", Caltech,
-    CNS-TR-2011-001. Nothing is downloaded. The first 100 species train (5,864 images) and the
-    others test (5,924): Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted
-    Structured Feature Embedding", CVPR 2016, which does not use the boxes.
+    CNS-TR-2011-001. Nothing is downloaded. The photographs of the first 100 species are for
+    training (5,864 images), those of the other species for testing (5,924). This split is from Oh
+    Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature Embedding",
+    CVPR 2016, which does not use the boxes.
 
     Args:
-        folder: the folder `CUB_200_2011`, or the one that holds it.
-        protocol: "classes" is this split by species; "official" is `train_test_split.txt`, with all
-            species on both sides.
+        folder: the folder `CUB_200_2011`, or its parent.
+        protocol: "classes" is this split by species. "official" is `train_test_split.txt`, which
+            has all species on both sides.
         crop: whether to crop images to the birds' boxes.
     """
     official = protocol == "official"
@@ -148,20 +160,20 @@ def cub200(
     files = (*_CUB_FILES, "train_test_split.txt") if official else _CUB_FILES
     root = published.root(folder, *files, inside=["CUB_200_2011"])
     problems: list[str] = []
-    paths = _column(root / "images.txt", problems)
+    paths = _pairs(root / "images.txt", problems)
     classes = {
         name: number
-        for key, name in _column(root / "classes.txt", problems).items()
+        for key, name in _pairs(root / "classes.txt", problems).items()
         if (number := _number(root / "classes.txt", key, problems, SPECIES)) is not None
     }
     names = {number: name for name, number in classes.items()}
     labels = {
         key: number
-        for key, text in _column(root / "image_class_labels.txt", problems).items()
+        for key, text in _pairs(root / "image_class_labels.txt", problems).items()
         if (number := _number(root / "image_class_labels.txt", text, problems, SPECIES)) is not None
     }
     boxes = _boxes(root / "bounding_boxes.txt", problems)
-    trains = _column(root / "train_test_split.txt", problems) if official else {}
+    flags = _pairs(root / "train_test_split.txt", problems) if official else {}
     rows = []
     for key, path in paths.items():
         number = labels.get(key)
@@ -170,8 +182,8 @@ def cub200(
             continue
         if crop and key not in boxes:
             problems.append(f"{path} has no box in bounding_boxes.txt.")
-        trained = trains.get(key) == "1" if official else number <= SPECIES // 2
-        rows.append(Row(path, names[number], "train" if trained else "test", box=boxes.get(key)))
+        training = flags.get(key) == "1" if official else number <= SPECIES // 2
+        rows.append(Row(path, names[number], "train" if training else "test", box=boxes.get(key)))
     return assemble(
         published,
         root / "images",
@@ -184,21 +196,22 @@ def cub200(
     )
 
 
-def _column(path: Path, problems: list[str]) -> dict[str, str]:
-    """Return a two-column list as a mapping from the first column to the second."""
+def _pairs(path: Path, problems: list[str]) -> dict[str, str]:
+    """Return the lines of a two-column list, as a mapping from the first word to the second."""
     lines = Lines(path, 2)
-    column = {words[0]: words[1] for _, words in lines}
+    pairs = {words[0]: words[1] for _, words in lines}
     problems += lines.problems
-    return column
+    return pairs
 
 
 def _number(path: Path, text: str, problems: list[str], last: int) -> int | None:
+    """Return text as an integer from 1 to `last`, or None after adding a problem."""
     parsed = numbers(path, None, [text], problems, 1, last)
     return None if parsed is None else parsed[0]
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
-    """Return the boxes of a file that lists left, top, width and height."""
+    """Return the boxes by image, from a file of lines "image left top width height"."""
     lines = Lines(path, 5)
     boxes: dict[str, Box] = {}
     for line, (key, *words) in lines:
@@ -223,51 +236,54 @@ def cars196(
     """Load Cars-196: 16,185 photographs of 196 models of cars, with a box each.
 
     Krause, Stark, Deng & Fei-Fei, "3D Object Representations for Fine-Grained Categorization", 3dRR
-    2013. Nothing is downloaded. Both layouts are read: `car_ims/` with `cars_annos.mat`, and
-    `cars_train/`, `cars_test/` with the two files of annotations of `devkit/`. The first 98 models
-    train (8,054 images) and the others test (8,131): Oh Song et al., CVPR 2016, without the boxes.
+    2013. Nothing is downloaded. Both published layouts are read: `car_ims/` with `cars_annos.mat`,
+    and `cars_train/`, `cars_test/` and `devkit/` with two files of annotations. The photographs of
+    the first 98 models are for training (8,054 images), those of the other models for testing
+    (8,131). This split is from Oh Song et al., CVPR 2016, who do not use the boxes.
 
     Args:
-        folder: the folder that holds them.
-        protocol: "classes" is this split by model; "official" is the published one, with all models
-            on both sides.
+        folder: the folder that holds one of these layouts.
+        protocol: "classes" is this split by model. "official" is the published split, which has all
+            models on both sides.
         crop: whether to crop images to the cars' boxes.
     """
     published = CARS_OFFICIAL if protocol == "official" else CARS
     published.root(folder)
     problems: list[str] = []
     annotations = (
-        _whole(folder) if (folder / "cars_annos.mat").is_file() else _divided(published, folder)
+        _one_folder(folder)
+        if (folder / "cars_annos.mat").is_file()
+        else _two_folders(published, folder)
     )
     rows = []
-    for path, number, trained, box in annotations:
+    for path, number, official, box in annotations:
         if (
             not isinstance(path, str)
             or not isinstance(number, int | float)
             or not 1 <= number <= MODELS
         ):
-            problems.append(f"{path} has the class {number}; classes go from 1 to {MODELS}.")
+            problems.append(f"{path} has the class {number}, which is not from 1 to {MODELS}.")
             continue
         if crop and any(not isinstance(edge, int | float) for edge in box):
-            problems.append(f"{path} has no box.")
+            problems.append(f"{path} has no box in the annotations.")
             box = None
-        side = trained if protocol == "official" else number <= MODELS // 2
-        rows.append(Row(path, f"{int(number):03d}", "train" if side else "test", box=box))
+        training = official if protocol == "official" else number <= MODELS // 2
+        rows.append(Row(path, f"{int(number):03d}", "train" if training else "test", box=box))
     return assemble(
         published, folder, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
     )
 
 
-def _whole(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
-    """Return path, class, training flag and box of each image in the layout with one folder."""
+def _one_folder(folder: Path) -> list[tuple[Any, Any, bool, Any]]:
+    """Return path, class, training flag and box of each image in the layout with `car_ims/`."""
     rows = read_annotations(
         folder / "cars_annos.mat", ("relative_im_path", "class", "test", *_CARS_BOX)
     )
     return [(path, number, not test, box) for path, number, test, *box in rows]
 
 
-def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
-    """Return the same as `_whole`, for the layout with two folders."""
+def _two_folders(published: Published, folder: Path) -> list[tuple[Any, Any, bool, Any]]:
+    """Return what `_one_folder` does, for the layout with `cars_train/` and `cars_test/`."""
     annotations: list[tuple[Any, Any, bool, Any]] = []
     for side, name in (
         ("train", "cars_train_annos.mat"),
@@ -276,9 +292,9 @@ def _divided(published: Published, folder: Path) -> list[tuple[Any, Any, bool, A
         path = next((p for p in (folder / "devkit" / name, folder / name) if p.is_file()), None)
         if path is None:
             unlabelled = (folder / "devkit" / "cars_test_annos.mat").is_file() and side == "test"
-            more = " (cars_test_annos.mat has no classes; it is another file)" if unlabelled else ""
+            hint = " (cars_test_annos.mat has no classes)" if unlabelled else ""
             raise DataError(
-                f"{folder} is not {published.title}: {name} is not there{more}. {published.advice}"
+                f"{folder} is not {published.title}: {name} is missing{hint}. {published.advice}"
             )
         rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
         annotations += [

@@ -14,7 +14,7 @@ from retrieval_sets.published import Lines, Published, Row, assemble, documented
 _INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
 INAT = Published(
     "iNaturalist 2018",
-    f"{_INAT_HOME}; the two lists from Brown et al. (github.com/Andrew-Brown1/Smooth_AP)",
+    f"{_INAT_HOME}, and the two lists from Brown et al. (github.com/Andrew-Brown1/Smooth_AP)",
     "train_val2018/, Inat_train_set1.txt (or Inat_dataset_splits/Inat_train_set1.txt) and"
     " Inat_test_set1.txt",
     {"train": [Count(325_846, 5_690)], "test": [Count(136_093, 2_452)]},
@@ -31,7 +31,7 @@ LANDMARKS = Published(
     "train/, index/ and test/ with their images (a/b/c/abc….jpg), train_clean.csv or train.csv,"
     " index_image_to_landmark.csv and retrieval_solution_v2.1.csv",
 )
-_MOST_JSON = 512 << 20
+_MAX_JSON_BYTES = 512 << 20
 SOP = Published(
     "Stanford Online Products",
     "Stanford (cvgl.stanford.edu/projects/lifted_struct)",
@@ -52,7 +52,7 @@ IN_SHOP = Published(
     },
 )
 _ROLES = {"train": ("train", ""), "query": ("test", "query"), "gallery": ("test", "gallery")}
-_MOST = 10**9
+_MAX_ID = 10**9
 
 
 @documented
@@ -64,16 +64,16 @@ def inaturalist2018(
 ) -> Dataset:
     """Load iNaturalist 2018: 461,939 photographs of 8,142 species.
 
-    Van Horn et al., "The iNaturalist Species Classification and Detection Dataset", CVPR 2018; the
-    split by species is that of Brown, Xie, Kalogeiton & Zisserman, "Smooth-AP: Smoothing the Path
-    Towards Large-Scale Image Retrieval", ECCV 2020: 5,690 species train (325,846 images), 2,452
-    others test (136,093). Nothing is downloaded. Each item's metadata has its kingdom or class
-    ("Aves").
+    Van Horn et al., "The iNaturalist Species Classification and Detection Dataset", CVPR 2018.
+    Nothing is downloaded. The split by species is from Brown, Xie, Kalogeiton & Zisserman,
+    "Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval", ECCV 2020: 5,690 species
+    are for training (325,846 images), 2,452 others for testing (136,093). The metadata of an item
+    have its group, a kingdom or class such as "Aves".
 
     Args:
         folder: the folder that holds `train_val2018` and the lists.
-        protocol: "classes" is this split by species; "official" has the published training and
-            validation sides, with all species on both.
+        protocol: "classes" is this split by species. "official" has the published training side,
+            and the published validation side as test side, with all species on both.
     """
     problems: list[str] = []
     if protocol == "official":
@@ -92,7 +92,7 @@ def inaturalist2018(
             (p for p in (root / name, root / "Inat_dataset_splits" / name) if p.is_file()), None
         )
         if path is None:
-            raise DataError(f"{folder} is not {INAT.title}: {name} is not there. {INAT.advice}")
+            raise DataError(f"{folder} is not {INAT.title}: {name} is missing. {INAT.advice}")
         lines = Lines(path, 1)
         for _, (word,) in lines:
             parts = _of_path(word)
@@ -106,19 +106,22 @@ def inaturalist2018(
 
 
 def _of_path(path: str) -> tuple[str, str, str] | None:
-    """Return an image's path from train_val2018 on, its group and its species, or None."""
+    """Return an image's path from `train_val2018/` on, its group and its species, or None."""
     parts = path.split("/")
     if "train_val2018" not in parts or len(parts) - parts.index("train_val2018") != 4:
         return None
-    own = parts[parts.index("train_val2018") :]
-    return "/".join(own), own[1], own[2]
+    relative = parts[parts.index("train_val2018") :]
+    return "/".join(relative), relative[1], relative[2]
 
 
 def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
     """Return the images in one of the published JSON files."""
     try:
-        if (size := path.stat().st_size) > _MOST_JSON:
-            raise DataError(f"{path} has {size:,} bytes; annotations have {_MOST_JSON:,} at most.")
+        if (size := path.stat().st_size) > _MAX_JSON_BYTES:
+            raise DataError(
+                f"{path} has {size:,} bytes. A file of annotations may have at most"
+                f" {_MAX_JSON_BYTES:,}."
+            )
         content: Any = strict_loads(path.read_bytes())
         classes = {
             int(annotation["image_id"]): int(annotation["category_id"])
@@ -129,7 +132,7 @@ def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
             name, number = str(image["file_name"]), classes.get(int(image["id"]))
             parts = _of_path(name)
             if number is None or parts is None:
-                problems.append(f"{path.name}: {name} has no class, or is not in train_val2018.")
+                problems.append(f"{path.name}: {name} has no class or is not in train_val2018/.")
             else:
                 rows.append(Row(parts[0], str(number), side, metadata={"group": parts[1]}))
         return rows
@@ -137,7 +140,7 @@ def _annotated(path: Path, side: str, problems: list[str]) -> list[Row]:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{path} is not a file of annotations with images and their categories: {error!r}."
+            f"{path} is not a JSON file of images and their categories: {error!r}."
         ) from error
 
 
@@ -151,11 +154,11 @@ def google_landmarks_v2(
     """Load Google Landmarks v2: over five million photographs, with queries and an index.
 
     Weyand, Araujo, Cao & Sim, "Google Landmarks Dataset v2: A Large-Scale Benchmark for
-    Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. 1,580,470 images of
-    81,313 landmarks train (the clean list; all: 4,132,914); the index of 761,757 images is the
-    gallery. Queries are the test images for which the solution lists images of the index. Relevance
-    is by landmark: a query's label is the most frequent landmark among its listed images. Each
-    item's metadata says whether it is public or private.
+    Instance-Level Recognition and Retrieval", CVPR 2020. Nothing is downloaded. The clean list has
+    1,580,470 training images of 81,313 landmarks; the full list has 4,132,914. The gallery is the
+    index of 761,757 images. The queries are the test images for which the solution lists images of
+    the index. An image is relevant if it shows the query's landmark: the most frequent one among
+    the images that the solution lists. The metadata of a query say whether it is public or private.
 
     Args:
         folder: the folder that holds `train`, `index`, `test` and the lists.
@@ -220,11 +223,12 @@ def stanford_online_products(
     """Load Stanford Online Products: 120,053 photographs of 22,634 products from eBay.
 
     Oh Song, Xiang, Jegelka & Savarese, "Deep Metric Learning via Lifted Structured Feature
-    Embedding", CVPR 2016. Nothing is downloaded. 11,318 products train (59,551 images), 11,316
-    others test (60,502). Each item's metadata names its category ("bicycle").
+    Embedding", CVPR 2016. Nothing is downloaded. 11,318 products are for training (59,551 images),
+    11,316 others for testing (60,502). The metadata of an item name its category, such as
+    "bicycle".
 
     Args:
-        folder: the folder `Stanford_Online_Products`, or the one that holds it.
+        folder: the folder `Stanford_Online_Products`, or its parent.
     """
     lists = ("Ebay_train.txt", "Ebay_test.txt")
     root = SOP.root(folder, *lists, inside=["Stanford_Online_Products"])
@@ -233,7 +237,7 @@ def stanford_online_products(
     for name, side in zip(lists, ("train", "test"), strict=True):
         lines = Lines(root / name, 4, skip=1)
         for line, (*ids, path) in lines:
-            if (parsed := numbers(root / name, line, ids, problems, 1, _MOST)) is not None:
+            if (parsed := numbers(root / name, line, ids, problems, 1, _MAX_ID)) is not None:
                 category = path.split("/")[0].removesuffix("_final")
                 rows.append(Row(path, str(parsed[1]), side, metadata={"category": category}))
         problems += lines.problems
@@ -241,7 +245,7 @@ def stanford_online_products(
         row.label for row in rows if row.split == "test"
     }
     if both:
-        problems.append(f"{len(both):,} products are on both sides, to train and to test.")
+        problems.append(f"{len(both):,} products are on both sides, training and test.")
     return assemble(SOP, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
@@ -252,12 +256,12 @@ def in_shop(
     """Load In-Shop Clothes Retrieval (DeepFashion): 52,712 photographs of 7,982 clothing items.
 
     Liu, Luo, Qiu, Wang & Tang, "DeepFashion: Powering Robust Clothes Recognition and Retrieval with
-    Rich Annotations", CVPR 2016. Nothing is downloaded. 3,997 items train (25,882 images); of 3,985
-    others, 14,218 images are queries and 12,612 the gallery. The images of `img.zip` are already
-    cropped and centred.
+    Rich Annotations", CVPR 2016. Nothing is downloaded. 3,997 clothing items are for training
+    (25,882 images). Of 3,985 others, 14,218 images are queries and 12,612 are the gallery. The
+    images of `img.zip` are already cropped and centred.
 
     Args:
-        folder: the folder that holds them.
+        folder: the folder that holds `img/` and the lists.
         crop: whether to crop images to the boxes in `list_bbox_inshop.txt`.
     """
     images = next(
@@ -265,9 +269,9 @@ def in_shop(
     )
     if images == folder:
         IN_SHOP.root(folder, "img")
-    listed = _beside(folder, "Eval", "list_eval_partition.txt")
+    listed = _list_path(folder, "Eval", "list_eval_partition.txt")
     problems: list[str] = []
-    boxes = _boxes(_beside(folder, "Anno", "list_bbox_inshop.txt"), problems) if crop else {}
+    boxes = _boxes(_list_path(folder, "Anno", "list_bbox_inshop.txt"), problems) if crop else {}
     lines = Lines(listed, 3, skip=2)
     rows = []
     for line, (path, item, status) in lines:
@@ -292,16 +296,16 @@ def in_shop(
     )
 
 
-def _beside(folder: Path, inner: str, name: str) -> Path:
-    """Return the path of a list, which is in the folder or in its archive's subfolder."""
+def _list_path(folder: Path, inner: str, name: str) -> Path:
+    """Return the path of a list: it is in `folder` or in its subfolder `inner`."""
     for place in (folder / inner / name, folder / name):
         if place.is_file():
             return place
-    raise DataError(f"{folder} is not {IN_SHOP.title}: {name} is not there. {IN_SHOP.advice}")
+    raise DataError(f"{folder} is not {IN_SHOP.title}: {name} is missing. {IN_SHOP.advice}")
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
-    """Return the boxes by image, from columns left, top, right, bottom after clothes and pose."""
+    """Return the boxes by image: the list's last four columns left, top, right and bottom."""
     lines = Lines(path, 7, skip=2)
     boxes: dict[str, Box] = {}
     for line, (name, _, _, *words) in lines:

@@ -24,9 +24,8 @@ from retrieval.plugin import (
 )
 
 F = TypeVar("F", bound=Callable[..., Dataset])
-# the longest published list, Google Landmarks' train.csv, has half a gigabyte
-_MOST_BYTES = 2 << 30
-_MOST_LINE = 1 << 20
+_MAX_BYTES = 2 << 30  # of a list; the longest, Google Landmarks' train.csv, has half a gigabyte
+_MAX_LINE = 1 << 20  # characters
 MEANINGS = {
     "counts": '"published" requires the published numbers of images and classes; "any" accepts'
     " any.",
@@ -58,9 +57,9 @@ class Lines:
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
         wrong: list[int] = []
         try:
-            if (size := self.path.stat().st_size) > _MOST_BYTES:
+            if (size := self.path.stat().st_size) > _MAX_BYTES:
                 raise DataError(
-                    f"{self.path} has {size:,} bytes; a list has {_MOST_BYTES:,} at most."
+                    f"{self.path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}."
                 )
             with self.path.open(encoding="utf-8-sig", newline="" if self.comma else None) as file:
                 bounded = _bounded(file, self.path)
@@ -80,16 +79,18 @@ class Lines:
             raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
         if wrong:
             self.problems.append(
-                f"{self.path.name}: {len(wrong):,} line{'s have' if len(wrong) > 1 else ' has'} not"
-                f" the {self.words} values that a line should: {some(wrong)}."
+                f"{self.path.name}: {len(wrong):,} line{'s do' if len(wrong) > 1 else ' does'} not"
+                f" have {self.words} values: {some(wrong)}."
             )
 
 
 def _bounded(file: TextIO, path: Path) -> Iterator[str]:
-    """Yield lines; raise DataError if a line is too long, as in a file that is no list."""
-    while line := file.readline(_MOST_LINE):
-        if len(line) >= _MOST_LINE:
-            raise DataError(f"{path} has a line of over {_MOST_LINE:,} characters: it is no list.")
+    """Yield lines; raise a `DataError` if one is so long that the file is not a list."""
+    while line := file.readline(_MAX_LINE):
+        if len(line) >= _MAX_LINE:
+            raise DataError(
+                f"{path} has a line of over {_MAX_LINE:,} characters, so it is not a list."
+            )
         yield line
 
 
@@ -113,7 +114,7 @@ def documented(function: F) -> F:
     """Add the shared parameters (`MEANINGS`) and errors to a factory's docstring."""
     names = [name for name in inspect.signature(function).parameters if name in MEANINGS]
     lines = [inspect.getdoc(function) or "", *(f"    {name}: {MEANINGS[name]}" for name in names)]
-    raises = "DataError: with every problem: missing or damaged files, wrong lines, other numbers."
+    raises = "DataError: files are missing or damaged, lines are wrong, or counts differ."
     function.__doc__ = "\n".join([*lines, "", "Raises:", f"    {raises}"])
     return function
 
@@ -126,8 +127,8 @@ class Published:
         title: its name.
         home: its source, as the object of "get it from".
         holds: required content of its folder, as the object of "the folder must hold".
-        counts: for each side ("train", "validation", "test", "query", "gallery") the counts found
-            in its releases or paper.
+        counts: numbers of images and classes in its releases or paper, by side ("train",
+            "validation", "test", "query", "gallery"). A side may have any of several counts.
     """
 
     title: str
@@ -141,11 +142,10 @@ class Published:
         return f"The folder must hold {self.holds}. Get {self.title} from {self.home}."
 
     def root(self, folder: Path, *names: str, inside: Sequence[str] = ()) -> Path:
-        """Return the folder, or one of its folders `inside`, that holds all `names`.
+        """Return the folder that holds all `names`: `folder` or one of its subfolders `inside`.
 
         Raises:
-            DataError: there is no such folder; the message says what is missing and where to get
-                it.
+            DataError: no folder holds all `names`.
         """
         if not folder.is_dir():
             raise DataError(
@@ -156,16 +156,14 @@ class Published:
             if all((place / name).exists() for name in names):
                 return place
         missing = [name for name in names if not (folder / name).exists()]
-        raise DataError(
-            f"{folder} is not {self.title}: {some(missing)} is not there. {self.advice}"
-        )
+        raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
 
 
 class Row(NamedTuple):
     """One image of a list.
 
     Attributes:
-        path: path below the folder of the images, with "/".
+        path: path relative to the folder of the images, with "/".
         label: class of the image.
         split: "train", "validation" or "test", or "" if the data have no split.
         role: "query", "gallery" or "".
@@ -193,28 +191,28 @@ def assemble(
     skip_bad: bool = False,
     notes: Sequence[str] = (),
 ) -> Dataset:
-    """Return the data set listed by `rows`, after checking it against the published one.
+    """Return the data set of `rows`, after checking it against the published one.
 
     Args:
         published: the published data set.
-        images: the folder that the rows' paths start from.
+        images: the folder to which the paths of the rows are relative.
         rows: the images of the lists.
         problems: problems found while reading the lists.
-        counts: "published" requires the published numbers, and an answer in the gallery for every
-            query.
+        counts: "published" requires the published counts, and that the gallery has each query's
+            class.
         where: the user's folder, for error messages.
         crop: whether to crop images to their boxes.
-        skip_bad: whether to skip unreadable images; they are included in the counts.
+        skip_bad: whether to skip unreadable images; the counts include them.
         notes: see `Dataset`.
 
     Raises:
-        DataError: there are problems, all of which the message lists: wrong lists, missing images,
-            wrong counts, an empty gallery, or query classes that are not in the gallery.
+        DataError: lists are wrong, images are missing, counts differ, the gallery is empty, or it
+            lacks classes of queries. The message lists all problems.
     """
     if not rows and not problems:
-        problems.append("it lists no image.")
-    problems += _files(images, rows)
-    problems += _sides(rows, strict=counts == "published")
+        problems.append("its lists name no image.")
+    problems += _path_problems(images, rows)
+    problems += _role_problems(rows, strict=counts == "published")
     if counts == "published":
         problems += count_problems(published, rows)
     if problems:
@@ -245,13 +243,13 @@ def count_problems(published: Published, rows: Sequence[Row]) -> list[str]:
 
 
 def inside(path: str) -> bool:
-    """Return whether a list's path stays below its folder."""
+    """Return whether a path in a list stays within the folder of the images."""
     pure = PurePosixPath(path)
     return bool(path) and "\0" not in path and not pure.is_absolute() and ".." not in pure.parts
 
 
-def _files(images: Path, rows: Sequence[Row]) -> list[str]:
-    """Return all problems of the rows' paths: outside the folder, listed twice, or missing."""
+def _path_problems(images: Path, rows: Sequence[Row]) -> list[str]:
+    """Return the problems of paths: outside the folder, listed twice, or missing."""
     problems = []
     if outside := [row.path for row in rows if not inside(row.path)]:
         problems.append(
@@ -278,14 +276,14 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _sides(rows: Sequence[Row], strict: bool) -> list[str]:
-    """Return the problems of queries and gallery."""
+def _role_problems(rows: Sequence[Row], strict: bool) -> list[str]:
+    """Return the problems of the queries and the gallery."""
     query = {row.label for row in rows if row.role == "query"}
     gallery = {row.label for row in rows if row.role == "gallery"}
     if query and not gallery:
-        return ["there are queries, and no image is in the gallery."]
+        return ["there are queries, but no image is in the gallery."]
     if gallery and not query:
-        return ["there is a gallery, and no image is a query."]
+        return ["there is a gallery, but no image is a query."]
     absent = sorted(query - gallery)
     if absent and (strict or len(absent) == len(query)):
         plural = len(absent) > 1

@@ -13,8 +13,8 @@ from retrieval.plugin import Count, Counts, Dataset, find_images
 from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
-# the counts in the paper and in the released lists differ, both for training and for testing
-_TESTED = {"small": (6_493, 7_332), "medium": (13_377, 12_995), "large": (19_777, 20_038)}
+# The paper and the released lists give different counts, for training and for testing.
+_TEST_IMAGES = {"small": (6_493, 7_332), "medium": (13_377, 12_995), "large": (19_777, 20_038)}
 _VEHICLES = (
     "image/ and train_test_split/ with train_list.txt and test_list_800.txt, test_list_1600.txt or"
     " test_list_2400.txt"
@@ -36,7 +36,7 @@ MARKET = Published(
     "bounding_box_train/, query/ and bounding_box_test/, as Market-1501-v15.09.15.zip unpacks them",
     {"train": [Count(12_936, 751)], "query": [Count(3_368, 750)], "gallery": [Count(15_913, 751)]},
 )
-_NAME = re.compile(r"(-1|\d{4,6})_c(\d{1,3})(?:s\d+)?_.*\.\w+")
+_FILE_NAME = re.compile(r"(-1|\d{4,6})_c(\d{1,3})(?:s\d+)?_.*\.\w+")
 
 
 @documented
@@ -49,13 +49,13 @@ def vehicle_id(
     """Load VehicleID: vehicles seen by surveillance cameras, with one of its three test sets.
 
     Liu, Tian, Wang, Pang & Huang, "Deep Relative Distance Learning: Tell the Difference Between
-    Similar Vehicles", CVPR 2016. Nothing is downloaded. The paper prints 110,178 training images of
-    13,134 vehicles, the released list has 113,346 of 13,164; both are accepted. The test side has
-    no fixed gallery: one random image per vehicle is the gallery, the others are queries, and
-    metrics are means over repetitions. Set `[evaluate] gallery_items = 1` and `repetitions = 10`.
+    Similar Vehicles", CVPR 2016. Nothing is downloaded. The paper gives 110,178 training images of
+    13,134 vehicles; the released list has 113,346 of 13,164. Both are accepted. The test side has
+    no fixed gallery. One random image per vehicle is the gallery, the others are queries, and
+    metrics are means over repetitions: set `[evaluate] gallery_items = 1` and `repetitions = 10`.
 
     Args:
-        folder: the folder `VehicleID_V1.0`, or the one that holds it.
+        folder: the folder `VehicleID_V1.0`, or its parent.
         size: number of vehicles in the test set, 800, 1,600 or 2,400.
     """
     published = Published(
@@ -64,7 +64,7 @@ def vehicle_id(
         _VEHICLES,
         {
             "train": _VEHICLE_TRAIN,
-            "test": [Count(images, _SIZES[size]) for images in _TESTED[size]],
+            "test": [Count(images, _SIZES[size]) for images in _TEST_IMAGES[size]],
         },
     )
     lists = {"train": "train_list.txt", "test": f"test_list_{_SIZES[size]}.txt"}
@@ -84,7 +84,7 @@ def vehicle_id(
         problems += lines.problems
     sides = [{row.label for row in rows if row.split == side} for side in lists]
     if both := sides[0] & sides[1]:
-        problems.append(f"{len(both):,} vehicles are on both sides, to train and to test.")
+        problems.append(f"{len(both):,} vehicles are on both sides, training and test.")
     return assemble(
         published, root / "image", rows, problems, counts, where=folder, skip_bad=skip_bad
     )
@@ -95,12 +95,13 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     """Load VeRi-776: 776 vehicles seen by 20 cameras, with queries and a gallery.
 
     Liu, Liu, Mei & Ma, "A Deep Learning-Based Approach to Progressive Vehicle Re-identification for
-    Urban Surveillance", ECCV 2016. Nothing is downloaded. 576 vehicles train (37,778 images); of
-    200 others, 1,678 images are queries and 11,579 the gallery. Each item's metadata has its
-    camera; evaluate with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+    Urban Surveillance", ECCV 2016. Nothing is downloaded. 576 vehicles are for training (37,778
+    images). Of 200 others, 1,678 images are queries and 11,579 are the gallery. The metadata of an
+    item have its camera. Evaluate with `[evaluate] exclude = "camera"` and
+    `exclude_label = "same"`.
 
     Args:
-        folder: the folder `VeRi`, or the one that holds it.
+        folder: the folder `VeRi`, or its parent.
     """
     sides = {
         "image_train": ("train", ""),
@@ -109,7 +110,7 @@ def veri776(folder: Path, counts: Counts = "published", skip_bad: bool = False) 
     }
     root = VERI.root(folder, *sides, inside=["VeRi", "VeRi_with_plate"])
     problems: list[str] = []
-    rows = list(_seen(root, sides, problems))
+    rows = list(_rows(root, sides, problems))
     return assemble(VERI, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
@@ -118,13 +119,13 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     """Load Market-1501: 1,501 people seen by six cameras, with queries and a gallery.
 
     Zheng, Shen, Tian, Wang, Wang & Tian, "Scalable Person Re-identification: A Benchmark", ICCV
-    2015. Nothing is downloaded. 751 people train (12,936 images); of 750 others, 3,368 images are
-    queries and 13,115 the gallery, together with 2,798 distractors (person "0000"). The 3,819 junk
-    images (person −1) are left out, as in the protocol. Each item's metadata has its camera;
-    evaluate with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
+    2015. Nothing is downloaded. 751 people are for training (12,936 images). Of 750 others, 3,368
+    images are queries and 13,115 are the gallery, together with 2,798 distractors (person "0000").
+    The 3,819 junk images (person −1) are left out, as in the protocol. The metadata of an item have
+    its camera. Evaluate with `[evaluate] exclude = "camera"` and `exclude_label = "same"`.
 
     Args:
-        folder: the folder `Market-1501-v15.09.15`, or the one that holds it.
+        folder: the folder `Market-1501-v15.09.15`, or its parent.
     """
     sides = {
         "bounding_box_train": ("train", ""),
@@ -133,7 +134,7 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     }
     root = MARKET.root(folder, *sides, inside=["Market-1501-v15.09.15", "market1501"])
     problems: list[str] = []
-    rows = list(_seen(root, sides, problems))
+    rows = list(_rows(root, sides, problems))
     kept = [row for row in rows if row.label != "-1"]
     notes = (
         [f"{len(rows) - len(kept):,} junk images are left out."] if len(kept) < len(rows) else []
@@ -143,26 +144,26 @@ def market1501(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
     )
 
 
-def _seen(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
-    """Yield the images of folders in which file names contain identity and camera."""
-    strange = []
+def _rows(root: Path, sides: dict[str, tuple[str, str]], problems: list[str]) -> Iterator[Row]:
+    """Yield the images of folders whose file names contain identity and camera."""
+    misnamed = []
     for name, (split, role) in sides.items():
         try:
-            found_images = find_images(root / name)
+            listing = find_images(root / name)
         except DataError as error:
             problems.append(str(error))
             continue
-        if found_images.nowhere:
-            problems.append(found_images.dangling(root / name))
-        for path in found_images.images:
-            match = _NAME.fullmatch(path.name)
+        if listing.nowhere:
+            problems.append(listing.dangling(root / name))
+        for path in listing.images:
+            match = _FILE_NAME.fullmatch(path.name)
             if match is None:
-                strange.append(path.relative_to(root).as_posix())
+                misnamed.append(path.relative_to(root).as_posix())
                 continue
             key = path.relative_to(root).as_posix()
             yield Row(key, match[1], split, role, metadata={"camera": f"c{int(match[2])}"})
-    if strange:
+    if misnamed:
         problems.append(
-            f"{len(strange):,} images are not called ID_cCAMERA_…, as in 0002_c1s1_000451_03.jpg:"
-            f" {', '.join(strange[:5])}."
+            f"{len(misnamed):,} images are not named ID_cCAMERA_… like 0002_c1s1_000451_03.jpg:"
+            f" {', '.join(misnamed[:5])}."
         )

@@ -1,4 +1,4 @@
-"""A run of Weights & Biases."""
+"""A tracker that logs to a run of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from retrieval.plugin import TrackedRun
 
-SOON = 20.0
-"""Seconds to wait for the server if WANDB_INIT_TIMEOUT is not set.
+INIT_SECONDS = 20.0
+"""Time to wait for the server if WANDB_INIT_TIMEOUT is not set.
 
-The package's own default is 90, and it waits again at the end of the process.
+The default of the package is 90, and the package waits again at the end of the process.
 """
 
 
@@ -19,14 +19,14 @@ class WandbRun:
     """A tracker that logs to Weights & Biases.
 
     The package's environment variables apply: WANDB_PROJECT, WANDB_ENTITY, WANDB_DIR,
-    WANDB_BASE_URL. With WANDB_MODE=offline no network is used.
+    WANDB_BASE_URL. With WANDB_MODE=offline, the network is not used.
     """
 
     def __init__(self) -> None:
         """Load the package in the calling thread; see `retrieval.plugin.Tracker`."""
         self._offline = os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun")
         if self._offline:
-            # error reports of the package would use the network
+            # The package would send error reports over the network.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -36,9 +36,9 @@ class WandbRun:
     def begin(self, run: TrackedRun) -> tuple[str, str]:
         """Begin or continue a run; see `retrieval.plugin.Tracker`.
 
-        Offline, each part of a resumed run has its own folder under one id.
+        Offline, each part of a resumed run has its own folder; all parts have one id.
         """
-        soon = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": SOON}
+        timeout = {} if "WANDB_INIT_TIMEOUT" in os.environ else {"init_timeout": INIT_SECONDS}
         self._run = self._wandb.init(
             name=run.name,
             group=run.group,
@@ -46,13 +46,13 @@ class WandbRun:
             id=run.key,
             resume="allow",
             reinit="create_new",
-            settings=self._wandb.Settings(console="off", silent=True, **soon),
+            settings=self._wandb.Settings(console="off", silent=True, **timeout),
         )
-        # an offline run has no URL, and reading it would cause a warning
+        # An offline run has no URL, and reading the URL would cause a warning.
         return str(self._run.id), str(self._run.dir if self._offline else self._run.url)
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log an epoch's metrics, or write final metrics to the summary."""
+        """Log the metrics of an epoch, or write final metrics to the summary."""
         if epoch is None:
             self._run.summary.update(dict(metrics))
         else:
@@ -66,5 +66,5 @@ class WandbRun:
         )
 
     def end(self, how: Literal["finished", "stopped", "failed"]) -> None:
-        """Send remaining data, and end the run."""
+        """Send the remaining data and end the run."""
         self._run.finish(exit_code=0 if how == "finished" else 1)

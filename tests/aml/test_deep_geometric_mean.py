@@ -131,7 +131,7 @@ class TestOddBatches:
         value = GeometricMeanLoss()(embeddings, LABELS)
         value.backward()
         assert value.isfinite() and embeddings.grad is not None and embeddings.grad.isfinite().all()
-        with pytest.raises(DataError, match=r"12 embeddings of 40 dimensions .* set ridge above 0"):
+        with pytest.raises(DataError, match=r"12 embeddings of 40 dimensions .* Set ridge above 0"):
             GeometricMeanLoss(ridge=0.0)(embeddings, LABELS)
 
     def test_a_memory_of_earlier_batches(self) -> None:

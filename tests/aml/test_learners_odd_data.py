@@ -91,9 +91,9 @@ def test_pairs_of_identical_points(wine: Any) -> None:
     for learner in (GMML(), AML()):
         for arguments in (some, all_similar, all_dissimilar):
             assert_spd(learner.fit_pairs(arguments, similar).get_mahalanobis_matrix())
-        with pytest.raises(ValueError, match="No pair's two points differ"):
+        with pytest.raises(ValueError, match="The two points of every pair are equal"):
             learner.fit_pairs(all_alike, similar)
-        with pytest.raises(ValueError, match="No pair's two points differ"):
+        with pytest.raises(ValueError, match="The two points of every pair are equal"):
             learner.fit(np.ones((20, 3)), np.arange(20) % 2)
     unmoved = AML().fit_pairs(pairs, similar).adversarial_pairs(all_alike, similar)
     np.testing.assert_allclose(unmoved, all_alike, rtol=1e-12)
@@ -102,22 +102,25 @@ def test_pairs_of_identical_points(wine: Any) -> None:
 @pytest.mark.parametrize(
     ("learner", "said"),
     [
-        (GMML(-0.1), "t is -0.1; it must lie between 0"),
+        (GMML(-0.1), "t is -0.1 and must be from 0"),
         (GMML(1.1), "t is 1.1"),
         (GMML(np.nan), "t is nan"),
         (AML(t=2.0), "t is 2.0"),
-        (GMML(regularization=-1.0), "regularization is -1.0; it must be finite and at least 0"),
+        (GMML(regularization=-1.0), "regularization is -1.0 and must be finite and at least 0"),
         (GMML(regularization=np.inf), "regularization"),
         (GMML(prior="euclid"), "prior is 'euclid'"),  # type: ignore[arg-type]
-        (GMML(regularization=1.0, prior=[[1.0]]), r"prior has the shape \(1, 1\); for 13 features"),
+        (
+            GMML(regularization=1.0, prior=[[1.0]]),
+            r"prior must have the shape \(13, 13\) for 13 features",
+        ),
         (GMML(regularization=1.0, prior=np.triu(np.ones((13, 13))).tolist()), "symmetric"),
         (GMML(regularization=1.0, prior=np.ones((13, 13)).tolist()), "positive definite"),
-        (GMML(n_pairs=0), "n_pairs is 0; it must be at least 1"),
+        (GMML(n_pairs=0), "n_pairs is 0 and must be at least 1"),
         (GMML(n_pairs="all"), "n_pairs is 'all'"),  # type: ignore[arg-type]
-        (AML(0.0), "alpha is 0.0; it must be finite and greater than 0"),
+        (AML(0.0), "alpha is 0.0 and must be finite and above 0"),
         (AML(-1.0), "alpha"),
         (AML(np.inf), "alpha"),
-        (AML(1.0, 0.0), "beta is 0.0; it must be finite and greater than 0"),
+        (AML(1.0, 0.0), "beta is 0.0 and must be finite and above 0"),
         (AML(1.0, -1.0), "beta"),
         (AML(1.0, np.nan), "beta"),
         (AML(tol=0.0), "tol"),
@@ -155,14 +158,14 @@ def test_refuses_data(wine: Any) -> None:
             learner.fit_pairs(pairs, np.ones(80))
         with pytest.raises(ValueError, match="No pair is similar: all are dissimilar"):
             learner.fit_pairs(pairs, -np.ones(80))
-        with pytest.raises(ValueError, match=r"pairs has the shape \(80, 13\)"):
+        with pytest.raises(ValueError, match=r"pairs must have the shape .*, not \(80, 13\)"):
             learner.fit_pairs(pairs[:, 0], similar)
         with pytest.raises(
-            ValueError, match=r"There are 80 pairs, and similar has the shape \(3,\)"
+            ValueError, match=r"There are 80 pairs, but similar has the shape \(3,\)"
         ):
             learner.fit_pairs(pairs, similar[:3])
         for flags in (similar + 1, similar * 0.5, similar.astype(str)):
-            with pytest.raises(ValueError, match="similar must hold true and false"):
+            with pytest.raises(ValueError, match="similar must consist of True and False"):
                 learner.fit_pairs(pairs, flags)
         for call in (lambda n=learner: type(n)().transform(x), type(learner)().to_model_parts):
             with pytest.raises(NotFittedError):

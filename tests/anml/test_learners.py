@@ -188,7 +188,9 @@ def test_refuses_data(wine: Any) -> None:
             broken[3, 3] = bad
             with pytest.raises(ValueError, match=r"NaN|infinity"):
                 learner.fit(broken, y)
-        with pytest.raises(ValueError, match="L has 12 rows and the features 13 columns"):
+        with pytest.raises(
+            ValueError, match="L must have as many rows as X has columns, 13, not 12"
+        ):
             learner.objective(np.eye(12), x, y)
         with pytest.raises(ValueError, match="178 items and 3 labels"):
             learner.objective(np.eye(13), x, y[:3])

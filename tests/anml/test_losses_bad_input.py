@@ -43,7 +43,7 @@ class TestParameters:
             cls(math.nan, 2.0)
 
     def test_thresholds_in_the_wrong_order(self, cls: Any) -> None:
-        with pytest.raises(ValueError, match="if yours are distances 1 − cosine, write 1 − λ"):
+        with pytest.raises(ValueError, match="write 1 − λ for a distance λ = 1 − cosine"):
             cls(positive_threshold=0.3, negative_threshold=0.7)
 
     @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -142,7 +142,7 @@ class TestOneSidedBatches:
 
 
 def test_proxies_of_labels_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match="labels go from 0 to 2, and there are proxies for 0 to 1"):
+    with pytest.raises(ValueError, match="labels must be from 0 to 1, not from 0 to 2"):
         ImprovedProxyNCALoss(4, 2)(X, Y)
 
 

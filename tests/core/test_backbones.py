@@ -171,7 +171,7 @@ def test_torchvision_pretrained_weights_are_loaded(
         (
             "torchvision",
             {"model": "squeezenet1_1", "size": 8},
-            "squeezenet1_1 does not take images of 8 × 8 pixels",
+            "squeezenet1_1 does not accept images of 8 × 8 pixels",
         ),
         ("timm", {"model": "mobilenetv3_smal_050"}, "Did you mean 'mobilenetv3_small_050'"),
         (
@@ -179,7 +179,7 @@ def test_torchvision_pretrained_weights_are_loaded(
             {"model": "resnet18.a1"},
             "timm has no weights 'resnet18.a1'; it has: resnet18.a1_in1k, ",
         ),
-        ("timm", {"model": "vit_tiny_patch16_224", "size": 8}, "does not take images of 8 × 8"),
+        ("timm", {"model": "vit_tiny_patch16_224", "size": 8}, "does not accept images of 8 × 8"),
     ],
 )
 def test_models_that_cannot_be(

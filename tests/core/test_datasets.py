@@ -185,9 +185,7 @@ def test_image_folder_faults(
     build(plugins, "image_folder", folder=tmp_path)
     assert "no image in empty" in caplog.text
     picture(tmp_path / "stray.png")
-    with pytest.raises(
-        DataError, match=r"1 image lies in no class folder, .*: stray\.png\. Move it"
-    ):
+    with pytest.raises(DataError, match=r"1 image is in no class folder, .*: stray\.png\. Move it"):
         build(plugins, "image_folder", folder=tmp_path)
 
 
@@ -290,7 +288,7 @@ def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None
     text = str(error.value)
     for sentence in (
         "12 problems",
-        "line 3: 1.png is listed in line 2 already",
+        "line 3: 1.png is already listed in line 2",
         "line 4: ",
         "gone.png is not a file",
         "line 5: path is empty",
@@ -357,7 +355,7 @@ GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", 
 @pytest.mark.parametrize(
     ("arrays", "sentences"),
     [
-        ({"labels": None}, ["no array 'labels' (it holds: features)"]),
+        ({"labels": None}, ["no array 'labels', only: features"]),
         ({"features": None, "labels": None}, ["no array 'features'", "no array 'labels'"]),
         (
             {"features": np.array([[1, np.nan], [1, 1], [np.inf, 0]])},
@@ -381,7 +379,7 @@ GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", 
         ),
         (
             {"labels": np.array(["a", None, "b"], dtype=object)},
-            ["it holds Python objects, which are never read"],
+            ["it has Python objects, which are never read"],
         ),
     ],
 )
@@ -439,7 +437,7 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
     pq.write_table(pa.table(columns), tmp_path / "u.parquet")
     with pytest.raises(DataError, match="6 of 6 items have no label"):
         build(plugins, "parquet", path=tmp_path / "u.parquet")
-    with pytest.raises(DataError, match="is no folder of embeddings"):
+    with pytest.raises(DataError, match="is not a folder of embeddings"):
         build(plugins, "parquet", path=tmp_path)
     with pytest.raises(DataError, match="does not exist"):
         build(plugins, "parquet", path=tmp_path / "none")
@@ -453,12 +451,12 @@ def test_image_folder_with_levels(plugins: Plugins, tmp_path: Path) -> None:
     assert list(data.labels) == ["a3", "a3", "gt", "gt"]
     assert data.metadata is not None and data.metadata[3] == {"brand": "ford"}
     assert "2 levels of folders (brand/model), and the label is the model" in data.notes[-1]
-    assert "images lie up to 3 deep" in data.notes[-1]
+    assert "images are up to 3 levels deep" in data.notes[-1]
     data = build(plugins, "image_folder", folder=tmp_path / "cars", levels=levels, label="brand")
     assert list(data.labels) == ["audi"] * 3 + ["ford"]
     assert data.metadata is not None and data.metadata[2] == {"model": "gt"}
     (note,) = build(plugins, "image_folder", folder=tmp_path / "cars").notes
-    assert "1 level of folders (class)" in note and "images lie up to 3 deep" in note
+    assert "1 level of folders (class)" in note and "images are up to 3 levels deep" in note
     shutil.copytree(tmp_path / "cars", tmp_path / "sides" / "train")
     shutil.copytree(tmp_path / "cars", tmp_path / "sides" / "test")
     data = build(plugins, "image_folder", folder=tmp_path / "sides", levels=levels)
@@ -468,7 +466,7 @@ def test_image_folder_with_levels(plugins: Plugins, tmp_path: Path) -> None:
 def test_levels_that_do_not_fit(plugins: Plugins, tmp_path: Path) -> None:
     picture(tmp_path / "audi" / "1.png")
     for values, said in (
-        ({"levels": ["brand", "model"]}, r"1 image lies in fewer than 2 folders.*audi/1\.png"),
+        ({"levels": ["brand", "model"]}, r"1 image is in fewer than 2 folders.*audi/1\.png"),
         ({"levels": ["brand"], "label": "brnd"}, "Did you mean 'brand'"),
         ({"levels": ["brand", "brand"]}, "name each level of folders once"),
         ({"levels": []}, "name each level of folders once"),

@@ -106,7 +106,7 @@ def test_torchvision_refusals(tmp_path: Path) -> None:
     assert "Use core.cifar10." in refused("CIFAR10", tmp_path) and "sets.cifar100" in refused(
         "CIFAR100", tmp_path
     )
-    assert "takes no splat" in refused("Flowers102", tmp_path, options={"splat": 1})
+    assert "has no parameter splat" in refused("Flowers102", tmp_path, options={"splat": 1})
     text = refused("Flowers102", tmp_path)
     assert "cannot be read from" in text and "Set [data] download = true" in text
 

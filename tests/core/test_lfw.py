@@ -153,22 +153,19 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
     text = refused(plugins, faces)
     assert text.splitlines() == [
         f"{faces} has 6 problems:",
-        "  - 1 image is not called NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
+        "  - 1 image is not named like NAME/NAME_0001.jpg: Person_09/portrait.jpg.",
+        "  - there are several files of Person_01/Person_01_0001. Keep only one.",
         (
-            "  - there are several files of Person_01/Person_01_0001; which of them is meant cannot"
-            " be told."
-        ),
-        (
-            "  - peopleDevTrain.txt: line 2: of Person_00's 5 images 1 are missing:"
+            "  - peopleDevTrain.txt: line 2: 1 of the 5 images of Person_00 are missing:"
             " Person_00/Person_00_0002."
         ),
-        "  - peopleDevTrain.txt: line 4: Person_01 is in line 3 already.",
+        "  - peopleDevTrain.txt: line 4: Person_01 is already in line 3.",
         (
-            "  - peopleDevTrain.txt: line 4: of Person_01's 7 images 2 are missing:"
+            "  - peopleDevTrain.txt: line 4: 2 of the 7 images of Person_01 are missing:"
             " Person_01/Person_01_0006, Person_01/Person_01_0007."
         ),
         (
-            "  - peopleDevTest.txt: line 2: of Person_09's 5 images 1 are missing:"
+            "  - peopleDevTest.txt: line 2: 1 of the 5 images of Person_09 are missing:"
             " Person_09/Person_09_0001."
         ),
     ]
@@ -186,10 +183,10 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
             "1\n1\nPerson_00\t5\nPerson_01\t5\n",
             "people.txt: line 4 is after the last person that is counted (1 too many in all).",
         ),
-        ("1\n1\nPerson_00\t5\n", "people.txt: it has one fold"),
+        ("1\n1\nPerson_00\t5\n", "people.txt: there must be at least two folds"),
         (
             "2\n1\nPerson_00\t5\n1\nPerson_00\t5\n",
-            "people.txt: line 5: Person_00 is in line 3 already.",
+            "people.txt: line 5: Person_00 is already in line 3.",
         ),
     ],
 )
@@ -203,12 +200,12 @@ def test_a_list_of_people_that_is_wrong(
 def test_lists_that_do_not_fit_the_view(plugins: Plugins, faces: Path) -> None:
     lists = faces.parent
     assert "fold = 4: people.txt has 3 folds." in refused(plugins, faces, view="folds", fold=4)
-    assert "view is 'none'" in refused(plugins, faces, view="none", restricted=True)
+    assert "view = 'none'" in refused(plugins, faces, view="none", restricted=True)
     with pytest.raises((DataError, RecipeError), match="fold"):
         build(plugins, faces, view="folds", fold=0)
     assert "is not a folder" in refused(plugins, faces / "none")
     shutil.copy(lists / "peopleDevTrain.txt", lists / "peopleDevTest.txt")
-    assert "put people on both sides, to train and to test: Person_00, Person_01" in refused(
+    assert "put people on both sides, training and test: Person_00, Person_01" in refused(
         plugins, faces
     )
     shutil.copy(lists / "pairs.txt", lists / "pairsDevTest.txt")

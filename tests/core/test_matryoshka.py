@@ -161,11 +161,11 @@ def test_a_miner_outside_and_a_reference_set_serve_each_width() -> None:
 @pytest.mark.parametrize(
     ("values", "fault"),
     [
-        ({"widths": [2, 12]}, "prefixes are shorter"),
+        ({"widths": [2, 12]}, "must be smaller than the embedding"),
         ({"widths": [5, 2]}, "ascend"),
         ({"widths": [2, 2]}, "ascend"),
-        ({"weights": [1.0]}, "give 3"),
-        ({"weights": [0.0, 0.0, 0.0]}, "not all are 0"),
+        ({"weights": [1.0]}, "Set 3"),
+        ({"weights": [0.0, 0.0, 0.0]}, "not all 0"),
     ],
 )
 def test_what_cannot_be_is_refused(values: dict[str, Any], fault: str) -> None:

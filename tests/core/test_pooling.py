@@ -119,13 +119,17 @@ def test_levels_of_a_timm_net_are_its_own_maps() -> None:
         (
             "core.timm",
             {"model": "resnet10t", "levels": {"9": 1}},
-            "no level 9; it has image, 1 to 5",
+            "no level 9; it has image, 1–5",
         ),
-        ("core.timm", {"model": "resnet10t", "levels": {"5": 1, "last": 1}}, "last is level 5"),
+        (
+            "core.timm",
+            {"model": "resnet10t", "levels": {"5": 1, "last": 1}},
+            "last and 5 are the same level",
+        ),
         (
             "core.timm",
             {"model": "resnet10t", "levels": {"5": 1}, "pool": "gem"},
-            "Remove one of the",
+            "Set only one of",
         ),
     ],
 )

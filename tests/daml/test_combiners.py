@@ -303,7 +303,7 @@ def test_negative_weights_are_refused(name: str) -> None:
 
 
 def test_a_head_of_other_features_is_refused() -> None:
-    with pytest.raises(ValueError, match="built for 5 features, and asked for a head of 6"):
+    with pytest.raises(ValueError, match="built for 5 features, not 6"):
         Discriminator(F, D).build_head(F + 1)
 
 

@@ -75,7 +75,7 @@ def test_features_that_are_not_so_many_views_are_refused(name: str) -> None:
         "combiners", {"name": name, "metrics": 4, "views": True}, arguments
     )
     with pytest.raises(
-        RetrievalError, match="30 features are not 4 views of one width side by side"
+        RetrievalError, match="30 features are not 4 views of equal width side by side"
     ):
         combiner.build_head(30)
 

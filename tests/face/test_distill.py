@@ -139,7 +139,7 @@ def test_what_cannot_be_distilled_is_said(bundle, tmp_path, cli):
     few = cli("distill", bundle.path, tmp_path / "few", "-o", tmp_path / "small.bundle")
     assert few.code == 2 and "too few" in few.err
     (tmp_path / "broken.npz").write_bytes(b"no archive")
-    with pytest.raises(retrieval.errors.DataError, match="not a file of a teacher's embeddings"):
+    with pytest.raises(retrieval.errors.DataError, match="not a file of teacher embeddings"):
         retrieval.create(
             "loss",
             "core.distillation",

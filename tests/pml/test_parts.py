@@ -102,11 +102,11 @@ class TestReducers:
         )
 
     def test_sentences(self) -> None:
-        with pytest.raises(ValueError, match=r"pml\.divisor serves losses that say"):
+        with pytest.raises(ValueError, match=r"pml\.divisor needs a loss that defines"):
             make("losses", "contrastive", reducer="pml.divisor")(X, Y)
-        with pytest.raises(RecipeError, match="3 weights and 4 training classes"):
+        with pytest.raises(RecipeError, match="3 weights, but 4 training classes"):
             make("reducers", "class_weighted", weights=WEIGHTS[:3])
-        with pytest.raises(RecipeError, match="one name of its own"):
+        with pytest.raises(RecipeError, match="as many different names"):
             make("reducers", "multiple", names=["a", "a"], reducers=["pml.sum", "pml.mean"])
         with pytest.raises(RecipeError, match="At least one of low or high"):
             make("reducers", "threshold")

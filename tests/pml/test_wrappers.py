@@ -116,7 +116,7 @@ class TestCrossBatchMemory:
                         model.weight, before
                     ), name
                 elif not any(p.required for p in factory.parameters):
-                    with pytest.raises(RecipeError, match="takes a reference set"):
+                    with pytest.raises(RecipeError, match="accepts a reference set"):
                         make("cross_batch_memory", loss=name)
 
     def test_enqueue_mask(self) -> None:
@@ -130,10 +130,10 @@ class TestCrossBatchMemory:
     def test_sentences(self) -> None:
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
         with pytest.raises(
-            ValueError, match=r"memory_size \(4\) must be at least the batch's size \(8\)"
+            ValueError, match=r"memory_size \(4\) must be at least the batch size \(8\)"
         ):
             loss(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))
-        with pytest.raises(ValueError, match="takes no ref_emb"):
+        with pytest.raises(ValueError, match="accepts no ref_emb"):
             loss(torch.randn(2, 6), torch.zeros(2, dtype=torch.long), ref_emb=torch.randn(2, 6))
 
 
@@ -155,7 +155,7 @@ class TestMultiple:
             self.x, self.y, miner(self.x, self.y)
         )
         assert loss(self.x, self.y).item() == pytest.approx(expected.item())
-        with pytest.raises(ValueError, match="miners of their own"):
+        with pytest.raises(ValueError, match="losses have miners"):
             loss(self.x, self.y, (self.y, self.y, self.y))
 
     def test_reference_set_is_handed_on(self) -> None:
@@ -164,7 +164,7 @@ class TestMultiple:
         expected += upstream.SupConLoss()(self.x, self.y, **reference)
         loss = make("multiple", losses=["pml.contrastive", "pml.sup_con"])
         assert loss(self.x, self.y, **reference).item() == pytest.approx(expected.item())
-        with pytest.raises(ValueError, match="SmoothAPLoss takes none"):
+        with pytest.raises(ValueError, match="SmoothAPLoss does not"):
             make("multiple", losses=["pml.contrastive", "pml.smooth_ap"])(
                 self.x, self.y, **reference
             )
@@ -180,8 +180,8 @@ class TestMultiple:
         ("values", "sentence"),
         [
             ({"weights": [1.0]}, "2 losses and 1 weights"),
-            ({"miners": ["pml.hdc"]}, "needs a loss of its own"),
-            ({"miners": ["pml.hdc"], "miner_for": [2]}, "needs a loss of its own"),
+            ({"miners": ["pml.hdc"]}, "need different losses"),
+            ({"miners": ["pml.hdc"], "miner_for": [2]}, "need different losses"),
             ({"miner_for": [0]}, "there are no miners"),
         ],
     )

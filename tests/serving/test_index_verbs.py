@@ -129,7 +129,7 @@ def test_copies_of_one_moment(photos, cli):
         (["show", "nowhere"], "nowhere is not an index"),
         (["check", "nowhere"], "nowhere is not an index: there is no such folder"),
         (["show", "d.index", "nobody"], "has no item 'nobody'"),
-        (["list", "d.index", "--after", "\udcff"], "no id that an item can have"),
+        (["list", "d.index", "--after", "\udcff"], "not an id that an item can have"),
         (["list", "d.index", "--where", "prise <"], "expected a value"),
         (["list", "d.index", "--where", "prise < 3"], "No item of this index has a field 'prise'"),
         (["delete", "d.index"], "either ids or --where"),

@@ -35,7 +35,7 @@ def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "0000008 3\n0000008\n00x 1\n")
     text = refused(vehicle_id, root, counts="any")
     assert (
-        "train_list.txt: 1 line has not the 2 values" in text
+        "train_list.txt: 1 line does not have 2 values" in text
         and "line 9: '00x' is not a number" in text
     )
     assert "1 vehicles are on both sides" in text and "listed twice: 0000008.jpg" in text
@@ -53,7 +53,7 @@ def test_people_of_market_without_junk_and_with_cameras(tmp_path: Path) -> None:
     actual = make_splits(data, Split(validation=0))
     assert actual.gallery is not None and (len(actual.query), len(actual.gallery)) == (2, 6)
     (tmp_path / "query" / "0001_c1s1_001451_03.jpg").rename(tmp_path / "query" / "someone.jpg")
-    assert "1 images are not called ID_cCAMERA_…" in refused(market1501, tmp_path, counts="any")
+    assert "1 images are not named ID_cCAMERA_…" in refused(market1501, tmp_path, counts="any")
 
 
 def test_veri_and_an_empty_gallery(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_veri_and_an_empty_gallery(tmp_path: Path) -> None:
     for file in (root / "image_test").iterdir():
         file.unlink()
     text = refused(veri776, root, counts="any")
-    assert "holds no image" in text and "there are queries, and no image is in the gallery." in text
+    assert "holds no image" in text and "there are queries, but no image is in the gallery." in text
 
 
 def test_species_by_both_protocols(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_species_by_both_protocols(tmp_path: Path) -> None:
     official = sides(inaturalist2018(root, protocol="official", counts="any"))
     assert official == {"train": ["10", "11", "12", "13"], "test": ["10", "11", "12", "13"]}
     (root / "val2018.json").write_text('{"images": [{"id": 1}], "annotations": []}')
-    assert "val2018.json is not a file of annotations" in refused(
+    assert "val2018.json is not a JSON file of images" in refused(
         inaturalist2018, root, protocol="official", counts="any"
     )
     (root / "val2018.json").write_text("[" * 100_000)
-    assert "val2018.json is not a file of annotations" in refused(
+    assert "val2018.json is not a JSON file of images" in refused(
         inaturalist2018, root, protocol="official", counts="any"
     )
 
@@ -141,4 +141,4 @@ def test_cifar100_fine_and_coarse(tmp_path: Path) -> None:
     (root / "train.bin").write_bytes(broken[:-1])
     assert "records of 3,074 bytes" in refused(cifar100, root, counts="any")
     (root / "fine_label_names.txt").write_text("apple\n")
-    assert "has 1 names; it should have 100" in refused(cifar100, root, counts="any")
+    assert "has 1 names instead of 100" in refused(cifar100, root, counts="any")

@@ -288,7 +288,7 @@ def test_after_a_kill_the_same_call_goes_on(path, split, photos, point, killed, 
             index.migrate(new, **QUIET)
 
     with monkeypatch.context() as patch:
-        where = (local, "keep_rows") if point == "applied" else (LocalStore, "switch")
+        where = (local, "append_rows") if point == "applied" else (LocalStore, "switch")
         patch.setattr(*where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         killed(migrate)
     with opened(path) as index:

@@ -1,7 +1,8 @@
 """Create, check and copy the folder of a local index.
 
 index.json            description of the index; the record has its SHA-256
-items.sqlite          the record (`record.py`)
+items.sqlite          the record: a SQLite database of items and generations (`record.py`)
+acknowledged          number of the last committed transaction (`record.py`)
 arrays/               files of the generations (`view.py`) and structures (`structure.py`)
 bundles/              bundles of the generations
 """
@@ -36,7 +37,7 @@ from retrieval.serving.store.view import (
     Array,
     Rows,
     append,
-    damaged,
+    damage_error,
     file_of,
     missing_file,
     restore_rows,
@@ -45,10 +46,10 @@ from retrieval.serving.store.view import (
 
 INDEX = "index.json"
 FORMAT = 4
-_INDEX_BYTES = 1_000_000
-_TRIES = 20
-_CHECK_SECONDS = 3600.0
-_COPY_SECONDS = 7 * 86_400.0  # one read transaction lasts until files of any size are copied
+_INDEX_BYTES = 1_000_000  # maximum size of `index.json`
+_TRIES = 20  # attempts to copy files that compaction does not replace meanwhile
+_CHECK_SECONDS = 3600.0  # time limit of a check's read transaction
+_COPY_SECONDS = 7 * 86_400.0  # time limit of a copy's read transaction
 
 
 def create_local(
@@ -68,12 +69,12 @@ def create_local(
         bundle: bundle of the first generation; the index copies it.
         widths: width of each array of an item, by name.
         structure: the search structure; chosen by size by default.
-        keep: what the index keeps of originals, unless an item overrides it.
+        keep: the part of an original that the index keeps, unless an item overrides it.
         replace: whether to replace an index that exists in `folder`.
         identity: unique id of the index; a new one by default.
 
     Raises:
-        StoreError: `folder` exists already, or the disk refuses.
+        StoreError: `folder` exists already or cannot be written.
     """
     occupied = StoreError(
         f"{folder} exists already. Choose another name, or add to it with 'retrieval index add'."
@@ -112,12 +113,12 @@ def create_local(
 def add_generation(
     connection: apsw.Connection, folder: Path, bundle: Bundle, widths: Mapping[str, int], state: str
 ) -> int:
-    """Create a generation's bundle, files and row of the record; return its number."""
+    """Copy a generation's bundle, create its files and record it; return its number."""
     target = folder / BUNDLES / bundle.sha256[:16]
     if bundle.sha256 not in {known.bundle for known in all_of(connection)}:
         # A folder without a generation may be left over from an interrupted deletion.
         with whole_folder(
-            target, replace=True, exists_error=StoreError(f"{target} is there.")
+            target, replace=True, exists_error=StoreError(f"{target} exists already.")
         ) as fresh:
             bundle.copy(fresh)
     stem = new_stem()
@@ -138,7 +139,7 @@ def _now() -> str:
 
 
 def identity_of(folder: Path) -> str:
-    """Return the id that an index got when it was created.
+    """Return the unique id of an index.
 
     Raises:
         StoreError: `index.json` is missing, altered or of another format.
@@ -167,13 +168,13 @@ def index_text(folder: Path) -> bytes:
 
 
 def bytes_of(folder: Path) -> int:
-    """Return the disk space of a folder's files in bytes; files removed meanwhile do not count."""
+    """Return the disk space of a folder's files in bytes, without files removed meanwhile."""
     size = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):
-                known = Path(parent, name).stat()
-                size += min(known.st_size, known.st_blocks * 512)  # files may be sparse
+                status = Path(parent, name).stat()
+                size += min(status.st_size, status.st_blocks * 512)  # files may be sparse
     return size
 
 
@@ -185,7 +186,8 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
         report: called with 1 after each array.
 
     Returns:
-        One sentence per damaged part, and one per part that the next writer rebuilds by itself.
+        Two lists: one sentence per damaged part, and one per damaged part that the next writer
+        rebuilds.
 
     Raises:
         StoreError: the record cannot be opened.
@@ -216,19 +218,21 @@ def check_record(folder: Path, report: Callable[[int], object]) -> tuple[list[st
                     else ()
                 )
             ]
-            faults += _wrong_items(connection, generation, rows)
+            faults += _without_vectors(connection, generation, rows)
             path = folder / BUNDLES / generation.bundle[:16]
             try:
                 bundle = Bundle.open(path, variant=generation.variant, device="cpu")
                 if bundle.sha256 != generation.bundle:
-                    faults.append(f"{BUNDLES}/{path.name} is another bundle than the record says.")
+                    faults.append(f"{BUNDLES}/{path.name} is not the bundle that the record names.")
             except RetrievalError as fault:
                 faults.append(str(fault))
     return faults, rebuilt
 
 
-def _wrong_items(connection: apsw.Connection, generation: Generation, rows: Rows) -> Iterator[str]:
-    """Yield a sentence if a generation lacks vectors of items."""
+def _without_vectors(
+    connection: apsw.Connection, generation: Generation, rows: Rows
+) -> Iterator[str]:
+    """Yield a sentence if a generation lacks vectors of its items."""
     g = generation.number
     upto = value(connection, "select upto from generations where g = ?", (g,))
     if generation.state == "served":
@@ -242,21 +246,21 @@ def _wrong_items(connection: apsw.Connection, generation: Generation, rows: Rows
 def write_snapshot(
     record: Record,
     target: Path,
-    instead: str = "Choose another name for the snapshot.",
+    advice: str = "Choose another name for the snapshot.",
 ) -> None:
     """Write a snapshot of an index to a new folder atomically.
 
     Args:
         record: record of the index.
         target: the new folder.
-        instead: advice for the error message if `target` exists.
+        advice: sentence that ends the error message if `target` exists.
 
     Raises:
-        StoreError: `target` exists already, the disk refuses, or a file that the record names is
-            missing.
+        StoreError: `target` exists already or cannot be written, or a file that the record names
+            is missing.
     """
     folder = record.folder
-    occupied = StoreError(f"{target} exists already. {instead}")
+    occupied = StoreError(f"{target} exists already. {advice}")
     if target.exists():
         raise occupied
     if not target.parent.is_dir():
@@ -271,7 +275,7 @@ def write_snapshot(
             ):
                 _copy(connection, folder, fresh)
             return
-        except FileNotFoundError as fault:  # another process has just compacted: try again
+        except FileNotFoundError as fault:  # another process has just compacted
             missing = fault.filename
     raise missing_file(folder, missing)
 
@@ -284,14 +288,14 @@ def _faults_of(folder: Path, target: Path) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except (OSError, apsw.Error) as fault:
-        named = fault.filename if isinstance(fault, OSError) else None
-        if Path(named or folder).is_relative_to(folder) and not no_room(fault):
+        path = fault.filename if isinstance(fault, OSError) else None
+        if Path(path or folder).is_relative_to(folder) and not no_room(fault):
             raise
         raise StoreError(f"{target} cannot be written: {reason(fault)}") from fault
 
 
 def _copy(connection: apsw.Connection, folder: Path, fresh: Path) -> None:
-    """Copy the state that a read transaction sees; missing structure files are rebuilt later."""
+    """Copy the state that a read transaction sees; the copy rebuilds structures without files."""
     generations = all_of(connection)  # pins the transaction, which `backup` alone would release
     backup(connection, fresh / FILE)
     for inner in (ARRAYS, BUNDLES):
@@ -316,5 +320,5 @@ def _copy_start(source: Path, target: Path, size: int) -> None:
             copy.write(piece)
             size -= len(piece)
     if size:
-        raise damaged(source, "was cut short")
+        raise damage_error(source, "was cut short")
     sync(target)

@@ -1,8 +1,9 @@
 """The local store: one folder, written and read by any number of processes.
 
-A generation has one append-only file per array (`view.py`); a SQLite file is the record of items
-(`record.py`). A write appends rows, then commits items, rows and checksums in one transaction. A
-delete masks a row. Searches read a consistent view and never wait for a writer.
+A generation holds the arrays of all items under one bundle, in one append-only file per array
+(`view.py`). A SQLite database, the record, holds the items (`record.py`). A write appends rows,
+then commits items, number of rows and checksums in one transaction. A delete masks a row. Searches
+read a consistent view and never wait for a writer.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ from retrieval.serving.store.view import (
     Distances,
     View,
     Views,
-    gone,
-    keep_rows,
+    append_rows,
+    dropped_error,
     restore_rows,
 )
 
-_FIELDS = 1000  # field names that `settings` returns at most
-_ROWS = 8192  # items whose arrays are stacked at a time
-_CACHE_BYTES = 256 << 20
+_FIELDS = 1000  # maximum number of field names that `settings` returns
+_ROWS = 8192  # number of items whose arrays are stacked at a time
+_CACHE_BYTES = 256 << 20  # estimated size at which the cache of items is emptied
 _ITEM_BYTES = 1000  # estimated memory of an item without its metadata
 
 
@@ -92,7 +93,7 @@ class LocalStore(Store):
 
     Args:
         folder: folder of the index.
-        plugins: files or modules of third-party back ends that are not installed.
+        plugins: files or modules of index back ends that are not installed.
         upkeep: whether a background thread compacts and builds structures after writes.
 
     Raises:
@@ -151,11 +152,11 @@ class LocalStore(Store):
             old = numbers_of(connection, [item.id for item in items])
             remove(connection, seq, old)
             numbers = np.array(insert(connection, items, texts))
-            self._keep(connection, generation, numbers, items)
+            self._append(connection, generation, numbers, items)
         self.upkeep.wake()
         return len(old)
 
-    def _keep(
+    def _append(
         self,
         connection: apsw.Connection,
         generation: Generation,
@@ -166,11 +167,11 @@ class LocalStore(Store):
 
         def chunks(name: str) -> Iterator[Floats]:
             for start in range(0, len(items), _ROWS):
-                part = items[start : start + _ROWS]
-                yield np.array([item.arrays[name] for item in part], np.float32)
+                chunk = items[start : start + _ROWS]
+                yield np.array([item.arrays[name] for item in chunk], np.float32)
 
         arrays = {name: chunks(name) for name in generation.widths}
-        keep_rows(connection, self.folder, generation, numbers, arrays)
+        append_rows(connection, self.folder, generation, numbers, arrays)
 
     def _served_with(self, connection: apsw.Connection, bundle: str) -> Generation:
         """Return the served generation; raise `Superseded` if it has another bundle."""
@@ -180,7 +181,7 @@ class LocalStore(Store):
         return generation
 
     def _superseded(self, advice: str) -> Superseded:
-        return Superseded(f"The index {self.folder} is served with another bundle by now. {advice}")
+        return Superseded(f"The index {self.folder} is now served with another bundle. {advice}")
 
     def delete(self, ids: Iterable[str] = (), *, where: Filter | None = None) -> int:
         """Delete items; see `Store`."""
@@ -197,7 +198,7 @@ class LocalStore(Store):
         return len(numbers)
 
     def _begin_to_write(self) -> None:
-        """Before the first write, sync and clean up what a killed process may have left."""
+        """Before the first write, sync and remove what a killed process may have left."""
         self.record.require_open()
         if not self._tidied and not self.record.read_only:
             self.record.settle()
@@ -231,7 +232,8 @@ class LocalStore(Store):
         """Return a page of items; see `Store`."""
         if after and not usable([after]):
             raise DataError(
-                f"{printable(after)!r} is no id that an item can have: no page begins after it."
+                f"{printable(after)!r} is not an id that an item can have, so no page begins after "
+                "it. Pass the id of the last item of a page."
             )
         condition, values = ("true", ()) if where is None else to_sql(where)
         sql = f"select {COLUMNS} from items where id > ? and ({condition}) order by id limit ?"
@@ -276,17 +278,17 @@ class LocalStore(Store):
     def _proposed(
         self, queries: Floats, count: int, margin: int, bundle: str, where: Filter | None
     ) -> list[Candidates]:
-        """Return what `propose` does; `margin` more rows are read in case they are as near."""
+        """Return what `propose` does; search `margin` more rows, as they may tie with the last."""
 
         def nearest(view: View, only: Mask | None) -> tuple[Distances | None, Numbers]:
             if view.generation.bundle != bundle:
                 raise self._superseded("Encode the query again.")
             check_queries(queries, view.generation)
-            alone = len(queries) == 1 and len(view.generation.spans) == 1
-            if alone and margin and count < view.count:
+            simple = len(queries) == 1 and len(view.generation.spans) == 1
+            if simple and margin and count < view.count:
                 squared, rows = view.search(queries, count + 1, only)
                 if squared is None or not squared[0, count - 1] == squared[0, count] < np.inf:
-                    return squared, rows  # most often no other is as near
+                    return squared, rows  # the usual case: no tie
             return view.search(queries, min(count + margin, view.count), only)
 
         view, hits = self.views.now(), None
@@ -309,20 +311,21 @@ class LocalStore(Store):
         count: int,
         connection: apsw.Connection | None,
     ) -> list[Candidates] | None:
-        """Return the items of rows (Q, n), per query; the nearest `count` of those with distances.
+        """Return the items of rows (Q, n), per query.
 
-        Without a connection, return None if an item is not in memory.
+        Rows with squared distances are cut to the nearest `count`. Without a connection, return
+        None if an item is not in memory.
         """
         wide = squared is not None and rows.shape[1] > count
         if squared is not None and wide and (squared[:, count - 1] < squared[:, count]).all():
-            squared, rows = squared[:, :count], rows[:, :count]  # no others are as near
-        numbers, lines = view.runs.numbers_of(rows).tolist(), list(rows)
+            squared, rows = squared[:, :count], rows[:, :count]  # no ties
+        numbers, valid_rows = view.runs.numbers_of(rows).tolist(), list(rows)
         if rows.size and rows.min() < 0:
-            lines = [line[line >= 0] for line in rows]
-            numbers = [view.runs.numbers_of(line).tolist() for line in lines]
+            valid_rows = [query_rows[query_rows >= 0] for query_rows in rows]
+            numbers = [view.runs.numbers_of(query_rows).tolist() for query_rows in valid_rows]
         known = self._items  # never stale: an item that changes gets a new number
         try:
-            items = [[known[number] for number in near] for near in numbers]
+            items = [[known[number] for number in query_numbers] for query_numbers in numbers]
         except KeyError:
             if connection is None:
                 return None
@@ -332,8 +335,8 @@ class LocalStore(Store):
                 items = self._read(connection, numbers)
         distances = [None] * len(items) if squared is None else np.sqrt(squared)
         return [
-            _sorted(view, near, line, far if far is None else far[: len(near)], count)
-            for near, line, far in zip(items, lines, distances, strict=True)
+            _sorted(view, hits, query_rows, far if far is None else far[: len(hits)], count)
+            for hits, query_rows, far in zip(items, valid_rows, distances, strict=True)
         ]
 
     def _read(
@@ -343,20 +346,20 @@ class LocalStore(Store):
         if self._bytes > _CACHE_BYTES:
             self._items, self._bytes = {}, 0
         known = self._items
-        missing = {number for near in numbers for number in near if number not in known}
+        missing = {number for group in numbers for number in group if number not in known}
         sql = f"select {COLUMNS} from items where n in (select value from json_each(?))"
         for row in ask(connection, sql, (json.dumps(list(missing)),)):
             known[row[0]] = from_row(row)
             self._bytes += _ITEM_BYTES + 8 * len(row[3])
         try:
-            return [[known[number] for number in near] for near in numbers]
+            return [[known[number] for number in group] for group in numbers]
         except KeyError:
             raise StoreError(
-                f"The index {self.folder} is damaged: its record and its arrays differ. "
-                "Restore a snapshot."
+                f"The index {self.folder} is damaged: its record lacks an item that its "
+                "arrays have. Restore a snapshot."
             ) from None
 
-    # Generations: one that is not served has the arrays of all items up to the number `upto`
+    # Generations. One that is not served has the arrays of all items up to item number `upto`.
 
     def generations(self) -> tuple[Generation, ...]:
         """Return all generations; see `Store`."""
@@ -366,7 +369,7 @@ class LocalStore(Store):
     def bundle(self, generation: Generation) -> Path:
         """Return the folder of a generation's bundle."""
         if generation.number not in {known.number for known in self.generations()}:
-            raise gone()
+            raise dropped_error()
         return self.folder / BUNDLES / generation.bundle[:16]
 
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
@@ -402,19 +405,19 @@ class LocalStore(Store):
         faults = [f"{id} was not pending." for id in embedded if id not in numbers]
         faults += [f"{id} is neither embedded nor left out." for id in missing]
         if faults:
-            raise DataError(listed("What was embedded", sorted(faults)))
+            raise DataError(listed("The list of embedded items", sorted(faults)))
         if not numbers:
             return
         with self.record.writing() as (connection, _):
             if _is_served(connection, generation):
-                raise StoreError("The generation is served by now, and complete.")
+                raise StoreError("The generation is complete: it is served by now.")
             upto = upto_of(connection, generation.number)  # another process may have embedded them
             sql = "select n, id from items where n in (select value from json_each(?))"
             text = json.dumps([n for n in numbers.values() if n > upto])
             alive = sorted(ask(connection, sql, (text,)))
             kept = [embedded[id] for _, id in alive if id in embedded]
             rows = np.array([n for n, id in alive if id in embedded], np.int64)
-            self._keep(connection, generation, rows, kept)
+            self._append(connection, generation, rows, kept)
             out = [(generation.number, n) for n, id in alive if id not in embedded]
             connection.executemany("insert or ignore into left_out values (?, ?)", out)
             sql = "update generations set upto = max(upto, ?) where g = ?"
@@ -443,12 +446,14 @@ class LocalStore(Store):
         self._begin_to_write()
         with self.record.writing() as (connection, _):
             if _is_served(connection, generation):
-                raise StoreError("The generation that is served cannot be dropped.")
+                raise StoreError(
+                    "The served generation cannot be dropped. First switch to another."
+                )
             for table in ("runs", "sums", "left_out", "generations"):
                 connection.execute(f"delete from {table} where g = ?", (generation.number,))
         tidy(self.record)
 
-    # The whole
+    # The index as a whole
 
     def identity(self) -> str:
         """Return the index's id; see `Store`."""
@@ -466,7 +471,7 @@ class LocalStore(Store):
         options: Mapping[str, Any],
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        """Search with another structure; see `Store`."""
+        """Build another search structure; see `Store`."""
         self.restructure(StructureChoice(backend, dict(options)))
         self.compact(report)
 
@@ -529,7 +534,7 @@ class LocalStore(Store):
                     details["tuned"] = strict_loads(tuned)
                 except (TypeError, ValueError) as fault:
                     raise StoreError(
-                        f"What the index {self.folder} keeps of its tuning is damaged: {fault}."
+                        f"The index {self.folder} is damaged: its tuning is not JSON ({fault})."
                     ) from fault
             count = int(value(connection, "select count(*) from items"))
             generations = all_of(connection)
@@ -552,20 +557,20 @@ class LocalStore(Store):
         """Close the store; see `Store`."""
         self.upkeep.close()
         if self._tidied:
-            with suppress(StoreError):  # the next process that opens the index does it
+            with suppress(StoreError):  # the next process to close the index does it
                 self.record.checkpoint()
         self.record.close()
         self.views.view = None
 
     def after_fork(self) -> None:
-        """Start anew in a forked child; if the index was in use, close it with a message."""
+        """Reset the store in a forked child; if the index was in use, close it with a message."""
         old = self.record
         self._start()
         self.record.file, self.record.closed = old.file, old.closed
         if old.lent and old.closed is None:
             self.record.closed = (
                 f"The index {self.folder} was in use when this process was forked. Open it in the "
-                "child, or fork before it is opened."
+                "child, or fork before you open it."
             )
 
 
@@ -584,10 +589,10 @@ def _with_arrays(
 def _sorted(
     view: View, items: list[Item], rows: Numbers, distances: Distances | None, count: int
 ) -> Candidates:
-    """Return items by id or, of items that are sorted by distance, the nearest `count`."""
-    far = [0.0] * len(items) if distances is None else distances.tolist()
-    if len(set(far)) < len(far):
-        order = sorted(range(len(far)), key=lambda place: (far[place], items[place].id))
+    """Order one query's items by id, or by distance and then id, and keep the nearest `count`."""
+    keys = [0.0] * len(items) if distances is None else distances.tolist()
+    if len(set(keys)) < len(keys):
+        order = sorted(range(len(keys)), key=lambda place: (keys[place], items[place].id))
         items, rows = [items[place] for place in order], rows[order]
     if distances is None:
         return Candidates(items, _Arrays(view, rows))
@@ -617,7 +622,7 @@ def _is_served(connection: apsw.Connection, generation: Generation) -> bool:
     sql = "select state from generations where g = ?"
     state = value(connection, sql, (generation.number,))
     if state is None:
-        raise gone()
+        raise dropped_error()
     return bool(state == "served")
 
 
@@ -638,7 +643,7 @@ def _after_fork_in_child() -> None:
     for store in list(_STORES):
         store.after_fork()
     if (faiss := sys.modules.get("faiss")) is not None:
-        # In a forked child OpenMP would wait forever for the parent's threads; one is safe.
+        # With several threads, OpenMP in a forked child waits forever for the parent's threads.
         faiss.omp_set_num_threads(1)
 
 
@@ -651,9 +656,9 @@ if hasattr(os, "register_at_fork"):
 
 
 class LocalPlace(StorePlace):
-    """A folder on a local disk: SQLite records the items, FAISS speeds up large indexes.
+    """A folder on a local disk: SQLite stores the items, FAISS speeds up large indexes.
 
-    The path of the folder works as an address, too.
+    The path of the folder is also a valid address.
 
     Args:
         address: `local:///data/photos.index`.

@@ -34,20 +34,20 @@ from retrieval.serving.store.contract import StoreUnavailable, TooSlow
 from retrieval.serving.store.items import Generation, Item, stop_at, to_row, usable
 
 FILE = "items.sqlite"
-ACKNOWLEDGED = "acknowledged"
+ACKNOWLEDGED = "acknowledged"  # file with the number of the last committed transaction
 _VFS = "cksmvfs"  # SQLite's checksum VFS: it verifies an 8-byte checksum per page on reading
-_RESERVED_BYTES = 8
-_BUSY_SECONDS = 30.0
-_CHECKPOINT_MILLISECONDS = 500
-_ROW_BYTES = 200_000_000
+_RESERVED_BYTES = 8  # room for the checksum at the end of a page
+_BUSY_SECONDS = 30.0  # time that a transaction waits for the lock
+_CHECKPOINT_MILLISECONDS = 500  # time that a checkpoint waits for readers
+_ROW_BYTES = 200_000_000  # maximum size of a row
 _READING_SECONDS = 60.0  # time limit of a read transaction, which usually takes milliseconds
-_CHECKPOINT_PAGES = 4000
-_CACHE_KIB = 65_536
-_IDLE_CONNECTIONS = 16
-_FORK_SECONDS = 1.0
-_ACKNOWLEDGED = struct.Struct("<8sQI")
+_CHECKPOINT_PAGES = 4000  # length of the write-ahead log at which SQLite moves it into the file
+_CACHE_KIB = 65_536  # page cache of a connection
+_IDLE_CONNECTIONS = 16  # maximum number of connections that are kept for reuse
+_FORK_SECONDS = 1.0  # time that a fork waits for connections in use
+_ACKNOWLEDGED = struct.Struct("<8sQI")  # `_MAGIC`, number of the transaction, CRC-32
 _MAGIC = b"retriev1"
-_WAL_HEADER, _FRAME_HEADER = 32, 24
+_WAL_HEADER, _FRAME_HEADER = 32, 24  # bytes, as in SQLite's file format
 
 _SCHEMA = """
 create table state (key text primary key, value any) strict, without rowid;
@@ -74,10 +74,11 @@ create table unsynced (n integer primary key, file text not null, start integer 
 TABLES = {sql.split()[2]: sql.strip() for sql in _SCHEMA.split(";") if sql.strip()}
 """SQL of the record's tables.
 
-An item that changes gets a new number `n`, and its old one goes into `removed`. `runs` maps the
-rows of a generation to item numbers, in ascending order: `count` rows from `row` on have the
-numbers from `n` on. `sums` holds checksums of the blocks of a generation's files. `unsynced` holds
-the bytes that were written to them since they were last synced, in small pieces.
+An item that changes gets a new number `n`; `removed` holds the old number. `g` is the number of a
+generation, the arrays of all items under one bundle. `runs` maps the rows of a generation to item
+numbers, in ascending order: `count` rows from `row` on have the numbers from `n` on. `sums` holds
+checksums of the blocks of a generation's files. `unsynced` holds copies of small pieces that were
+written to these files since they were last synced.
 """
 
 
@@ -94,9 +95,9 @@ class Record:
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self.folder, self.path, self.read_only = folder, folder / FILE, read_only
         self.file = _file_id(self.path)
-        self.turn = threading.RLock()
-        self.closed: str | None = None
-        self.lent = 0
+        self.turn = threading.RLock()  # one write of this process at a time
+        self.closed: str | None = None  # why the record is closed
+        self.lent = 0  # number of connections in use
         self._lending = threading.Condition()
         self._idle: list[apsw.Connection] = []
         self._watch = threading.Lock()
@@ -135,43 +136,44 @@ class Record:
             connection.close()
 
     def check(self) -> None:
-        """Check that the record is complete and of this version; raise a `StoreError` if not."""
+        """Raise a `StoreError` unless the record is complete and of this version."""
         acknowledged = _acknowledged(self.folder)  # read first: the record can only be newer
         for name in (FILE, f"{FILE}-wal", f"{FILE}-shm"):
-            path = self.folder / name  # SQLite would block on a pipe and follow a link
+            path = self.folder / name  # SQLite would wait for a pipe, and follow a link
             if name == FILE and not os.path.lexists(path):
-                raise self._damaged(f"{FILE} is missing")
+                raise self._damage_error(f"{FILE} is missing")
             if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
-                raise StoreError(f"{path} is no regular file. Restore the index from a snapshot.")
+                raise StoreError(f"{path} is not a regular file. Restore a snapshot of the index.")
         with self.reading() as connection:
             if self._is_cut(connection):
-                raise self._damaged(f"{FILE} was cut short")
+                raise self._damage_error(f"{FILE} was cut short")
             sql = "select name, sql from sqlite_master where sql is not null and name not like ?"
             if {name: text.lower() for name, text in ask(connection, sql, ("sqlite_%",))} != TABLES:
                 raise StoreError(
                     f"{self.path} is not the record of an index as this version of retrieval "
-                    "writes it: its tables are others. If another version wrote it, open it with "
-                    "that version; or create the index anew, in another folder or in its place."
+                    "writes it: its tables differ. If another version wrote it, open it with that "
+                    "version. Otherwise create the index again."
                 )
             if not connection.pragma("checksum_verification"):
                 raise StoreError(
-                    f"{self.path} is no record of an index: its pages have no checksums."
+                    f"{self.path} is not the record of an index: its pages have no checksums. "
+                    "Restore a snapshot."
                 )
             if (seq := seq_of(connection)) < acknowledged:
-                raise self._damaged(
+                raise self._damage_error(
                     f"the last {acknowledged - seq:,} of {acknowledged:,} transactions are missing "
                     "from its record"
                 )
 
-    def _damaged(self, fault: str) -> StoreError:
+    def _damage_error(self, fault: str) -> StoreError:
         return StoreError(f"The index {self.folder} is damaged: {fault}. Restore a snapshot.")
 
     def _is_cut(self, connection: apsw.Connection) -> bool:
-        """Return whether the file was truncated; SQLite reads zeros, unchecked, beyond its end."""
+        """Return whether the file was truncated: SQLite itself reads zeros past its end."""
         for _ in range(5):
             count, size = connection.pragma("page_count"), connection.pragma("page_size")
-            present = self.path.stat().st_size // size
-            if count <= present or set(range(present + 1, count + 1)) <= _wal_pages(self._log):
+            in_file = self.path.stat().st_size // size
+            if count <= in_file or set(range(in_file + 1, count + 1)) <= _wal_pages(self._log):
                 return False
             time.sleep(0.05)  # another process may be moving pages from the log into the file
         return True
@@ -200,7 +202,7 @@ class Record:
     def connection(self) -> Iterator[apsw.Connection]:
         """Context manager that lends an idle connection, or a new one.
 
-        Read-only connections are not reused, since they may miss a log that begins later.
+        Read-only connections are not reused: they could miss a write-ahead log that begins later.
         """
         with self._lending:
             self.require_open()
@@ -228,7 +230,7 @@ class Record:
             name = f"file:{quote(os.fsencode(self.path))}?immutable=1"
             connection = _connect(name, apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         if fault := self.replaced():
-            connection.close()  # its items would not belong to this index's vectors
+            connection.close()  # the new file's items do not belong to these vectors
             raise StoreError(fault)
         connection.execute(
             f"pragma synchronous = full; pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}"
@@ -245,7 +247,7 @@ class Record:
     def version(self) -> object:
         """Return a value that changes with every transaction of any process.
 
-        This takes microseconds, without disk access unless the index is read-only.
+        This takes microseconds. It needs no disk access, unless the index is read-only.
         """
         with self._watch:
             self.require_open()
@@ -254,25 +256,25 @@ class Record:
         with self.faults("read"), self._watch:
             self.require_open()
             if self.read_only:
-                known = self.path.stat()
-                return object() if self._has_log() else (known.st_size, known.st_mtime_ns)
+                status = self.path.stat()
+                return object() if self._has_log() else (status.st_size, status.st_mtime_ns)
             if self._watching is None:
                 self._watching = self._open()
             return self._watching, self._watching.execute("pragma data_version").get
 
     def close(self) -> None:
-        """Refuse further loans, wait for lent connections and close all."""
+        """Refuse new connections, wait for those in use, and close all."""
         with self._lending:
             self.closed = self.closed or (
                 f"The index {self.folder} was closed. Open it again with retrieval.Index.open."
             )
             self._lending.wait_for(lambda: not self.lent)
-        self._let_go()
+        self._close_idle()
         if self._acknowledged is not None:
             os.close(self._acknowledged)
             self._acknowledged = None
 
-    def _let_go(self) -> None:
+    def _close_idle(self) -> None:
         """Close all idle connections."""
         while self._idle:
             self._idle.pop().close()
@@ -285,7 +287,7 @@ class Record:
         """Close idle connections: a child inherits SQLite's memory, but not its locks."""
         self._lending.acquire()
         self._lending.wait_for(lambda: not self.lent, _FORK_SECONDS)
-        self._let_go()
+        self._close_idle()
 
     def after_fork(self) -> None:
         """Allow connections again in the parent."""
@@ -295,7 +297,7 @@ class Record:
 
     @contextmanager
     def reading(self, *, seconds: float = _READING_SECONDS) -> Iterator[apsw.Connection]:
-        """Context manager that yields a connection in a read transaction (a fixed snapshot)."""
+        """Context manager that yields a connection in a read transaction: it sees a fixed state."""
         with self.faults("read"), self.connection() as connection:
             end = min(time.monotonic() + seconds, stop_at())
             connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
@@ -309,9 +311,9 @@ class Record:
 
     @contextmanager
     def writing(self) -> Iterator[tuple[apsw.Connection, int]]:
-        """Context manager that yields a connection in a write transaction, and its number.
+        """Context manager that yields a connection in a write transaction, and the latter's number.
 
-        On exit the transaction is committed and synced; after an error it is rolled back.
+        On exit the transaction is committed and synced. After an error it is rolled back.
         """
         with self.locked() as connection:
             seq = seq_of(connection) + 1
@@ -322,7 +324,7 @@ class Record:
 
     @contextmanager
     def locked(self) -> Iterator[apsw.Connection]:
-        """Context manager that keeps all processes from writing; it needs no disk space."""
+        """Context manager that yields a connection with the write lock; it needs no disk space."""
         self.require_open()
         if self.read_only:
             raise StoreError(
@@ -339,8 +341,8 @@ class Record:
     def _acknowledge(self, seq: int) -> None:
         """Write a transaction's number to a small file, without syncing it.
 
-        If the log is truncated or altered in its last transaction, SQLite drops that transaction
-        as after a power cut. This file lets `check` detect the loss.
+        If the last transaction in the write-ahead log is truncated or altered, SQLite drops it, as
+        it does after a power cut. This file lets `check` detect the loss.
         """
         content = _MAGIC + struct.pack("<Q", seq)
         with suppress(OSError):
@@ -350,8 +352,12 @@ class Record:
             os.pwrite(self._acknowledged, content + struct.pack("<I", zlib.crc32(content)), 0)
 
     @contextmanager
-    def faults(self, doing: str) -> Iterator[None]:
-        """Context manager that turns errors of SQLite and the disk into a `StoreError`."""
+    def faults(self, action: str) -> Iterator[None]:
+        """Context manager that turns errors of SQLite and the disk into a `StoreError`.
+
+        Args:
+            action: completes "The index cannot be …": "read" or "written".
+        """
         try:
             yield
         except FileNotFoundError:
@@ -359,13 +365,13 @@ class Record:
         except (apsw.Error, OSError) as fault:
             kind = StoreUnavailable if isinstance(fault, apsw.BusyError) else StoreError
             kind = TooSlow if isinstance(fault, apsw.InterruptError) else kind
-            raise kind(f"The index {self.folder} cannot be {doing}: {reason(fault)}") from fault
+            raise kind(f"The index {self.folder} cannot be {action}: {reason(fault)}") from fault
 
     def settle(self) -> None:
         """Sync the record and the names of its files and folder.
 
-        A process that was killed within a commit may leave changes that all processes see but a
-        power cut would undo. They must be synced before a write builds on them.
+        A process that was killed within a commit may leave changes that all processes see, but that
+        a power cut would undo. These changes must be synced before a write builds on them.
         """
         if fault := self.replaced():
             raise StoreError(fault)
@@ -373,7 +379,7 @@ class Record:
             with suppress(FileNotFoundError):
                 sync(self._log)
             sync(self.folder)
-            with suppress(PermissionError):  # whoever may write the parent has synced it
+            with suppress(PermissionError):  # then another user created the index, and synced it
                 sync(self.folder.absolute().parent)
 
     def checkpoint(self) -> None:
@@ -390,10 +396,10 @@ class Record:
 def _file_id(path: Path) -> tuple[int, int] | None:
     """Return a file's device and inode, or None if it does not exist."""
     try:
-        known = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return known.st_dev, known.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _acknowledged(folder: Path) -> int:
@@ -409,7 +415,7 @@ def _acknowledged(folder: Path) -> int:
 
 
 def _wal_pages(path: Path) -> set[int]:
-    """Return the numbers of the pages in a write-ahead log."""
+    """Return the numbers of the pages in a write-ahead log, in SQLite's file format."""
     try:
         content = read_plain(path)
     except OSError:
@@ -420,8 +426,9 @@ def _wal_pages(path: Path) -> set[int]:
     count = (len(content) - _WAL_HEADER) // frame
     frames = np.frombuffer(content, np.uint8, count * frame, _WAL_HEADER).reshape(count, frame)
     heads = np.ascontiguousarray(frames[:, :16]).view(">u4")  # page, pages after commit, two salts
-    own = (heads[:, 2:] == np.frombuffer(content, ">u4", 2, 16)).all(axis=1)
-    return set(heads[own, 0].tolist())
+    # Frames with other salts than the header's are left over from an earlier log.
+    current = (heads[:, 2:] == np.frombuffer(content, ">u4", 2, 16)).all(axis=1)
+    return set(heads[current, 0].tolist())
 
 
 def _connect(path: Path | str, flags: int) -> apsw.Connection:
@@ -436,7 +443,7 @@ def _connect(path: Path | str, flags: int) -> apsw.Connection:
 
 
 def reason(fault: apsw.Error | OSError) -> str:
-    """Return the cause of an error and what to do about it, as the end of a sentence."""
+    """Return the cause of an error and what to do about it, to follow a colon."""
     if no_room(fault):
         return (
             "the disk is full (or a quota or limit on file sizes is reached). Nothing was changed."
@@ -445,11 +452,11 @@ def reason(fault: apsw.Error | OSError) -> str:
     if isinstance(fault, OSError):
         return f"{fault.strerror or fault}. Nothing was changed."
     if isinstance(fault, apsw.ReadOnlyError | apsw.CantOpenError):
-        return "it, or the folder it lies in, is read-only or its files may not be opened."
+        return "its folder or files are read-only or cannot be opened. Check their permissions."
     if isinstance(fault, apsw.BusyError):
         return f"others have been writing to it for {_BUSY_SECONDS:g} seconds. Try again."
     if isinstance(fault, apsw.InterruptError):
-        return "the question took too long. Ask for less."
+        return "the query took too long. Ask for fewer items, or use a simpler filter."
     if isinstance(fault, apsw.IOError | apsw.CorruptError | apsw.NotADBError):
         return (
             f"{FILE} is damaged, or the disk fails ({fault}). Run 'retrieval index check', and "
@@ -459,7 +466,7 @@ def reason(fault: apsw.Error | OSError) -> str:
 
 
 def no_room(fault: apsw.Error | OSError) -> bool:
-    """Return whether an error means that the disk is full or a file may not grow."""
+    """Return whether an error means that the disk is full or a limit on file sizes is reached."""
     if isinstance(fault, OSError):
         return fault.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return isinstance(fault, apsw.FullError) or getattr(fault, "extendedresult", 0) in (
@@ -484,7 +491,7 @@ def ask(connection: apsw.Connection, sql: str, bindings: Any = ()) -> list[tuple
 
 
 def backup(connection: apsw.Connection, target: Path) -> None:
-    """Copy the state that a connection sees to a new file, including page checksums."""
+    """Copy to a new file the state that a connection sees, including page checksums."""
     copy = _connect(target, apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE)
     try:
         with copy.backup("main", connection, "main") as work:
@@ -512,16 +519,16 @@ def all_of(connection: apsw.Connection) -> tuple[Generation, ...]:
 
 def served(connection: apsw.Connection) -> Generation:
     """Return the served generation."""
-    generations = [known for known in all_of(connection) if known.state == "served"]
+    generations = [entry for entry in all_of(connection) if entry.state == "served"]
     if len(generations) != 1:
         raise StoreError(
-            "The index is damaged: its record serves no generation. Restore a snapshot."
+            "The index is damaged: its record must have one served generation. Restore a snapshot."
         )
     return generations[0]
 
 
 def upto_of(connection: apsw.Connection, g: int) -> int:
-    """Return the item number up to which a generation has the arrays of all items."""
+    """Return the item number up to which generation number `g` has the arrays of all items."""
     return int(value(connection, "select upto from generations where g = ?", (g,)))
 
 
@@ -558,7 +565,7 @@ def insert(connection: apsw.Connection, items: Sequence[Item], texts: Sequence[s
 
 
 def remove(connection: apsw.Connection, seq: int, numbers: Sequence[int]) -> None:
-    """Delete items by number; views from transaction `seq` on mask their rows."""
+    """Delete items by number; from transaction `seq` on, their rows are masked."""
     if not numbers:
         return
     text = json.dumps(list(numbers))

@@ -1,9 +1,9 @@
 """Exact nearest neighbours among the rows of a float32 matrix, in memory or mapped from a file.
 
 A float32 matrix product compares every row with every query, block by block. A bound of its
-rounding error selects the rows that may be among the nearest, and these are measured again in
-float64. The result therefore equals that of a float64 search, for any offset, scale or number of
-duplicates of the vectors.
+rounding error rules out rows that cannot be among the nearest. The distances of the other rows,
+those in doubt, are measured in float64. The result therefore equals that of a float64 search, for
+any offset, scale or number of duplicates of the vectors.
 
 **The bound.** Let u = 2⁻²⁴ and γ = nu / (1 − nu), with n a little above the width P. A sum of P
 products has an error of at most γ Σ |terms|, in any order of summation (N. Higham, Accuracy and
@@ -13,7 +13,7 @@ Stability of Numerical Algorithms, 2002, §3.1). Let a row x lie within r of the
 - |q|² + |x|² − 2 q·x in float32 is at most r² + γ (|q| + |x|)². Since |x| ≤ |q| + r, that is at
   most r² + γ (2 |q| + r)².
 
-Let r be the distance of the k-th nearest row so far. A row whose value exceeds the limit is then
+Let r be the distance of the k-th nearest row so far. A row whose value exceeds that limit is
 farther than r and is ruled out. The second formula (products) serves several queries at once. If it
 leaves too many rows in doubt, as for vectors with a common offset or of very different lengths, the
 search falls back to the first (sums), one query at a time.
@@ -21,7 +21,7 @@ search falls back to the first (sums), one query at a time.
 **The companion.** Embeddings often vary in few directions. Let V (P, D − 1) have the principal
 components of the vectors as orthonormal columns, and let m be their mean. The companion stores
 z(x) = (Vᵀ (x − m), s) for each row, where s is the length of the part of x − m outside the span of
-V. Then |z(q) − z(x)| ≤ |q − x|, so sums over the narrow table rule most rows out in the same way.
+V. Then |z(q) − z(x)| ≤ |q − x|, so sums over this narrow table rule out most rows in the same way.
 Sums over the vectors themselves then rule out nearly all others. The table is stored in parts of 8
 columns, because FAISS's kernel for width 8 is several times as fast per number as those for others.
 """
@@ -47,30 +47,30 @@ Rows = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Answer = tuple[Doubles, Rows]
 
-_MARGIN = 8  # extra rows that FAISS returns for a single query, besides k / 16 more
+_MARGIN = 8  # FAISS returns this many rows and k / 16 more than k for a single query
 _QUERIES = 256  # maximum number of queries in a group
 _FEW = 4
-"""Without a companion, up to this many queries are searched one by one; more are faster as a
-group."""
+"""Up to this many queries are searched one by one without a companion; more are faster as a group.
+"""
 _ANSWERS = 1 << 21  # maximum of queries × k in a group, which bounds the group's memory
-_BLOCK_PAIRS = 1 << 21  # number of pairs of a query and a row in a block: 8 MB of float32 values
+_BLOCK_PAIRS = 1 << 21  # pairs of a query and a row in a block: 8 MB of float32 values
 _LINE = 1 << 16  # number of a companion's rows in a block: 2 MB, and 256 KB of sums per query
 _GROUP = 64  # maximum number of rows that one comparison rules out
-_CANDIDATES = 4  # a companion proposes this many times k rows, whose distances give the first bound
-_BLOCK_NUMBERS = 1 << 20  # size of a block whose rows or columns are copied, in numbers: 4 MB
+_CANDIDATES = 4  # a companion proposes this many times k rows; their distances give the first r
+_BLOCK_NUMBERS = 1 << 20  # numbers in a block whose rows or columns are copied: 4 MB
 _PART_NUMBERS = 1 << 17
-"""Size of the vectors in one matrix product, in numbers: 512 KB, which fit into a core's cache."""
+"""Numbers of the vectors in one matrix product: 512 KB, which fits into a core's cache."""
 _PAIR_NUMBERS = 1 << 16
-"""Size of the vectors that are measured in float64 at a time, in numbers: 512 KB."""
+"""Numbers of the vectors that are measured in float64 at a time: 512 KB."""
 _PAIRS = 1 << 19
-"""Number of pairs in doubt that are measured and merged at a time, which bounds memory."""
+"""Pairs in doubt that are measured and merged at a time, which bounds memory."""
 _SPARSE_ONE, _SPARSE = 0.13, 0.7
-"""Matching rows are copied together if their share is at most min(`_SPARSE`, `_SPARSE_ONE` √Q)."""
+"""The rows to search are copied together if their share is at most min(0.7, 0.13 √queries)."""
 _DOUBT = 1 / 16  # share of pairs in doubt above which sums over the vectors are faster
 _MIN_DOUBT = 64  # this many times k × queries pairs in doubt are always allowed
 _LARGEST = 2.0**120  # squares above this may overflow float32, so that no bound holds
 _TINY = 2.0**-100  # upper bound of the error of one product by underflow
-_MAX_WIDTH = 1 << 20
+_MAX_WIDTH = 1 << 20  # maximum number of columns
 
 
 def nearest(
@@ -104,31 +104,31 @@ def nearest(
     Raises:
         ValueError: the arguments do not fit each other.
     """
-    _check(queries, vectors, k, keep, span, companion, threads)
+    _check_arguments(queries, vectors, k, keep, span, companion, threads)
     columns = slice(0, vectors.shape[1]) if span is None else slice(*span)
-    own = np.ascontiguousarray(queries[:, columns], np.float32)
-    rows = np.asarray(vectors)  # slices of np.memmap cost more
+    parts = np.ascontiguousarray(queries[:, columns], np.float32)
+    rows = np.asarray(vectors)  # slicing an array is faster than a memmap
     task = _Task(rows, columns, k, keep, threads)
-    alone = companion is None and len(own) <= _FEW
+    alone = companion is None and len(parts) <= _FEW
     step = 1 if alone else max(1, min(_QUERIES, _ANSWERS // k))
-    if 0 < len(own) <= step and len(rows):
-        return _search(task, own, companion)
-    squared = np.full((len(own), k), np.inf)
-    numbers = np.full((len(own), k), -1, np.int64)
-    for start in range(0, len(own) if len(vectors) else 0, step):
+    if 0 < len(parts) <= step and len(rows):
+        return _search(task, parts, companion)
+    squared = np.full((len(parts), k), np.inf)
+    numbers = np.full((len(parts), k), -1, np.int64)
+    for start in range(0, len(parts) if len(vectors) else 0, step):
         group = slice(start, start + step)
-        squared[group], numbers[group] = _search(task, own[group], companion)
+        squared[group], numbers[group] = _search(task, parts[group], companion)
     return squared, numbers
 
 
 @dataclass(frozen=True)
 class Companion:
-    """A narrow table that rules rows out in place of the vectors; see the module's docstring.
+    """A narrow table that rules out rows in place of the vectors; see the module's docstring.
 
     Attributes:
         mean: (P,) float64.
         basis: (P, D − 1) float64, with orthonormal columns.
-        error: maximum distance by which rounding may have moved a row of `table`.
+        error: largest distance by which rounding can have moved a row of `table`.
         table: (D / 8, N, 8) float32, the columns in parts of 8.
     """
 
@@ -140,7 +140,7 @@ class Companion:
     PART = 8
     """Number of columns in a part."""
     ENERGY = 0.8
-    """Share of the variance that the basis explains. If that needs D > P / 2, none is built."""
+    """Share of the variance that the basis explains; if that needs D > P / 2, none is built."""
     SAMPLE_ROWS = 16_384
     """Largest number of rows from which the principal components are computed."""
 
@@ -153,8 +153,8 @@ class Companion:
             return None
         mean = sample.mean(0)
         energy, basis = np.linalg.eigh(np.cov(sample.T))
-        part = np.cumsum(energy[::-1]) / max(energy.sum(), np.finfo(float).tiny)
-        parts = -(-(int(np.searchsorted(part, cls.ENERGY)) + 2) // cls.PART)
+        shares = np.cumsum(energy[::-1]) / max(energy.sum(), np.finfo(float).tiny)
+        parts = -(-(int(np.searchsorted(shares, cls.ENERGY)) + 2) // cls.PART)
         if 2 * parts * cls.PART > width:
             return None
         companion = cls(
@@ -165,12 +165,12 @@ class Companion:
         )
         step, error = max(1, _BLOCK_NUMBERS // width), 0.0
         for start in range(0, count, step):
-            part_of = slice(start, start + step)
-            block, lost = companion.project(vectors[part_of])
-            error = max(error, float(lost.max()))
-            if not error < 2.0**30:  # squares of coordinates may leave float32
+            rows = slice(start, start + step)
+            block, errors = companion.project(vectors[rows])
+            error = max(error, float(errors.max()))
+            if not error < 2.0**30:  # squares of coordinates may overflow float32
                 return None
-            companion.table[:, part_of] = block
+            companion.table[:, rows] = block
         return replace(companion, error=error)
 
     @property
@@ -185,17 +185,17 @@ class Companion:
         change that difference by at most (P + 8) 2⁻⁵⁰ |x − m|², and s by at most the root of this
         bound. Each coordinate is then rounded to float32.
         """
-        apart = vectors - self.mean
-        along = apart @ self.basis
-        whole = np.einsum("ij,ij->i", apart, apart)
+        centred = vectors - self.mean
+        along = centred @ self.basis
+        whole = np.einsum("ij,ij->i", centred, centred)
         rest = np.sqrt(np.maximum(whole - np.einsum("ij,ij->i", along, along), 0))
         relative = 2.0**-23 + math.sqrt((len(self.mean) + 8) * 2.0**-50)
-        lost = relative * np.sqrt(whole) + 2.0**-120
+        errors = relative * np.sqrt(whole) + 2.0**-120
         table = np.empty((len(vectors), along.shape[1] + 1), np.float32)
         with np.errstate(over="ignore"):  # a huge query has no bound and is searched in full
             table[:, :-1], table[:, -1] = along, rest
         parts = table.reshape(len(table), -1, self.PART).swapaxes(0, 1)
-        return np.ascontiguousarray(parts), lost
+        return np.ascontiguousarray(parts), errors
 
     def save(self, path: Path) -> None:
         """Write the arrays to a new file in NumPy's format, the table last."""
@@ -205,10 +205,10 @@ class Companion:
 
     @classmethod
     def load(cls, path: Path, count: int, width: int) -> Companion:
-        """Map the companion of vectors (count, width). The caller verifies the file's checksum.
+        """Map a companion of vectors (count, width); the caller verifies the file's checksum.
 
         Raises:
-            StoreError: the file is not that companion; the message completes a sentence about it.
+            StoreError: the file does not hold that companion.
             OSError: the file cannot be read.
         """
         with path.open("rb") as file:
@@ -217,7 +217,9 @@ class Companion:
                 np.lib.format.read_magic(file)
                 shape, fortran, kind = np.lib.format.read_array_header_1_0(file)
             except (ValueError, EOFError) as fault:
-                raise StoreError("it is not a companion's file, or a damaged one") from fault
+                raise StoreError(
+                    f"{path.name} does not hold a companion, or is damaged."
+                ) from fault
             place, end = file.tell(), file.seek(0, 2)
         parts = (basis.shape[-1] + 1) // cls.PART
         fits = (
@@ -230,13 +232,13 @@ class Companion:
         kinds = [mean.dtype, basis.dtype, error.dtype, kind]
         if not fits or kinds != [np.float64] * 3 + [np.float32]:
             raise StoreError(
-                "it holds arrays of another type or shape than these vectors' companion"
+                f"{path.name} has arrays of another type or shape than the vectors' companion."
             )
         if end != place + 4 * math.prod(shape):
-            raise StoreError("its length is not what its header says")
+            raise StoreError(f"{path.name} has another length than its header says.")
         if not (np.isfinite(mean).all() and np.isfinite(basis).all() and 0 <= error[0] < np.inf):
-            raise StoreError("it holds numbers that are not finite")
-        table = np.asarray(np.memmap(path, np.float32, "r", place, shape))  # slices cost less
+            raise StoreError(f"{path.name} has numbers that are not finite.")
+        table = np.asarray(np.memmap(path, np.float32, "r", place, shape))  # faster to slice
         return cls(mean, basis, float(error[0]), table)
 
 
@@ -258,44 +260,44 @@ def _search(task: _Task, queries: Floats, companion: Companion | None) -> Answer
     plain = not many and companion is None and whole and task.threads == 1
     if plain and (answer := _nearest_of_one(queries, task.vectors, task.k)):
         return answer
-    alone = not many and task.keep is None and len(task.vectors) <= _LINE
-    by_companion = _by_companion_alone if alone else _by_companion
+    one_block = not many and task.keep is None and len(task.vectors) <= _LINE
+    by_companion = _by_companion_in_one_block if one_block else _by_companion
     if companion is not None and (answer := by_companion(task, queries, companion)):
         return answer
     if many and (answer := _Scan(task, queries, products=True).run()):
         return answer
     squared, rows = np.empty((len(queries), task.k)), np.empty((len(queries), task.k), np.int64)
     for place in range(len(queries)):
-        part = slice(place, place + 1)
-        answer = _Scan(task, queries[part], products=False).run()
+        query = slice(place, place + 1)
+        answer = _Scan(task, queries[query], products=False).run()
         assert answer is not None
-        squared[part], rows[part] = answer
+        squared[query], rows[query] = answer
     return squared, rows
 
 
 def _blocks(
-    keep: Mask | None, count: int, start: int, stop: int, most: int, copied: int
+    keep: Mask | None, count: int, start: int, stop: int, max_rows: int, max_copied: int
 ) -> Iterator[tuple[slice | Rows, Mask | None]]:
-    """Yield blocks of row numbers with their part of the mask, or `None` if all of them count.
+    """Yield blocks of row numbers with their part of the mask, or `None` to search all of them.
 
-    If the mask keeps few rows, blocks hold only these.
+    If the mask keeps few rows, the blocks hold only those rows.
 
     Args:
         keep: boolean mask (N,) of the rows to search, or `None`.
         count: number of queries.
         start: first row.
         stop: row after the last.
-        most: maximum number of rows in a block.
-        copied: maximum number of rows in a block that holds only the kept rows, as a copy.
+        max_rows: maximum number of rows in a block.
+        max_copied: maximum number of rows in a block of kept rows only, which are copied.
     """
     chosen: Rows | None = None
     if keep is not None:
         kept = int(np.count_nonzero(keep[start:stop]))
         if kept <= min(_SPARSE, count**0.5 * _SPARSE_ONE) * (stop - start):
             chosen = np.flatnonzero(keep[start:stop]) + start
-            start, stop, most, keep = 0, len(chosen), copied, None
+            start, stop, max_rows, keep = 0, len(chosen), max_copied, None
     while start < stop:
-        end = min(start + most, stop)
+        end = min(start + max_rows, stop)
         rows: slice | Rows = slice(start, end) if chosen is None else chosen[start:end]
         yield rows, None if keep is None else keep[start:end]
         start = end
@@ -304,24 +306,24 @@ def _blocks(
 def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer | None:
     """Return squared distances and rows (Q, k), or `None` if too many rows remain in doubt.
 
-    All queries pass over one block of the table before the next block, so that the block and the
-    sums of one query stay in a core's cache.
+    All queries are compared with one block of the table before the next block, so that the block
+    and the sums of one query stay in a core's cache.
     """
     exact, (count, k) = queries.astype(np.float64), (len(queries), task.k)
-    near, lost = companion.project(queries)
-    slack = (lost + companion.error).tolist()
+    projected, errors = companion.project(queries)
+    slack = (errors + companion.error).tolist()
     best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
     reach = [math.inf] * count  # squared distances within which k rows lie
-    compared, doubtful, width = 0, 0, near.size // count
+    compared, doubtful, width = 0, 0, projected.size // count
     with _one_thread():
         for rows, kept in _blocks(task.keep, count, 0, len(task.vectors), _LINE, _LINE):
             block = companion.table[:, rows]
-            hidden = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
+            penalty = None if kept is None else np.where(kept, np.float32(0), np.float32(np.inf))
             numbers = []
             for place, query in enumerate(queries):
-                sums = _sums(near[:, place], block)
-                if hidden is not None:
-                    sums += hidden
+                sums = _sums(projected[:, place], block)
+                if penalty is not None:
+                    sums += penalty
                 if reach[place] == math.inf:
                     reach[place] = _first_reach(query, task.vectors, rows, sums, k)
                 limit = _limit(reach[place], width, slack[place])
@@ -333,7 +335,7 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
                     row = row[kept[row]]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
                 limit = _limit(reach[place], queries.shape[1])
-                # "not above" also keeps NaN, which means that a square overflowed
+                # "not above" also keeps NaN, the result of an overflow
                 numbers.append(number[~(_sums_of(query, task.vectors, number) > limit)])
             number = np.concatenate(numbers)
             pair = np.repeat(np.arange(count), [len(part) for part in numbers])
@@ -342,13 +344,13 @@ def _by_companion(task: _Task, queries: Floats, companion: Companion) -> Answer 
     return best
 
 
-def _by_companion_alone(task: _Task, query: Floats, companion: Companion) -> Answer | None:
-    """Return what `_by_companion` does, of one query (1, P) and all rows in one block."""
-    vectors, (near, lost) = task.vectors, companion.project(query)
+def _by_companion_in_one_block(task: _Task, query: Floats, companion: Companion) -> Answer | None:
+    """Return what `_by_companion` does, for one query (1, P) and all rows in one block."""
+    vectors, (projected, errors) = task.vectors, companion.project(query)
     with _one_thread():
-        sums = _sums(near[:, 0], companion.table)
+        sums = _sums(projected[:, 0], companion.table)
         reach = _first_reach(query[0], vectors, slice(0, len(vectors)), sums, task.k)
-        limit = _limit(reach, near.size, float(lost[0]) + companion.error)
+        limit = _limit(reach, projected.size, float(errors[0]) + companion.error)
         rows = (sums <= limit).nonzero()[0]
         if len(rows) > len(vectors) * _DOUBT + _MIN_DOUBT * task.k:
             return None
@@ -358,13 +360,13 @@ def _by_companion_alone(task: _Task, query: Floats, companion: Companion) -> Ans
 
 
 def _sums(query: Floats, block: Floats) -> Floats:
-    """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the rows of a block (B, N, W)."""
+    """Return Σ (q − x)² (N,) in float32 of a query (B, W) and the N rows of a block (B, N, W)."""
     faiss, (size, width) = load_faiss(), block.shape[1:]
     sums: Floats = np.empty((len(block), size), np.float32)
     for out, *pair in zip(sums, query, block, strict=True):
         faiss.fvec_L2sqr_ny(*map(faiss.swig_ptr, (out, *pair)), width, size)
-    for more in sums[1:]:
-        sums[0] += more
+    for part in sums[1:]:
+        sums[0] += part
     first: Floats = sums[0]
     return first
 
@@ -378,7 +380,7 @@ def _sums_of(query: Floats, vectors: Floats, rows: Rows) -> Floats:
 
 
 def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Floats, k: int) -> float:
-    """Return a squared distance within which k rows lie; infinity if none is known.
+    """Return a squared distance within which k rows lie, or infinity if too few rows are searched.
 
     Args:
         query: (P,).
@@ -389,28 +391,28 @@ def _first_reach(query: Floats, vectors: Floats, rows: slice | Rows, sums: Float
     """
     members = max(1, min(_GROUP, len(sums) // (4 * _CANDIDATES * k)))
     groups = len(sums) // members
-    most = min(_CANDIDATES * k, groups)
-    if most < k:
+    candidates = min(_CANDIDATES * k, groups)
+    if candidates < k:
         return math.inf
     table = sums[: members * groups].reshape(members, groups)
     least = table.min(axis=0)
-    group = least.argpartition(most - 1)[:most]
-    if least[group].max() == np.inf:  # of a row that is not searched
+    group = least.argpartition(candidates - 1)[:candidates]
+    if least[group].max() == np.inf:  # masked rows
         return math.inf
-    near = table.take(group, axis=1).argmin(axis=0) * groups + group
-    number = near + rows.start if isinstance(rows, slice) else rows[near]
+    row = table.take(group, axis=1).argmin(axis=0) * groups + group
+    number = row + rows.start if isinstance(rows, slice) else rows[row]
     reach = float(np.partition(_sums_of(query, vectors, number), k - 1)[k - 1])
     reach = reach * (1 + 2 * _gamma(len(query))) + len(query) * _TINY
     return reach if reach < _LARGEST else math.inf
 
 
 def _limit(squared: float, width: int, slack: float = 0.0) -> float:
-    """Return an upper bound of the float32 sum of a row within a squared distance.
+    """Return an upper bound of the float32 sum of any row within a squared distance.
 
     Args:
         squared: the squared distance.
         width: number of products in a sum.
-        slack: distance by which rounding in the companion may have moved query and row.
+        slack: distance by which rounding in the companion can have moved query and row.
     """
     radius = (math.sqrt(squared) * (1 + 2.0**-40) + slack) * (1 + 2.0**-40)
     size = radius * radius
@@ -425,7 +427,7 @@ class _Scan:
     Args:
         task: the search.
         queries: (Q, columns).
-        products: whether to compare by products rather than by sums.
+        products: whether to compare by products rather than by sums; see the module's docstring.
     """
 
     def __init__(self, task: _Task, queries: Floats, *, products: bool) -> None:
@@ -461,10 +463,10 @@ class _Scan:
         best = np.full((count, k), np.inf), np.full((count, k), -1, np.int64)
         reach: Doubles | None = None  # squared distances within which k rows lie
         compared = doubtful = 0
-        copied = max(1, _BLOCK_NUMBERS // self.task.vectors.shape[1])
-        most = max(1, _BLOCK_PAIRS // count)
-        most, copied = (most if self.whole else min(most, copied)), min(most, copied)
-        for rows, kept in _blocks(self.task.keep, count, start, stop, most, copied):
+        max_rows = max(1, _BLOCK_PAIRS // count)
+        max_copied = min(max_rows, max(1, _BLOCK_NUMBERS // self.task.vectors.shape[1]))
+        max_rows = max_rows if self.whole else max_copied
+        for rows, kept in _blocks(self.task.keep, count, start, stop, max_rows, max_copied):
             block = self.task.vectors[rows]
             if not self.whole:
                 block = np.ascontiguousarray(block[:, self.task.columns])
@@ -473,24 +475,24 @@ class _Scan:
             if reach is None:
                 reach = self._first_reach(rows, values, least)
             limits = self._limits(reach)
-            # "not above" also keeps NaN, which means that a square overflowed
+            # "not above" also keeps NaN, the result of an overflow
             query, place = np.nonzero(~(least > limits[:, None]))
             compared += len(block) * count
             step = max(1, _PAIRS // values.shape[1])
-            for first in range(0, len(query), step):  # in steps, as equal rows are all in doubt
+            for first in range(0, len(query), step):  # bounds memory if many rows are equal
                 queries, group = query[first : first + step], place[first : first + step]
                 inside = values[queries, :, group]
-                near, member = np.nonzero(~(inside > limits[queries, None]))
-                row = member * least.shape[1] + group[near]
-                present = row < len(block)
+                pair, member = np.nonzero(~(inside > limits[queries, None]))
+                row = member * least.shape[1] + group[pair]
+                searched = row < len(block)
                 if kept is not None:
-                    present[present] = kept[row[present]]
-                near, row = near[present], row[present]
+                    searched[searched] = kept[row[searched]]
+                pair, row = pair[searched], row[searched]
                 if self.products:
                     doubtful += len(row)
                     if doubtful > compared * _DOUBT + _MIN_DOUBT * k * count:
                         return None
-                queries = queries[near]
+                queries = queries[pair]
                 number = row + rows.start if isinstance(rows, slice) else rows[row]
                 squared = self._measured(queries, number)
                 closer = squared <= reach[queries]
@@ -499,7 +501,7 @@ class _Scan:
         return best
 
     def _first_reach(self, rows: slice | Rows, values: Floats, least: Floats) -> Doubles:
-        """Return squared radii (Q,) that hold at least k rows of a block; infinity if too few."""
+        """Return squared distances (Q,) within which k rows of a block lie, or infinity."""
         k, (count, groups) = self.task.k, least.shape
         if groups < k:
             return np.full(count, np.inf)
@@ -518,15 +520,16 @@ class _Scan:
         return measured(self.exact, self.task.vectors, query, row, self.task.columns)
 
     def _values(self, block: Floats, kept: Mask | None) -> Floats:
-        """Return squared distances (Q, G, B / G) in float32; masked rows and padding get infinity.
+        """Return squared distances (Q, G, C) in float32; masked rows and padding get infinity.
 
-        Row i of the block is in column i modulo B / G. The minima of the columns are fast to
-        compute, and each rules out G rows at a time.
+        Row i of the block is in column i modulo C. A column has G rows. If its minimum exceeds the
+        limit, all of them are ruled out.
         """
         faiss, (size, width) = load_faiss(), block.shape
         members = max(1, min(_GROUP, size // (4 * self.task.k)))
         groups = -(-size // members)
-        values = np.empty((len(self.queries), members * groups), np.float32)
+        count = len(self.queries)
+        values = np.empty((count, members * groups), np.float32)
         pointer = faiss.swig_ptr(self.queries)
         if not self.products:
             faiss.fvec_L2sqr_ny(faiss.swig_ptr(values), pointer, faiss.swig_ptr(block), width, size)
@@ -536,21 +539,12 @@ class _Scan:
                 for start in range(0, size, step):
                     part = block[start : start + step]
                     table, out = map(faiss.swig_ptr, (part, values[0, start:]))
-                    shape = (
-                        len(self.queries),
-                        pointer,
-                        len(part),
-                        table,
-                        out,
-                        -1,
-                        -1,
-                        members * groups,
-                    )
-                    faiss.pairwise_L2sqr(width, *shape)
+                    counts, strides = (len(self.queries), len(part)), (-1, -1, members * groups)
+                    faiss.pairwise_L2sqr(width, counts[0], pointer, counts[1], table, out, *strides)
         values[:, size:] = np.inf
         if kept is not None:
             values[:, :size] += np.where(kept, np.float32(0), np.float32(np.inf))
-        return values.reshape(len(self.queries), members, groups)
+        return values.reshape(count, members, groups)
 
     def _limits(self, squared: Doubles) -> Floats:
         """Return upper bounds (Q,) of the float32 values of rows within squared distances (Q,)."""
@@ -598,10 +592,10 @@ def _entered(best: Answer, query: Rows, row: Rows, squared: Doubles) -> Answer:
 def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
     """Return squared distances and rows (1, k) of one query (1, P), computed with FAISS.
 
-    FAISS returns more than k rows. No other row is nearer than the last of them.
+    FAISS returns the nearest rows by float32 distance, more than k.
 
     Returns:
-        The result, or `None` if other rows may be as near.
+        The result, or `None` if rows that FAISS has not returned may be as near.
     """
     faiss, (count, width) = load_faiss(), vectors.shape
     kept = k + _MARGIN + k // 16
@@ -619,15 +613,15 @@ def _nearest_of_one(query: Floats, vectors: Floats, k: int) -> Answer | None:
 
 
 def _exact(query: Floats, vectors: Floats, rows: Rows, k: int) -> Answer:
-    """Return squared distances and rows (1, k) of the nearest of some rows, at least k."""
-    apart = vectors[rows] - query.astype(np.float64)
-    squared = np.einsum("ij,ij->i", apart, apart)
+    """Return squared distances and rows (1, k) of the nearest among at least k rows."""
+    difference = vectors[rows] - query.astype(np.float64)
+    squared = np.einsum("ij,ij->i", difference, difference)
     order = np.lexsort((rows, squared))[:k]
     return squared[order][None], rows[order][None]
 
 
 def _gamma(width: int) -> float:
-    """Return γ for sums of `width` products."""
+    """Return γ of the module's docstring for sums of `width` products."""
     terms = (width + 16) * 2.0**-24
     return terms / (1 - terms)
 
@@ -652,13 +646,13 @@ def measured(
     step = max(1, _PAIR_NUMBERS // vectors.shape[1])
     for start in range(0, len(row), step):
         pairs = slice(start, start + step)
-        apart = queries.take(query[pairs], axis=0)
-        apart -= vectors.take(row[pairs], axis=0)[:, columns]
-        np.einsum("ij,ij->i", apart, apart, out=squared[pairs])
+        difference = queries.take(query[pairs], axis=0)
+        difference -= vectors.take(row[pairs], axis=0)[:, columns]
+        np.einsum("ij,ij->i", difference, difference, out=squared[pairs])
     return squared
 
 
-def _check(
+def _check_arguments(
     queries: Floats,
     vectors: Floats,
     k: int,
@@ -667,7 +661,7 @@ def _check(
     companion: Companion | None,
     threads: int,
 ) -> None:
-    """Refuse arguments that do not fit each other."""
+    """Raise a `ValueError` for arguments that do not fit each other."""
     if vectors.ndim != 2 or vectors.dtype != np.float32 or not vectors.flags.c_contiguous:
         raise ValueError(
             f"Vectors must be C-contiguous float32 (N, P), not {vectors.dtype} {vectors.shape}."
@@ -676,7 +670,7 @@ def _check(
     if queries.ndim != 2 or queries.shape[1] != width:
         raise ValueError(f"Queries {queries.shape} do not fit vectors {vectors.shape}.")
     if width > _MAX_WIDTH:
-        raise ValueError(f"Vectors of {width:,} numbers are too wide: {_MAX_WIDTH:,} at most.")
+        raise ValueError(f"Vectors must have at most {_MAX_WIDTH:,} columns, not {width:,}.")
     if k < 1 or threads < 1:
         raise ValueError(f"k and threads must be at least 1, not {k} and {threads}.")
     if keep is not None and (keep.shape != (count,) or keep.dtype != np.bool_):

@@ -1,7 +1,9 @@
-"""Search structures of a generation: one approximate back end per sub-space, or a companion.
+"""Search structures, which speed up the search among the vectors of a generation.
 
-A structure is derived from the vectors and covers the first rows of their file; later rows are
-searched exactly. The record holds checksums of its files, and a damaged structure is rebuilt.
+A structure is one approximate back end per sub-space (column range of the vectors), or a companion:
+a narrow table that speeds up exact search. It is derived from the vectors and covers the first rows
+of their file; later rows are searched exactly. The index's SQLite record holds checksums of the
+structure's files. A damaged structure is rebuilt.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
-_GROWTH = 8  # a structure is rebuilt once the rows behind it exceed 1/8 of its own
-_MARGIN = 16  # extra candidates per query, which make up for deleted items
+_GROWTH = 8  # a structure is rebuilt once the rows it does not cover exceed 1/8 of those it covers
+_MARGIN = 16  # extra candidates per query, in place of deleted items
 _MAX_CANDIDATES = 4096
 """If this many candidates per query do not suffice, all rows are searched exactly."""
 _RARE_SHARE = 0.02
@@ -85,7 +87,7 @@ class Structure:
         backend: the back end's name.
         options: the back end's parameters.
         rows: number of rows that it covers, from the start of the file of vectors.
-        files: name and SHA-256 of one file per sub-space.
+        files: name and SHA-256 of each file: one per sub-space, or the companion, if there is one.
     """
 
     backend: str
@@ -109,8 +111,8 @@ class Structure:
         return json.dumps(self.__dict__)
 
     def damaged(self, folder: Path) -> list[str]:
-        """Return the names of its files that are missing or altered in an index's folder."""
-        return [name for name, sum_ in self.files if not _is_whole(folder / ARRAYS / name, sum_)]
+        """Return the names of the structure's files that are missing or altered in a folder."""
+        return [name for name, sha in self.files if not _is_whole(folder / ARRAYS / name, sha)]
 
     def outgrown(self, rows: int) -> bool:
         """Return whether a file of `rows` rows has outgrown this structure."""
@@ -128,7 +130,15 @@ class Loaded:
     def propose(
         self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
     ) -> Numbers | None:
-        """Return candidate rows (Q, k), padded with -1, or None if exact search is needed."""
+        """Return candidate rows (Q, k), padded with -1, or None if exact search is needed.
+
+        Args:
+            space: number of the sub-space.
+            queries: (Q, width of the sub-space).
+            count: number of rows wanted per query.
+            keep: mask of the rows to search; None searches all rows.
+            filtered: whether `keep` is from a filter, rather than only the mask of live rows.
+        """
         backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
         breadth = min(count * backend.expand, size)
         if keep is None:
@@ -177,9 +187,9 @@ def build(
 
 
 def _saved(path: Path, save: Callable[[Path], object]) -> tuple[str, str]:
-    """Write a file whole; return its name and SHA-256."""
+    """Write a complete file or none; return its name and SHA-256."""
     with whole_file(path) as temporary:
-        temporary.unlink()
+        temporary.unlink()  # `save` creates the file
         save(temporary)
     return path.name, _sha256_of(path)
 
@@ -195,8 +205,8 @@ def load(
     name, paths = structure.backend, [folder / ARRAYS / file for file, _ in structure.files]
     backends = []
     try:
-        if damaged := structure.damaged(folder):
-            raise StoreError(f"{damaged[0]} is missing or was altered.")
+        if names := structure.damaged(folder):
+            raise StoreError(f"{names[0]} is missing or was altered.")
         if name == COMPANION:
             size = (structure.rows, vectors.shape[1])
             return Loaded(structure, (), Companion.load(paths[0], *size) if paths else None)
@@ -208,8 +218,8 @@ def load(
             backends.append(backend)
     except (RetrievalError, OSError) as fault:
         log.warning(
-            "The structure of the index %s cannot be used: %s It is searched exactly until the "
-            "structure is built again.",
+            "The search structure of the index %s cannot be used. The index is searched exactly "
+            "until the structure is built again. Cause: %s",
             folder,
             fault,
         )

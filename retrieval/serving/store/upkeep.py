@@ -1,7 +1,8 @@
 """Maintenance of a local index: compact generations and build search structures.
 
-One process at a time claims the work on an index. The work writes new files, and one transaction at
-its end makes the record name them.
+Compacting a generation rewrites its files without the rows of deleted or changed items. One process
+at a time claims the work on an index. The work writes new files. Its last transaction makes the
+index's SQLite record name these files.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from retrieval.serving.store.view import (
     Sums,
     Views,
     append,
-    damaged,
+    append_rows,
+    damage_error,
     file_of,
-    keep_rows,
     put_runs,
     put_sums,
     sums_of,
@@ -57,11 +58,13 @@ Report = Callable[[int, int], object]
 
 _DEAD = 4  # a generation is compacted when more than 1/4 of its rows are dead
 _MIN_DEAD_ROWS = 1000  # and more rows than this
-_ROWS = 16_384  # rows that are copied at a time
+_ROWS = 16_384  # number of rows that are copied at a time
 _REST = 1.0  # seconds between two checks for work
-_PAUSE, _LONGEST_PAUSE = 1.0, 600.0  # seconds until failed work is tried again
+_PAUSE, _LONGEST_PAUSE = 1.0, 600.0
+"""Seconds until failed work is tried again: the pause doubles with each failure, up to the longest.
+"""
 _WAIT = 600.0  # seconds that a command waits for another process's work
-_READING_SECONDS = 7 * 86_400.0  # one read transaction lasts while files of any size are copied
+_READING_SECONDS = 7 * 86_400.0  # time limit of a read transaction that copies files
 
 
 def new_stem() -> str:
@@ -72,8 +75,8 @@ def new_stem() -> str:
 def tidy(record: Record, claim: Claim | None = None) -> None:
     """Remove files that the record does not name, which a killed or failed process has left.
 
-    The record's lock keeps other processes from adding any meanwhile. While others compact or
-    build, their files stay.
+    The record's lock keeps other processes from writing meanwhile. If another process has claimed
+    the work on the index, the files of arrays and structures stay.
     """
     with record.locked() as connection:
         files: set[str] = set()
@@ -93,7 +96,7 @@ def tidy(record: Record, claim: Claim | None = None) -> None:
             if handle is not None:
                 os.close(handle)
         for path in (record.folder / BUNDLES).iterdir():
-            if not path.is_dir():  # lock file of a copy that was killed
+            if not path.is_dir():  # lock file of a process that was killed while copying
                 path.unlink(missing_ok=True)
             elif path.name not in bundles:
                 shutil.rmtree(path, ignore_errors=True)
@@ -116,16 +119,16 @@ def _locked(folder: Path, wait: float) -> int | None:
 class Claim:
     """Context manager that claims the work on an index's files; call it to report progress.
 
-    The claim is the system's lock on their folder, which ends with its process. Afterwards, files
-    that the record does not name are removed.
+    The claim is a lock on the folder of these files, which the system releases when the process
+    ends. On exit, files that the record does not name are removed.
 
     Args:
         record: record of the index.
-        wait: seconds to wait for whoever has the claim.
+        wait: seconds to wait if another process has the claim.
         report: called with the number of items done and the total.
 
     Raises:
-        StoreUnavailable: another one had the claim for all that time.
+        StoreUnavailable: another process had the claim for all that time.
     """
 
     def __init__(self, record: Record, wait: float, report: Report | None = None) -> None:
@@ -137,7 +140,7 @@ class Claim:
         if handle is None:
             raise StoreUnavailable(
                 f"Another process is compacting the index {self.record.folder}, or building its "
-                "search structure. Wait for it."
+                "search structure. Try again when it is done."
             )
         self._handle = handle
         return self
@@ -145,7 +148,7 @@ class Claim:
     def __exit__(self, *error: object) -> None:
         with suppress(RetrievalError, OSError):
             tidy(self.record, self)
-        fcntl.flock(self._handle, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+        fcntl.flock(self._handle, fcntl.LOCK_UN)  # also in a child that was forked meanwhile
         os.close(self._handle)
 
     def __call__(self, count: int) -> None:
@@ -157,11 +160,11 @@ class Claim:
 
 @contextmanager
 def _missing_files_named() -> Iterator[None]:
-    """Report a missing file as damage, since no other process removes files of claimed work."""
+    """Turn a missing file into a damage error: nobody else removes files while work is claimed."""
     try:
         yield
     except FileNotFoundError as fault:
-        raise damaged(Path(fault.filename), "is missing") from None
+        raise damage_error(Path(fault.filename), "is missing") from None
 
 
 class Upkeep:
@@ -249,41 +252,41 @@ class Upkeep:
             return rows
 
     def _lacks_structure(self, rows: Rows) -> bool:
-        """Return whether rows need a structure, or another than they have."""
+        """Return whether rows need a structure that they do not have yet."""
         choice = self._choice(rows.generation, rows.rows)
         if choice is None:
             return False
         if (
             rows.structure_text is None
-            or self.views.loaded.get(rows.structure_text, "unknown") is None
+            or self.views.loaded.get(rows.structure_text, "unknown") is None  # unusable
         ):
             return True
         structure = Structure.parse(rows.structure_text)
         different = (structure.backend, structure.options) != choice
         return different or structure.outgrown(rows.rows)
 
-    def _choice(self, generation: Generation, rows: int) -> tuple[str, dict[str, Any]] | None:
-        """Return the back end and options for `rows` rows of a generation, or None."""
+    def _choice(self, generation: Generation, count: int) -> tuple[str, dict[str, Any]] | None:
+        """Return the back end and options for `count` rows of a generation, or None."""
         with self.record.reading() as connection:
             sql = "select value from state where key = 'structure'"
             choice = StructureChoice.parse(value(connection, sql))
-        return choice.of(rows, generation.widths[VECTOR], len(generation.spans))
+        return choice.of(count, generation.widths[VECTOR], len(generation.spans))
 
     # In the caller's thread
 
     @_missing_files_named()
     def compact(self, report: Report = lambda done, total: None) -> None:
-        """Rewrite all generations without dead rows, build structures and free disk space."""
+        """Remove the dead rows of all generations, build structures and free disk space."""
         with self._turn:
             tidy(self.record)
-            began: dict[int, int] = {}
+            compacted_at: dict[int, int] = {}
             for generation in self._generations():
                 with Claim(self.record, _WAIT, report) as claim:
-                    began[generation.number] = self._renew(generation, claim, compact=True)
+                    compacted_at[generation.number] = self._renew(generation, claim, compact=True)
             with self.record.writing() as (connection, _):
                 sync_rows(connection, self.record.folder)
-                if {known.number for known in all_of(connection)} <= began.keys():
-                    upto = min(began.values())
+                if {known.number for known in all_of(connection)} <= compacted_at.keys():
+                    upto = min(compacted_at.values())
                     connection.execute("delete from removed where seq <= ?", (upto,))
             with self.record.turn, self.record.faults("written"):
                 with self.record.connection() as connection, suppress(apsw.BusyError):
@@ -300,10 +303,10 @@ class Upkeep:
                     self._renew(generation, claim, compact=False)
 
     def _renew(self, generation: Generation, claim: Claim, *, compact: bool) -> int:
-        """Drop dead rows and build the structure, as far as necessary.
+        """Build a generation's structure if necessary; with `compact`, drop its dead rows first.
 
         Returns:
-            The transaction up to which a compacted generation has no dead rows.
+            Number of the transaction up to which a compacted generation has no dead rows.
         """
         folder, g, stem = self.record.folder, generation.number, claim.stem
         with self.record.reading(seconds=_READING_SECONDS) as connection:
@@ -312,7 +315,7 @@ class Upkeep:
             old = Rows.of(connection, generation)
             sums = {name: sums_of(connection, g, name) for name in generation.widths}
             filled = _is_filled(connection, generation)
-        kept, new = np.arange(old.rows), dict[str, Sums]()
+        kept, new_sums = np.arange(old.rows), dict[str, Sums]()
         if compact and old.alive is not None:
             kept = np.flatnonzero(old.alive)
             claim.total = len(kept)
@@ -322,34 +325,47 @@ class Upkeep:
                     source.verify(old.rows, sums[name])  # new checksums would hide old damage
                     report = claim if name == VECTOR else None
                     chunks = _chunks(source.rows(old.rows), kept, report)
-                    new[name] = append(file_of(folder, stem, name), 0, width, chunks)
+                    new_sums[name] = append(file_of(folder, stem, name), 0, width, chunks)
                 sync(folder / ARRAYS)
-        text = None if new else old.structure_text
+        text = None if new_sums else old.structure_text
         if filled and self._is_stale(text, generation, len(kept)):
-            text = self._built(generation, claim, stem if new else old.stem, len(kept))
-        elif not new:
+            text = self._built(generation, claim, stem if new_sums else old.stem, len(kept))
+        elif not new_sums:
             return old.seq
         with self.record.writing() as (connection, _), self.record.faults("written"):
             current = value(connection, "select stem from generations where g = ?", (g,))
             if current != old.stem:
                 return 0  # the generation was dropped
             connection.execute("update generations set structure = ? where g = ?", (text, g))
-            if new:
-                self._swap(connection, stem, old, kept, new)
+            if new_sums:
+                self._swap(connection, stem, old, kept, new_sums)
         return old.seq
 
     def _swap(
-        self, connection: apsw.Connection, stem: str, old: Rows, kept: Numbers, new: dict[str, Sums]
+        self,
+        connection: apsw.Connection,
+        stem: str,
+        old: Rows,
+        kept: Numbers,
+        new_sums: dict[str, Sums],
     ) -> None:
-        """Make the record name the new files, and append the rows written since."""
+        """Make the record name the new files of `kept` rows; append the rows written since `old`.
+
+        Args:
+            connection: connection in a write transaction.
+            stem: prefix of the names of the new files.
+            old: the rows that were copied from.
+            kept: old numbers of the rows that were copied.
+            new_sums: checksums of the new files, by name of the array.
+        """
         generation, g = old.generation, old.generation.number
         grown = Rows.of(connection, generation, old)
         later = np.arange(old.rows, grown.rows)
         later = later if grown.alive is None else later[grown.alive[later]]
         for table in ("runs", "sums"):
             connection.execute(f"delete from {table} where g = ?", (g,))
-        for name, new_sums in new.items():
-            put_sums(connection, g, name, new_sums)
+        for name, sums in new_sums.items():
+            put_sums(connection, g, name, sums)
         if len(kept):
             put_runs(connection, g, 0, old.runs.numbers_of(kept))
         sql = "update generations set stem = ?, rows = ? where g = ?"
@@ -359,25 +375,25 @@ class Upkeep:
             name: _chunks(Array(file_of(folder, old.stem, name), width).rows(grown.rows), later)
             for name, width in generation.widths.items()
         }
-        keep_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
+        append_rows(connection, folder, generation, grown.runs.numbers_of(later), chunks)
 
-    def _is_stale(self, text: str | None, generation: Generation, rows: int) -> bool:
-        """Return whether `rows` rows need another structure than the one that `text` describes."""
-        choice = self._choice(generation, rows)
+    def _is_stale(self, text: str | None, generation: Generation, count: int) -> bool:
+        """Return whether `count` rows need another structure than the one that `text` describes."""
+        choice = self._choice(generation, count)
         if text is None or choice is None:
             return (text is None) != (choice is None)
-        present = Structure.parse(text)
-        same = (present.backend, present.options, present.rows) == (*choice, rows)
-        return not same or bool(present.damaged(self.record.folder))
+        structure = Structure.parse(text)
+        same = (structure.backend, structure.options, structure.rows) == (*choice, count)
+        return not same or bool(structure.damaged(self.record.folder))
 
-    def _built(self, generation: Generation, claim: Claim, stem: str, rows: int) -> str | None:
-        """Build and load a structure over a file's first rows; return its text for the record."""
-        choice = self._choice(generation, rows)
+    def _built(self, generation: Generation, claim: Claim, stem: str, count: int) -> str | None:
+        """Build and load a structure over the first `count` rows; return its JSON text."""
+        choice = self._choice(generation, count)
         if choice is None:
             return None
-        claim.total += rows
+        claim.total += count
         folder, plugins, spans = self.record.folder, self.views.plugins, generation.spans
-        vectors = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR]).rows(rows)
+        vectors = Array(file_of(folder, stem, VECTOR), generation.widths[VECTOR]).rows(count)
         with self.record.faults("written"):
             structure = build(folder, claim.stem, vectors, spans, *choice, plugins, claim)
             sync(folder / ARRAYS)
@@ -387,18 +403,18 @@ class Upkeep:
 
 
 def _is_filled(connection: apsw.Connection, generation: Generation) -> bool:
-    """Return whether a generation is past building, or has the arrays of all items."""
+    """Return whether a generation is complete: it has been served, or has arrays of all items."""
     upto = upto_of(connection, generation.number)
-    behind = value(connection, "select 1 from items where n > ? limit 1", (upto,))
-    return generation.state != "building" or not behind
+    pending = value(connection, "select 1 from items where n > ? limit 1", (upto,))
+    return generation.state != "building" or not pending
 
 
 def _chunks(
     content: Floats, rows: Numbers, report: Callable[[int], object] | None = None
 ) -> Iterator[Floats]:
-    """Yield the chosen rows in chunks."""
+    """Yield rows of `content` (N, width) in chunks; report the number of rows of each."""
     for start in range(0, len(rows), _ROWS):
-        chosen = rows[start : start + _ROWS]
-        yield content[chosen]
+        chunk_rows = rows[start : start + _ROWS]
+        yield content[chunk_rows]
         if report is not None:
-            report(len(chosen))
+            report(len(chunk_rows))

@@ -1,9 +1,11 @@
-"""The rows of a generation: append them to files, map the files, and search a consistent view.
+"""Append the rows of a generation to files, map the files, and search a consistent view.
 
-A generation has one append-only file of float32 rows per array. The record holds the number of
-committed rows; bytes behind them are unused. Files grow in steps, so that readers seldom have to
-map them again. The record also holds a checksum of each block of bytes, which an append updates
-and a reader verifies when it opens the file.
+A generation holds the arrays of all items under one bundle: an item is a row of each array
+("vector", "code", "features"). Each array has an append-only file of float32 rows. The index's
+SQLite record holds the number of committed rows; any bytes after them are unused. Files grow in
+steps, so that readers seldom have to map them again. The record also holds a checksum of each block
+of a file. An append updates the checksums. A reader verifies vectors and codes when it opens their
+files, and features when it reads them.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from retrieval.serving.store.structure import ARRAYS, Loaded, Mask, Numbers, Str
 
 Distances = NDArray[np.float64]
 Sums = dict[int, int]
-"""Checksums by block number."""
+"""CRC-32 of each block of a file, by block number."""
 
-BLOCK = 1 << 20  # bytes under one checksum
+BLOCK = 1 << 20  # bytes per checksum
 _STEP = 1 << 16  # minimum number of bytes by which a file grows
 _SMALL_BYTES = 1 << 16
-"""Rows of at most this size are synced with the record first, and with their files later."""
-_UNSYNCED = 256  # small appends after which their files are synced
-_TRIES = 20
+"""An append of at most this size does not sync the files: the record keeps a copy of the bytes."""
+_UNSYNCED = 256  # number of such copies from which on an append syncs the files
+_TRIES = 20  # attempts to read a state whose files compaction does not replace meanwhile
 # fdatasync syncs a file's content and size, but not its times.
 sync_data = getattr(os, "fdatasync", os.fsync)
 
@@ -47,7 +49,7 @@ def file_of(folder: Path, stem: str, name: str) -> Path:
     return folder / ARRAYS / f"{stem}.{name}"
 
 
-def damaged(path: Path, fault: str) -> StoreError:
+def damage_error(path: Path, fault: str) -> StoreError:
     """Return the error for a damaged file of an index."""
     return StoreError(
         f"The index {path.parent.parent} is damaged: {path.parent.name}/{path.name} {fault}. "
@@ -60,20 +62,28 @@ def damaged(path: Path, fault: str) -> StoreError:
 
 def append(
     path: Path,
-    row: int,
+    first_row: int,
     width: int,
     chunks: Iterable[Floats],
-    last: int = 0,
+    last_checksum: int = 0,
     *,
-    synced: bool = True,
+    sync: bool = True,
 ) -> Sums:
-    """Write rows to a file after its first `row` rows and return the new checksums.
+    """Write rows to a file and return the new checksums.
 
-    The caller must be in a write transaction, unless the record does not name the file yet.
+    The caller must be in a write transaction if the record already names the file.
+
+    Args:
+        path: the file; created if it is missing.
+        first_row: number of committed rows, after which the new ones are written.
+        width: number of columns.
+        chunks: the new rows, in arrays (n, width).
+        last_checksum: checksum of the committed part of the block in which the new rows begin.
+        sync: whether to sync the file.
     """
     sums: Sums = {}
-    start = row * width * 4
-    crc = last if start % BLOCK else 0
+    start = first_row * width * 4
+    crc = last_checksum if start % BLOCK else 0
     handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
         size = os.fstat(handle).st_size
@@ -91,7 +101,7 @@ def append(
                 done = os.pwrite(handle, data[: BLOCK - start % BLOCK], start)
                 sums[start // BLOCK] = crc = zlib.crc32(data[:done], crc)
                 data, start = data[done:], start + done
-        if synced:
+        if sync:
             sync_data(handle)
     finally:
         os.close(handle)
@@ -99,14 +109,17 @@ def append(
 
 
 def sync_rows(connection: apsw.Connection, folder: Path) -> None:
-    """Sync the files of rows that are only in the record for sure, and delete them there."""
-    restore_rows(connection, folder, synced=True)
+    """Sync the files of unsynced rows, and delete the copies of these rows from the record."""
+    restore_rows(connection, folder, sync=True)
     connection.execute("delete from unsynced")
 
 
-def restore_rows(connection: apsw.Connection, folder: Path, *, synced: bool = False) -> None:
-    """Write the rows to their files again that a power cut has taken from them, or all and sync."""
-    contents: dict[str, tuple[int, bytearray]] = {}  # of one file, they follow each other
+def restore_rows(connection: apsw.Connection, folder: Path, *, sync: bool = False) -> None:
+    """Rewrite the rows that files lost in a power cut, from their copies in the record.
+
+    With `sync`, rewrite all rows that have a copy, and sync their files.
+    """
+    contents: dict[str, tuple[int, bytearray]] = {}  # the pieces of a file are contiguous
     for name, start, content in ask(
         connection, "select file, start, content from unsynced order by n"
     ):
@@ -114,77 +127,85 @@ def restore_rows(connection: apsw.Connection, folder: Path, *, synced: bool = Fa
     for name, (start, content) in contents.items():
         path = folder / ARRAYS / name
         if path.name != name:
-            raise damaged(path, "is no name of a file")
+            raise damage_error(path, "is not the name of a file")
         try:
             with open_plain(path) as file:
-                if not synced and os.pread(file.fileno(), len(content), start) == content:
+                if not sync and os.pread(file.fileno(), len(content), start) == content:
                     continue
-            with path.open("r+b") as file:  # never makes it shorter: others may write behind
+            with path.open("r+b") as file:  # keeps rows that others append
                 file.seek(start)
                 file.write(content)
                 file.flush()
-                if synced:
+                if sync:
                     sync_data(file.fileno())
         except FileNotFoundError:  # compaction has replaced the file
             continue
 
 
-def keep_rows(
+def append_rows(
     connection: apsw.Connection,
     folder: Path,
     generation: Generation,
     numbers: Numbers,
     arrays: Mapping[str, Iterable[Floats]],
 ) -> None:
-    """Append rows to a generation's files and to the record."""
+    """Append rows to a generation's files, in a write transaction that records them.
+
+    Args:
+        connection: connection in the transaction.
+        folder: folder of the index.
+        generation: the generation.
+        numbers: item numbers (n,) of the rows, ascending.
+        arrays: the rows of each array, by name, in chunks.
+    """
     if not len(numbers):
         return
     g = generation.number
     ((stem, rows),) = ask(connection, "select stem, rows from generations where g = ?", (g,))
-    synced = 4 * len(numbers) * sum(generation.widths.values()) > _SMALL_BYTES
-    if synced or (value(connection, "select max(n) from unsynced") or 0) >= _UNSYNCED:
+    sync = 4 * len(numbers) * sum(generation.widths.values()) > _SMALL_BYTES
+    if sync or (value(connection, "select max(n) from unsynced") or 0) >= _UNSYNCED:
         sync_rows(connection, folder)
     for name, width in generation.widths.items():
         block = rows * width * 4 // BLOCK
         sql = "select sum from sums where g = ? and name = ? and block = ?"
-        last = value(connection, sql, (g, name, block)) or 0
+        last_checksum = value(connection, sql, (g, name, block)) or 0
         path = file_of(folder, stem, name)
         chunks = arrays[name]
-        if not synced:
+        if not sync:
             chunks = [np.concatenate(list(chunks)).astype("<f4")]
-            row = (path.name, rows * width * 4, chunks[0].tobytes())
-            connection.execute("insert into unsynced values (null,?,?,?)", row)
-        sums = append(path, rows, width, chunks, last, synced=synced)
+            piece = (path.name, rows * width * 4, chunks[0].tobytes())
+            connection.execute("insert into unsynced values (null,?,?,?)", piece)
+        sums = append(path, rows, width, chunks, last_checksum, sync=sync)
         put_sums(connection, g, name, sums)
     put_runs(connection, g, rows, numbers)
     connection.execute("update generations set rows = rows + ? where g = ?", (len(numbers), g))
 
 
 def put_sums(connection: apsw.Connection, g: int, name: str, sums: Mapping[int, int]) -> None:
-    """Write checksums of one array of a generation."""
+    """Record checksums of the array `name` of generation number `g`."""
     rows = [(g, name, block, checksum) for block, checksum in sums.items()]
     connection.executemany("insert or replace into sums values (?,?,?,?)", rows)
 
 
 def sums_of(connection: apsw.Connection, g: int, name: str) -> Sums:
-    """Return the checksums of one array of a generation."""
+    """Return the checksums of the array `name` of generation number `g`."""
     sql = "select block, sum from sums where g = ? and name = ?"
     return dict(ask(connection, sql, (g, name)))
 
 
-def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -> None:
-    """Record the item numbers of the rows from `rows` on."""
+def put_runs(connection: apsw.Connection, g: int, first_row: int, numbers: Numbers) -> None:
+    """Record the item numbers of generation number `g`'s rows from `first_row` on; see `Runs`."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers) != 1) + 1])
     counts = np.diff(np.concatenate([starts, [len(numbers)]]))
     runs = [
-        (g, rows + start, int(numbers[start]), count)
+        (g, first_row + start, int(numbers[start]), count)
         for start, count in zip(starts.tolist(), counts.tolist(), strict=True)
     ]
     sql = "select row, n + count, count from runs where g = ? order by row desc limit 1"
     for row, following, count in ask(connection, sql, (g,)):
         if following == runs[0][2]:  # the first new run continues the last one recorded
-            more = count + runs.pop(0)[3]
-            connection.execute("update runs set count = ? where g = ? and row = ?", (more, g, row))
+            total = count + runs.pop(0)[3]
+            connection.execute("update runs set count = ? where g = ? and row = ?", (total, g, row))
     connection.executemany("insert into runs values (?,?,?,?)", runs)
 
 
@@ -192,7 +213,7 @@ def put_runs(connection: apsw.Connection, g: int, rows: int, numbers: Numbers) -
 
 
 class Array:
-    """One array of a generation: the committed rows of a file, memory-mapped."""
+    """The file of one array of a generation, memory-mapped."""
 
     def __init__(self, path: Path, width: int) -> None:
         self.path, self.width = path, width
@@ -206,17 +227,22 @@ class Array:
                 with open_plain(self.path) as file:
                     capacity = os.fstat(file.fileno()).st_size // (4 * self.width)
                     if capacity < count:
-                        raise damaged(self.path, "was cut short")
+                        raise damage_error(self.path, "was cut short")
                     mapped = np.memmap(file, "<f4", "r", shape=(capacity, self.width))
-            except FileNotFoundError:
+            except FileNotFoundError:  # compaction has removed the file: callers try again
                 raise
             except OSError as fault:
-                raise damaged(self.path, f"cannot be read: {fault.strerror or fault}") from None
-            self._mapped = np.asarray(mapped)  # slices of a memmap cost more
+                raise damage_error(
+                    self.path, f"cannot be read: {fault.strerror or fault}"
+                ) from None
+            self._mapped = np.asarray(mapped)  # slicing an array is faster than a memmap
         return self._mapped[:count]
 
     def verify(self, count: int, sums: Mapping[int, int], rows: Numbers | None = None) -> None:
-        """Compare the blocks of the first `count` rows with their checksums, each block once."""
+        """Compare the blocks of the first `count` rows with their checksums.
+
+        A block is verified only once. If `rows` (n,) are given, only their blocks are verified.
+        """
         content = self.rows(count).reshape(-1).view(np.uint8).data
         blocks = set(range(-(-len(content) // BLOCK)))
         if rows is not None:
@@ -225,19 +251,23 @@ class Array:
             blocks &= set(ends.tolist())
         for block in sorted(blocks - self._verified):
             if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != sums.get(block):
-                raise damaged(self.path, "was altered")
+                raise damage_error(self.path, "was altered")
             self._verified.add(block)
 
 
 class Runs:
-    """The ascending item numbers of a generation's rows, as runs of consecutive numbers."""
+    """The item numbers of a generation's rows, which ascend.
+
+    A run is a series of rows with consecutive item numbers. The table (n, 3) has the first row, the
+    first item number and the number of rows of each run.
+    """
 
     def __init__(self, table: Any) -> None:
         self.table = np.array(table, np.int64).reshape(-1, 3)
         self.rows, self.numbers, self.counts = np.ascontiguousarray(self.table.T)
 
     def numbers_of(self, rows: Numbers) -> Numbers:
-        """Return the item numbers of rows; the array may have any shape."""
+        """Return the item numbers of rows, an array of any shape."""
         if not rows.size:
             return rows
         run = self.rows.searchsorted(rows, "right") - 1 if len(self.rows) > 1 else 0
@@ -249,8 +279,8 @@ class Runs:
         if not len(self.rows):
             return np.full(len(numbers), -1, np.int64)
         run = np.searchsorted(self.numbers, numbers, "right") - 1
-        after = numbers - self.numbers[run]
-        return np.where((run < 0) | (after >= self.counts[run]), -1, self.rows[run] + after)
+        offset = numbers - self.numbers[run]
+        return np.where((run < 0) | (offset >= self.counts[run]), -1, self.rows[run] + offset)
 
 
 @dataclass(frozen=True)
@@ -260,12 +290,14 @@ class Rows:
     Attributes:
         seq: number of that transaction.
         generation: the generation.
-        stem: prefix of the names of its files.
+        stem: prefix of the names of the generation's files.
         rows: number of rows.
         runs: item numbers of the rows.
-        alive: mask (rows,), False for items that were deleted or changed; None if all are alive.
+        alive: mask (rows,), False for rows of items that have been deleted or changed since; None
+            if all rows are alive.
         dead: number of rows that are not alive.
-        structure_text: description of its structure in the record, or None.
+        structure_text: the record's description of the search structure (`structure.Structure`),
+            or None.
     """
 
     seq: int
@@ -279,15 +311,15 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Number of items with arrays."""
+        """Number of rows that are alive."""
         return self.rows - self.dead
 
     @staticmethod
     def of(connection: apsw.Connection, generation: Generation, old: Rows | None = None) -> Rows:
-        """Return the rows that a read transaction sees; `old` ones save reading everything."""
+        """Return the rows that a read transaction sees; with `old`, read only what has changed."""
         sql = "select stem, rows, structure from generations where g = ?"
         if not (known := ask(connection, sql, (generation.number,))):
-            raise gone()
+            raise dropped_error()
         ((stem, rows, structure_text),) = known
         seq = seq_of(connection)
         if old is None or old.stem != stem or old.seq > seq:
@@ -295,30 +327,30 @@ class Rows:
         runs, alive, dead = old.runs, old.alive, old.dead
         if rows > old.rows:
             sql = "select row, n, count from runs where g = ? and row >= ? order by row"
-            last = runs.table[:-1]  # the last may have grown
+            complete = runs.table[:-1]  # the last run may have grown and is read again
             first = int(runs.rows[-1]) if len(runs.rows) else 0
             table = ask(connection, sql, (generation.number, first))
-            runs = Runs(np.concatenate([last, np.array(table, np.int64).reshape(-1, 3)]))
+            runs = Runs(np.concatenate([complete, np.array(table, np.int64).reshape(-1, 3)]))
             if alive is not None:
                 alive = np.concatenate([alive, np.ones(rows - old.rows, bool)])
         removed = ask(connection, "select n from removed where seq > ?", (old.seq,))
-        present = runs.rows_of(np.fromiter((n for (n,) in removed), np.int64, len(removed)))
-        present = present[present >= 0]
-        if len(present):
+        dead_rows = runs.rows_of(np.fromiter((n for (n,) in removed), np.int64, len(removed)))
+        dead_rows = dead_rows[dead_rows >= 0]
+        if len(dead_rows):
             alive = np.ones(rows, bool) if alive is None else alive.copy()
-            alive[present] = False
+            alive[dead_rows] = False
             dead = rows - int(np.count_nonzero(alive))
         return Rows(seq, generation, stem, rows, runs, alive, dead, structure_text)
 
 
 @dataclass(frozen=True)
 class View(Rows):
-    """The rows of one transaction with their files, ready to be searched. Immutable.
+    """The rows of a generation as of one transaction with their files, ready to be searched.
 
     Attributes:
         arrays: files of the generation, by name of the array.
         structure: the search structure, or None.
-        matched: cache of the masks (rows,) of filters.
+        matched: masks (rows,) of the live rows that filters match, by filter; `Masks` fills it.
     """
 
     arrays: Mapping[str, Array]
@@ -328,10 +360,19 @@ class View(Rows):
     def search(
         self, queries: Floats, count: int, only: Mask | None = None
     ) -> tuple[Distances | None, Numbers]:
-        """Return the rows (Q, n) among the `count` nearest in any sub-space, padded with -1.
+        """Return the nearest live rows.
 
-        With a single sub-space, rows are sorted by distance and then row, and come with squared
-        distances (Q, n), padded with infinity.
+        A vector has one or more sub-spaces: column ranges that are searched separately.
+
+        Args:
+            queries: (Q, P).
+            count: number of rows per query and sub-space.
+            only: mask (rows,) of the live rows to search; None searches all live rows.
+
+        Returns:
+            With a single sub-space, squared distances (Q, n), padded with infinity, and rows
+            (Q, n), padded with -1, sorted by distance and then row. With several, None and the rows
+            (Q, n) that are among the nearest in any sub-space, with -1 in unused places.
         """
         if not self.count or not count:
             return np.empty((len(queries), 0)), np.full((len(queries), 0), -1, np.int64)
@@ -346,24 +387,26 @@ class View(Rows):
     def _nearest(
         self, space: int, queries: Floats, count: int, only: Mask | None
     ) -> tuple[Distances, Numbers]:
-        """Return squared distances and rows (Q, count) of the nearest in one sub-space."""
+        """Return squared distances and rows (Q, count) of the nearest rows in one sub-space."""
         vectors = self.arrays[VECTOR].rows(self.rows)
         span = self.generation.spans[space]
         keep = self.alive if only is None else only
-        covered, parts = 0, []
+        covered, answers = 0, []
         whole = span == (0, vectors.shape[1])
         if self.structure is not None:
             covered = self.structure.structure.rows
-            near = None if keep is None else keep[:covered]
+            mask = None if keep is None else keep[:covered]
             if self.structure.backends:
-                own = queries if whole else np.ascontiguousarray(queries[:, slice(*span)])
-                rows = self.structure.propose(space, own, count, near, filtered=only is not None)
+                columns = queries if whole else np.ascontiguousarray(queries[:, slice(*span)])
+                rows = self.structure.propose(
+                    space, columns, count, mask, filtered=only is not None
+                )
                 if rows is not None:
-                    parts.append(_measured(queries, vectors, span, rows, count))
+                    answers.append(_measured(queries, vectors, span, rows, count))
             elif (companion := self.structure.companion) is not None:
-                part = vectors[:covered]
-                parts.append(nearest(queries, part, count, keep=near, companion=companion))
-            covered = covered if parts else 0
+                head = vectors[:covered]
+                answers.append(nearest(queries, head, count, keep=mask, companion=companion))
+            covered = covered if answers else 0
         if covered < self.rows:
             squared, rows = nearest(
                 queries,
@@ -374,16 +417,19 @@ class View(Rows):
             )
             if covered:
                 rows[rows >= 0] += covered
-            parts.append((squared, rows))
-        if len(parts) == 1:
-            return parts[0]
-        squared, rows = (np.hstack(both) for both in zip(*parts, strict=True))
+            answers.append((squared, rows))
+        if len(answers) == 1:
+            return answers[0]
+        squared, rows = (np.hstack(both) for both in zip(*answers, strict=True))
         return _nearest_first(squared, rows, count)
 
     def read(
         self, connection: apsw.Connection, numbers: Numbers, names: Sequence[str]
     ) -> tuple[dict[str, Floats], Mask]:
-        """Return arrays (n, width) of items by name, and the mask (n,) of items that have them."""
+        """Return the named arrays (n, width) of items, and a mask (n,) of the items that have them.
+
+        Rows of other items are zero. The rows of features are verified first.
+        """
         rows = self.runs.rows_of(numbers)
         present = rows >= 0
         arrays = {}
@@ -401,14 +447,15 @@ class View(Rows):
 def _measured(
     queries: Floats, vectors: Floats, span: tuple[int, int], rows: Numbers, count: int
 ) -> tuple[Distances, Numbers]:
-    """Return squared distances and rows (Q, count) of candidate rows, nearest first.
+    """Measure candidate rows (Q, n): return the `count` nearest squared distances and rows.
 
     Distances are computed in float64 from the vectors, exactly as in `serving.merging.merged`.
     """
     columns = slice(*span)
-    near = vectors.take(rows, axis=0, mode="clip")[..., columns]  # padding (-1) is masked below
-    apart = near - queries[:, None, columns].astype(np.float64)
-    squared = np.einsum("qij,qij->qi", apart, apart)
+    # Mode "clip" accepts the padding -1, which is masked below.
+    candidates = vectors.take(rows, axis=0, mode="clip")[..., columns]
+    difference = candidates - queries[:, None, columns].astype(np.float64)
+    squared = np.einsum("qij,qij->qi", difference, difference)
     if rows.size and rows.min() < 0:
         squared[rows < 0] = np.inf
     return _nearest_first(squared, rows, count)
@@ -417,13 +464,13 @@ def _measured(
 def _nearest_first(squared: Distances, rows: Numbers, count: int) -> tuple[Distances, Numbers]:
     """Return the `count` smallest distances per query, ascending, and their rows."""
     order = squared.argsort(axis=1, kind="stable")[:, :count]
-    if len(rows) > 1:
+    if len(rows) > 1:  # `take` counts positions in the flattened array
         order += rows.shape[1] * np.arange(len(rows))[:, None]
-    return squared.take(order), rows.take(order)  # three times as fast as two index arrays
+    return squared.take(order), rows.take(order)
 
 
 class Views:
-    """Provides the current view of an index, which changes with every transaction."""
+    """The current view of an index, renewed when a transaction of any process has changed it."""
 
     def __init__(self, record: Record, plugins: Sequence[str] = ()) -> None:
         self.record, self.plugins = record, tuple(plugins)
@@ -435,7 +482,7 @@ class Views:
         self._loading: set[str] = set()
 
     def now(self) -> View | None:
-        """Return the cached view, or None if something was written since."""
+        """Return the cached view, or None if any process has written to the index since."""
         known, view = self._known, self.view
         if known is None or view is None or view.seq != known[1]:
             return None
@@ -443,14 +490,14 @@ class Views:
 
     @contextmanager
     def moment(self) -> Iterator[tuple[apsw.Connection, View]]:
-        """Context manager that yields a read transaction and the view that belongs to it."""
+        """Context manager that yields a read transaction and the view of its state."""
         missing = ""
         for _ in range(_TRIES):
-            version = self.record.version()  # of this transaction or an earlier one
+            version = self.record.version()  # read first: never newer than the state
             with self.record.reading() as connection:
                 try:
-                    view = self._seen(connection)
-                except FileNotFoundError as fault:  # another process has just compacted: try again
+                    view = self._current(connection)
+                except FileNotFoundError as fault:  # another process has just compacted
                     missing = fault.filename
                     continue
                 if view is None:
@@ -460,7 +507,7 @@ class Views:
                 return
         raise missing_file(self.record.folder, missing)
 
-    def _seen(self, connection: apsw.Connection) -> View | None:
+    def _current(self, connection: apsw.Connection) -> View | None:
         """Return the view of a read transaction, or None if a newer view exists already."""
         seq = seq_of(connection)
         with self._refresh:
@@ -468,10 +515,10 @@ class Views:
             if view is not None and view.seq >= seq:
                 return view if view.seq == seq else None
             self.view = self._of(connection, served(connection), wait=view is None)
-            if len(self.loaded) > 3:
+            if len(self.loaded) > 3:  # others than the current one are seldom needed again
                 structure_text = self.view.structure_text
                 self.loaded = {
-                    text: part for text, part in self.loaded.items() if text == structure_text
+                    text: loaded for text, loaded in self.loaded.items() if text == structure_text
                 }
             return self.view
 
@@ -482,13 +529,13 @@ class Views:
                 self._prepared = self._of(connection, generation, wait=True)
 
     def _of(self, connection: apsw.Connection, generation: Generation, *, wait: bool) -> View:
-        """Return the view of a generation in a read transaction, reusing an older view."""
-        olds = [old for old in (self.view, self._prepared) if old is not None]
-        old = next((old for old in olds if old.generation.number == generation.number), None)
+        """Return the view of a generation in a read transaction; reuse parts of an older view."""
+        views = [view for view in (self.view, self._prepared) if view is not None]
+        old = next((view for view in views if view.generation.number == generation.number), None)
         rows = Rows.of(connection, generation, old)
         if old is not None and old.stem == rows.stem:
             arrays = old.arrays
-            for array in arrays.values():  # map here, where a missing file is handled
+            for array in arrays.values():  # map now: the caller handles a missing file
                 array.rows(rows.rows)
         else:
             arrays = {}
@@ -507,7 +554,11 @@ class Views:
         return replace(view, structure=structure)
 
     def _structure(self, view: View, structure_text: str, wait: bool) -> Loaded | None:
-        """Return a structure, or the previous one while it loads in the background."""
+        """Return the structure that the record describes by `structure_text`.
+
+        Unless `wait`, a structure that is not in memory is loaded in the background, and the
+        previous one is returned meanwhile.
+        """
         if structure_text in self.loaded:
             return self.loaded[structure_text]
         vectors, spans = view.arrays[VECTOR].rows(view.rows), view.generation.spans
@@ -534,11 +585,10 @@ class Views:
 def missing_file(folder: Path, name: str) -> StoreError:
     """Return the error for a file that is still missing after several tries."""
     return StoreError(
-        f"The index {folder} is damaged: a file that its record names is missing: {name}. "
-        "Restore a snapshot."
+        f"The index {folder} is damaged: its file {name} is missing. Restore a snapshot."
     )
 
 
-def gone() -> StoreError:
+def dropped_error() -> StoreError:
     """Return the error for a generation that was dropped."""
-    return StoreError("This generation does not exist any more.")
+    return StoreError("This generation no longer exists: it was dropped.")
