@@ -178,9 +178,10 @@ class AsyncClient(Sender):
         if images and any(item.vector is not None for item in items):
             raise DataError("An item takes an image or a vector, not both.")
         described = [item.json() for item in items]
-        content = json_of({"items": described})
         if images:
             content = form_of(await files_of(images), {"items": dumps(described)})
+        else:
+            content = json_of({"items": described})
         return await self._send("POST", "/items", answers.AddAnswer, **content)
 
     async def get(self, id: str, *, vector: bool = False) -> answers.ItemAnswer:

@@ -418,7 +418,8 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
     except UnidentifiedImageError:
         fault = f"is damaged and cannot be decoded: it cannot be read as {format}."
     except Exception as error:  # Pillow's decoders raise many kinds of exceptions
-        fault = f"is damaged and cannot be decoded: {str(error).rstrip('.')}."
+        reason = str(error).rstrip(".")
+        raise DataError(f"{name} is damaged and cannot be decoded: {reason}.") from error
     raise DataError(f"{name} {fault}")
 
 

@@ -116,7 +116,8 @@ def probe_fault(bundle: Bundle) -> str | None:
     if probe is None:
         return None
     text = probe.vector if variant is None else probe.variants.get(variant, "")
-    pattern, expected = pattern_of(probe, shape), vector_of(text).astype(np.float64)
+    pattern = pattern_of(probe, shape)
+    expected = np.empty(0) if pattern is None else vector_of(text).astype(np.float64)
     if pattern is None or len(expected) != manifest.vector:
         return "The bundle's probe does not fit its encoder. Export the bundle again."
     try:

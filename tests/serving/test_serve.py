@@ -1,9 +1,11 @@
 """A real server in a process of its own, asked over real HTTP."""
 
+import gc
 import io
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -245,6 +247,38 @@ def test_what_waits_is_begun_beside_long_work_unless_its_client_has_left():
         turns.close()
 
     asyncio.run(quick_and_long())
+
+
+def test_jobs_whose_callers_gave_up_hold_no_data_behind_a_job_that_hangs():
+    import asyncio
+
+    from retrieval.serving.http.turns import Turns
+
+    class Body(bytearray):
+        __hash__ = object.__hash__
+
+    async def waves():
+        turns, gate = Turns("searches", 1, 8), threading.Event()
+        hanging = asyncio.create_task(turns.run(lambda: gate.wait(20)))
+        await asyncio.sleep(0.05)
+        bodies: weakref.WeakSet[Body] = weakref.WeakSet()
+        for _ in range(3):
+            body = Body(1000)
+            bodies.add(body)
+            late = [asyncio.create_task(turns.run(body.clear)) for _ in range(8)]
+            await asyncio.sleep(0.01)
+            assert turns.waiting == 8
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+            del body, late, task
+        gc.collect()
+        assert turns.waiting == 0 and not bodies
+        gate.set()
+        await hanging
+        turns.close()
+
+    asyncio.run(waves())
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

@@ -88,7 +88,9 @@ class Readiness:
 
     async def _fault_of(self, part: Awaitable[str | None], late: str) -> str | None:
         try:
-            return await asyncio.wait_for(part, self._served.settings.deadline)
+            # not `wait_for`, which in Python 3.11 can swallow the cancellation at shutdown
+            async with asyncio.timeout(self._served.settings.deadline):
+                return await part
         except TimeoutError:
             return late
         except RequestError as error:
@@ -118,7 +120,7 @@ class Readiness:
         served = self._served
         bundle, items = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
         if self._sample[0] is not bundle:  # making a photo's sample takes as long as its search
-            self._sample = bundle, sample(bundle)
+            self._sample = bundle, await self._served.workers.pictures.run(lambda: sample(bundle))
         query = self._sample[1]
         hits = await served.search(query, lambda query, hits, index: bytes(len(hits[0])))
         self._items, self._bundle = items, bundle.sha256

@@ -69,17 +69,19 @@ class Turns:
         A job that has begun runs to its end, even if its caller is cancelled.
         """
         self.require_room()
-        queued, trail = perf_counter(), TRAIL.get() or Trail()
+        queued, trail, todo = perf_counter(), TRAIL.get() or Trail(), [work]
 
         def begin() -> T:
             if trail.has_left():
                 raise ClientDisconnect
             trail.note("wait", perf_counter() - queued)
-            return work()
+            return todo.pop()()
 
         job = self._threads.submit(contextvars.copy_context().run, begin)
         self._jobs.add(job)
         job.add_done_callback(self._jobs.discard)
+        # the pool keeps a cancelled job until a thread is free; this lets go of its data
+        job.add_done_callback(lambda job: todo.clear())
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
