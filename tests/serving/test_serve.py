@@ -272,6 +272,7 @@ def test_jobs_whose_callers_gave_up_hold_no_data_behind_a_job_that_hangs():
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
             del body, late, task
+        await asyncio.sleep(0.01)
         gc.collect()
         assert turns.waiting == 0 and not bodies
         gate.set()
