@@ -87,7 +87,7 @@ def test_too_little_memory_is_a_sentence(index_gpus: int, vectors: Any, tmp_path
     try:
         with pytest.raises(
             StoreError,
-            match="the GPU has too little memory for 20,000 vectors of 64 numbers",
+            match="The GPU has too little memory for 20,000 vectors of 64 numbers",
         ):
             backend.placed()
     finally:
