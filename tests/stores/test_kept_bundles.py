@@ -91,5 +91,5 @@ def test_what_is_not_the_bundle_is_refused_and_leaves_nothing(
         kept_bundle(sha256, endless)
     assert len(given) == 11
     monkeypatch.setenv("RETRIEVAL_CACHE", str(plain_bundle / "manifest.json"))
-    with pytest.raises(StoreError, match="RETRIEVAL_CACHE names another"):
+    with pytest.raises(StoreError, match="environment variable RETRIEVAL_CACHE"):
         kept_bundle(sha256, lambda: [whole])

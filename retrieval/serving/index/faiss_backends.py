@@ -232,7 +232,7 @@ class FaissBackend(IndexBackend):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
     def _refuse_foreign(self, index: Any) -> None:
-        """Raise a `StoreError` if `build` cannot have made this index, since files are untrusted."""
+        """Raise a `StoreError` if `build` cannot have made this index; files are not trusted."""
 
     def check(self, count: int, width: int) -> None:
         """Check the number and width of the vectors; see `IndexBackend`."""
@@ -396,7 +396,7 @@ class ListsBackend(FaissBackend):
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
-        """Raise a `StoreError` if the lists do not fit the index or their codes have another size."""
+        """Raise a `StoreError` if the lists do not fit the index or have codes of another size."""
         faiss = load_faiss()
         lists = faiss.downcast_InvertedLists(index.invlists)
         check_flat(index.quantizer, index.nlist, index.d)
