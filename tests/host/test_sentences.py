@@ -145,15 +145,15 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path: Path) -> None:
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
     assert (
         instead(run, "bundle")
-        == f" It is a run. Make its bundle with: retrieval export {run} (in Python run.export())"
+        == f" It is a run. Create its bundle with: retrieval export {run} (in Python run.export())"
     )
     assert instead(bundle, "run") == " It is a bundle. Name the run that it was exported from."
     assert instead(bundle, "index").startswith(
-        " It is a bundle. Make an index with: retrieval index"
+        " It is a bundle. Create an index with: retrieval index"
     )
     assert (
         instead(tmp_path, "index")
-        == " Make one with 'retrieval index create' (in Python retrieval.Index.create)."
+        == " Create one with 'retrieval index create' (in Python retrieval.Index.create)."
     )
     (tmp_path / "bundle").symlink_to(bundle)  # as in a demo's folder
     assert instead(tmp_path, "bundle") == f" The bundle in it is {tmp_path / 'bundle'}."
