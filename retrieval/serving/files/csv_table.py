@@ -63,7 +63,7 @@ class CsvTable:
                 reader = csv.reader(file, strict=True)
                 self.columns = _header(name, required, [text.strip() for text in next(reader, [])])
                 for line, values in _lines(reader):
-                    self._take(line, values)
+                    self._add_row(line, values)
         except OSError as error:
             raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
         except UnicodeDecodeError as error:

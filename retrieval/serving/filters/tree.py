@@ -298,8 +298,9 @@ def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
             )
         if _UNSUPPORTED.search(name) or has_surrogate(name):
             raise DataError(
-                f"A filter cannot use the field {_shown(name)}: its name has a double quote,"
-                " backslash, control character or lone surrogate. Rename the metadata entry."
+                f"A filter cannot use the field {_shown(name)}, because double quotes, backslashes,"
+                " control characters and lone surrogates are not allowed in a field's name. Rename"
+                " the metadata entry."
             )
     return tuple(map(str.__str__, names))
 
