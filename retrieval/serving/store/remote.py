@@ -1,10 +1,9 @@
 """Base class of stores in a database engine such as Milvus.
 
-The index `photos` consists of several collections (tables) of the engine. Each generation, the
-arrays of all items under one bundle, has a collection with one row per item. Another collection,
-the register, holds notes (descriptions of the index and its generations) and pieces (parts of
-bundles and originals). The alias `photos` names the collection of the served generation; `migrate`
-and `rollback` end by moving the alias to another collection.
+The index `photos` is a set of collections (tables). Each generation, the arrays of all items under
+one bundle, has a collection with one row per item. One more collection, the register, holds notes
+(on the index and its generations) and pieces (of bundles and originals). The alias `photos` names
+the collection of the served generation; `migrate` and `rollback` end by moving it.
 
 Each write gives an item a new version. A generation that is being built still needs every item
 whose version it does not have, so processes may keep writing to the served generation only.
@@ -111,10 +110,7 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _point(self, number: int | None) -> None:
-        """Move the alias atomically to the collection of generation `number`.
-
-        None removes the alias, if there is one.
-        """
+        """Move the alias atomically to a generation's collection; None removes the alias."""
 
     @abstractmethod
     def _make(self, generation: Generation) -> None:
@@ -148,10 +144,7 @@ class RemoteStore(Store):
     def _page(
         self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
     ) -> list[Row]:
-        """Return the `limit` rows after the id `after`, in a stable order.
-
-        Only the last page has fewer rows.
-        """
+        """Return the `limit` rows after an id in a stable order; only the last page has fewer."""
 
     @abstractmethod
     def _count(self, generation: Generation, where: Where) -> int:
@@ -198,10 +191,7 @@ class RemoteStore(Store):
         return f"{self._prefix}{number:06}"  # fixed width, so that no name is a prefix of another
 
     def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Send a request; while the engine does not answer, retry it for up to `timeout` seconds.
-
-        It is safe to repeat any request.
-        """
+        """Send a request; retry it for up to `timeout` seconds, which is safe for all requests."""
         began, pause = time.monotonic(), 0.05
         while True:
             now = time.monotonic()
@@ -241,12 +231,7 @@ class RemoteStore(Store):
         return StoreError(f"{self.address} was closed.")
 
     def _where(self, where: Filter | None) -> list[Any]:
-        """Return a filter as a list of conditions in the engine's form.
-
-        Raises:
-            DataError: the engine cannot evaluate the filter, or no item has ever had a field that
-                the filter names.
-        """
+        """Return a filter in the engine's form; raise a `DataError` if the engine has none."""
         refuse_fields(where, self._fields)
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
         return [fold(part, self._express, self._combined) for part in parts]
@@ -290,8 +275,7 @@ class RemoteStore(Store):
         format_ = self._notes()["index"]["format"]
         if format_ != FORMAT:
             raise StoreError(
-                f"{self.address} has format {format_}, which a newer version of retrieval wrote."
-                " Upgrade retrieval."
+                f"{self.address} has format {format_} of a newer version. Upgrade retrieval."
             )
 
     def destroy(self) -> None:
@@ -383,10 +367,7 @@ class RemoteStore(Store):
             return len(replaced)
 
     def _cut(self, owner: str, content: Iterable[bytes]) -> int:
-        """Store bytes in pieces, as rows of the register; return the number of pieces.
-
-        `owner` is the version of an item or the SHA-256 of a bundle.
-        """
+        """Store bytes as rows `owner`.0 and so on of the register; return the number of rows."""
         count = 0
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
@@ -420,9 +401,8 @@ class RemoteStore(Store):
                     deleted |= gone.keys()
                 for row in gone.values():
                     self._drop_pieces(row.record["version"], row.record["pieces"])
-                if self._current().number == served.number:
+                if self._current().number == served.number:  # else delete from the new one too
                     return len(deleted)
-                # Another generation is served now, so delete the items from that one too.
 
     def _superseded(self) -> Superseded:
         return Superseded(f"The index {self.address} is served with another bundle by now.")
@@ -495,10 +475,7 @@ class RemoteStore(Store):
     ) -> list[list[Item]]:
         most = min(count, self.most_found)
         if most < count and self._count(served, ()) > most:
-            raise StoreError(
-                f"{self.engine} returns at most {most:,} items per search, not {count:,}. Request"
-                " fewer."
-            )
+            raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
         names: list[dict[str, None]] = [{} for _ in queries]
@@ -573,12 +550,7 @@ class RemoteStore(Store):
             return self._add(notes["last"] + 1, bundle, widths, served=False)
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
-        """Compare a generation with the served one.
-
-        Returns:
-            The ids of items that `generation` lacks or has in an older version, and the ids of
-            items that are deleted from `served` but not from `generation`.
-        """
+        """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
         present, current = (
             {row.record["id"]: row.record["version"] for row in self._all_rows(source)}
             for source in (generation, served)
@@ -587,10 +559,7 @@ class RemoteStore(Store):
         return lacking, [id for id in present if id not in current]
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
-        """Return items that a generation lacks; see `Store`.
-
-        Finding their ids needs a pass over all items, so a queue keeps the ids for later calls.
-        """
+        """Return items that a generation lacks; see `Store`. A queue keeps ids for later calls."""
         with self._turn:
             target, served = self._latest(generation), self._current()
             queue = self._queues.get(target.number, [])
@@ -617,13 +586,9 @@ class RemoteStore(Store):
             checked(items, target.widths)
             arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in pending}
             arrays |= {item.id: Row.of(item).arrays for item in items}
-            faults = [
-                f"The item '{item.id}' was not pending." for item in items if item.id not in pending
-            ]
+            faults = [f"'{item.id}' was not pending." for item in items if item.id not in pending]
             faults += [
-                f"The pending item '{id}' is neither embedded nor left out."
-                for id in pending
-                if id not in arrays
+                f"'{id}' is neither embedded nor left out." for id in pending if id not in arrays
             ]
             if faults:
                 raise DataError("\n".join(faults))
@@ -650,14 +615,10 @@ class RemoteStore(Store):
             return self._settle(served.number, target.number)
 
     def _settle(self, before: int, number: int) -> bool:
-        """Complete a switch from generation `before` to generation `number`.
+        """Complete a switch between two generations; return whether it succeeded.
 
-        Other processes may write to the old generation until the alias has moved, so compare the
-        two once more: erase items that were deleted meanwhile, and if items are missing, move the
-        alias back.
-
-        Returns:
-            Whether the new generation is served.
+        Others may write to the old one until the alias has moved. So erase items that were deleted
+        meanwhile; if items are missing, move the alias back.
         """
         generations = {generation.number: generation for generation in self.generations()}
         lacking, gone = self._lacking(generations[number], generations[before])
@@ -692,7 +653,6 @@ def _generation(number: int, note: Mapping[str, Any], served: int | None = None)
 
 
 def _has_list(value: Any) -> bool:
-    """Return whether a metadata value is or contains a list."""
     if isinstance(value, Mapping):
         return any(map(_has_list, value.values()))
     return isinstance(value, list | tuple)
