@@ -39,7 +39,7 @@ MARGIN = 8
 """Extra candidates beyond those requested, since others may be (nearly) as near as the last."""
 
 _LACKING: dict[Capability, str] = {
-    "atomic": "cannot write a call at once: a search may see a part of its items",
+    "atomic": "does not write all items of a call at once: a search may see only some of them",
     "ordered": "does not list items in the order of their ids",
     "filters": (
         "supports only =, in, and, or, not, and <, <=, >, >= on numbers; an index in a folder"
