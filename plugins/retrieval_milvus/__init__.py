@@ -7,7 +7,7 @@ from retrieval.plugin import Factories, hookimpl
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """Milvus: any number of processes and machines share one index."""
+    """Milvus: an index that any number of processes and machines share."""
     from retrieval_milvus.place import MilvusPlace
 
     return {"milvus": MilvusPlace}

@@ -25,9 +25,9 @@ class MilvusPlace(stores.RemotePlace):
         address: `milvus://host:19530/photos`; the port is 19530 by default.
         database: database on the server.
         tls: whether to connect over TLS.
-        ca: PEM file of the certificate authorities that sign the server's certificate; by default
-            those that the system trusts.
-        timeout: time limit of one request to the server with its retries, in seconds.
+        ca: PEM file of the certificate authorities to trust; empty for those that the system
+            trusts.
+        timeout: time limit of one request to the server, including retries, in seconds.
         exact: whether to search exactly. Otherwise Milvus searches an HNSW graph, which is faster
             but may miss items. A generation keeps the setting that it was created with.
     """
@@ -44,12 +44,12 @@ class MilvusPlace(stores.RemotePlace):
         super().__init__(address)
         if not _NAME.fullmatch(address.name) or len(address.name) > _MAX_NAME:
             raise StoreError(
-                f"{address} names no index: a name has letters, digits and single '_', {_MAX_NAME}"
-                f" at most, such as {address.scheme}://HOST/photos."
+                f"{address} names no index. A name has at most {_MAX_NAME} characters, which are"
+                f" letters, digits and single '_', as in {address.scheme}://HOST/photos."
             )
         if ca and not tls:
             raise StoreError(
-                f"{address} names certificates and does not talk over TLS: write ?tls=true&ca=FILE."
+                f"{address} has the option 'ca' without 'tls'. Write ?tls=true&ca=FILE."
             )
         self._database, self._tls, self._ca = database, tls, ca
         self._timeout, self._exact = timeout, exact
@@ -58,7 +58,8 @@ class MilvusPlace(stores.RemotePlace):
         """Return a connected store; see `RemotePlace`."""
         if find_spec("pymilvus") is None:
             raise MissingDependency(
-                "Milvus needs a package: pip install 'embedding-retrieval[milvus]'."
+                "The store milvus needs a package. Install it with: pip install"
+                " 'embedding-retrieval[milvus]'"
             )
         from retrieval_milvus.store import MilvusStore
 
@@ -68,7 +69,7 @@ class MilvusPlace(stores.RemotePlace):
             "db_name": self._database,
         }
         if self._tls:
-            # If the system has no list of authorities, the client uses its own.
+            # If the system has no list of authorities, the client uses the list that it contains.
             ca = self._ca or ssl.get_default_verify_paths().cafile or ""
             self._shake_hands(host, port, ca)
             server |= {"secure": True, "server_pem_path": ca}
@@ -78,7 +79,7 @@ class MilvusPlace(stores.RemotePlace):
         return MilvusStore(server, str(self.address), name, self._timeout, self._exact)
 
     def _shake_hands(self, host: str, port: int, ca: str) -> None:
-        """Try a TLS handshake, since the client's own errors do not tell why one fails."""
+        """Try a TLS handshake, because Milvus's client does not say why a handshake fails."""
         try:
             context = ssl.create_default_context(cafile=ca or None)
         except (OSError, ssl.SSLError) as fault:
@@ -89,13 +90,13 @@ class MilvusPlace(stores.RemotePlace):
         except ssl.SSLCertVerificationError as fault:
             raise StoreError(
                 f"{self.address}: the certificate of {host}:{port} is not trusted:"
-                f" {fault.verify_message}. Name the file of the certificate that vouches for it:"
+                f" {fault.verify_message}. Name the file of the authority that signed it:"
                 " ?tls=true&ca=FILE."
             ) from None
         except ssl.SSLError as fault:
             raise StoreError(
-                f"{self.address}: {host}:{port} does not speak TLS as it should ({_reason(fault)})."
-                " Leave '?tls=true' away if it speaks none."
+                f"{self.address}: {host}:{port} does not speak TLS correctly ({_reason(fault)})."
+                " If it does not use TLS, remove '?tls=true'."
             ) from None
         except OSError:
             return

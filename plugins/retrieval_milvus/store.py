@@ -1,4 +1,4 @@
-"""A store in Milvus: one row per item and sub-space, with everything but the vector as JSON."""
+"""A store in Milvus: one row per item and sub-space; all of the item but the vector is JSON."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
 
-# pymilvus logs a traceback for each refusal; this module raises them as sentences instead.
+# pymilvus logs a traceback for each refused request; this module raises a sentence instead.
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
 
 NOTE, WRITTEN, SETTLED = "retrieval.note.", "retrieval.written", "retrieval.settled"
-GRAPH = {"M": 16, "efConstruction": 200}
+GRAPH = {"M": 16, "efConstruction": 200}  # parameters of the HNSW graph
 BREADTH, MOST_BREADTH = 64, 32_768  # minimum and maximum `ef` of a search in the graph
-REQUEST_BYTES = 2 << 20
+REQUEST_BYTES = 2 << 20  # size of a request that writes rows
 KEYS = 500  # maximum number of keys per request
-KEY_BYTES, TEXT_BYTES = 8100, 65_000
+KEY_BYTES, TEXT_BYTES = 8100, 65_000  # maximum sizes; a key has two digits per byte of an id
 REFUSALS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.UNIMPLEMENTED,
 )
-AWAY = frozenset((2, 3, 5, 101, 102, 103, 104, 106, 500, 501, 502, 503, 901))  # Milvus's own codes
+# Milvus's error codes for a server that is unreachable or not ready.
+AWAY = frozenset((2, 3, 5, 101, 102, 103, 104, 106, 500, 501, 502, 503, 901))
 AWAY_WORDS = re.compile(
     "unavailable|fail connecting|not ready|not loaded|no available|timeout|timed out|deadline"
     "|unhealthy|initializing|not serving|channel not|rate limit|retry",
@@ -42,13 +43,13 @@ AWAY_WORDS = re.compile(
 )
 EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = re.compile(r"[\w .,:;/@#+-]*")
-"""Texts and names that need no escaping in an expression; others are compared item by item."""
+"""Text and names that need no escaping in an expression; filters with any other are refused."""
 
 
 class MilvusStore(stores.RemoteStore):
     """A store in Milvus; `server` has the arguments of `MilvusClient`.
 
-    Its notes are properties of the register, which are never read stale.
+    The notes are properties of the collection of the register, because properties are never stale.
     """
 
     engine, errors = "Milvus", (MilvusException, grpc.RpcError, ValueError)
@@ -116,7 +117,8 @@ class MilvusStore(stores.RemoteStore):
             packed -= generation.widths["vector"]
         if packed * 16 / 3 > TEXT_BYTES:
             raise StoreError(
-                f"{self.address}: Milvus keeps no item with arrays of {packed:,} numbers."
+                f"{self.address}: Milvus cannot store an item with arrays of {packed:,} numbers in"
+                " all. Use a bundle with smaller arrays."
             )
         schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
         schema.add_field("key", DataType.VARCHAR, is_primary=True, max_length=KEY_BYTES)
@@ -141,11 +143,11 @@ class MilvusStore(stores.RemoteStore):
                 self._ask(self._client.drop_collection, name)
 
     def _set(self, name: str, properties: Mapping[str, str]) -> None:
-        """Set properties of a collection durably.
+        """Set properties of a collection so that they survive a power cut.
 
-        A single-member etcd confirms a change before it is on the disk, but accepts the next one
-        only afterwards ("Durability API guarantee broken in single node cluster"). So a second
-        change follows each one.
+        A single etcd server, where Milvus keeps properties, confirms a change before it is on disk,
+        but accepts the next change only after that ("Durability API guarantee broken in single node
+        cluster"). So each change is followed by a second one.
         """
         for change in (dict(properties), {SETTLED: str(time.time_ns())}):
             if change:
@@ -174,8 +176,8 @@ class MilvusStore(stores.RemoteStore):
             size = len(json.dumps(row.record, ensure_ascii=False).encode())
             if size > TEXT_BYTES:
                 raise DataError(
-                    f"Item {row.record['id']!r} has {size:,} bytes of label, metadata and the like;"
-                    f" Milvus keeps {TEXT_BYTES:,} of an item."
+                    f"The item {row.record['id']!r} has {size:,} bytes of id, label, metadata and"
+                    f" paths; Milvus stores at most {TEXT_BYTES:,} bytes."
                 )
 
     def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
@@ -190,21 +192,26 @@ class MilvusStore(stores.RemoteStore):
         for some in _chunks(ids):
             keys = [key for id in some for key in (_key(id), *(f"{_key(id)}.{n}" for n in spaces))]
             self._ask(self._client.delete, self.collection(generation.number), ids=keys)
-        # Milvus does not return the time of a deletion, but that of a row written after it.
+        # Milvus returns no time for a deletion, so write a row after it, whose time is returned.
         self._ask(self._client.upsert, self.collection(0), list(_plain_rows({"id": "now"}, [], 2)))
         self._wrote(generation, self.collection(0))
 
     def _wrote(self, generation: stores.Generation, last: str) -> None:
-        """Store the time of a collection's last write, which readers wait for."""
+        """Store the time of the last write to collection `last`; readers wait for that write."""
         if generation.number:
             self._set(self.collection(generation.number), {WRITTEN: str(self._own(last))})
 
     def _own(self, name: str) -> int:
+        """Return the time of the last write of this process to a collection, or 0."""
         server = self._client._get_connection().server_address
         return int(get_collection_ts(name, server, self._server["db_name"]) or 0)
 
     def _level(self, name: str) -> dict[str, Any]:
-        """Return the consistency of a read: up to the last known write, or else strong."""
+        """Return the consistency level of a read.
+
+        A read of the served collection waits for the last known write. Any other is strong, which
+        is slower.
+        """
         served, properties = self._properties
         seen = max(int(properties.get(WRITTEN, 0)), self._own(name)) if served == name else 0
         if not seen:
@@ -281,10 +288,11 @@ class MilvusStore(stores.RemoteStore):
     def _condition(
         self, field: str | tuple[str, ...], op: str, values: Sequence[Any]
     ) -> str | None:
-        """Return an expression; a user's text becomes part of it only if it needs no escaping."""
+        """Return an expression; it contains text of a user only if that needs no escaping."""
         if field == "id":
             keys = [_key(value) for value in values if isinstance(value, str)]
             if op == "=":
+                # No row has such a sub-space, so this expression matches nothing.
                 return f"key in {json.dumps(keys)}" if keys else "space > 1000000"
             return f'key {op} "{keys[0]}"' if keys else None
         names = [field] if isinstance(field, str) else ["metadata", *field]
@@ -316,7 +324,7 @@ def _literal(value: Any) -> str | None:
 
 
 def _key(text: str) -> str:
-    """Return a text as hexadecimal digits, which sort like code points."""
+    """Return text as hexadecimal digits of UTF-8, which sort like its code points."""
     return text.encode().hex()
 
 
@@ -329,7 +337,7 @@ def _chunks(names: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def _joined(parts: Sequence[str], joint: str) -> str:
-    """Join expressions as a balanced tree, since the server's parser is recursive."""
+    """Join expressions as a balanced tree, because the server's parser is recursive."""
     parts = list(parts)
     while len(parts) > 1:
         pairs = [parts[start : start + 2] for start in range(0, len(parts), 2)]
@@ -344,7 +352,7 @@ def _dimensions(generation: stores.Generation) -> int:
 def _plain_rows(
     record: dict[str, Any], vectors: Sequence[Floats], dimensions: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield an item's rows: one per sub-space or, without vectors, one hidden from searches."""
+    """Yield one row per sub-space; without vectors, one row that searches do not return."""
     arrays = json.dumps(record.pop("arrays", {}))
     key, plain = _key(record["id"]), json.dumps(record, ensure_ascii=False)
     for space, vector in enumerate(vectors or [np.zeros(0, np.float32)]):

@@ -17,14 +17,16 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
 def _name(address: stores.Address) -> str:
+    """Return the name of the index; raise an error if it is invalid or qdrant-client missing."""
     if not NAME.fullmatch(address.name) or ".." in address.name:
         raise StoreError(
-            f"{address} names no index: a name has letters, digits, '_', '-' and single '.', 100 at"
-            f" most, such as {address.scheme}://HOST/photos."
+            f"{address} names no index. A name has at most 100 characters, which are letters,"
+            f" digits, '_', '-' and single '.', as in {address.scheme}://HOST/photos."
         )
     if find_spec("qdrant_client") is None:
         raise MissingDependency(
-            "Qdrant needs a package: pip install 'embedding-retrieval[qdrant]'."
+            "The store qdrant needs a package. Install it with: pip install"
+            " 'embedding-retrieval[qdrant]'"
         )
     return address.name
 
@@ -37,7 +39,7 @@ class QdrantPlace(stores.RemotePlace):
     Args:
         address: `qdrant://host:6333/photos`; the port is 6333 by default.
         tls: whether to connect over TLS.
-        timeout: time limit of one request to the server with its retries, in seconds.
+        timeout: time limit of one request to the server, including retries, in seconds.
         exact: whether to search exactly. Otherwise Qdrant searches an HNSW graph, which is faster
             but may miss items.
     """
@@ -69,10 +71,10 @@ class QdrantPlace(stores.RemotePlace):
 class QdrantLocalPlace(stores.RemotePlace):
     """Qdrant's in-process mode, which keeps all items of a local folder in memory.
 
-    One process can open the folder at a time. It suits some ten thousand items.
+    Only one process at a time can open the folder. Use it for up to some ten thousand items.
 
     Args:
-        address: `qdrant_local:///data/photos` is the index `photos` in the folder `/data`.
+        address: `qdrant_local:///data/photos` names the index `photos` in the folder `/data`.
     """
 
     def __init__(self, address: stores.Address) -> None:
@@ -89,7 +91,11 @@ class QdrantLocalPlace(stores.RemotePlace):
 
 
 class _LocalClient:
-    """Thread-safe `QdrantClient` of a local folder, which a process opens only once."""
+    """Thread-safe `QdrantClient` of a local folder.
+
+    All clients of a folder in this process share one `QdrantClient`, because a folder can be opened
+    only once.
+    """
 
     _clients: ClassVar[dict[str, Any]] = {}
     _users: ClassVar[dict[str, int]] = {}
@@ -107,8 +113,8 @@ class _LocalClient:
                     )
                 except RuntimeError:
                     raise StoreError(
-                        f"Another process has {address} open, and Qdrant's in-process mode takes"
-                        " one. Use a server: qdrant://HOST/NAME."
+                        f"Another process has {address} open, and Qdrant's in-process mode allows"
+                        " only one. Use a server: qdrant://HOST/NAME."
                     ) from None
                 except OSError as fault:
                     raise StoreError(

@@ -19,11 +19,11 @@ from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
 
-BATCH_BYTES = 8 << 20
-PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses of faults that pass
+BATCH_BYTES = 8 << 20  # size of a request that writes points
+PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
 EXACT = 1 << 53  # float64 represents smaller integers exactly
 PLAIN = models.PayloadSelectorExclude(exclude=["arrays"])
-NOTES = str(uuid.UUID(int=0))  # id of the register's only point
+NOTES = str(uuid.UUID(int=0))  # id of the point that holds the notes
 RANGES = {"<": "lt", "<=": "lte", ">": "gt", ">=": "gte"}
 
 
@@ -36,7 +36,7 @@ def point_of(text: str) -> str:
 
 
 class QdrantStore(stores.RemoteStore):
-    """A store in Qdrant, on a server or (`local`) in this process; see its places."""
+    """A store in Qdrant: on a server, or in this process if `local` is True."""
 
     engine, errors = "Qdrant", (ApiException, ValueError)
     separator = "~"
@@ -98,7 +98,7 @@ class QdrantStore(stores.RemoteStore):
             if collection.name.startswith(prefix):
                 self._ask(self._client.delete_collection, collection.name)
 
-    # The register: collection 0, whose only point has the index's notes as its payload
+    # The register: the payload of one point of collection 0 has the notes of the index.
 
     def _note(self, notes: Mapping[str, Any]) -> None:
         payload = dict(notes)

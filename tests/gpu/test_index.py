@@ -85,7 +85,7 @@ def test_too_little_memory_is_a_sentence(index_gpus, vectors, tmp_path):
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(max(1, free - (4 << 20)), dtype=torch.uint8, device="cuda")
     try:
-        says = "the GPU has too little memory for 20,000 vectors of 64 numbers"
+        says = "The GPU has too little memory for 20,000 vectors of 64 numbers"
         with pytest.raises(StoreError, match=says):
             backend.placed()
     finally:

@@ -119,11 +119,13 @@ def test_each_folder_says_where_another_is_to_be_had(tmp_path):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / mark).touch()
     run, bundle, index = (tmp_path / name for name in ("run", "b", "i"))
+    export = f"retrieval export {run} (in Python run.export())"
+    create = "'retrieval index create' (in Python retrieval.Index.create)."
     for folder, other, says in (
-        (run, "bundle", f"It is a run. Make its bundle with: retrieval export {run} (in Python"),
+        (run, "bundle", f"It is a run. Create its bundle with: {export}"),
         (bundle, "run", "It is a bundle. Name the run that it was exported from."),
-        (bundle, "index", "It is a bundle. Make an index with: retrieval index"),
-        (tmp_path, "index", "Make one with 'retrieval index create' (in Python retrieval.Index."),
+        (bundle, "index", "It is a bundle. Create an index with: retrieval index"),
+        (tmp_path, "index", f"Create one with {create}"),
         (index, "run", "It is an index. Name the run that its bundle was exported from."),
     ):
         assert instead(folder, other).startswith(f" {says}")

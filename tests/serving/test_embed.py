@@ -102,7 +102,7 @@ def test_an_index_refuses_the_vectors_of_another_bundle_and_of_unfinished_work(
 ):
     other = makers.make_bundle(tmp_path / "other", seed=4)
     embedded(other, [photos / "1"], tmp_path / "v")
-    says = r"holds vectors of the bundle .*; this index is of .* Embed with the index's bundle"
+    says = r"holds vectors of the bundle .*; this index has the bundle .* with the index's bundle"
     refuses(says, create_index, tmp_path / "j", bundle_path, [tmp_path / "v"], progress=False)
     embedded(bundle_path, [photos / "1"], tmp_path / "w")
     with open_index(empty) as index:
@@ -236,7 +236,7 @@ def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path
                 "holds NaN or infinity",
             ),
             (column("bundle", "0" * 64), "vectors of another bundle"),
-            (column("metadata", "[" * 100_000), "is not an embedded item"),
+            (column("metadata", "[" * 100_000), "does not describe an item"),
             (column("key", "\0"), "NUL"),
             (sound.drop_columns(["stamp"]), "it has no column 'stamp'"),
         ):
@@ -245,7 +245,7 @@ def test_parts_that_mean_harm_are_sentences(photos, empty, bundle_path, tmp_path
         pq.write_table(sound, part)
         with monkeypatch.context() as patch:
             patch.setattr("retrieval.serving.index.parquet._GROUP_BYTES", 100)
-            says = "Write it with smaller row groups"
+            says = "Write the table with smaller row groups"
             refuses(says, index.add, tmp_path / "v", progress=False)
         part.unlink()
         refuses("cannot be read", index.add, tmp_path / "v", progress=False)

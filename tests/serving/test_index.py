@@ -97,7 +97,7 @@ def test_bad_queries_are_sentences(index_path, build):
         ):
             with pytest.raises(DataError, match=says):
                 index.search(bad, k)
-    says = "needs the query's code: give an image"
+    says = "needs the code of each query"
     with build(rescorer=True) as index, pytest.raises(DataError, match=says):
         index.search(np.zeros(16))
 

@@ -62,7 +62,7 @@ def test_an_index_of_a_table_is_that_of_its_images_and_follows_it(
         less = index.add(images, sync=True, progress=False)
         assert (less.added, less.changed, less.removed, len(index)) == (0, 20, 30, 20)
         pq.write_table(pq.read_table(images).slice(1), images)
-        says = r"has changed since its items were found\. Add it again"
+        says = r"has changed since its items were collected\. Add it again"
         with pytest.raises(DataError, match=says):
             index.migrate(other, progress=False)
         assert index.generation.number == 1
@@ -119,7 +119,7 @@ def test_values_of_every_type_are_json(makers, empty, tmp_path):
     pq.write_table(pa.table(columns), table)
     with open_index(empty, threads=1) as index:
         added = index.add(table, progress=False)
-        left_out = "the column 'raw' is left out, being binary, which is no JSON."
+        left_out = "the column 'raw' is left out, because JSON has no binary."
         assert added.left_out == (f"{table}: {left_out}",)
         assert index.get("7")["7"].metadata == {name: text for name, (_, text) in values.items()}
 
@@ -163,7 +163,7 @@ def test_features_are_added_and_searched(fixed, makers, tmp_path):
         ),
         (
             {"path": ["a.png"], "note": ["x" * 9_000_000]},
-            "a text in 'note' has more than 1,000,000",
+            "text in 'note' has more than 1,000,000",
         ),
         ({"path": ["a.png"], "note": ["a\0b"]}, "row 0: metadata.note has a NUL character"),
         ({"path": ["a.png", "b.png"], "id": ["x", "x"]}, "'x' is the id of 2 items"),
@@ -198,7 +198,7 @@ def test_bad_tables_are_sentences(columns, says, bundle_path, tmp_path):
         (pa.array([[1.0] * 20, [1.0] * 19]), "row 1 has a vector of 19 numbers instead of 20"),
         (pa.array(["a"]), "'features' must be a list of numbers, not string"),
         (pa.array([[1.0] * 19]), r"takes inputs of shape \(N, 20\)"),
-        (pa.array([[1.0] * 20, [1.0] * 19 + [None]]), r"t\.parquet#1: vector t/1 holds NaN"),
+        (pa.array([[1.0] * 20, [1.0] * 19 + [None]]), r"t\.parquet#1: the vector of t/1 holds NaN"),
     ],
 )
 def test_bad_features_are_sentences(vectors, says, makers, tmp_path):

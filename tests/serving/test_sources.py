@@ -75,7 +75,7 @@ def test_features_are_indexed_and_searched(makers, tmp_path):
     [
         ({"x": np.zeros((2, 64))}, r"needs an array 'features' \(it has: x\)"),
         ({"features": np.zeros(64)}, r"must be numbers of shape \(N, F\)"),
-        ({"features": np.zeros((2, 64)), "labels": np.zeros(3, int)}, "'labels' must be 2 texts"),
+        ({"features": np.zeros((2, 64)), "labels": np.zeros(3, int)}, "'labels' must be 2 strings"),
         ({"features": np.array([[object()]])}, "damaged, or not an .npz file of plain arrays"),
         ({"features": np.zeros((2, 63))}, r"takes inputs of shape \(N, 64\)"),
         ({"features": np.array([[1.0] * 64, [np.nan] * 64])}, "1 of 2 items cannot be used"),

@@ -53,7 +53,7 @@ def test_everything_else_is_a_folder():
     for text in ("local://", "local:///a?x=1"):
         with pytest.raises(StoreError, match="names no folder"):
             place_of(text)
-    with pytest.raises(StoreError, match="loses a slash"):
+    with pytest.raises(StoreError, match="drops a slash"):
         place_of(Path("milvus://host/photos"))
 
 
@@ -86,12 +86,12 @@ def test_a_secret_is_refused_and_not_repeated(text, cli, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("milvus://host:port/photos", "is no address: "),
-        ("milvus://host:99999999/photos", "is no address: "),
-        ("milvus://[::1/photos", "is no address: "),
-        ("milvus://host/a#b", "Write %23"),
+        ("milvus://host:port/photos", "is not an address: "),
+        ("milvus://host:99999999/photos", "is not an address: "),
+        ("milvus://[::1/photos", "is not an address: "),
+        ("milvus://host/a#b", "in a name as %23"),
         ("milvus://host/a?b", "name=value"),
-        ("milvus://host/a?b=1&b=2", "says 'b' twice"),
+        ("milvus://host/a?b=1&b=2", "has the option 'b' twice"),
         ("milvus://host/a\x1b[2J", "printable characters"),
         (f"milvus://host/{'a' * 3000}", "at most 2,000"),
         (f"milvus://host/a?{'&'.join(f'a{n}=1' for n in range(60))}", "name=value"),
@@ -118,7 +118,7 @@ def test_a_scheme_that_is_not_there(cli):
     ):
         assert said in str(fault.value)
     result = cli("index", "list", "nowhere://host/photos")
-    assert result.code == 2 and "install the one that brings nowhere://" in result.err
+    assert result.code == 2 and "install the plugin that has nowhere://" in result.err
     assert "pip install 'embedding-retrieval[timm]'" in cli("index", "list", "timm://x").err
 
 
@@ -148,7 +148,7 @@ def test_what_a_store_does_not_know_is_refused(tmp_path):
     other = tmp_path / "other.py"
     other.write_text(CLASH)
     both = [EVERYTHING, str(other)]
-    with pytest.raises(PluginError, match=r"write everything\.shelf:// or other\.shelf://"):
+    with pytest.raises(PluginError, match=r"Write everything\.shelf:// or other\.shelf://"):
         store_place("shelf:///x", both)
     assert type(store_place("everything.shelf:///x", both)).__name__ == "Shelf"
 
@@ -157,7 +157,7 @@ def test_what_a_store_does_not_know_is_refused(tmp_path):
     ("body", "said"),
     [
         ("lambda: 3", "takes no 'address'"),
-        ("lambda address: 3", "made a int, not a retrieval.plugin.stores.StorePlace"),
+        ("lambda address: 3", "returned a int, not a retrieval.plugin.stores.StorePlace"),
         ("lambda address: 1 / 0", "division by zero"),
         ("3", "cannot be called"),
     ],

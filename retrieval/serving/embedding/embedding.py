@@ -1,4 +1,4 @@
-"""Embed sources into a folder of Parquet files: plan parts, embed missing ones, write them."""
+"""Embed items into a folder of Parquet files: plan the parts, then write the missing parts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from retrieval.serving.runtime import Device
 from retrieval.serving.sessions import ahead
 from retrieval.serving.store.items import FEATURES, Floats, Item, widths_of
 
-_SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000
+_SMALLEST_PART, _LARGEST_PART, _PARTS = 256, 8192, 1000  # items, items, number of parts to aim for
 _PARTS_AT_A_TIME = 2
-"""One part starts decoding while the other finishes."""
+"""So that one part is decoded while the other is finished."""
 _FAULTS_ON_STANDARD_ERROR = 10
 _GROUP_ROWS = 1024
 _FAULT_CHARACTERS = 500
-_NOTE = b"retrieval"
+_NOTE_KEY = b"retrieval"  # key of this module's note in the metadata of a Parquet file
 
 Part = Sequence[Source]
 
@@ -49,13 +49,13 @@ class Embedding:
     """Result of `embed_sources`.
 
     Attributes:
-        output: the folder.
-        items: number of items with a vector.
+        output: the folder of embeddings.
+        items: number of items that were embedded.
         bad: number of items that could not be used; `bad.jsonl` in the folder has a line for each.
         resumed: number of items in parts that already existed.
         parts: number of Parquet files in the folder.
         batch: number of items per batch.
-        repeated: number of files named more than once; each is used once.
+        repeated: number of repeated files in the sources; a file is used once.
         left_out: one sentence per reason why files or columns were left out.
         seconds: duration in seconds.
     """
@@ -90,13 +90,14 @@ def embed_sources(
     Args:
         bundle: a bundle, or its folder.
         sources: see `retrieval.serving.index.sources.collect`.
-        output: the folder.
-        variant: encode with this variant of the encoder.
-        features: also keep the backbone's features. The bundle must be split or take features.
+        output: the folder to write; it may hold an interrupted embedding of the same items.
+        variant: variant of the encoder to use.
+        features: also write the backbone's features. The bundle must be split into backbone and
+            head, or take features.
         batch: number of items per batch, 32 by default.
         limits: largest images to decode.
         device: where the encoder runs: "auto", "cpu" or "cuda".
-        progress: show a progress bar; a function is called with (what, done, total) instead.
+        progress: True shows a progress bar. A function is called with (what, done, total) instead.
 
     Raises:
         DataError: there are no items, an id is used twice, no item can be used, or the folder
@@ -118,7 +119,7 @@ def embed_sources(
         new = Plan(
             bundle=bundle.sha256,
             variant=bundle.variant,
-            sources=_digest(items),
+            sources=_digest_of(items),
             items=count,
             part=max(_SMALLEST_PART, min(_LARGEST_PART, count // _PARTS)),
             batch=batch or 32,
@@ -129,14 +130,14 @@ def embed_sources(
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as fault:
-            raise DataError(f"{folder} cannot be made: {fault.strerror or fault}.") from None
+            raise DataError(f"{folder} cannot be created: {fault.strerror or fault}.") from None
         with hold(folder, "embedding into this folder", DataError):
             plan = _plan_of(folder, new, batch)
             if plan is None:
                 plan = new
                 write_text(folder / PLAN, plan.text(), DataError)
-            embed_items = partial(_embedded, bundle, items.features, limits)
-            bad, resumed = _fill(folder, plan, items, embed_items)
+            embed_items = partial(_embed_part, bundle, items.features, limits)
+            bad, resumed = _embed_missing(folder, plan, items, embed_items)
     return Embedding(
         output=folder,
         items=plan.items - bad,
@@ -151,38 +152,41 @@ def embed_sources(
 
 
 def _plan_of(folder: Path, new: Plan, batch: int | None) -> Plan | None:
-    """Return the plan of an earlier run of the same work in this folder, or `None`."""
+    """Return the plan of an earlier embedding of the same items in this folder, or `None`.
+
+    Raises:
+        DataError: the folder holds anything else.
+    """
     if not (folder / PLAN).exists():
         if folder.is_dir() and any(
             not path.name.startswith(".") and path.suffix != ".tmp" for path in folder.iterdir()
         ):
             raise DataError(f"{folder} is not empty, and holds no embedding. Name another folder.")
         return None
-    begun = Plan.read(folder)
+    earlier = Plan.read(folder)
     advice = "Name another folder, or delete this one."
-    if (begun.bundle, begun.variant) != (new.bundle, new.variant):
-        variant = f", variant {begun.variant or 'none'}" if begun.variant != new.variant else ""
+    if (earlier.bundle, earlier.variant) != (new.bundle, new.variant):
+        variant = f", variant {earlier.variant or 'none'}" if earlier.variant != new.variant else ""
         raise DataError(
-            f"{folder} holds vectors of another bundle ({begun.bundle[:12]}…{variant}). {advice}"
+            f"{folder} holds vectors of another bundle ({earlier.bundle[:12]}…{variant}). {advice}"
         )
-    if (begun.sources, begun.items) != (new.sources, new.items):
+    if (earlier.sources, earlier.items) != (new.sources, new.items):
         raise DataError(
-            f"{folder} holds the embedding of other sources ({begun.items:,} items; now there are"
-            f" {new.items:,}), or their files, labels or metadata have changed since it was"
-            f" begun. {advice}"
+            f"{folder} holds the embedding of other sources ({earlier.items:,} items; now there are"
+            f" {new.items:,}), or the files, labels or metadata have changed since then. {advice}"
         )
-    new = replace(new, batch=batch or begun.batch)
+    new = replace(new, batch=batch or earlier.batch)
     options = {"batch": "--batch", "widths": "--features", "limits": "--max-pixels or --max-bytes"}
-    differing = [options[name] for name in options if getattr(begun, name) != getattr(new, name)]
+    differing = [options[name] for name in options if getattr(earlier, name) != getattr(new, name)]
     if differing:
         raise DataError(
-            f"{folder} was begun with other values of {', '.join(differing)}: leave them as they"
-            f" were. {advice}"
+            f"{folder} was begun with other values of {', '.join(differing)}. Use the same values"
+            f" again. {advice}"
         )
-    return replace(begun, complete=False, bad=None)
+    return replace(earlier, complete=False, bad=None)
 
 
-def _digest(sources: Sources) -> str:
+def _digest_of(sources: Sources) -> str:
     """Return a hash of the keys, labels, metadata and file stamps of all items."""
     total = hashlib.sha256()
     for item in sources.items:
@@ -194,10 +198,14 @@ def _digest(sources: Sources) -> str:
     return total.hexdigest()
 
 
-def _fill(
+def _embed_missing(
     folder: Path, plan: Plan, sources: Sources, embed_items: Callable[[Plan, Part], list[Result]]
 ) -> tuple[int, int]:
-    """Embed all missing parts; return the number of bad items and of items done before."""
+    """Embed and write all missing parts.
+
+    Returns:
+        The number of items that cannot be used, and the number of items in parts that existed.
+    """
     states = {number: finished_part(folder, plan, number) for number in range(plan.parts)}
     bad = {number: faults for number, faults in states.items() if faults is not None}
     resumed = sum(len(plan.rows(number)) for number in bad)
@@ -225,10 +233,10 @@ def _fill(
     return total, resumed
 
 
-def _embedded(
+def _embed_part(
     bundle: Bundle, features: Floats | None, limits: Limits, plan: Plan, part: Part
 ) -> list[Result]:
-    """Embed the items of a part; an unusable item affects no other item."""
+    """Embed the items of a part, so that an unusable item does not affect the others."""
     workers = max(1, cores() // _PARTS_AT_A_TIME)
     options = Options(batch=plan.batch, workers=workers, limits=limits)
 
@@ -237,7 +245,7 @@ def _embedded(
         batches = embed(bundle, contents, options, keep_features=FEATURES in plan.widths)
         return [result for batch in batches for result in batch]
 
-    def alone(source: Source) -> list[Result]:
+    def single_result(source: Source) -> list[Result]:
         try:
             return results([source])
         except DataError as fault:
@@ -246,12 +254,12 @@ def _embedded(
     try:
         return results(part)
     except DataError:
-        # The encoder returns NaN for some item. Encoding items one by one shows for which.
-        return [result for source in part for result in alone(source)]
+        # The encoder returned NaN for an item. To find out for which, encode them one by one.
+        return [result for source in part for result in single_result(source)]
 
 
-def _identity(plan: Plan) -> str:
-    """Return a hash of a plan that does not depend on its completion."""
+def _plan_hash(plan: Plan) -> str:
+    """Return a hash of a plan that stays the same when the embedding is completed."""
     content = json.loads(replace(plan, complete=False, bad=None).text())
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -259,7 +267,11 @@ def _identity(plan: Plan) -> str:
 def write_part(
     folder: Path, plan: Plan, number: int, part: Part, results: Sequence[Result]
 ) -> list[dict[str, str]]:
-    """Write a part atomically; return its bad items."""
+    """Write a part atomically.
+
+    Returns:
+        For each item that cannot be used, its "key", "source" and "fault".
+    """
     bad = [
         {"key": source.key, "source": source.name[:2000], "fault": fault[:_FAULT_CHARACTERS]}
         for source, (_, fault) in zip(part, results, strict=True)
@@ -267,9 +279,9 @@ def write_part(
     ]
     pa = pyarrow()
     table = _table(pa, plan, [item for item, fault in results if fault is None])
-    note = {"plan": _identity(plan), "part": number, "bad": bad}
-    table = table.replace_schema_metadata({_NOTE: json.dumps(note).encode()})
-    # Only texts are compressed; vectors look random and would not shrink.
+    note = {"plan": _plan_hash(plan), "part": number, "bad": bad}
+    table = table.replace_schema_metadata({_NOTE_KEY: json.dumps(note).encode()})
+    # Compress only text; vectors look random and would not shrink.
     texts = [name for name in table.schema.names if name not in plan.widths]
     with whole_file(part_file(folder, number), DataError) as path:
         pa.parquet.write_table(
@@ -309,14 +321,17 @@ def _table(pa: Any, plan: Plan, items: Sequence[Item]) -> Any:
 
 
 def finished_part(folder: Path, plan: Plan, number: int) -> list[dict[str, str]] | None:
-    """Return the bad items of a part, or `None` if it is missing, damaged or of another plan."""
+    """Return the unusable items of a part as `write_part` does.
+
+    Returns `None` if the part is missing, damaged or of another plan.
+    """
     pa = pyarrow()
     try:
         with pa.parquet.ParquetFile(part_file(folder, number)) as file:
-            note = json.loads((file.schema_arrow.metadata or {})[_NOTE])
+            note = json.loads((file.schema_arrow.metadata or {})[_NOTE_KEY])
             bad: list[dict[str, str]] = note["bad"]
             whole = file.metadata.num_rows + len(bad) == len(plan.rows(number))
-            same = (note["plan"], note["part"]) == (_identity(plan), number)
+            same = (note["plan"], note["part"]) == (_plan_hash(plan), number)
             return bad if whole and same else None
     except (OSError, pa.ArrowException, ValueError, KeyError, TypeError):
         return None

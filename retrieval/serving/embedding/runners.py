@@ -12,7 +12,7 @@ from typing import Any
 from retrieval.errors import DataError, MissingDependency
 from retrieval.serving.runtime import Device
 
-_CPUS = 4
+_CPUS = 4  # cores per worker, unless the user names a number
 _CONNECT_SECONDS = 5.0
 
 
@@ -31,7 +31,7 @@ class Cluster:
         self.gpu = device != "cpu" and any(node.get("GPU", 0) >= 1 for node in nodes)
         if device == "cuda" and not self.gpu:
             raise DataError(
-                "No node of the cluster has a GPU. Leave out --device cuda, or add one."
+                "No node of the cluster has a GPU. Omit --device cuda, or add a node with a GPU."
             )
         fitting = [node for node in nodes if not self.gpu or node.get("GPU", 0) >= 1]
         shares = [int(node.get("CPU", 0) // (node["GPU"] if self.gpu else 1)) for node in fitting]
@@ -40,12 +40,13 @@ class Cluster:
     @classmethod
     @contextmanager
     def joined(cls, address: str, device: Device, cpus: int | None) -> Iterator[Cluster]:
-        """Context manager that joins a cluster, or uses the one this process has already joined.
+        """Context manager that joins a cluster, unless this process has already joined one.
 
         Args:
             address: "auto" for the cluster of this machine, or HOST:PORT of the head node.
             device: see `Bundle.open`.
-            cpus: cores per worker. `None` is 4, or all cores of the smallest node if fewer.
+            cpus: cores per worker. `None` stands for 4, or for all cores of the smallest node if
+                it has fewer.
 
         Raises:
             MissingDependency: Ray is not installed.
@@ -55,7 +56,7 @@ class Cluster:
             import ray
         except ImportError:
             raise MissingDependency(
-                "A cluster needs Ray. Install it, on every node: pip install"
+                "A cluster needs Ray. Install it on every node with: pip install"
                 " 'embedding-retrieval[ray]'"
             ) from None
         if ray.is_initialized():
@@ -74,7 +75,7 @@ class Cluster:
 
 
 def _refuse_unreachable(address: str) -> None:
-    """Refuse an address where nothing listens; Ray itself would try for minutes."""
+    """Raise a `DataError` if nothing listens at an address; Ray would try for minutes."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "auto")
     if address == "auto":
@@ -82,13 +83,14 @@ def _refuse_unreachable(address: str) -> None:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or "/" in host:
         raise DataError(
-            f"'{address}' is no address of a Ray cluster: it is HOST:PORT of its head (6379 as a"
-            " rule), or auto on one of its nodes."
+            f"'{address}' is not the address of a Ray cluster. Write HOST:PORT of its head node"
+            " (usually port 6379), or auto on one of its nodes."
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as fault:
         reason = getattr(fault, "strerror", None) or str(fault)
         raise DataError(
-            f"No Ray cluster answers at {address} ({reason}). Start its head with: ray start --head"
+            f"No Ray cluster answers at {address} ({reason}). Start its head node with: ray start"
+            " --head"
         ) from None

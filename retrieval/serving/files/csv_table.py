@@ -1,6 +1,6 @@
-"""CSV files that list items, as pandas, Excel and Windows write them.
+"""Read CSV files that list items, as pandas, Excel and Windows write them.
 
-Training and indexing share this reader. It returns texts; `typed` converts whole columns.
+Training and indexing share this reader. It returns strings; `typed` converts whole columns.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from retrieval.errors import DataError, listed
 Row = dict[str, str]
 
 KNOWN = ("path", "label", "split", "role", "key", "id")
-"""Columns with a meaning, recognised in any case, such as `Path`."""
+"""Columns with a meaning; upper and lower case are equal in them, so `Path` is `path`."""
 
-# Numbers with a leading zero ("007") stay text, as do those of more than 15 digits, which readers
-# of JSON may round.
+# Numbers with a leading zero ("007") stay text. So do numbers of more than 15 digits, which a
+# reader of JSON may round.
 _WHOLE = re.compile(r"-?(0|[1-9][0-9]{0,14})")
 _DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _TRUTH = {"true": True, "false": False}
@@ -44,8 +44,8 @@ class CsvTable:
 
     Attributes:
         columns: names of the columns; those in `KNOWN` are spelled as there.
-        rows: pairs of first line number and row.
-        problems: pairs of line number and sentence, for rows that cannot be used.
+        rows: pairs of a row's first line number and the row.
+        problems: pairs of a line number and why the row in this line cannot be used.
 
     Raises:
         DataError: the file cannot be read, is not CSV in UTF-8, or its header is wrong.
@@ -63,7 +63,7 @@ class CsvTable:
                 reader = csv.reader(file, strict=True)
                 self.columns = _header(name, required, [text.strip() for text in next(reader, [])])
                 for line, values in _lines(reader):
-                    self._take(line, values)
+                    self._add_row(line, values)
         except OSError as error:
             raise DataError(f"{name} cannot be read: {error.strerror or error}.") from error
         except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ class CsvTable:
                 f"{name} is not valid CSV, near line {reader.line_num}: {error}."
             ) from error
 
-    def _take(self, line: int, values: list[str]) -> None:
+    def _add_row(self, line: int, values: list[str]) -> None:
         if len(values) == len(self.columns):
             self.rows.append((line, dict(zip(self.columns, map(str.strip, values), strict=True))))
             return
@@ -86,18 +86,18 @@ class CsvTable:
         )
 
     def files(self, root: Path | None, column: str = "path") -> None:
-        """Convert slashes in paths, and move rows with addresses or Windows drives to `problems`.
+        """Convert backslashes in paths, and move rows whose path is not local to `problems`.
 
-        All rows with the same kind of path share one problem.
+        Such a path is an address, or has a Windows drive. All rows of one kind share one problem.
 
         Args:
-            root: folder that relative paths start from. `None` if paths are not of this machine.
-            column: the column of paths.
+            root: folder that relative paths start from. `None` leaves backslashes as they are.
+            column: name of the column of paths.
         """
         strange: dict[str, list[int]] = {}
         kept = []
         for line, row in self.rows:
-            if cause := _elsewhere(row[column]):
+            if cause := _not_local(row[column]):
                 strange.setdefault(cause, []).append(line)
             else:
                 if root is not None:
@@ -109,11 +109,11 @@ class CsvTable:
             self.problems.append((lines[0], f"{cause}{also}"))
 
 
-def _elsewhere(path: str) -> str:
-    """Return a sentence if a path cannot be a local file, else ""."""
+def _not_local(path: str) -> str:
+    """Return why a path cannot be a local file, or "" if it can."""
     if _ADDRESS.match(path):
         return (
-            "path is an address, and images are read from files. Download them and name the files."
+            "path is an address, but images are read from files. Download them and name the files."
         )
     if os.name != "nt" and _DRIVE.match(path):
         return (
@@ -124,6 +124,7 @@ def _elsewhere(path: str) -> str:
 
 
 def _slashes(path: str, root: Path) -> str:
+    """Return a path with backslashes as slashes, unless this machine has a file of that name."""
     windows = "\\" in path and os.sep == "/"
     return path.replace("\\", "/") if windows and not os.path.exists(root / path) else path  # noqa: PTH110
 
@@ -138,7 +139,7 @@ def _lines(reader: Any) -> Iterator[tuple[int, list[str]]]:
 
 
 def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]:
-    """Return the names of the columns, or raise one error with everything wrong in them."""
+    """Return the names of the columns, or raise one `DataError` that lists all their problems."""
     names = [
         text.lower() if text.lower() in KNOWN and text.lower() not in written else text
         for text in written
@@ -157,7 +158,8 @@ def _header(name: str, required: Sequence[str], written: list[str]) -> list[str]
     if written and not all(written):
         problems.append(
             "the header has a column without a name. Name or remove it. pandas writes row numbers"
-            " like this, unless by to_csv(…, index=False), and so does a comma at the line's end."
+            " into such a column, unless you use to_csv(…, index=False). Another cause is a comma"
+            " at the line's end."
         )
     if problems and len(written) == 1 and any(mark in written[0] for mark in ";\t|"):
         problems = ["its columns must be separated by commas."]
@@ -172,16 +174,17 @@ def is_missing_text(text: str) -> bool:
 
 
 def typed(rows: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return rows with each column converted to the type that all its values share.
+    """Return rows in which each column has the type that all its values share.
 
-    Types are whole numbers, decimal numbers, and true or false; any other column stays text. Empty
-    values of converted columns become `None`.
+    The types are whole numbers, decimal numbers, and true or false; any other column stays text. In
+    a converted column, an empty value becomes `None`.
     """
     types = {name: _type_of([row[name] for row in rows]) for name in (rows[0] if rows else ())}
     return [{name: types[name](value) for name, value in row.items()} for row in rows]
 
 
 def _type_of(values: list[str]) -> Any:
+    """Return the function that converts the values of a column."""
     filled = [value for value in values if value]
     if not filled:
         return str

@@ -1,4 +1,4 @@
-"""A lock that lets one process at a time write an output and ends with its process."""
+"""A lock that lets one process at a time write an output; it is released if the process ends."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _RECORD_BYTES = 4096
-_PATIENCE = 0.3
-"""Seconds to retry, in case another process is just releasing the lock."""
+_RETRY_SECONDS = 0.3
+"""Seconds to retry, because another process may be about to release the lock."""
 
 
 class _Lock(NamedTuple):
@@ -45,10 +45,11 @@ def hold(
 ) -> Iterator[None]:
     """Context manager that locks a file's or folder's name against other processes and threads.
 
-    The lock is on a hidden file beside `target`, `.NAME.lock`. The system releases it when the
-    process ends, and a file left behind is harmless. `target` need not exist, but its parent must.
-    If the parent is read-only, the lock file is in the folder `target`. Network file systems may or
-    may not share locks between machines; without any locks, a marker file replaces them.
+    It locks the hidden file `.NAME.lock` beside `target`. The system releases the lock when the
+    process ends; a lock file that remains is harmless. `target` need not exist, but its parent
+    must. If the parent is read-only, the lock file is in the folder `target`. Some network file
+    systems do not share locks between machines. If the file system has no locks at all, a marker
+    file that names the process takes their place.
 
     Args:
         target: file or folder that is about to be written.
@@ -56,8 +57,8 @@ def hold(
         error: class of the error to raise.
 
     Raises:
-        RetrievalError: of class `error`: another process holds the lock (the message names it and
-            the time), or the disk fails.
+        RetrievalError: of class `error`. Another process holds the lock (the message names the
+            process and its start), or the disk fails.
     """
     place = Path(os.path.realpath(target))
     try:
@@ -76,8 +77,9 @@ def hold(
 
 
 def _take(place: Path) -> _Lock:
+    """Lock the name of `place`, and retry for `_RETRY_SECONDS`."""
     path = place.with_name(f".{place.name}.lock")
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _RETRY_SECONDS
     while True:
         try:
             handle = os.open(path, _OPEN, 0o644)
@@ -105,14 +107,14 @@ def _take(place: Path) -> _Lock:
         if _is_at(path, handle):
             _write_holder(handle)
             return _Lock(path, partial(_release, path, handle))
-        # The file was removed between opening and locking, so the lock guards nothing. Retry even
-        # after the deadline; otherwise a file created meanwhile would stay without an owner.
+        # Another process removed the file between opening and locking, so the lock has no effect.
+        # Retry even after the deadline: no other process need hold the lock now.
         os.close(handle)
 
 
 def _release(path: Path, handle: int) -> None:
     with contextlib.suppress(OSError):
-        # Removed while locked, so that a process that has already opened the file notices.
+        # Remove the file while it is locked, so that a process that has opened it notices.
         path.unlink()
     os.close(handle)
 
@@ -129,7 +131,7 @@ def _marked(path: Path) -> _Lock:
 
 
 def _is_at(path: Path, handle: int) -> bool:
-    """Return whether an open file still has this name."""
+    """Return whether `path` still names the open file `handle`."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(handle))
     return False
@@ -143,13 +145,13 @@ def _write_holder(handle: int) -> None:
         "since": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])[:200] if sys.argv else "",
     }
-    with contextlib.suppress(OSError):  # the lock also works without this, on a full disk
+    with contextlib.suppress(OSError):  # the lock works without it, for example on a full disk
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(record).encode("utf-8", "replace"), 0)
 
 
 def _holder(path: Path) -> str:
-    """Return the holder that the lock's file names, or ""."""
+    """Return a description of the holder that the lock file names, or ""."""
     try:
         with path.open("rb") as file:
             record = json.loads(file.read(_RECORD_BYTES))

@@ -1,4 +1,4 @@
-"""Tell runs, bundles and indexes apart, for errors about the wrong kind of folder."""
+"""Recognise runs, bundles and indexes, and write errors about the wrong kind of folder."""
 
 from __future__ import annotations
 
@@ -12,40 +12,52 @@ StrPath: TypeAlias = str | os.PathLike[str]
 
 Kind = Literal["run", "bundle", "index"]
 
-_MARKS: dict[Kind, str] = {"index": "index.json", "run": "recipe.toml", "bundle": "manifest.json"}
-_MAKE = {
-    "run": "Name a folder that training wrote.",
-    "bundle": "Make one with 'retrieval export' (in Python run.export()).",
-    "index": "Make one with 'retrieval index create' (in Python retrieval.Index.create).",
+_MARKER_FILES: dict[Kind, str] = {
+    "index": "index.json",
+    "run": "recipe.toml",
+    "bundle": "manifest.json",
 }
+_ADVICE = {
+    "run": "Name a folder that training wrote.",
+    "bundle": "Create one with 'retrieval export' (in Python run.export()).",
+    "index": "Create one with 'retrieval index create' (in Python retrieval.Index.create).",
+}
+"""What to do if a folder is not of the required kind, by that kind."""
 _INSTEAD = {
-    ("run", "bundle"): "Make its bundle with: retrieval export {0} (in Python run.export())",
-    ("run", "index"): "Make its bundle with 'retrieval export {0}', then index images with that.",
+    ("run", "bundle"): "Create its bundle with: retrieval export {0} (in Python run.export())",
+    (
+        "run",
+        "index",
+    ): "Create its bundle with 'retrieval export {0}', and an index with the bundle.",
     ("bundle", "index"): (
-        "Make an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
+        "Create an index with: retrieval index create NAME IMAGES --bundle {0} (in Python"
         " retrieval.Index.create)"
     ),
     ("bundle", "run"): "Name the run that it was exported from.",
     ("index", "bundle"): "The bundles that embedded its items lie in {0}/bundles.",
     ("index", "run"): "Name the run that its bundle was exported from.",
 }
+"""What to do, by the actual and the required kind of the folder {0}."""
 
 
 def no_such(path: StrPath) -> str:
-    """Return a sentence about a file or folder that does not exist, which may be an address."""
+    """Return the error message for a file or folder that does not exist, or is an address."""
     text = os.fsdecode(path)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", text):
-        return f"{text} is an address, and files are read. Mount the bucket, or copy its files."
+        return (
+            f"{text} is an address, but only local files can be read. Mount the bucket, or copy its"
+            " files."
+        )
     return f"{text} does not exist."
 
 
 def kind_of(path: Path) -> Kind | None:
     """Return the kind of a folder by the file that marks it, or `None`."""
-    return next((kind for kind, mark in _MARKS.items() if (path / mark).is_file()), None)
+    return next((kind for kind, mark in _MARKER_FILES.items() if (path / mark).is_file()), None)
 
 
 def instead(path: Path, kind: Kind) -> str:
-    """Return " " and a sentence on what `path` is and where to find the wanted kind."""
+    """Return a sentence, after a space, on what `path` is and how to get a folder of `kind`."""
     actual = kind_of(path)
     inside = path / kind
     what = f"an {actual}" if actual == "index" else f"a {actual}"
@@ -56,5 +68,5 @@ def instead(path: Path, kind: Kind) -> str:
             else f" The {kind} in it is {inside}."
         )
     if actual is None or actual == kind:
-        return f" {_MAKE[kind]}"
+        return f" {_ADVICE[kind]}"
     return f" It is {what}. {_INSTEAD[actual, kind].format(path)}"

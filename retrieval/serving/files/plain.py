@@ -20,8 +20,8 @@ def open_plain(path: Path) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        OSError: it is a link, folder, pipe or device, or cannot be read; `strerror` says which.
+        FileNotFoundError: the file does not exist.
+        OSError: `path` is a link, folder, pipe or device, or cannot be read; `strerror` says why.
     """
     try:
         handle = os.open(path, OPEN)
@@ -36,6 +36,6 @@ def open_plain(path: Path) -> BufferedReader:
 
 
 def read_plain(path: Path, most: int = -1) -> bytes:
-    """Return at most `most` bytes of a regular file; raises the errors of `open_plain`."""
+    """Return at most `most` bytes of a regular file (-1: all); see `open_plain` for errors."""
     with open_plain(path) as file:
         return file.read(most)

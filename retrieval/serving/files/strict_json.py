@@ -1,4 +1,4 @@
-"""Read untrusted JSON: strict, limited in depth, with an error that lists every problem."""
+"""Read untrusted JSON: no duplicate keys, limited depth, and errors that list every problem."""
 
 from __future__ import annotations
 
@@ -13,69 +13,70 @@ from pydantic_core import from_json
 
 from retrieval.errors import RetrievalError
 
-_DEPTH = 64
-# Matches a string (perhaps unterminated) or a bracket. Possessive, so that it never backtracks.
-_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\[{]|[\]}]', re.DOTALL)
+_MAX_DEPTH = 64
+# Matches a string (perhaps unterminated) or a bracket; brackets within strings do not nest.
+# Possessive quantifiers prevent backtracking.
+_STRINGS_AND_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.?)*+(?:"|\Z)|[\[{]|[\]}]', re.DOTALL)
 
 
 def parse_json(
     text: bytes, where: Path, what: str, error: type[RetrievalError], formats: frozenset[int]
 ) -> dict[str, Any]:
-    """Return the JSON object of a manifest after checking its `format`.
+    """Return the JSON object in a file such as a bundle's manifest, after checking its `format`.
 
     Args:
         text: content of the file.
-        where: its path, for errors.
-        what: "bundle" or "index", for errors.
+        where: path of the file, for error messages.
+        what: what the file describes, for error messages, such as "bundle" or "index".
         error: class of the error to raise.
         formats: supported format versions.
     """
     try:
-        content = strict_loads(text, finite=False)  # the model refuses NaN and names the key
+        # NaN passes here, because the caller's pydantic model refuses it and names the key.
+        content = strict_loads(text, finite=False)
     except ValueError as fault:
         raise error(
-            f"{where} is damaged: not JSON ({fault}). Make the {what} again, or copy it again."
+            f"{where} is damaged: not JSON ({fault}). Create the {what} again, or copy it again."
         ) from None
     if not isinstance(content, dict) or type(content.get("format")) is not int:
-        raise error(f"{where} is not the description of a {what}: it has no format number.")
+        raise error(f"{where} does not describe this {what}: it has no 'format' number.")
     if content["format"] not in formats:
         raise error(
-            f"{where} has format {content['format']}; this version of retrieval reads format "
-            f"{', '.join(map(str, sorted(formats)))}. Upgrade retrieval, or make the {what} again."
+            f"{where} has format {content['format']}; this version of retrieval reads format"
+            f" {', '.join(map(str, sorted(formats)))}. Upgrade retrieval, or create the {what}"
+            " again."
         )
     return content
 
 
 def strict_loads(text: bytes | str, *, finite: bool = True) -> Any:
-    """Return the value of a strict JSON text.
-
-    Strict JSON has no duplicate keys, at most 64 levels, and no NaN, infinity or number beyond
-    float64.
+    """Parse JSON that has no duplicate keys, at most 64 levels, and only finite float64 numbers.
 
     Args:
-        text: UTF-8.
-        finite: False accepts NaN and infinity.
+        text: JSON text; bytes are UTF-8, UTF-16 or UTF-32.
+        finite: False also accepts NaN, infinity and numbers beyond float64.
 
     Raises:
-        ValueError: the text is not strict JSON.
+        ValueError: the text is not JSON, or breaks one of these rules.
     """
     if isinstance(text, bytes):
-        if not finite and (plain := _plain(text)) is not None:
-            return plain
+        if not finite and (content := _fast_object(text)) is not None:
+            return content
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     if _nests_too_deeply(text):
         raise ValueError("nested too deeply")
-    return (_FINITE if finite else _ANY).decode(text)
+    return (_FINITE_ONLY if finite else _WITH_NAN).decode(text)
 
 
-def _plain(text: bytes) -> dict[str, Any] | None:
-    """Parse a flat object of numbers, texts and lists ten times faster than the standard library.
+def _fast_object(text: bytes) -> dict[str, Any] | None:
+    """Parse an object of numbers, strings and lists with pydantic, which is faster than `json`.
 
     Returns `None` for anything else and for invalid JSON. If the text has as many colons as the
     object has keys, then no key is duplicated and no object is nested.
     """
-    # The object itself is a level, too. Older pydantic misreads surrogate escapes.
-    if text.count(b"[") >= _DEPTH or b"\\u" in text:
+    # With fewer "[" than levels allowed, lists within the object cannot nest too deeply. Escapes
+    # are left to `json`, because older versions of pydantic misread halves of surrogate pairs.
+    if text.count(b"[") >= _MAX_DEPTH or b"\\u" in text:
         return None
     try:
         content = from_json(text)
@@ -85,15 +86,15 @@ def _plain(text: bytes) -> dict[str, Any] | None:
 
 
 def _nests_too_deeply(text: str) -> bool:
-    """Return whether brackets nest too deeply, checked without recursion."""
-    if text.count("[") + text.count("{") <= _DEPTH:
+    """Return whether lists and objects nest deeper than `_MAX_DEPTH`, without recursion."""
+    if text.count("[") + text.count("{") <= _MAX_DEPTH:
         return False
     depth = 0
-    for match in _BRACKETS.finditer(text):
+    for match in _STRINGS_AND_BRACKETS.finditer(text):
         bracket = text[match.start()]
         if bracket in "[{":
             depth += 1
-            if depth > _DEPTH:
+            if depth > _MAX_DEPTH:
                 return True
         elif bracket in "]}":
             depth -= 1
@@ -109,18 +110,18 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _refuse(word: str) -> float:
+def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not a JSON number")
 
 
-def _finite(digits: str) -> float:
+def _finite_float(digits: str) -> float:
     if not math.isfinite(number := float(digits)):
         raise ValueError(f"{digits[:20]} is beyond the range of float64")
     return number
 
 
 def problems_of(fault: ValidationError) -> str:
-    """Return every problem that pydantic found, one per line."""
+    """Return every problem that pydantic reports, one per line."""
     lines = []
     for problem in fault.errors(include_url=False, include_context=False):
         place = ".".join(map(str, problem["loc"]))
@@ -129,8 +130,8 @@ def problems_of(fault: ValidationError) -> str:
     return "\n".join(lines)
 
 
-# `json.loads` would create a decoder for every text, which takes longer than decoding a small one.
-_FINITE = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse, parse_float=_finite
+# `json.loads` with hooks creates a decoder per call, which takes longer than decoding short text.
+_FINITE_ONLY = json.JSONDecoder(
+    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
 )
-_ANY = json.JSONDecoder(object_pairs_hook=_unique_keys)
+_WITH_NAN = json.JSONDecoder(object_pairs_hook=_unique_keys)

@@ -1,7 +1,8 @@
 """The filter language, which selects items for a search or deletion; see `docs/indexes.md`.
 
-A filter is a tree of conditions (`tree`) on an item's id, label and metadata, written as text
-(`text`) or as JSON. `deciding` evaluates it: `matches` in Python, `to_sql` in SQLite.
+A filter is a tree of conditions on an item's id, label and metadata (module `tree`). It is written
+as text (module `text`) or as JSON. The module `deciding` evaluates it: `matches` in Python,
+`to_sql` in SQLite.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def as_filter(value: str | Mapping[str, Any] | Filter | None) -> Filter | None:
     """Return a filter from text, JSON or a filter; `None` stays `None`.
 
     Raises:
-        DataError: the value is none of these.
+        DataError: the value is none of these, or is not a valid filter.
     """
     if value is None or isinstance(value, Filter):
         return value

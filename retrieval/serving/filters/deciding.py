@@ -1,6 +1,6 @@
 """Evaluate filters in Python (`matches`) and in SQLite (`to_sql`).
 
-Both agree on metadata written by `metadata_text`.
+Both give the same result for metadata that `metadata_text` has written.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from retrieval.serving.filters.tree import (
     type_of,
 )
 
-_DEPTH = 64  # as `serving.files.strict_json` reads
+_MAX_DEPTH = 64  # the limit of `serving.files.strict_json`
 COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "=": operator.eq,
     "<": operator.lt,
@@ -60,13 +60,14 @@ def matches(filter: Filter, id: str, label: str | None, metadata: Mapping[str, A
         return value is not _ABSENT
     elements = value if isinstance(value, list | tuple) else [value]
     if filter.op == "!=":
-        return not all(_holds("=", element, filter.values[0]) for element in elements)
+        return not all(_is_true("=", element, filter.values[0]) for element in elements)
     return any(
-        _holds(filter.op, element, operand) for element in elements for operand in filter.values
+        _is_true(filter.op, element, operand) for element in elements for operand in filter.values
     )
 
 
 def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any]) -> Any:
+    """Return the value of a field, or `_ABSENT`."""
     if isinstance(field, str):
         return id if field == "id" else _ABSENT if label is None else label
     value: Any = metadata
@@ -77,7 +78,7 @@ def _find(field: Field, id: str, label: str | None, metadata: Mapping[str, Any])
     return value
 
 
-def _holds(op: str, element: Any, operand: Value) -> bool:
+def _is_true(op: str, element: Any, operand: Value) -> bool:
     if isinstance(element, Mapping | list | tuple) or type_of(element) != type_of(operand):
         return False
     if isinstance(element, int | float):
@@ -92,12 +93,13 @@ _OF_TYPE = {"text": "type = 'text'", "number": "type in ('integer', 'real')"}
 
 
 def to_sql(filter: Filter) -> Sql:
-    """Return a filter as an SQL expression and its parameters in order.
+    """Return a filter as an SQL expression, and the expression's parameters in order.
 
-    The expression is 1 or 0, never null. It reads `items.id`, `items.label` (text, collated as
-    binary; label may be null) and `items.metadata` (a JSON object as `metadata_text` writes it).
-    Conditions on id and label can use an index. A filter's bounds keep its depth below the 1,000
-    that SQLite accepts, and its brackets below the 100 entries of an older SQLite's parser stack.
+    The value of the expression is 1 or 0, never null. The expression reads `items.id` and
+    `items.label` (text with binary collation; label may be null), and `items.metadata` (JSON that
+    `metadata_text` wrote). SQLite can use an index for conditions on id and label. The size limits
+    of filters keep the expression's depth below SQLite's limit of 1,000, and its brackets below the
+    100 entries of the parser stack in older versions of SQLite.
     """
 
     def join(joint: Joint, parts: list[Sql]) -> Sql:
@@ -116,7 +118,7 @@ def _of_condition(filter: Condition) -> Sql:
 def _column(filter: Condition) -> Sql:
     """Return the SQL of a condition on id or label.
 
-    Only texts are compared, because SQLite would convert a number to text first.
+    Values that are not text never match, but SQLite would convert them to text. So leave them out.
     """
     column = f"items.{filter.field}"
     exists = f"{column} is not null"
@@ -149,7 +151,7 @@ def _entry(filter: Condition) -> Sql:
     kind = "json_type(items.metadata, ?)"
     if filter.op == "!=":
         return f"{kind} is 'object' or {elements.format(f'not ({sql})')}", (path, path, *values)
-    # `case` fixes the order, so the second test runs on few items.
+    # `case` evaluates the tests in this order, so the second test runs on few items.
     return f"case when {elements.format(sql)} then {kind} is not 'object' else 0 end", (
         path,
         *values,
@@ -170,10 +172,10 @@ def _equals(operands: tuple[Value, ...]) -> Sql:
 
 
 def _bound(value: Value) -> tuple[str, Parameter]:
-    """Return the placeholder of a text or number and the parameter to bind.
+    """Return the placeholder of a string or number, and the parameter to bind to it.
 
-    SQLite parses decimals in several ways, and some round incorrectly. So a float is bound as JSON
-    text and parsed like those in the metadata.
+    SQLite parses decimal numbers in several ways, and some round incorrectly. So a float is bound
+    as JSON text, which SQLite parses in the same way as the numbers in the metadata.
     """
     if isinstance(value, float):
         return "json_extract(?, '$')", repr(value)
@@ -182,50 +184,56 @@ def _bound(value: Value) -> tuple[str, Parameter]:
 
 
 def metadata_text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as JSON text on which `to_sql` and `matches` agree (SQLite 3.40 or later).
+    """Return metadata as JSON text for which `to_sql` and `matches` give the same results.
+
+    This holds for SQLite 3.40 or later.
 
     Raises:
         DataError: the metadata are not a JSON object, nest deeper than 64 levels, or contain a
-            number that is not finite, a NUL character or a lone surrogate.
+            number that is not finite, a NUL character or a lone surrogate (half of a pair).
     """
     if not isinstance(metadata, Mapping):
         raise DataError(
-            f"Metadata are an object with named entries, not a {type(metadata).__name__}."
+            f"Metadata must be an object with named entries, not a {type(metadata).__name__}."
         )
-    return json.dumps(_plain(metadata, "metadata", 1), ensure_ascii=False)
+    return json.dumps(_checked_json(metadata, "metadata", 1), ensure_ascii=False)
 
 
-def _plain(value: Any, where: str, depth: int) -> Any:
-    if depth > _DEPTH + 1:
-        raise DataError(f"{where[:80]}… nests deeper than {_DEPTH} levels.")
+def _checked_json(value: Any, where: str, depth: int) -> Any:
+    """Return a value in types that `json` writes; `where` names it in error messages."""
+    if depth > _MAX_DEPTH + 1:
+        raise DataError(f"{where[:80]}… nests deeper than {_MAX_DEPTH} levels.")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return _text(value, where)
+        return _checked_text(value, where)
     if isinstance(value, int | float):
         if not math.isfinite(value := number(value)):
             raise DataError(f"{where} must be a finite number within the range of float64.")
         return value
     if isinstance(value, list | tuple):
-        return [_plain(element, where, depth + 1) for element in value]
+        return [_checked_json(element, where, depth + 1) for element in value]
     if not isinstance(value, Mapping):
         raise DataError(
-            f"{where} is a {type(value).__name__}; JSON has text, numbers, true, false, null,"
-            " lists, objects."
+            f"{where} is a {type(value).__name__}; JSON has only text, numbers, true, false, null,"
+            " lists and objects."
         )
     for name in value:
         if not isinstance(name, str):
             raise DataError(
                 f"{where} has an entry whose name is not text, but a {type(name).__name__}."
             )
-        _text(name, f"A name in {where}")
-    return {name: _plain(entry, f"{where}.{name[:40]}", depth + 1) for name, entry in value.items()}
+        _checked_text(name, f"A name in {where}")
+    return {
+        name: _checked_json(entry, f"{where}.{name[:40]}", depth + 1)
+        for name, entry in value.items()
+    }
 
 
-def _text(value: str, where: str) -> str:
-    """Refuse texts that SQLite cannot hold; its JSON functions cut a text at NUL."""
+def _checked_text(value: str, where: str) -> str:
+    """Return text; raise a `DataError` if SQLite's JSON functions would refuse or cut it."""
     if has_surrogate(value):
-        raise DataError(f"{where} has a lone surrogate, which is no character.")
+        raise DataError(f"{where} has a lone surrogate, which is not a character. Remove it.")
     if "\0" in value:
-        raise DataError(f"{where} has a NUL character. Leave it out.")
+        raise DataError(f"{where} has a NUL character. Remove it.")
     return value

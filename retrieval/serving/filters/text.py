@@ -1,4 +1,4 @@
-"""Parse filters from text, with errors that point at the mistake; imports lark."""
+"""Parse filters from text with lark; error messages point at the mistake."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ _EXPECTED = {
     "TEXT": "a value ('text', a number, true, false, null)",
 }
 """Names of expected tokens in error messages."""
-_SHOWN = 60
+_SHOWN_CHARACTERS = 60  # shown on each side of a mistake
 Node = TypeVar("Node")
 
 
 class _Mistake(Exception):
-    """A mistake: a position in the text and a sentence about it."""
+    """A mistake in a filter: its position in the text, and a sentence that explains it."""
 
     def __init__(self, position: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -89,7 +89,7 @@ def parse(text: str) -> Filter:
         )
     if not text.strip():
         raise DataError(
-            f"The filter is empty. Write {_CONDITION}, or leave it out to get all items."
+            f"The filter is empty. Write {_CONDITION}, or omit the filter to get all items."
         )
     try:
         return _parser().parse(text)  # type: ignore[return-value]  # the transformer makes no tree
@@ -97,8 +97,8 @@ def parse(text: str) -> Filter:
         position, sentence = fault.position, str(fault)
     except UnexpectedInput as fault:
         position, sentence = _explained(fault, text)
-    start = max(text.rfind("\n", 0, position) + 1, position - _SHOWN)
-    line = _readable(text[start : position + _SHOWN].partition("\n")[0])
+    start = max(text.rfind("\n", 0, position) + 1, position - _SHOWN_CHARACTERS)
+    line = _readable(text[start : position + _SHOWN_CHARACTERS].partition("\n")[0])
     caret = " " * (position - start) + "^"
     raise DataError(f"The filter, character {position + 1}: {sentence}\n    {line}\n    {caret}")
 
@@ -110,7 +110,7 @@ def _parser() -> Lark:
 
 @v_args(inline=True)
 class _TreeBuilder(Transformer[Token, Any]):
-    """Builds the tree from the leaves up, without recursion."""
+    """Builds the filter; lark calls one method per grammar rule, from the leaves up."""
 
     def field(self, *names: Token) -> Field:
         return _refused_at(names[0], lambda: field_of(tuple(name.strip('"') for name in names)))
@@ -119,7 +119,7 @@ class _TreeBuilder(Transformer[Token, Any]):
         if token.type == "TEXT":
             return token, token[1:-1].replace("''", "'")
         if token.type == "NUMBER":
-            # Python refuses to parse integers of thousands of digits.
+            # Python's `int` refuses thousands of digits, so parse long numbers as floats.
             whole = len(token) < 30 and re.fullmatch(r"[+-]?[0-9]+", token)
             return token, int(token) if whole else float(token)
         return token, {"TRUE": True, "FALSE": False, "NULL": None}[token.type]
@@ -147,7 +147,7 @@ class _TreeBuilder(Transformer[Token, Any]):
 
 
 def _refused_at(token: Any, make: Callable[[], Node]) -> Node:
-    """Return `make()`; its errors point at this token."""
+    """Return `make()`; turn its `DataError` into a mistake at the position of `token`."""
     try:
         return make()
     except DataError as fault:
@@ -155,13 +155,13 @@ def _refused_at(token: Any, make: Callable[[], Node]) -> Node:
 
 
 def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
-    """Return the position of a mistake and a sentence about it, perhaps with a hint."""
+    """Return the position of a mistake, and a sentence that explains it."""
     position = fault.pos_in_stream or 0
     if isinstance(fault, UnexpectedCharacters):
         actual = text[position]
         if actual in ("'", '"'):
             what = "text" if actual == "'" else "name"
-            return position, f"the {what} that begins here has no end; it lacks {actual}."
+            return position, f"the {what} that begins here has no end. Add {actual} to close it."
         before = _parser().parse_interactive(text[:position])
         before.exhaust_lexer()
         tokens = set(before.accepts())  # type: ignore[no-untyped-call]
@@ -180,7 +180,7 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
     is_ = f"there is {_readable(actual[:40])}" if actual else "the text ends here"
     word = re.match(r'[^\W\d]|"', actual) and actual.lower() not in RESERVED
     if "TEXT" in tokens and word:
-        hint = f" Text stands in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
+        hint = f" Write text in single quotes: '{_readable(actual[:40].strip(chr(34)))}'."
     else:
         hint = did_you_mean(
             actual[:40], [name for name in ("and", "or", "in") if name.upper() in tokens]
@@ -189,5 +189,5 @@ def _explained(fault: UnexpectedInput, text: str) -> tuple[int, str]:
 
 
 def _readable(text: str) -> str:
-    """Return a text of the same length with unprintable characters replaced."""
+    """Return text of the same length with each unprintable character replaced."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,4 +1,4 @@
-"""Filters as immutable trees of limited size, and their conversion to text and JSON."""
+"""Filters as immutable trees of limited size, and conversions to and from text and JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_NAME = 500
 _JSON_DEPTH = 32
 
 Field = Literal["id", "label"] | tuple[str, ...]
-"""`"id"`, `"label"`, or a path of names in the metadata, such as `("maker", "country")`."""
+"""`"id"`, `"label"`, or the path of a metadata entry, such as `("maker", "country")`."""
 
 Op = Literal["=", "!=", "<", "<=", ">", ">="]
 Joint = Literal["and", "or", "not"]
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 OPS: tuple[Op, ...] = ("=", "!=", "<", "<=", ">", ">=")
 # SQLite 3.40 cannot look up JSON names that need a backslash.
-_UNFIT = re.compile(r'["\\\x00-\x1f]')
+_UNSUPPORTED = re.compile(r'["\\\x00-\x1f]')
 
 RESERVED = ("and", "or", "not", "in", "exists", "true", "false", "null")
 PLAIN_NAME = rf"(?!(?:{'|'.join(RESERVED)})\b)[^\W\d]\w*"
@@ -41,7 +41,13 @@ _LOGIC = ("and", "or", "not", "exists")
 
 
 class Size(NamedTuple):
-    """Size of a filter: levels of and, or and not, number of conditions, number of values."""
+    """Size of a filter.
+
+    Attributes:
+        nested: levels of and, or and not.
+        conditions: number of conditions.
+        values: number of values in all conditions.
+    """
 
     nested: int
     conditions: int
@@ -53,10 +59,10 @@ class _Node:
     size: Size = dataclasses.field(init=False, repr=False, compare=False)
 
     def _set(self, size: Size, **values: Any) -> None:
-        """Set checked values, or refuse a filter that is too large."""
+        """Set attributes of this frozen object; raise a `DataError` if the filter is too large."""
         if size.nested > MOST_NESTED:
             raise DataError(
-                f"The filter nests and, or and not more than {MOST_NESTED} deep. Write it flatter."
+                f"The filter nests and, or and not more than {MOST_NESTED} deep. Use fewer levels."
             )
         _check_count("conditions", size.conditions, MOST_CONDITIONS)
         _check_count("values", size.values, MOST_VALUES)
@@ -67,7 +73,7 @@ class _Node:
 @dataclass(frozen=True)
 class _Condition(_Node):
     field: Field
-    # Compared, because True == 1 in Python, but filters on them differ.
+    # Types take part in `==`, because True == 1 in Python, but filters on True and 1 differ.
     _types: tuple[str, ...] = dataclasses.field(init=False, repr=False)
 
     def _take(self, *operands: Value, **attributes: Any) -> None:
@@ -104,18 +110,18 @@ class Compare(_Condition):
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
-            raise DataError(f"{_shown(self.op)} is not a comparison; there are {', '.join(OPS)}.")
+            raise DataError(f"{_shown(self.op)} is not a comparison. Use one of {', '.join(OPS)}.")
         value = _checked_value(self.value)
         if self.op not in ("=", "!=") and type_of(value) not in ("number", "text"):
             raise DataError(
-                f"Only numbers and text have an order: {self.op} does not go with"
+                f"Only numbers and text have an order, so {self.op} cannot compare with"
                 f" {_literal(value)}."
             )
         self._take(value, value=value)
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """The value, as `In` has its values."""
+        """The value as a tuple, like `In.values`."""
         return (self.value,)
 
 
@@ -125,7 +131,7 @@ class In(_Condition):
 
     Args:
         field: `"id"`, `"label"` or a tuple of names.
-        values: at least one: text, finite numbers, True, False, None.
+        values: one or more values: text, finite numbers, True, False or None.
 
     Raises:
         DataError: an argument is invalid, or there are more than 10,000 values.
@@ -186,7 +192,7 @@ class Or(_Junction):
 
 @dataclass(frozen=True)
 class Not(_Node):
-    """Matches if a filter does not."""
+    """Matches if `part` does not match."""
 
     joint: ClassVar[Joint] = "not"
     part: Filter
@@ -198,7 +204,7 @@ class Not(_Node):
 
     @property
     def parts(self) -> tuple[Filter]:
-        """The part, as `And` and `Or` have their parts."""
+        """The part as a tuple, like `And.parts`."""
         return (self.part,)
 
 
@@ -207,7 +213,7 @@ Filter = Condition | And | Or | Not
 
 
 def fold(filter: Filter, of: Callable[[Condition], T], join: Callable[[Joint, list[T]], T]) -> T:
-    """Return the value of a filter, computed from its conditions upwards.
+    """Compute a value for each condition of a filter and join them; return the filter's value.
 
     Args:
         filter: the filter.
@@ -231,7 +237,7 @@ def fields(filter: Filter) -> frozenset[str]:
 
 
 def type_of(value: Value) -> str:
-    """Return the name of a value's type, one of four."""
+    """Return the type of a value: "null", "boolean", "text" or "number"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -253,7 +259,7 @@ def number(value: int | float) -> int | float:
 
 
 def field_of(names: tuple[str, ...]) -> Field:
-    """Return the field of dotted names; a leading `metadata` is optional.
+    """Return the field for the names of a dotted path; a leading `metadata` is optional.
 
     Raises:
         DataError: the names are not a valid field.
@@ -262,14 +268,16 @@ def field_of(names: tuple[str, ...]) -> Field:
     if first == "metadata":
         if not rest:
             raise DataError(
-                "`metadata` alone is not a field; write metadata.NAME "
-                "(metadata.metadata for an entry called so)."
+                "`metadata` alone is not a field. Write metadata.NAME (metadata.metadata for a"
+                " metadata entry that is called metadata)."
             )
         return _checked_path(tuple(rest))
     if first not in ("id", "label"):
         return _checked_path(names)
     if rest:
-        raise DataError(f"`{first}` has no parts; an entry of the metadata is metadata.{first}.")
+        raise DataError(
+            f"`{first}` has no parts. For the metadata entry {first}, write metadata.{first}."
+        )
     return "id" if first == "id" else "label"
 
 
@@ -282,19 +290,17 @@ def _names_of(field: Field) -> tuple[str, ...]:
 
 def _checked_path(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(names) > _MOST_NAMES:
-        raise DataError(
-            f"A field has at most {_MOST_NAMES} names one within the other, not {len(names):,}."
-        )
+        raise DataError(f"A field is a path of at most {_MOST_NAMES} names, not {len(names):,}.")
     for name in names:
         if not name or len(name) > _LONGEST_NAME:
             raise DataError(
                 f"A field's name has 1 to {_LONGEST_NAME} characters, not {len(name):,}."
             )
-        if _UNFIT.search(name) or has_surrogate(name):
+        if _UNSUPPORTED.search(name) or has_surrogate(name):
             raise DataError(
-                f"The field {_shown(name)} cannot be filtered by: double quotes, backslashes,"
-                " control characters and lone surrogates are not possible in its name. Give the"
-                " metadata entry another name."
+                f"A filter cannot use the field {_shown(name)}, because double quotes, backslashes,"
+                " control characters and lone surrogates are not allowed in a field's name. Rename"
+                " the metadata entry."
             )
     return tuple(map(str.__str__, names))
 
@@ -307,29 +313,31 @@ def _checked_value(value: Any) -> Value:
     if isinstance(value, str):
         if len(value) > MOST_CHARACTERS:
             raise DataError(
-                f"A text in a filter has at most {MOST_CHARACTERS:,} characters, not"
-                f" {len(value):,}."
+                f"Text in a filter has at most {MOST_CHARACTERS:,} characters, not {len(value):,}."
             )
         if "\0" in value or has_surrogate(value):
             raise DataError(
-                f"The text {_shown(value)} has a NUL character or a lone surrogate; no item's can."
+                f"The text {_shown(value)} has a NUL character or a lone surrogate, which no item"
+                " can have."
             )
         return str.__str__(value)
     if not isinstance(value, numbers.Integral | float):
-        raise DataError(f"A value is text, a number, true, false or null, not {_shown(value)}.")
+        raise DataError(
+            f"A value must be text, a number, true, false or null, not {_shown(value)}."
+        )
     plain = float(value) if isinstance(value, float) else number(int(value))
     if not math.isfinite(plain):
-        raise DataError("A number in a filter is finite and within the range of float64.")
+        raise DataError("A number in a filter must be finite and within the range of float64.")
     return plain
 
 
 def _check_count(what: str, count: int, most: int) -> None:
     if count > most:
-        raise DataError(f"The filter has {count:,} {what}; {most:,} are the most.")
+        raise DataError(f"The filter has {count:,} {what}; at most {most:,} are allowed.")
 
 
 def has_surrogate(text: str) -> bool:
-    """Return whether a text contains a lone surrogate, which is not a character."""
+    """Return whether text contains a lone surrogate, half of a pair that encodes a character."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -338,7 +346,7 @@ def has_surrogate(text: str) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a short text for any user input in an error message."""
+    """Return a short description of any input, for error messages."""
     if isinstance(value, str):
         return ascii(value[:40]) + ("…" if len(value) > 40 else "")
     return f"a {type(value).__name__}" if value is not None else "null"
@@ -347,7 +355,8 @@ def _shown(value: object) -> str:
 def filter_to_text(filter: Filter) -> str:
     """Return a filter as text; `parse_filter` parses it again if it has up to 10,000 characters."""
     if not isinstance(filter, Condition):
-        weaker = Or if isinstance(filter, Or) else And | Or  # parts that need brackets
+        # Kinds of parts that need brackets.
+        weaker = Or if isinstance(filter, Or) else And | Or
         texts = [
             f"({filter_to_text(part)})" if isinstance(part, weaker) else filter_to_text(part)
             for part in filter.parts
@@ -402,7 +411,7 @@ def filter_from_json(value: object, where: str = "The filter", depth: int = 1) -
 
     Args:
         value: the JSON value.
-        where: what it is, for error messages.
+        where: name of the value in error messages.
         depth: level of the value in the filter.
 
     Raises:
@@ -414,10 +423,10 @@ def filter_from_json(value: object, where: str = "The filter", depth: int = 1) -
         )
     if depth > _JSON_DEPTH:
         raise DataError(
-            f"The filter nests objects and lists more than {_JSON_DEPTH} deep. Write it flatter."
+            f"The filter nests objects and lists more than {_JSON_DEPTH} deep. Use fewer levels."
         )
     if not value:
-        raise DataError(f"{where} is an empty object. Leave the filter out to get all items.")
+        raise DataError(f"{where} is an empty object. Omit the filter to get all items.")
     _check_count("conditions", len(value), MOST_CONDITIONS)
     return _joined(And, [_from_entry(key, entry, where, depth) for key, entry in value.items()])
 
@@ -435,14 +444,14 @@ def _from_entry(key: object, value: object, where: str, depth: int) -> Filter:
         ]
         return _joined(And if key == "and" else Or, parts)
     if key == "not":
-        return Not(filter_from_json(value, 'What "not" takes', depth + 1))
+        return Not(filter_from_json(value, 'The value of "not"', depth + 1))
     if key == "exists" and not isinstance(value, str):
         raise DataError(f'{where}: "exists" takes the name of a field, not {_shown(value)}.')
     text = str(value) if key == "exists" else key
     if len(text) > MOST_CHARACTERS or not _FIELD.fullmatch(text):
         raise DataError(
-            f"{_shown(text)} is not a field: names joined by dots, in double quotes where a name"
-            " holds a dot."
+            f"{_shown(text)} is not a field. Join names by dots, and put a name that has a dot in"
+            " double quotes."
         )
     field = field_of(tuple(name.strip('"') for name in _NAME.findall(text)))
     if key == "exists":
@@ -453,7 +462,7 @@ def _from_entry(key: object, value: object, where: str, depth: int) -> Filter:
         value = {"=": value}
     if not value:
         raise DataError(
-            f'{where}: {_shown(key)} has an empty object. Write a value or, for one, {{"<": 20}}.'
+            f'{where}: {_shown(key)} has an empty object. Write a value, or {{"<": 20}}.'
         )
     _check_count("conditions", len(value), MOST_CONDITIONS)
     try:
@@ -467,7 +476,7 @@ def _condition(field: Field, op: object, value: Any) -> Filter:
         return In(field, value)
     if op not in OPS:
         hint = did_you_mean(op[:40], (*OPS, "in")) if isinstance(op, str) else ""
-        raise DataError(f"{_shown(op)} is not one of {', '.join(OPS)}, in.{hint}")
+        raise DataError(f"{_shown(op)} is not one of {', '.join(OPS)} and in.{hint}")
     return Compare(field, op, value)
 
 

@@ -1,7 +1,7 @@
 """Add items to an index: decode, encode, write.
 
 Items that are unchanged since an earlier call are skipped, so repeating an interrupted call resumes
-it. `embed` is also what migrations and `retrieval embed` use to decode and encode.
+it. Migrations and the command `retrieval embed` also use the function `embed`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from retrieval.serving.store.contract import CODE, FEATURES, VECTOR, Floats, Ite
 if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
-_PAGE = 1000
+_ITEMS_PER_READ = 1000
 _ROWS = 4096
 _BYTES = 64_000_000
 _SECONDS = 1.0
-"""Encoded items are written every `_ROWS` items, `_BYTES` of kept originals or `_SECONDS`.
+"""Encoded items are written after `_ROWS` items, `_BYTES` of originals or `_SECONDS`.
 
-A killed process loses no more than that.
+So a killed process loses at most that much work.
 """
-_TRIES = 5
+_MAX_ATTEMPTS = 5
 _MAX_LISTED = 10  # faults listed in an error message
 
 
 def short_repr(result: Any) -> str:
-    """Return a result's fields that are not empty, and its numbers in four digits."""
+    """Return a `repr` of a dataclass without its empty fields, and with floats in four digits."""
     values = {field.name: getattr(result, field.name) for field in fields(result)}
     texts = [
         f"{name}={f'{value:.4g}' if isinstance(value, float) else value}"
@@ -77,7 +77,7 @@ class Added:
         unchanged: number of items that were already in the index.
         removed: number of items that `sync` deleted.
         skipped: one sentence per item that could not be used.
-        repeated: number of files named more than once; each is used once.
+        repeated: number of repeated files in the sources; a file is used once.
         left_out: one sentence per reason why files or columns were left out.
         seconds: duration in seconds.
     """
@@ -100,12 +100,12 @@ class Summary:
 
     Attributes:
         path: folder or address of the index.
-        count: number of items in it.
+        count: number of items in the index.
         skipped: one sentence per image that could not be used.
-        repeated: number of files named more than once; each is used once.
+        repeated: number of repeated files in the sources; a file is used once.
         resumed: number of items added by an earlier, interrupted run.
         backend: name of the back end; at an address, name of the store.
-        recall_at_10: measured recall of an approximate back end. `None` for an exact one.
+        recall_at_10: measured recall of the back end. `None` if its search is exact.
         seconds: duration in seconds.
         left_out: one sentence per reason why files or columns were left out.
     """
@@ -134,9 +134,9 @@ class Options:
     limits: Limits = field(default_factory=Limits)
 
 
-_REST_IS_THERE = (
-    "All others are in the index. Mend or remove these, or leave them out with --skip-bad "
-    "(in Python skip_bad=True)."
+_OTHERS_ADDED = (
+    "All others are in the index. Repair or remove these, or skip them with --skip-bad"
+    " (in Python skip_bad=True)."
 )
 
 
@@ -150,7 +150,8 @@ def add_sources(
 ) -> Added:
     """Embed the items of `sources` and add them; see `Index.add`.
 
-    `whole` is for creating an index: an unusable image fails the call unless `skip_bad` is set.
+    `whole` is True while an index is created. Then an unusable image makes the whole call fail,
+    unless `skip_bad` is set.
     """
     began = time.monotonic()
     named = paths_of(sources)
@@ -158,19 +159,19 @@ def add_sources(
     collected = vectors.sources if vectors else collect(named, index.bundle.manifest.input.kind)
     refuse_twice(item.key for item in collected.items)
     writer = _Writer(index, strict=whole and not options.skip_bad)
-    for attempt in range(_TRIES):
+    for attempt in range(_MAX_ATTEMPTS):
         new, relabelled, unchanged = _changes(index, collected.items)
         try:
             if vectors:
                 results = vectors.embedded(new)
             else:
                 contents = originals(new, collected.features, options.limits.bytes, options.keep)
-                results = _embedded(index, contents, options, strict=writer.strict)
+                results = _embed_for(index, contents, options, strict=writer.strict)
             writer.take(results, len(new))
             break
         except Superseded:
-            # Another generation is served now. The remaining items are embedded for it.
-            if attempt == _TRIES - 1:
+            # A migration ended meanwhile, so embed the remaining items with the new bundle.
+            if attempt == _MAX_ATTEMPTS - 1:
                 raise
             index.follow()
     faults, count = writer.faults, len(collected.items)
@@ -181,7 +182,7 @@ def add_sources(
     if sync and not faults:
         removed = _remove_others(index, {item.key for item in collected.items})
     if faults and not options.skip_bad:
-        advice = _REST_IS_THERE + (" Nothing was removed." if sync else "")
+        advice = _OTHERS_ADDED + (" Nothing was removed." if sync else "")
         raise _unusable(faults, count, advice)
     return Added(
         added=writer.added,
@@ -229,9 +230,9 @@ def add_images(
         for item, name, content in zip(items, names, contents, strict=True)
     )
     writer = _Writer(index)
-    writer.take(_embedded(index, originals, replace(options, keep=keep)), count)
+    writer.take(_embed_for(index, originals, replace(options, keep=keep)), count)
     if writer.faults and not options.skip_bad:
-        raise _unusable(writer.faults, count, _REST_IS_THERE)
+        raise _unusable(writer.faults, count, _OTHERS_ADDED)
     return Added(
         added=writer.added,
         changed=writer.changed,
@@ -241,7 +242,7 @@ def add_images(
 
 
 def _original(name: str, content: Any) -> Original:
-    """Return an image from memory as the pipeline reads it: its file's path, or its bytes."""
+    """Return an image or a row of features from memory in a form that `embed` accepts."""
     if isinstance(content, str | os.PathLike):
         return Path(content)
     if isinstance(content, np.ndarray) and content.ndim == 1:
@@ -261,6 +262,7 @@ def _original(name: str, content: Any) -> Original:
 
 
 def _unusable(faults: Sequence[str], count: int, advice: str) -> DataError:
+    """Return the error that lists the first of `faults` among `count` items."""
     lines = [
         f"{len(faults):,} of {count:,} items cannot be used:",
         *(f"  - {fault}" for fault in faults[:_MAX_LISTED]),
@@ -277,20 +279,26 @@ def refuse_twice(ids: Iterable[str]) -> None:
         f"{id!r} is the id of {count} items." for id, count in counts.items() if count > 1
     ]:
         raise DataError(
-            listed("What is to be added", twice)
-            + "\nGive each its own in a CSV manifest's column 'key', or add the folders one by one."
+            listed("The list of items", twice)
+            + "\nGive every item an id of its own in the column 'key' of a CSV manifest, or add the"
+            " folders one by one."
         )
 
 
 def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[Source], int]:
-    """Return items to embed, items with only a new label, metadata or path, and how many others."""
-    # Items that a migration skipped have no vector, and are embedded even if their file is the
-    # same. Generation 1 skips nothing, so its vectors are not read.
+    """Compare items with those in the index.
+
+    Returns:
+        Items to embed, items of which only the label, metadata or path changed, and the number of
+        unchanged items.
+    """
+    # An item that a migration skipped has no vector, and is embedded even if its file is the same.
+    # No migration made generation 1, so its arrays need not be read.
     arrays = index.generation.number > 1
     new: list[Source] = []
     relabelled: list[Source] = []
-    for start in range(0, len(items), _PAGE):
-        page = items[start : start + _PAGE]
+    for start in range(0, len(items), _ITEMS_PER_READ):
+        page = items[start : start + _ITEMS_PER_READ]
         stored = index.store.get([item.key for item in page], arrays=arrays)
         for item in page:
             known = stored.get(item.key)
@@ -305,14 +313,14 @@ def _changes(index: Index, items: Sequence[Source]) -> tuple[list[Source], list[
 
 
 def _path(source: Source, known: Item) -> Path | None:
-    """Return the path to record for an item that the index knows; its file may have moved."""
+    """Return the path to store for an item that is in the index; its file may have moved."""
     return None if known.path is None or source.row is not None else source.path
 
 
 def _relabel(index: Index, sources: Sequence[Source]) -> None:
     """Update labels, metadata and paths of items whose files are unchanged."""
-    for start in range(0, len(sources), _PAGE):
-        page = {item.key: item for item in sources[start : start + _PAGE]}
+    for start in range(0, len(sources), _ITEMS_PER_READ):
+        page = {item.key: item for item in sources[start : start + _ITEMS_PER_READ]}
         items = [
             replace(
                 item,
@@ -329,7 +337,7 @@ def _relabel(index: Index, sources: Sequence[Source]) -> None:
 def _remove_others(index: Index, ids: set[str]) -> int:
     """Delete all items except `ids`; return how many."""
     removed, after = 0, None
-    while page := index.store.scan(after=after, limit=_PAGE):
+    while page := index.store.scan(after=after, limit=_ITEMS_PER_READ):
         after = page[-1].id
         if other := [item.id for item in page if item.id not in ids]:
             removed += index.store.delete(other)
@@ -337,7 +345,12 @@ def _remove_others(index: Index, ids: set[str]) -> int:
 
 
 class _Writer:
-    """Writes encoded items to the index about once a second; `strict` refuses any fault."""
+    """Writes encoded items to the index about once a second.
+
+    Args:
+        index: the index.
+        strict: fail if any item is unusable.
+    """
 
     def __init__(self, index: Index, strict: bool = False) -> None:
         self.strict, self._index = strict, index
@@ -345,7 +358,12 @@ class _Writer:
         self.faults: list[str] = []
 
     def take(self, results: Iterable[list[Result]], count: int) -> None:
-        """Write all items that have a vector."""
+        """Write the items that have arrays, and collect the faults of the others.
+
+        Args:
+            results: batches from `embed`.
+            count: number of items, for the progress bar.
+        """
         self.faults, self._waiting = [], list[Item]()
         self._bytes, self._since = 0, time.monotonic()
         bundle = self._index.bundle.sha256
@@ -371,8 +389,8 @@ class _Writer:
             raise _unusable(
                 self.faults,
                 count,
-                "Mend or remove them, or leave them out with --skip-bad (in Python skip_bad=True). "
-                "Nothing was written.",
+                "Repair or remove them, or skip them with --skip-bad (in Python skip_bad=True)."
+                " No index was created.",
             )
         self._write(bundle)
 
@@ -386,7 +404,7 @@ class _Writer:
 
 
 Result = tuple[Item, str | None]
-"""An item with its arrays, or an item without and the sentence why it cannot be used."""
+"""An item with its arrays and None, or an item without arrays and why it cannot be used."""
 
 
 def embed(
@@ -397,17 +415,18 @@ def embed(
     keep_features: bool = False,
     strict: bool = False,
 ) -> Iterator[list[Result]]:
-    """Yield items with their arrays and the facts about their originals, batch by batch in order.
+    """Decode and encode items; yield them in order, in batches.
 
-    Threads decode a few batches ahead of the encoder.
+    The items have their arrays, and the size in bytes and pixels of their originals. Threads decode
+    about two batches ahead of the encoder.
 
     Args:
-        bundle: encodes the items.
-        items: each item with its name (for error messages) and its original.
-        options: `keep` "copy" and "thumbnail" fill `Item.original`.
+        bundle: the bundle that encodes the items.
+        items: triples of an item, its name for error messages, and its original.
+        options: if `keep` is "copy" or "thumbnail", `Item.original` is set.
         keep_features: also return the backbone's features.
-        strict: after the first item that cannot be used, stop encoding and only decode the rest, to
-            find every fault. Those items have no arrays.
+        strict: after the first item that cannot be used, only decode the remaining items, which
+            finds every fault; these items have no arrays.
 
     Raises:
         DataError: the encoder returns NaN or infinity.
@@ -416,7 +435,7 @@ def embed(
     def decoded(entry: tuple[Item, str, Original]) -> tuple[Item, str | None, Any]:
         item, name, original = entry
         try:
-            item, inputs = _decoded(bundle, item, name, original, options)
+            item, inputs = _decode_item(bundle, item, name, original, options)
         except DataError as fault:
             return item, str(fault), None
         return item, None, inputs
@@ -447,7 +466,7 @@ def embed(
     yield encoded(waiting)
 
 
-def _embedded(
+def _embed_for(
     index: Index,
     items: Iterable[tuple[Item, str, Original]],
     options: Options,
@@ -457,10 +476,10 @@ def _embedded(
     return embed(index.bundle, items, options, keep_features=features, strict=strict)
 
 
-def _decoded(
+def _decode_item(
     bundle: Bundle, item: Item, name: str, original: Original, options: Options
 ) -> tuple[Item, NDArray[Any]]:
-    """Decode an original; return the item with its facts, and the encoder's input."""
+    """Decode an original; return the item with the original's sizes, and the encoder's input."""
     if isinstance(original, DataError):
         raise original
     if isinstance(original, np.ndarray):
@@ -494,11 +513,11 @@ def arrays_of(
 
 
 def by_name(encoded: Encoded, features: Floats | None = None) -> dict[str, Floats]:
-    """Return encoded arrays (n, width) and optional features (n, F), by the store's names."""
+    """Return encoded arrays (n, width) and optional features (n, F) by name."""
     arrays = {VECTOR: encoded.vector, CODE: encoded.code, FEATURES: features}
     return {name: array for name, array in arrays.items() if array is not None}
 
 
 def row_of(arrays: Mapping[str, Floats], row: int) -> dict[str, Floats]:
-    """Return one row of each array."""
+    """Return the row `row` of each array."""
     return {name: values[row] for name, values in arrays.items()}

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index_backend import IndexBackend
 
 FLAT_NUMBERS = 32_000_000
-"""`auto` searches exactly up to this many numbers (250,000 × 128): about 10 ms a query on one core.
+"""`auto` searches exactly up to this many numbers, such as 250,000 vectors of 128 numbers.
+
+One core then needs about 10 ms per query.
 """
 HNSW_VECTORS = 2_000_000
-"""`auto` uses a graph up to this many vectors (about 0.5 GB of links), inverted lists beyond."""
+"""`auto` uses a graph up to this many vectors (about 0.5 GB of links), then inverted lists."""
 
 
 @hookimpl
@@ -33,15 +35,15 @@ def retrieval_indexes() -> Factories:
 
 
 @cache
-def _own() -> dict[str, Factory]:
+def _built_in() -> dict[str, Factory]:
     """Return the built-in back ends by short name, without loading any plugin."""
     return own_factories("indexes", sys.modules[__name__])
 
 
 def short_name(name: str) -> str:
-    """Return the name that an index records: a built-in back end's without its `core.`."""
+    """Return the name that an index stores: `core.flat` becomes `flat`, `PLUGIN.name` stays."""
     short = name.removeprefix(f"{BUILT_IN}.")
-    return short if short in _own() else name
+    return short if short in _built_in() else name
 
 
 def choose(count: int, width: int) -> str:
@@ -62,17 +64,17 @@ def make_backend(
         plugins: files or modules to load as plugins besides the installed ones.
 
     Raises:
-        PluginError: the back end is unknown, rejects a parameter or is no `IndexBackend`, or a
+        PluginError: the back end is unknown, rejects a parameter or is not an `IndexBackend`, or a
             plugin cannot be loaded.
     """
     from retrieval.serving.index.index_backend import IndexBackend
 
-    factory = _own().get(short_name(name))
+    factory = _built_in().get(short_name(name))
     if factory is None and "." not in name:
-        names = [*_own(), "auto"]
+        names = [*_built_in(), "auto"]
         raise PluginError(
-            f"There is no index back end '{name}' (built in: {', '.join(names)}; a plugin's is"
-            " called PLUGIN.name)." + did_you_mean(name, names)
+            f"There is no index back end '{name}' (built in: {', '.join(names)}; name a plugin's"
+            " back end PLUGIN.name)." + did_you_mean(name, names)
         )
     if factory is None:
         from retrieval.host.plugins import load_plugins
@@ -84,7 +86,7 @@ def make_backend(
     backend = factory.build(values)
     if not isinstance(backend, IndexBackend):
         raise PluginError(
-            f"The index back end '{name}' made a {type(backend).__name__}, not a"
+            f"The factory of the index back end '{name}' returned a {type(backend).__name__}, not a"
             " retrieval.plugin.IndexBackend."
         )
     return backend

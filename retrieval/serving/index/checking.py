@@ -21,13 +21,13 @@ from retrieval.serving.store.record import Record
 
 
 def check_index(folder: Path) -> tuple[list[str], list[str]]:
-    """Compare an index folder with its checksums, and its record with its arrays.
+    """Compare the files of an index folder with their checksums and with the SQLite record.
 
     Returns:
         Two lists of sentences: what is damaged, and what the next writer rebuilds by itself.
 
     Raises:
-        StoreError: the record cannot be opened.
+        StoreError: the folder does not exist, or its SQLite record cannot be opened.
     """
     if not folder.is_dir():
         raise StoreError(f"{folder} is not an index: there is no such folder.")
@@ -36,40 +36,40 @@ def check_index(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def check_store(store: Store) -> list[str]:
-    """Read everything in a store; return one sentence per damage.
+    """Read everything in a store and return one sentence per fault.
 
-    Compares each bundle with its generation and reads every item with its arrays. Concurrent writes
-    do not count as damage.
+    Checks that each generation has the bundle that embedded its items, and that each item's arrays
+    have the right widths and are finite. Concurrent writes do not count as faults.
     """
-    damaged: list[str] = []
+    faults: list[str] = []
     for generation in store.generations():
         try:
             folder = store.bundle(generation)
             bundle = Bundle.open(folder, variant=generation.variant, device="cpu")
             if bundle.sha256 != generation.bundle:
-                damaged.append(
+                faults.append(
                     f"The bundle of generation {generation.number} is not the one that embedded"
                     " its items."
                 )
         except RetrievalError as fault:
-            damaged.append(str(fault))
+            faults.append(str(fault))
     served = served_of(store.generations())
-    before, read = store.count(), 0
+    expected, read = store.count(), 0
     after: str | None = None
-    with Meter("checking", before, "items") as meter:
+    with Meter("checking", expected, "items") as meter:
         while page := store.scan(after=after):
             after = page[-1].id
             items = store.get([item.id for item in page], arrays=True)
-            damaged += [
+            faults += [
                 f"The arrays of the item '{item.id}' do not fit its generation."
                 for item in items.values()
                 if item.arrays and not _fits(item, served)
             ]
             read += len(page)
             meter.update(len(page))
-    if read != before and store.count() == before:
-        damaged.append(f"The store counts {before:,} items, but {read:,} were read.")
-    return damaged
+    if read != expected and store.count() == expected:
+        faults.append(f"The store reports {expected:,} items, but {read:,} were read.")
+    return faults
 
 
 def _fits(item: Item, generation: Generation) -> bool:
@@ -84,43 +84,46 @@ def _fits(item: Item, generation: Generation) -> bool:
 def restore(snapshot: Path, target: IndexPlace, *, plugins: Sequence[str] = ()) -> list[str]:
     """Check a snapshot, then copy it to a new folder or address.
 
-    A folder receives the whole snapshot. An address receives the index's id and the items of the
-    served generation only.
+    A folder receives the whole snapshot. An address receives the index's id and those items that
+    the served generation (the arrays that are searched) has arrays of.
 
     Returns:
-        One sentence for each thing that was not copied.
+        A sentence that counts the items that were not copied; an empty list if all were.
 
     Raises:
-        StoreError: the snapshot is damaged, the target already exists, or it cannot be written.
+        StoreError: the snapshot is damaged, or the target exists or cannot be written.
     """
-    damaged, _ = check_index(snapshot)
-    if damaged:
-        raise StoreError(listed(f"The snapshot {snapshot} is damaged", damaged))
+    faults, _ = check_index(snapshot)
+    if faults:
+        raise StoreError(listed(f"The snapshot {snapshot} is damaged", faults))
     if not isinstance(target, Path):
-        return _fill(snapshot, store_place(target, plugins))
+        return _create_from(snapshot, store_place(target, plugins))
     with Record.opened(snapshot) as record:
         write_snapshot(record, target, "Name a folder that does not exist yet.")
     return []
 
 
-def _fill(snapshot: Path, place: StorePlace) -> list[str]:
-    """Create an index at an address from a snapshot's served generation, or leave nothing."""
+def _create_from(snapshot: Path, place: StorePlace) -> list[str]:
+    """Create an index at an address from a snapshot's served generation; see `restore`.
+
+    If this fails, nothing is left at the address.
+    """
     if place.exists():
         raise StoreError(f"{place.address} exists already. Choose another name.")
-    behind: list[Item] = []
+    skipped: list[Item] = []
     with LocalStore(snapshot, upkeep=False) as source:
         served = served_of(source.generations())
         bundle = Bundle.open(source.bundle(served), variant=served.variant, device="cpu")
         store = place.create(bundle, served.widths, identity=source.identity())
         try:
             with store, Meter("restoring", source.count(), "items") as meter:
-                copy_items(source, store, bundle.sha256, bare=behind.extend, report=meter.update)
+                copy_items(source, store, bundle.sha256, bare=skipped.extend, report=meter.update)
         except Exception:
             place.drop()
             raise
-    if not behind:
+    if not skipped:
         return []
     return [
-        f"{len(behind):,} items were not copied: they could not be embedded when the snapshot's"
+        f"{len(skipped):,} items were not copied: they could not be embedded when the snapshot's"
         " index was migrated."
     ]

@@ -1,4 +1,4 @@
-"""Create an index: embed items, add them, and move the finished index into place."""
+"""Create an index: embed items, add them, and move the finished index to its final path."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Exports(Protocol):
     """An object that can be exported as a bundle, such as a `retrieval.Encoder`."""
 
     def exported(self) -> AbstractContextManager[Path]:
-        """Return a context manager that yields the bundle's folder."""
+        """Return a context manager that yields the folder of the exported bundle."""
 
 
 def create(
@@ -65,23 +65,24 @@ def create(
 ) -> Index:
     """Embed items, create an index of them and open it.
 
-    An interrupted call leaves `<path>.partial`; repeating the call with the same bundle resumes
-    from it. At an address, an interrupted call leaves a partly filled index, and `add` resumes
-    it. A failed call leaves nothing.
+    An interrupted call leaves the folder `<path>.partial`; repeating the call with the same bundle
+    resumes from it. At an address, an interrupted call leaves a partly filled index; complete it
+    with `Index.add`. A failed call leaves nothing.
 
     Args:
         path: folder to write, whose parent must exist, or the address of a plugin's store.
-        sources: see `Index.add`; without sources the index is empty.
-        model: embeds the items: a bundle's folder, or an encoder from `retrieval.load`. A run
-            or a backbone is exported first; the index keeps its own copy of the bundle.
-        backend: structure of large indexes: "auto" (by size), "flat", "hnsw", "ivf", or a
-            plugin's `PLUGIN.name`.
+        sources: see `Index.add`. Without sources the index is empty.
+        model: model that embeds the items: an opened bundle, a bundle's folder, or an encoder from
+            `retrieval.load`. An encoder of a run or of a backbone is exported first. The index
+            keeps a copy of the bundle.
+        backend: back end that speeds up the search of a large index: "auto" (by size), "flat",
+            "hnsw", "ivf", or a plugin's `PLUGIN.name`.
         options: parameters of the back end.
         plugins: files or modules to load as plugins besides the installed ones.
         variant: variant of the encoder that encodes items and queries.
         keep: what the index keeps of each original; see `Index.add`.
-        keep_features: also keep the backbone's features, so that `migrate` to another head
-            takes seconds. The bundle must be split or take features.
+        keep_features: also store the backbone's features, so that `Index.migrate` to another head
+            needs no original. The bundle must be split into backbone and head, or take features.
         skip_bad: leave out images that cannot be used, instead of failing.
         replace: replace an existing index; at an address it is deleted first.
         batch: number of items per batch.
@@ -94,9 +95,8 @@ def create(
         The opened index. Its `summary` reports what was done.
 
     Raises:
-        DataError: images cannot be used, or an id is used twice. The message counts all and
-            names the first ten.
-        StoreError: the path exists, another process is building it, or it cannot be written.
+        DataError: images cannot be used, or an id is used twice. The message lists the first ten.
+        StoreError: the path exists or cannot be written, or another process is building the index.
         BundleError: the bundle cannot be used, or has no features to keep.
         PluginError: the back end does not exist or rejects its parameters.
     """
@@ -125,9 +125,9 @@ def create(
                 address.drop()
             try:
                 store = address.create(loaded, widths)
-                built = _filled(cls(place, store, device=device), named, adding)
+                built = _fill_index(cls(place, store, device=device), named, adding)
             except StoreUnavailable:
-                raise  # deleting would fail, too
+                raise  # the store cannot be reached, so deleting the index would fail too
             except Exception:
                 address.drop()
                 raise
@@ -143,7 +143,7 @@ def create(
                 try:
                     local = _open_partial(partial, loaded, widths, structure, keep, plugins)
                     index = cls(partial, local, device=device)
-                    built = _filled(index, named, adding, sync=True)
+                    built = _fill_index(index, named, adding, sync=True)
                     rename_whole(partial, place, replace=replace, exists_error=_exists_error(place))
                 except Exception:
                     shutil.rmtree(partial, ignore_errors=True)
@@ -153,7 +153,7 @@ def create(
     return index
 
 
-def _filled(
+def _fill_index(
     index: Index, named: Sequence[StrPath], options: Options, sync: bool = False
 ) -> Summary:
     """Add the items of `named` to a new index, build its structure, and close it."""
@@ -178,7 +178,7 @@ def _filled(
 
 
 def refuse_existing(output: Path, replace: bool) -> None:
-    """Refuse to overwrite anything except, with `replace`, an index."""
+    """Raise a `StoreError` if `output` exists, unless it is an index and `replace` is True."""
     if not output.parent.is_dir():
         raise StoreError(f"{output} cannot be written: there is no folder {output.parent}.")
     if not (output.exists() or output.is_symlink()):
@@ -188,17 +188,20 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not replace:
         raise _exists_error(output)
     if output.is_symlink() or kind_of(output) != "index" or not (output / RECORD).is_file():
-        raise StoreError(f"{output} is not an index, so nothing replaces it. Choose another name.")
+        raise StoreError(f"{output} is not an index, so it is not replaced. Choose another name.")
 
 
 def _free_address(
     address: Address, plugins: Sequence[str], replace: bool, structured: bool
 ) -> StorePlace:
-    """Return the place at an address after checking that it is free and needs no structure."""
+    """Return the place at an address after checking that a new index can be created there.
+
+    `structured` is True if the user named a back end or its parameters.
+    """
     if structured:
         raise DataError(
             f"Only an index in a folder takes a back end and its parameters. The store of {address}"
-            " takes its parameters from the address; 'retrieval plugins show' lists them."
+            " reads its parameters from the address; 'retrieval plugins show' lists them."
         )
     place = store_place(address, plugins)
     if not replace and place.exists():
@@ -219,13 +222,13 @@ def _exists_error(output: Path) -> StoreError:
 def _structure(
     backend: str, options: Mapping[str, Any] | None, plugins: Sequence[str]
 ) -> StructureChoice:
-    """Return the requested structure, checked before any work so that a typo fails at once."""
+    """Return the requested back end; check it now, so that a typo fails before any work."""
     if backend != "auto":
         make_backend(backend, options or {}, plugins)
         return StructureChoice(short_name(backend), dict(options or {}))
     if options:
         raise DataError(
-            "Parameters of a back end need its name: name it (--backend, in Python backend=…)."
+            "Parameters of a back end need its name: add --backend NAME (in Python backend='NAME')."
         )
     return StructureChoice("auto", {})
 
@@ -238,12 +241,12 @@ def _open_partial(
     keep: Keep,
     plugins: Sequence[str],
 ) -> LocalStore:
-    """Return the store of an interrupted run with the same settings, or an empty one."""
+    """Return the store that an interrupted call with the same settings left, or an empty store."""
     with suppress(StoreError, OSError):
         store = LocalStore(partial, plugins=plugins, upkeep=False)
         served = served_of(store.generations())
-        begun = (served.bundle, served.variant, dict(served.widths), store.chosen_structure())
-        if begun == (bundle.sha256, bundle.variant, dict(widths), structure):
+        settings = (served.bundle, served.variant, dict(served.widths), store.chosen_structure())
+        if settings == (bundle.sha256, bundle.variant, dict(widths), structure):
             return store
         store.close()
     if partial.is_dir():

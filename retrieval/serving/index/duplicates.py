@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _PAGE_ITEMS = 256
-_FIRST_NEIGHBOURS = 8
-_MOST_NEIGHBOURS = 1024
+_FIRST_NEIGHBOURS = 8  # neighbours requested per item; if all are duplicates, four times as many
+_MAX_NEIGHBOURS = 1024
 
 
 @dataclass(frozen=True)
 class Duplicates:
-    """One group of near-duplicates, connected directly or through other items.
+    """One group of near-duplicates; see `Index.duplicates`.
 
     Attributes:
         ids: ids of the items, sorted.
-        largest: largest distance of a pair that connects them.
+        largest: largest distance between two neighbours in the group.
     """
 
     ids: tuple[str, ...]
@@ -42,8 +42,8 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
     """Return groups of near-duplicates; see `Index.duplicates`."""
     if not within >= 0:
         raise DataError(f"The distance of duplicates must be at least 0, not {within}.")
-    parent: dict[str, str] = {}
-    largest: dict[str, float] = {}
+    parent: dict[str, str] = {}  # a union-find forest of ids
+    largest: dict[str, float] = {}  # by root: largest distance of two neighbours in the group
 
     def root(id: str) -> str:
         while parent.setdefault(id, id) != id:
@@ -68,7 +68,7 @@ def find_duplicates(index: Index, within: float, where: Filter | None) -> list[D
 def _neighbours(
     index: Index, items: Sequence[Item], within: float, where: Filter | None
 ) -> list[list[tuple[str, float]]]:
-    """Return the neighbours `(id, distance)` of each item within a distance of it."""
+    """Return, for each item, the ids and distances of the items at most `within` away from it."""
     bundle = index.bundle
     neighbours: list[list[tuple[str, float]]] = [[] for _ in items]
     rows, count = list(range(len(items))), _FIRST_NEIGHBOURS
@@ -86,8 +86,8 @@ def _neighbours(
                 for item, distance in zip(candidates, distances, strict=True)
                 if distance <= within
             ]
-            if len(near) == len(candidates) and count <= len(candidates) < _MOST_NEIGHBOURS:
-                unfinished.append(row)  # more neighbours may follow
+            if len(near) == len(candidates) and count <= len(candidates) < _MAX_NEIGHBOURS:
+                unfinished.append(row)  # the item may have more neighbours
             neighbours[row] = [pair for pair in near if pair[0] != items[row].id]
         rows, count = unfinished, 4 * count
     return neighbours

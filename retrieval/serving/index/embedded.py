@@ -1,7 +1,8 @@
 """Folders of embeddings, which `retrieval embed` writes and an index reads.
 
-A folder has `embedding.json`, which records the items and the bundle, and one Parquet file per part
-of the items. A part is written atomically and named by its number.
+A folder has `embedding.json` (the plan: number of items, bundle, settings) and Parquet files. Each
+Parquet file holds one part, a fixed number of items; it is named by the part's number and written
+atomically.
 """
 
 from __future__ import annotations
@@ -36,24 +37,24 @@ SIZES = ("bytes", "width", "height")
 _TEXTS = ("key", "label", "metadata", "stamp", "path", "source", *SIZES)
 
 Sizes = tuple[int | None, int | None, int | None]
-"""Bytes, width and height of an original."""
+"""Bytes, and width and height in pixels, of an original."""
 Rows = Iterator[tuple[list[tuple[Source, Sizes]], dict[str, Floats]]]
-"""Batches of items, each with the sizes of its original, and their arrays by name."""
+"""Batches: a list of items with the sizes of their originals, and the items' arrays by name."""
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Plan:
-    """What a folder of embeddings holds.
+    """Content of `embedding.json`, which describes a folder of embeddings.
 
     Attributes:
-        bundle: SHA-256 of the bundle's manifest.
-        variant: variant of its encoder. `None` for the encoder itself.
+        bundle: SHA-256 of the manifest of the bundle that embeds the items.
+        variant: variant of the bundle's encoder. `None` for the encoder itself.
         sources: SHA-256 over keys, labels, metadata and file stamps of all items.
         items: number of items.
-        part: items per part; the last part has the rest.
-        batch: number of items per batch.
+        part: number of items per part; the last part has the rest.
+        batch: number of items that the encoder embeds at a time.
         widths: width of each column: "vector" and, if present, "code" and "features".
-        limits: most pixels, then most bytes, of an image that is decoded.
+        limits: largest number of pixels and of bytes of an image that is decoded.
         complete: whether every part exists.
         bad: number of items that could not be used. `None` until the folder is complete.
     """
@@ -71,7 +72,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if VECTOR not in self.widths or not self.widths.keys() <= {VECTOR, CODE, FEATURES}:
-            raise ValueError("'widths' has no 'vector', or a name of no array")
+            raise ValueError(
+                "'widths' must have 'vector', may have 'code' and 'features', and nothing else"
+            )
 
     @property
     def parts(self) -> int:
@@ -96,14 +99,18 @@ class Plan:
         except OSError as fault:
             raise DataError(f"{where} cannot be read: {fault.strerror or fault}.") from None
         if len(text) > _PLAN_BYTES:
-            raise DataError(f"{where} is larger than any that 'retrieval embed' writes.")
+            raise DataError(
+                f"{where} has more than {_PLAN_BYTES:,} bytes, so it is larger than any that"
+                " 'retrieval embed' writes."
+            )
         content = parse_json(text, where, "embedding", DataError, frozenset({FORMAT}))
         del content["format"]
         try:
             return cls(**content)
         except ValidationError as fault:
             raise DataError(
-                f"{where} is damaged:\n{problems_of(fault)}\nEmbed again into another folder."
+                f"{where} is damaged:\n{problems_of(fault)}\nEmbed the items again into another"
+                " folder."
             ) from None
 
     @classmethod
@@ -112,7 +119,8 @@ class Plan:
         plan = cls.read(folder)
         if not plan.complete:
             raise DataError(
-                f"{folder} is not complete. Run the 'retrieval embed' that began it again first."
+                f"{folder} is not complete. First repeat the 'retrieval embed' command that began"
+                " it."
             )
         return plan
 
@@ -133,7 +141,8 @@ def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
         with _part_table(folder, number) as table:
             if lacking := [name for name in columns if name not in table.columns]:
                 raise DataError(
-                    f"{table.name} is no part of an embedding: it has no column '{lacking[0]}'."
+                    f"{table.name} was not written by 'retrieval embed': it has no column"
+                    f" '{lacking[0]}'."
                 )
             for group, first in enumerate(table.starts[:-1]):
                 for batch in table.batches(columns, ROWS, group):
@@ -142,15 +151,15 @@ def rows(folder: Path, plan: Plan, arrays: Sequence[str]) -> Rows:
                         texts = batch.select([*_TEXTS, "bundle"]).to_pylist()
                     if {row["bundle"] for row in texts} - {plan.bundle}:
                         raise DataError(
-                            f"{table.name} holds vectors of another bundle than {folder / PLAN}"
-                            " names."
+                            f"{table.name} holds vectors of another bundle than the one that"
+                            f" {folder / PLAN} names."
                         )
                     yield [_item(table.name, row) for row in texts], numbers
                     first += batch.num_rows
 
 
 def _numbers(table: Table, batch: Any, name: str, plan: Plan, first: int) -> Floats:
-    """Return a column of numbers (n, width), all finite."""
+    """Return a column as an array (n, width); raise a `DataError` if it is not finite."""
     values = vectors_of(table.path, batch.column(name), first, plan.widths[name])
     if not np.isfinite(values).all():
         raise DataError(f"{table.name}: '{name}' holds NaN or infinity.")
@@ -177,7 +186,7 @@ def _item(table: str, row: dict[str, Any]) -> tuple[Source, Sizes]:
         and all(size is None or (type(size) is int and size >= 0) for size in sizes)
     )
     if not typed or b"\0" in (path or b"") + (address or b""):
-        raise DataError(f"{table} holds a row that is not an embedded item.")
+        raise DataError(f"{table} is damaged: a row of it does not describe an item.")
     if problem := text_problem(key, label, metadata):
         raise DataError(f"{table}: {shown(key[:100])}: {problem}.")
     origin = None if address is None else Origin.recorded(os.fsdecode(address), stamp)
@@ -186,23 +195,23 @@ def _item(table: str, row: dict[str, Any]) -> tuple[Source, Sizes]:
 
 
 class Vectors:
-    """Items and vectors of folders of embeddings, for an index.
+    """Items and arrays of folders of embeddings that are added to an index.
 
     Raises:
-        DataError: a folder is incomplete, of another bundle, or lacks an array that the index
-            stores; other sources are named too; or `keep` asks for originals.
+        DataError: a folder is incomplete, was embedded with another bundle, or lacks an array that
+            the index stores; `named` has other sources too; or `keep` is "copy" or "thumbnail".
     """
 
     def __init__(self, named: Sequence[object], index: Index, keep: Keep) -> None:
         if not all(map(is_embedding, named)):
             raise DataError(
-                "Folders of embeddings and other sources are added one after the other: name one"
-                " kind at a time."
+                "Folders of embeddings cannot be added together with other sources. Add the folders"
+                " in one call, and the other sources in another."
             )
         if keep in ("copy", "thumbnail"):
             raise DataError(
-                "A folder of embeddings holds no originals: an index of it keeps 'reference' or"
-                f" 'nothing', not '{keep}'."
+                "A folder of embeddings holds no originals to store. Use keep='reference' or"
+                f" keep='nothing' instead of '{keep}'."
             )
         self._index, self._keep = index, keep
         self._plans = {
@@ -212,16 +221,19 @@ class Vectors:
         self.sources = Sources([item for batch, _ in self._rows(()) for item, _ in batch])
 
     def embedded(self, sources: Sequence[Source]) -> Iterator[list[tuple[Item, str | None]]]:
-        """Yield some of the items in batches, with their arrays and no fault."""
+        """Yield the items of `sources` in batches, as `retrieval.serving.index.adding.embed` does.
+
+        No item has a fault.
+        """
         missing = {source.key for source in sources}
         for batch, arrays in self._rows(list(self._index.generation.widths)):
             part: list[tuple[Item, str | None]] = []
             for row, (source, (size, width, height)) in enumerate(batch):
                 if source.key in missing:
                     missing.remove(source.key)
-                    own = {name: values[row] for name, values in arrays.items()}
+                    parts = {name: values[row] for name, values in arrays.items()}
                     item = source.item(self._keep)
-                    item = replace(item, bytes=size, width=width, height=height, arrays=own)
+                    item = replace(item, bytes=size, width=width, height=height, arrays=parts)
                     part.append((item, None))
             yield part
         if missing:
@@ -243,14 +255,14 @@ def _refuse_unfit(folder: Path, plan: Plan, index: Index) -> None:
         ours = f"{bundle.sha256[:12]}…" + (f" (variant {bundle.variant})" if bundle.variant else "")
         theirs = f"{plan.bundle[:12]}…" + (f" (variant {plan.variant})" if plan.variant else "")
         raise DataError(
-            f"{folder} holds vectors of the bundle {theirs}; this index is of {ours}. Embed with"
-            " the index's bundle."
+            f"{folder} holds vectors of the bundle {theirs}; this index has the bundle {ours}."
+            " Embed the items with the index's bundle."
         )
     if lacking := [name for name in index.generation.widths if name not in plan.widths]:
         option = " with --features" if lacking == [FEATURES] else ""
         raise DataError(
-            f"{folder} holds no {lacking[0]}, which this index keeps of each item. Embed"
-            f" again{option}."
+            f"{folder} has no column '{lacking[0]}', which this index stores for each item. Embed"
+            f" the items again{option}."
         )
 
 
@@ -263,8 +275,7 @@ def in_memory(folder: Path, column: str | None = None) -> tuple[list[Source], Fl
     name = column or (FEATURES if FEATURES in plan.widths else VECTOR)
     if name not in plan.widths:
         raise DataError(
-            f"{folder} has no column '{name}'. Embed again with --features, for a bundle that has"
-            " them."
+            f"{folder} has no column '{name}'. If the bundle is split, embed again with --features."
         )
     batches = list(rows(folder, plan, [name]))
     items = [item for batch, _ in batches for item, _ in batch]
@@ -279,7 +290,7 @@ class VectorRows:
 
     Attributes:
         width: numbers per vector.
-        bundle: SHA-256 and variant of the bundle that encoded them.
+        bundle: SHA-256 and variant of the bundle that encoded the vectors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -306,12 +317,12 @@ class VectorRows:
         ]
         if missing := labels.count(None):
             raise DataError(
-                f"{missing:,} items of {self._folder} have no label: metrics compare labels."
+                f"{missing:,} items of {self._folder} have no label, which the metrics compare."
             )
         return [label for label in labels if label is not None]
 
     def read(self, start: int, stop: int) -> Floats:
-        """Return the vectors from `start` to `stop`, (stop − start, P)."""
+        """Return the vectors of rows `start` to `stop` - 1, (stop − start, P)."""
         out = np.empty((stop - start, self.width), np.float32)
         position = bisect.bisect_right(self._starts, start) - 1
         while position < len(self._groups) and self._starts[position] < stop:

@@ -1,7 +1,7 @@
 """The built-in back ends: FAISS on the CPU, or on the first GPU that faiss-gpu finds.
 
-Back ends that compress vectors propose candidates; the store measures those again on the
-uncompressed vectors.
+A back end that compresses vectors only proposes candidates. The store computes their distances
+again from the uncompressed vectors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from retrieval.errors import StoreError
 from retrieval.serving.index.index_backend import Floats, IndexBackend, Rows
 from retrieval.serving.runtime import load_faiss
 
-# FAISS uses BLAS if Q × P reaches its threshold. From eight queries on, one matrix product is
-# faster than a loop over queries (three times at 32); for one query, BLAS is two to three times
-# slower.
+# FAISS uses a matrix product (BLAS) if Q × P, the queries times their width, reaches its threshold.
+# A matrix product is faster from eight queries on, but slower for a single query.
 _BLAS_QUERIES = 8
 Lists = Annotated[int, Field(ge=0)]
 Expand = Annotated[int, Field(ge=1, le=1000)]
@@ -31,16 +30,16 @@ _GPU_PARTS = {1, 2, 3, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64}
 """Numbers of parts per code that FAISS's GPU kernels support (`GpuIndexIVFPQ.cu`)."""
 _GPU_WIDTHS = {1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32}
 """Widths of a part that FAISS's GPU kernels support."""
-_ENTRIES = 32
-"""Random entry points for CPU search in a graph without upper levels (FAISS's default)."""
-_SAMPLE = 65_536
-"""Training vectors of a structure; inverted lists may use more, 256 per list."""
-_PIECE = 8192
-_PIECE_BYTES = 1 << 20
-_loading = threading.Lock()
+_ENTRY_POINTS = 32
+"""Random vectors from which the CPU starts to search a graph without upper levels."""
+_TRAINING_VECTORS = 65_536
+"""Most vectors that a structure is trained on; inverted lists use 256 per list if that is more."""
+_ADDED_AT_ONCE = 8192
+_READ_BYTES = 1 << 20
+_loading_lock = threading.Lock()
 _gpu_lock = threading.Lock()
 """Lets one thread at a time use the GPU."""
-_MOST_ON_GPU = 2048
+_MAX_ON_GPU = 2048
 """Most candidates that a GPU can select; searches for more run on the CPU."""
 _SHORT_OF_MEMORY = (
     "out of memory",
@@ -66,10 +65,14 @@ def _gpu_memory() -> Any:
 
 @contextmanager
 def on_the_gpu(count: int, width: int) -> Iterator[None]:
-    """Context manager that reserves the GPU for an index of `count` vectors.
+    """Context manager in which no other thread uses the GPU.
+
+    Args:
+        count: number of vectors of the index, for error messages.
+        width: width of the vectors, for error messages.
 
     Raises:
-        StoreError: the GPU has too little memory, or FAISS fails; the message ends a sentence.
+        StoreError: the GPU has too little memory, or FAISS fails.
     """
     try:
         with _gpu_lock:
@@ -78,21 +81,22 @@ def on_the_gpu(count: int, width: int) -> Iterator[None]:
         text = str(fault)
         if isinstance(fault, MemoryError) or any(words in text for words in _SHORT_OF_MEMORY):
             raise StoreError(
-                f"the GPU has too little memory for {count:,} vectors of {width} numbers."
-                " CUDA_VISIBLE_DEVICES= (empty) searches on the CPU"
+                f"The GPU has too little memory for {count:,} vectors of {width} numbers. To search"
+                " on the CPU, set the environment variable CUDA_VISIBLE_DEVICES to nothing."
             ) from fault
         # Drop the names of FAISS's source files.
         reason = text.strip().splitlines()[-1].strip().rpartition("Error: ")[2][:300]
-        raise StoreError(f"FAISS cannot use the GPU: {reason}") from fault
+        raise StoreError(f"FAISS cannot use the GPU: {reason.rstrip('.')}.") from fault
 
 
 class FaissBackend(IndexBackend):
-    """Base class of the FAISS back ends: files, GPU, and search with parameters per call."""
+    """Base class of the FAISS back ends: reads and writes files, and searches on CPU or GPU."""
 
     on_gpu = True
-    most_on_gpu = _MOST_ON_GPU
+    """Whether a GPU can search this kind of index."""
+    most_on_gpu = _MAX_ON_GPU
     room = 1 << 20
-    """Most bytes that FAISS may allocate for one array; for a larger file, the file's size."""
+    """Most bytes that FAISS may allocate for one array, unless the file is larger."""
     kinds: tuple[str, ...] = ()
     """Names of the FAISS classes that `save` writes."""
 
@@ -109,11 +113,11 @@ class FaissBackend(IndexBackend):
             lists = faiss.try_extract_index_ivf(self._index)
             if lists is not None:
                 lists.cp.min_points_per_centroid = 1  # silences a warning on standard output
-            most = _SAMPLE if lists is None else max(_SAMPLE, 256 * lists.nlist)
+            most = _TRAINING_VECTORS if lists is None else max(_TRAINING_VECTORS, 256 * lists.nlist)
             self._index.train(sample_of(vectors, most))
-        # In pieces, so that progress is shown and Ctrl-C works in between.
-        for start in range(0, len(vectors), _PIECE):
-            piece = vectors[start : start + _PIECE]
+        # Add the vectors in pieces, so that progress is shown and Ctrl-C works in between.
+        for start in range(0, len(vectors), _ADDED_AT_ONCE):
+            piece = vectors[start : start + _ADDED_AT_ONCE]
             self._index.add(piece)
             report(len(piece))
 
@@ -163,7 +167,7 @@ class FaissBackend(IndexBackend):
         self._write(path)
 
     def _write(self, path: Path, flags: int = 0) -> None:
-        """Write the index through Python; FAISS's own writer may miss a full disk on closing."""
+        """Write the index with Python's file, because FAISS's may miss that the disk is full."""
         faiss = load_faiss()
         failure: list[OSError] = []
         with path.open("xb") as file:
@@ -187,24 +191,26 @@ class FaissBackend(IndexBackend):
         self._take(self._read(path))
 
     def _read(self, path: Path) -> Any:
-        """Return the FAISS index in a file, which may come from a stranger.
+        """Return the FAISS index in a file that is not trusted.
 
-        FAISS receives the file's bytes instead of its name, and a flag that looks for external
-        lists only beside that name. So it cannot open any other file.
+        FAISS gets the bytes of the file and not its name. The flag makes FAISS look for separate
+        files of lists beside that name only. So FAISS cannot open any other file.
         """
         faiss = load_faiss()
-        with _loading, path.open("rb") as file:
+        with _loading_lock, path.open("rb") as file:
             # Without a limit, a damaged length could make FAISS allocate terabytes.
             faiss.set_deserialization_vector_byte_limit(max(path.stat().st_size, self.room))
             try:
-                reader = faiss.PyCallbackIOReader(file.read, _PIECE_BYTES)
+                reader = faiss.PyCallbackIOReader(file.read, _READ_BYTES)
                 index = faiss.read_index(reader, faiss.IO_FLAG_ONDISK_SAME_DIR)
             except Exception as fault:
-                # Only the last line of FAISS's message; the others name its source files.
+                # Quote the last line of FAISS's message; the others name its source files.
                 reason = str(fault).strip().rpartition("\n")[2].strip() or type(fault).__name__
-                raise StoreError(f"FAISS {faiss.__version__} cannot read it: {reason}") from fault
+                raise StoreError(
+                    f"FAISS {faiss.__version__} cannot read its file: {reason.rstrip('.')}."
+                ) from fault
         if type(index).__name__ not in self.kinds or index.metric_type != faiss.METRIC_L2:
-            raise StoreError(f"it is a {type(index).__name__}, which this back end does not write")
+            raise StoreError(f"It is a {type(index).__name__}, which this back end does not write.")
         return index
 
     def _take(self, index: Any) -> None:
@@ -226,22 +232,19 @@ class FaissBackend(IndexBackend):
             return load_faiss().index_cpu_to_gpu(_gpu_memory(), 0, self._index)
 
     def _refuse_foreign(self, index: Any) -> None:
-        """Check that `build` could have made this index, before it is copied to a GPU."""
+        """Raise a `StoreError` if `build` cannot have made this index; files are not trusted."""
 
     def check(self, count: int, width: int) -> None:
         """Check the number and width of the vectors; see `IndexBackend`."""
         if (self._index.ntotal, self._index.d) != (count, width):
             raise StoreError(
-                f"it holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of"
-                f" {count:,} of {width}"
+                f"It holds {self._index.ntotal:,} vectors of {self._index.d} numbers instead of"
+                f" {count:,} of {width}."
             )
 
 
 class Flat(FaissBackend):
-    """Exact search, which compares the query with every vector.
-
-    `auto` chooses it for small indexes.
-    """
+    """Exact search: compares a query with every vector. "auto" uses it for small indexes."""
 
     kinds = ("IndexFlatL2", "IndexFlat")
 
@@ -285,7 +288,7 @@ class Hnsw(FaissBackend):
         self._write(path, load_faiss().IO_FLAG_SKIP_STORAGE)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
-        """Read the links and attach the vectors; files of older versions contain their vectors."""
+        """Read the links and attach the vectors, which files of older versions contain."""
         index = self._read(path)
         if index.storage is None:
             faiss = load_faiss()
@@ -293,9 +296,9 @@ class Hnsw(FaissBackend):
             self._vectors = np.ascontiguousarray(vectors, "<f4")
             content = self._vectors.view(np.uint8).reshape(-1)
             self._storage = faiss.IndexFlatL2(vectors.shape[1])
-            nobody = self._storage.codes.owner  # owns no memory, so FAISS frees nothing
+            no_owner = self._storage.codes.owner  # without an owner, FAISS does not free the array
             view = faiss.MaybeOwnedVectorUInt8.create_view(
-                faiss.swig_ptr(content), len(content), nobody
+                faiss.swig_ptr(content), len(content), no_owner
             )
             self._storage.codes, self._storage.ntotal = view, len(vectors)
             index.storage, index.own_fields = self._storage, False
@@ -307,20 +310,20 @@ class Hnsw(FaissBackend):
 
     def _refuse_foreign(self, index: Any) -> None:
         if index.storage is None:
-            raise StoreError("it holds no vectors")
+            raise StoreError("It holds no vectors.")
         check_flat(index.storage, index.ntotal, index.d)
 
     def _parameters(self, k: int) -> Any:
         if k <= self.ef_search:
-            return None  # the index's own
+            return None  # the index has its own `efSearch`
         return load_faiss().SearchParametersHNSW(efSearch=k)
 
 
 class Cagra(Hnsw):
     """Approximate search in a graph that a GPU builds (CAGRA; Ootomo et al., ICDE 2024).
 
-    Without a GPU, the graph is built like HNSW's. A CPU can search a graph that a GPU built, as the
-    lowest level of an HNSW graph. Vectors are stored in 32 bits.
+    Without a GPU, the graph is built as in `hnsw`. A CPU can search a graph that a GPU built, as
+    the lowest level of an HNSW graph. Vectors are stored as float32.
 
     Args:
         degree: links per vector. More give higher recall and need more memory (4 × degree bytes a
@@ -358,11 +361,11 @@ class Cagra(Hnsw):
                 width = vectors.shape[1]
                 graph = faiss.GpuIndexCagra(_gpu_memory(), width, faiss.METRIC_L2, config)
                 graph.train(np.ascontiguousarray(vectors))
-                index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRIES
+                index.base_level_only, index.num_base_level_search_entrypoints = True, _ENTRY_POINTS
                 index.hnsw.efSearch = self.ef_search
                 graph.copyTo(index)
         except StoreError as fault:
-            raise StoreError(f"The index back end cagra cannot build it: {fault}.") from fault
+            raise StoreError(f"The index back end cagra cannot build its graph: {fault}") from fault
         self._index = index
         report(len(vectors))
 
@@ -373,7 +376,7 @@ class Cagra(Hnsw):
     def _searched_on_gpu(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         parameters = load_faiss().SearchParametersCagra()
         width = max(k, min(self.ef_search, self.most_on_gpu))
-        parameters.itopk_size = -(-width // 32) * 32  # a multiple of 32
+        parameters.itopk_size = -(-width // 32) * 32  # must be a multiple of 32
         hits: tuple[Floats, Rows] = self._gpu_index.search(queries, k, params=parameters)
         return hits
 
@@ -386,18 +389,21 @@ class ListsBackend(FaissBackend):
         self.lists, self.probes = lists, probes
 
     def _lists_of(self, count: int) -> int:
-        """Return the number of lists for `count` vectors."""
+        """Return the number of lists for `count` vectors.
+
+        FAISS advises about 4 √N lists, and warns of fewer than 39 training vectors per list.
+        """
         return min(self.lists or max(1, min(int(4 * count**0.5), count // 39)), count)
 
     def _refuse_foreign_lists(self, index: Any, code_size: int) -> None:
-        """Check that the lists fit the index and hold codes of `code_size` bytes."""
+        """Raise a `StoreError` if the lists do not fit the index or have codes of another size."""
         faiss = load_faiss()
         lists = faiss.downcast_InvertedLists(index.invlists)
         check_flat(index.quantizer, index.nlist, index.d)
         if type(lists).__name__ != "ArrayInvertedLists" or lists.code_size != code_size:
-            raise StoreError("its lists are not ones that this back end writes")
+            raise StoreError("Its lists are of a kind that this back end does not write.")
         if lists.nlist != index.nlist or lists.compute_ntotal() != index.ntotal:
-            raise StoreError("its lists do not hold its vectors")
+            raise StoreError("Its lists do not hold its vectors.")
 
     def _probed(self) -> int:
         """Return the number of lists that a search reads."""
@@ -408,19 +414,20 @@ class ListsBackend(FaissBackend):
         return load_faiss().SearchParametersIVF(nprobe=self._probed())
 
     def placed(self) -> Any:
-        """Return a copy of the index on the GPU, which reads as many lists as a GPU can."""
+        """Return a copy of the index on the GPU, which can read at most 2,048 lists per search."""
         index = super().placed()
-        index.nprobe = min(self._probed(), _MOST_ON_GPU)
+        index.nprobe = min(self._probed(), _MAX_ON_GPU)
         return index
 
 
 class Ivf(ListsBackend):
-    """Approximate search in inverted lists; reads only the lists nearest to the query.
+    """Approximate search that reads only the inverted lists (clusters) nearest to the query.
 
     Args:
-        lists: number of clusters. 0 is four times the square root of the number of vectors, but at
-            least 39 vectors per cluster.
-        probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
+        lists: number of lists. 0 stands for four times the square root of the number of vectors,
+            but at least 39 vectors per list.
+        probes: number of lists that a search reads. 0 stands for a sixteenth of the lists, but at
+            least 8.
     """
 
     kinds = ("IndexIVFFlat",)
@@ -435,20 +442,22 @@ class Ivf(ListsBackend):
 class IvfPq(ListsBackend):
     """Approximate search in inverted lists of product codes (Jégou, Douze and Schmid 2011).
 
-    A GPU searches 8-bit codes of at most 64 parts; other codes stay on the CPU.
+    A code is a compressed vector. It has several parts of 8 bits, or of 4 bits if there are fewer
+    than 9,984 vectors. A GPU can search 8-bit codes of at most 64 parts.
 
     Args:
-        lists: number of clusters. 0 is four times the square root of the number of vectors, but at
-            least 39 vectors per cluster; 1 is a plain table of codes.
-        probes: number of lists that a search reads. 0 is a sixteenth of them, but at least 8.
-        bytes: size of a vector's code, lowered to the next divisor of the vector's width. With
-            fewer than 9,984 vectors, codes have half this size.
-        expand: candidates measured again on the uncompressed vectors, as a multiple of the number
-            of hits.
+        lists: number of lists (clusters). 0 stands for four times the square root of the number of
+            vectors, but at least 39 vectors per list. 1 stores all codes in one table.
+        probes: number of lists that a search reads. 0 stands for a sixteenth of the lists, but at
+            least 8.
+        bytes: number of parts of a code, lowered to the next divisor of the vector's width. With
+            8-bit parts, this is the size of the code in bytes.
+        expand: number of candidates per hit whose distances are computed again from the
+            uncompressed vectors.
     """
 
     kinds = ("IndexIVFPQ",)
-    room = 1 << 31  # FAISS's own limit on its precomputed tables
+    room = 1 << 31  # FAISS's limit for its precomputed tables
     expand = 8
 
     def __init__(
@@ -464,7 +473,7 @@ class IvfPq(ListsBackend):
     def _empty(self, count: int, width: int) -> Any:
         parts = next(size for size in range(min(self.bytes, width), 0, -1) if width % size == 0)
         bits = 8 if count >= 39 * 256 else 4
-        # "np" means no polysemous training, which is slow and which searches do not use.
+        # "np" skips polysemous training, which is slow and of no use to these searches.
         index = load_faiss().index_factory(width, f"IVF{self._lists_of(count)},PQ{parts}x{bits}np")
         index.pq.cp.min_points_per_centroid = 1
         return index
@@ -472,9 +481,9 @@ class IvfPq(ListsBackend):
     def _refuse_foreign(self, index: Any) -> None:
         self._refuse_foreign_lists(index, index.pq.code_size)
         if index.pq.d != index.d or index.pq.M * index.pq.dsub != index.d or not index.by_residual:
-            raise StoreError("its codes are not of its vectors")
+            raise StoreError("Its codes do not fit the width of its vectors.")
         if index.pq.centroids.size() != index.pq.ksub * index.d or index.pq.nbits not in (4, 8):
-            raise StoreError("its codes are not ones that this back end writes")
+            raise StoreError("Its codes are of a kind that this back end does not write.")
 
     def _fits_gpu(self, index: Any) -> bool:
         return index.pq.nbits == 8 and index.pq.M in _GPU_PARTS and index.pq.dsub in _GPU_WIDTHS
@@ -489,9 +498,9 @@ def sample_of(vectors: Floats, most: int) -> Floats:
 
 
 def check_flat(index: Any, count: int, width: int) -> None:
-    """Check that an index is a plain table of `count` vectors by Euclidean distance."""
+    """Raise a `StoreError` if a FAISS index is not a plain table of `count` float32 vectors."""
     faiss = load_faiss()
     index = faiss.downcast_index(index)
     same = (index.ntotal, index.d, index.metric_type) == (count, width, faiss.METRIC_L2)
     if type(index).__name__ not in Flat.kinds or not same:
-        raise StoreError(f"it contains a {type(index).__name__} that does not fit it")
+        raise StoreError(f"It contains a {type(index).__name__} that does not fit it.")

@@ -1,4 +1,4 @@
-"""The hits of a search, and how they are shown."""
+"""The hits of a search, and how they are printed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from retrieval.errors import RetrievalError
 from retrieval.host.hit_table import html_table, text_table
 from retrieval.serving.images import decode, to_mode
 
-PICTURE = 96
-"""Pixels of a picture's longer side."""
+PICTURE_PIXELS = 96
+"""Longer side of a picture in a notebook's table, in pixels."""
 
 
 class Hit(NamedTuple):
@@ -26,7 +26,7 @@ class Hit(NamedTuple):
         label: label of the item, or `None`.
         distance: distance to the query; smaller is closer.
         metadata: metadata of the item.
-        path: path of the indexed file. `None` for features.
+        path: path of the indexed file. `None` if the item is not a file of its own.
         keep: what the index keeps of the original; see `retrieval.serving.store.contract.Keep`.
     """
 
@@ -43,11 +43,14 @@ class Hit(NamedTuple):
 
 
 class Hits(list[Hit]):
-    """The hits of one query, nearest first; prints as a table, in a notebook with pictures.
+    """The hits of one query, nearest first.
+
+    They print as a table; in a notebook, the table has pictures.
 
     Args:
         hits: the hits.
-        original: returns the bytes that the index keeps of an item's original, or `None`.
+        original: function that takes an item's id, and returns the bytes that the index keeps of
+            its original, or `None`.
     """
 
     def __init__(
@@ -73,12 +76,12 @@ class Hits(list[Hit]):
             return None
 
     def _picture(self, hit: Hit) -> str:
-        """Return a hit's picture in HTML, or "" without an image."""
+        """Return an HTML element with a hit's picture, or "" if the hit has no image."""
         image = self.image(hit)
         if image is None:
             return ""
         small = to_mode(image, "RGB").copy()
-        small.thumbnail((PICTURE, PICTURE))
+        small.thumbnail((PICTURE_PIXELS, PICTURE_PIXELS))
         content = io.BytesIO()
         small.save(content, "png")
         data = base64.b64encode(content.getvalue()).decode()

@@ -1,4 +1,4 @@
-"""An index: items in a store, searched with the bundle of the served generation."""
+"""An index: items in a store, and the bundle (an exported model) that embeds and searches them."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ from retrieval.serving.store.place import store_place
 
 Where: TypeAlias = "str | Mapping[str, Any] | Filter | None"
 
-_TRIES = 5
-_QUERIES_AT_ONCE = 256  # bounds the memory for measuring candidates
+_MAX_ATTEMPTS = 5  # of a search that a change of the served bundle interrupts
+_QUERIES_PER_BLOCK = 256  # limits the memory for candidates and their distances
 
 
 class Index:
     """An index of images or vectors that can be changed while it is searched.
 
-    Its methods may be called from several threads at once. `Index.open` and `Index.create` make
-    one.
+    `Index.open` and `Index.create` return an index. Its methods are thread-safe. All arrays that
+    one bundle (an exported model) computed for the items form a generation. One generation is
+    served: it is searched and written to.
 
     Attributes:
         path: folder or address of the index.
-        store: store that keeps its items.
+        store: store that keeps the items.
         summary: result of `Index.create`. `None` if the index was only opened.
     """
 
@@ -93,22 +94,23 @@ class Index:
         """Open an index.
 
         Args:
-            path: its folder, or the address of a plugin's store, such as
+            path: folder of the index, or an address in a plugin's store, such as
                 `milvus://host:19530/photos`.
-            threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
+            threads: threads per call of the encoder. `None` uses `OMP_NUM_THREADS`, or one per
+                core.
             device: where the encoder runs: "auto", "cpu" or "cuda".
             plugins: files or modules to load as plugins besides the installed ones.
 
         Raises:
             StoreError: the index is missing, damaged or of another format.
-            BundleError: its bundle cannot be used.
-            PluginError: the plugin of its back end or store is missing.
+            BundleError: the bundle of the index cannot be used.
+            PluginError: the plugin of the store is missing.
         """
         place = place_of(path)
         return cls(place, open_store(place, plugins), threads, device)
 
     def follow(self) -> Bundle:
-        """Open and return the bundle of the generation that is served now."""
+        """Return the bundle of the generation that is served now; open it if it has changed."""
         with self._lock:
             served = served_of(self.store.generations())
             if self._served is None or self._served[0].number != served.number:
@@ -140,7 +142,7 @@ class Index:
 
     @property
     def identity(self) -> str:
-        """The index's own id, which copies and snapshots keep."""
+        """The id that the index received when it was created; copies and snapshots keep it."""
         return self._identity
 
     def __len__(self) -> int:
@@ -156,7 +158,7 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        """Close the store; searches fail from then on."""
+        """Close the store; later searches raise a `StoreError`."""
         self._closed = True
         self.store.close()
 
@@ -168,7 +170,7 @@ class Index:
             )
 
     def changed(self) -> str | None:
-        """Return a sentence if the folder was replaced or removed, else `None`."""
+        """Return a sentence that says how the index was replaced or removed, or `None`."""
         return self.store.changed()
 
     # Searching
@@ -200,31 +202,33 @@ class Index:
     ) -> list[Any]:
         """Return the nearest items of a query, nearest first; ties are ordered by id.
 
-        With a rescorer, distances are the rescorer's. Otherwise they are measured on the stored
-        vectors: Euclidean unless the bundle defines another distance, and merged over sub-spaces
-        as in `retrieval.serving.merging`.
+        If the bundle has a rescorer, a model that compares a query with each candidate, it computes
+        the distances. Otherwise they are computed from the stored vectors. They are Euclidean
+        unless the bundle defines another distance. If the vectors have sub-spaces, their distances
+        are merged as in `retrieval.serving.merging`.
 
         Args:
-            queries: one query gives one list of hits:
+            queries: one query or several. One query returns one list of hits:
 
                 - an image: its file's path (text or `Path`), its bytes, a Pillow image, or its
                   pixels as for `add`;
-                - a vector: features (F,) if the bundle takes features, otherwise an encoder output
-                  (P,).
+                - a vector: F features if the bundle takes features, otherwise P numbers that the
+                  encoder returned.
 
-                Several queries give one list of hits each: a list of images or of vectors, an array
-                (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
+                Several queries return a list with one list of hits per query: a list of images or
+                of vectors, an array (N, F) or (N, P), or `Encoded` from the bundle's `encode`.
             k: number of hits; fewer if the index has fewer items.
-            candidates: number of candidates per sub-space that are rescored. Defaults to the
-                bundle's own number.
+            candidates: number of candidates per sub-space that are rescored. Defaults to the number
+                that the bundle defines.
             where: search only items that match this filter: text such as
                 `price < 20 and label in ('shoe', 'boot')`, or JSON. See
                 `retrieval.serving.filters`.
 
         Raises:
             DataError: an image cannot be decoded, a vector has another width or holds NaN, a list
-                mixes images and vectors, k is below 1, or the rescorer needs codes but the queries
-                are bare vectors. For a list, the message names the item.
+                mixes images and vectors, k is below 1, or the bundle has a rescorer and the queries
+                are vectors, which lack the codes that it compares. For a list, the message names
+                the item.
             StoreError: the index is closed.
         """
         k = at_least_one("k", k)
@@ -232,21 +236,21 @@ class Index:
             candidates = at_least_one("The number of candidates", candidates)
         self.require_open()
         where = as_filter(where)
-        for attempt in range(_TRIES):
+        for attempt in range(_MAX_ATTEMPTS):
             bundle = self.bundle
-            encoded, alone = encode_queries(bundle, queries)
+            encoded, is_single = encode_queries(bundle, queries)
             query, code = _query_arrays(bundle, encoded)
             try:
                 hits: list[Hits] = []
-                for start in range(0, len(query), _QUERIES_AT_ONCE):
-                    rows = slice(start, start + _QUERIES_AT_ONCE)
-                    own_code = None if code is None else code[rows]
-                    hits += self._nearest(query[rows], own_code, bundle, k, candidates, where)
-                return hits[0] if alone else hits
+                for start in range(0, len(query), _QUERIES_PER_BLOCK):
+                    rows = slice(start, start + _QUERIES_PER_BLOCK)
+                    codes = None if code is None else code[rows]
+                    hits += self._nearest(query[rows], codes, bundle, k, candidates, where)
+                return hits[0] if is_single else hits
             except Superseded:
                 self.follow()
-                # Queries that arrived encoded cannot be encoded again for another generation.
-                if isinstance(queries, Encoded) or attempt == _TRIES - 1:
+                # `Encoded` no longer holds the images, so the new bundle cannot encode them.
+                if isinstance(queries, Encoded) or attempt == _MAX_ATTEMPTS - 1:
                     raise
         raise AssertionError
 
@@ -262,17 +266,17 @@ class Index:
         """Return the hits of each query that `bundle` encoded."""
         count = candidates_of(bundle, k, candidates)
         proposed = self.store.propose(query, count, bundle.sha256, where=where)
-        hits, alone = [], measured_alone(bundle)
-        for row, near in enumerate(proposed):
-            if alone and near.distances is not None:
-                hits.append(self._hits(near.items, near.distances[:k].tolist()))
+        hits, pairwise = [], measured_alone(bundle)
+        for row, group in enumerate(proposed):
+            if pairwise and group.distances is not None:
+                hits.append(self._hits(group.items, group.distances[:k].tolist()))
                 continue
-            if near.distances is not None:
-                near = _sorted_by_id(near)
-            own_code = None if code is None else code[row]
-            distances = _distances(bundle, query[row], own_code, near, k)
+            if group.distances is not None:
+                group = _sorted_by_id(group)
+            query_code = None if code is None else code[row]
+            distances = _distances(bundle, query[row], query_code, group, k)
             order = np.argsort(distances, kind="stable")[:k]  # ties keep the candidates' order
-            nearest = [near.items[place] for place in order.tolist()]
+            nearest = [group.items[place] for place in order.tolist()]
             hits.append(self._hits(nearest, distances[order].tolist()))
         return hits
 
@@ -288,14 +292,16 @@ class Index:
     def duplicates(
         self, within: float, *, where: Where = None, progress: Progress = True
     ) -> list[Duplicates]:
-        """Return groups of items within a distance of one another, the largest group first.
+        """Return groups of near-duplicates, the largest group first.
 
-        Two items may be connected through others.
+        Two items are neighbours if their distance is at most `within`. A group holds all items that
+        a chain of neighbours connects, so two of its items may be farther apart.
 
         Args:
-            within: largest distance between neighbours, on the scale of `Hit.distance`.
+            within: largest distance of two neighbours, on the scale of `Hit.distance`.
             where: compare only items that match this filter.
-            progress: show a progress bar; a function is called with (what, done, total) instead.
+            progress: True shows a progress bar. A function is called with (what, done, total)
+                instead.
         """
         with showing(progress):
             return find_duplicates(self, within, as_filter(where))
@@ -320,26 +326,27 @@ class Index:
     ) -> Added:
         """Embed images or features and add them; items that have not changed are skipped.
 
-        Items are written about once a second; repeating an interrupted call resumes it.
+        Embedded items are written about once a second, so repeating an interrupted call resumes it.
 
         Args:
             sources: one or more files, folders, CSV manifests, Parquet tables or
                 `.npz` features; see `retrieval.serving.index.sources.collect`.
-            images: one or more images from memory instead of `sources`, as
-                `retrieval.Encoder.encode` takes them; feature rows (N, F) for an index of features.
-                If an id already exists, its image is replaced.
+            images: one or more images in memory instead of `sources`, in the forms that
+                `retrieval.Encoder.encode` accepts. If the index's bundle takes features, an array
+                of N rows of F features. An item whose id already exists is replaced.
             ids: one id per image in `images`.
             labels: one label per image in `images`.
             metadata: one JSON object per image in `images`.
             keep: what the index keeps of each original: "reference", "copy", "thumbnail" or
-                "nothing". Images from memory have no file, so "reference" keeps nothing of them.
+                "nothing". Images in memory have no file, so "reference" keeps nothing of them.
             sync: delete items that are not in `sources`.
-            skip_bad: skip images that cannot be used. Otherwise the others are added, and an error
-                lists the ones that cannot be used.
+            skip_bad: skip images that cannot be used. If False, the other images are still added,
+                and then an error lists those that cannot be used.
             batch: number of items per batch.
             workers: number of decoding threads. `None` uses one per core.
             limits: largest images to decode.
-            progress: show a progress bar; a function is called with (what, done, total) instead.
+            progress: True shows a progress bar. A function is called with (what, done, total)
+                instead.
 
         Raises:
             DataError: there are no items, an id is used twice, or images cannot be used.
@@ -356,7 +363,7 @@ class Index:
         """Add or replace items that are already embedded; return how many were replaced.
 
         Raises:
-            DataError: an item cannot be stored. The message lists all such items; none is stored.
+            DataError: some items cannot be stored. The message lists them, and nothing is stored.
             StoreError: the index is read-only or has another writer, or the disk fails.
         """
         with stage("write", len(items)):
@@ -430,15 +437,16 @@ class Index:
 
         If the index stores features of the same backbone (`Bundle.backbone_sha256`), only the new
         head is applied to them; no original is opened. The same holds for a bundle that takes
-        features of their width: it is served behind the index's backbone, so queries are still
-        images. You must know that it was trained on these features. In all other cases originals
-        are embedded again.
+        features of their width: the index's backbone computes its inputs, so queries are still
+        images. Nothing checks that it was trained on features of this backbone. In all other cases
+        the originals are read and embedded again.
 
         Args:
             bundle: a bundle, or its folder.
-            skip_bad: leave out items whose original is missing or cannot be used. Otherwise an
-                error lists them and the old generation stays served.
-            progress: show a progress bar; a function is called with (what, done, total) instead.
+            skip_bad: leave out items whose original is missing or cannot be used. If False, an
+                error lists them, and the old generation stays served.
+            progress: True shows a progress bar. A function is called with (what, done, total)
+                instead.
 
         Raises:
             DataError: an item's original is missing or cannot be used.
@@ -448,15 +456,18 @@ class Index:
         return migrate(self, bundle, skip_bad=skip_bad, progress=progress)
 
     def rollback(self, *, progress: Progress = True) -> Migrated:
-        """Serve the previous generation again, after embedding items added since for it."""
+        """Serve the previous generation again.
+
+        Items that were added meanwhile are embedded with the previous bundle first.
+        """
         return rollback(self, progress=progress)
 
     def drop_old(self) -> int:
         """Delete all generations except the served one; return how many."""
-        superseded = [known for known in self.store.generations() if known.state != "served"]
-        for generation in superseded:
+        old = [known for known in self.store.generations() if known.state != "served"]
+        for generation in old:
             self.store.drop(generation)
-        return len(superseded)
+        return len(old)
 
     def snapshot(self, target: StrPath) -> Path:
         """Write a consistent copy of the index to a new folder; return the folder.
@@ -504,16 +515,16 @@ def open_store(place: IndexPlace, plugins: Iterable[str] = ()) -> Store:
 
 
 def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floats, Floats | None]:
-    """Return query vectors (Q, P), and codes if the bundle has a rescorer.
+    """Return query vectors (Q, P), and codes (Q, C) if the bundle has a rescorer.
 
-    NaN and infinity are left for the store to refuse.
+    NaN and infinity pass; the store refuses them.
     """
     rescores, width = bundle.manifest.rescorer is not None, bundle.manifest.vector
     if isinstance(queries, Encoded):
         if queries.bundle not in ("", bundle.sha256):
             raise Superseded(
-                "The queries were encoded with another bundle than the one that is served. Encode"
-                " them again."
+                "The queries were encoded with another bundle than the one that the index serves."
+                " Encode them again."
             )
         query, code = queries.query, queries.code
     else:
@@ -528,21 +539,25 @@ def _query_arrays(bundle: Bundle, queries: Encoded | NDArray[Any]) -> tuple[Floa
     query = np.ascontiguousarray(query)
     if rescores and code is None:
         raise DataError(
-            "This index orders its answers with a rescorer, which needs the query's code: give an "
-            "image (or features), not an encoded vector."
+            "The rescorer of this index needs the code of each query, which a vector lacks. Pass an"
+            " image, or features if the bundle takes features."
         )
     return query, code if rescores else None
 
 
 def candidates_of(bundle: Bundle, k: int, candidates: int | None) -> int:
-    """Return the number of candidates to fetch per sub-space."""
+    """Return the number of candidates per sub-space to request from the store for k hits.
+
+    `candidates` overrides the number that a rescorer's manifest names.
+    """
     rescorer = bundle.manifest.rescorer
-    least = k if measured_alone(bundle) else k + MARGIN  # the store's order may not be the bundle's
-    return max(least, candidates or (rescorer.candidates if rescorer else 0))
+    # If the bundle's distance is not the store's, their orders may differ: request a few more.
+    minimum = k if measured_alone(bundle) else k + MARGIN
+    return max(minimum, candidates or (rescorer.candidates if rescorer else 0))
 
 
 def _sorted_by_id(proposed: Candidates) -> Candidates:
-    """Return candidates sorted by id, for a distance other than the store's."""
+    """Return candidates sorted by id and without the store's distances."""
     order = sorted(range(len(proposed.items)), key=lambda row: proposed.items[row].id)
     arrays = {name: array[order] for name, array in proposed.arrays.items()}
     return Candidates([proposed.items[row] for row in order], arrays)
@@ -551,7 +566,7 @@ def _sorted_by_id(proposed: Candidates) -> Candidates:
 def _distances(
     bundle: Bundle, query: Floats, code: Floats | None, proposed: Candidates, k: int
 ) -> Distances:
-    """Return the distances of a query to its candidates, as the bundle defines them."""
+    """Return the distances (n,) of a query to its candidates, as the bundle defines them."""
     if not proposed.items:
         return np.empty(0)
     codes = None if code is None else proposed.arrays[CODE]

@@ -1,4 +1,4 @@
-"""The interface of index back ends, and how a store searches and measures one."""
+"""The interface of index back ends, checked searches with one, and a measurement of its recall."""
 
 from __future__ import annotations
 
@@ -16,46 +16,49 @@ from retrieval.serving.store.search import nearest
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
-_RECALL_QUERIES = 200
+_MAX_RECALL_QUERIES = 200
 
 
 class IndexBackend(ABC):
-    """Search structure over N vectors (N, P), float32, by Euclidean distance.
+    """Interface of a search structure over N float32 vectors of P numbers, by Euclidean distance.
 
-    A plugin offers one through the hook `retrieval_indexes`; its parameters are its factory's
-    signature. The store calls either `build` and then `save`, once and in one thread, or `load`
-    once and then `search` from many threads. Row numbers are positions in `vectors`.
+    A plugin registers the factory of a back end with the hook `retrieval_indexes`; the parameters
+    of the factory are those of the back end. One instance either builds and saves (`build`, then
+    `save_beside`, each called once from one thread), or loads and searches (`load_beside` once,
+    then `search` from many threads). A row number is the position of a vector in `vectors`.
     """
 
     @abstractmethod
     def build(self, vectors: Floats, report: Callable[[int], object]) -> None:
-        """Index vectors.
+        """Build the structure over vectors.
 
         Args:
-            vectors: (N, P), float32, C-contiguous, N ≥ 1; may be mapped from a file.
-            report: call it with the number of vectors added since the last call (progress bar).
+            vectors: (N, P), float32, C-contiguous, N ≥ 1; may be a memory map.
+            report: advances the progress bar: call `report` with the number of vectors added since
+                its last call.
         """
 
     @abstractmethod
     def search(self, queries: Floats, k: int) -> tuple[Floats, Rows]:
         """Return the nearest vectors of each query, nearest first.
 
-        Must be thread-safe and change nothing. Distances may be approximate, because the store
-        measures them again.
+        The method must be thread-safe and must not change the back end. The distances may be
+        approximate, because the store computes them again.
 
         Args:
             queries: (Q, P), float32, C-contiguous.
             k: number of neighbours, 1 ≤ k ≤ N.
 
         Returns:
-            Euclidean distances (Q, k) and row numbers (Q, k), int64, padded with -1.
+            Euclidean distances (Q, k) and row numbers (Q, k), int64. If fewer than k vectors are
+            returned for a query, its row numbers end with -1.
         """
 
     @property
     def expand(self) -> int:
-        """How many times more candidates than hits the store requests.
+        """Number of candidates that the store requests per hit.
 
-        More than 1 if the back end compresses vectors, which changes their order.
+        Return more than 1 if the back end compresses vectors and so orders them inexactly.
         """
         return 1
 
@@ -67,7 +70,7 @@ class IndexBackend(ABC):
     def search_selected(
         self, queries: Floats, k: int, keep: NDArray[np.bool_]
     ) -> tuple[Floats, Rows]:
-        """Search among some of the vectors; see `search`.
+        """Search only the selected vectors; otherwise like `search`.
 
         Args:
             queries: (Q, P), float32, C-contiguous.
@@ -75,58 +78,65 @@ class IndexBackend(ABC):
             keep: (N,), True for the vectors to search.
         """
         raise NotImplementedError(
-            f"{type(self).__name__} has no search_selected. Implement it, or return False from"
-            " `selective`"
+            f"{type(self).__name__} does not implement search_selected. Implement it, or let"
+            " `selective` return False"
         )
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write everything that `load` needs to one new file; an OSError may propagate."""
+        """Write to the new file `path` everything that `load` needs; an OSError may propagate."""
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Read a file that `save` wrote, after its checksum was verified; may move it to a GPU.
+        """Read a file that `save` wrote; the store has verified its checksum.
 
-        `path` is a private copy that is deleted afterwards; memory maps of it stay valid.
+        The back end may keep a memory map of the file, and may move its data to a GPU.
         """
 
     def save_beside(self, path: Path) -> None:
-        """Write everything that `load_beside` needs except the vectors to one new file.
+        """Write to the new file `path` what `load_beside` needs besides the vectors.
 
-        Calls `save` by default.
+        By default this calls `save`.
         """
         self.save(path)
 
     def load_beside(self, path: Path, vectors: Floats) -> None:
         """Read a file that this or an earlier version of `save_beside` wrote; see `load`.
 
+        By default this calls `load` without the vectors.
+
         Args:
             path: the file.
-            vectors: vectors (N, P) that it was built over. They may be columns of a memory-mapped
-                array, which stays open as long as it is referenced.
+            vectors: vectors (N, P) that the structure was built over. They may be columns of a
+                memory map, which stays open as long as it is referenced.
         """
         self.load(path)
 
     def check(self, count: int, width: int) -> None:  # noqa: B027 (a back end need not)
-        """Check that the loaded index has `count` vectors of `width` numbers.
+        """Check that the loaded structure has `count` vectors of `width` numbers.
 
-        Called once after `load`.
+        The store calls it once after `load_beside`.
 
         Raises:
-            StoreError: it does not; the message ends a sentence: "it holds 3 vectors instead of 5".
+            StoreError: the structure has other sizes, such as "It holds 3 vectors instead of 5."
         """
 
     @property
     def exact(self) -> bool:
-        """Whether `search` is exact; otherwise the store measures its recall when it builds one."""
+        """Whether `search` is exact; otherwise `Index.create` measures its recall."""
         return False
 
 
 def using(name: str, doing: str) -> AbstractContextManager[None]:
-    """Context manager that turns a back end's errors into a sentence with its name and task."""
+    """Context manager that turns any error of a back end into one that names it and its task.
+
+    Args:
+        name: name of the back end.
+        doing: "build", "save", "load" or "search".
+    """
     return calling(
         f"The index back end {name}, asked to {doing},",
-        "Give it parameters that need less, or index fewer items.",
+        "Choose parameters of the back end that need less memory, or index fewer items.",
     )
 
 
@@ -138,14 +148,14 @@ def checked_search(
     count: int,
     keep: NDArray[np.bool_] | None = None,
 ) -> Rows:
-    """Return the row numbers (Q, k) of a search, padded with -1, after checking them.
+    """Search with a back end; check and return the row numbers (Q, k), padded with -1.
 
     Args:
         backend: back end with `count` vectors.
-        name: its name in error messages.
+        name: name of the back end in error messages.
         queries: (Q, P).
-        k: number of neighbours.
-        count: number of vectors.
+        k: number of neighbours per query.
+        count: number of vectors in the back end.
         keep: (count,), True for the vectors to search. `None` searches all.
 
     Raises:
@@ -158,19 +168,19 @@ def checked_search(
         else:
             _, rows = backend.search_selected(queries, k, keep)
         rows = np.asarray(rows)
-    if (
-        rows.shape != (len(queries), k)
-        or rows.dtype.kind != "i"
-        or (rows.size and (rows.min() < -1 or rows.max() >= count))
-    ):
+    fault = None
+    if rows.shape != (len(queries), k) or rows.dtype.kind != "i":
+        fault = f"{rows.dtype} of shape {rows.shape}"
+    elif rows.size and (rows.min() < -1 or rows.max() >= count):
+        fault = f"rows {rows.min():,} to {rows.max():,}"
+    if fault:
         raise StoreError(
-            f"The index back end '{name}' answered with {rows.dtype} rows of shape {rows.shape} for"
-            f" {len(queries)} queries and k = {k}, or with rows beyond the {count:,} items. Report"
-            " it to the back end's author."
+            f"The index back end '{name}' returned {fault} instead of int64 rows of shape"
+            f" {(len(queries), k)} from -1 to {count - 1:,}. Report this to the back end's author."
         )
     if keep is not None and not keep[rows[rows >= 0]].all():
         raise StoreError(
-            f"The index back end '{name}' returned vectors that the filter excludes. Report it to"
+            f"The index back end '{name}' returned vectors that the filter excludes. Report this to"
             " the back end's author."
         )
     return rows.astype(np.int64, copy=False)
@@ -179,22 +189,23 @@ def checked_search(
 def recall_at_10(backend: IndexBackend, name: str, vectors: Floats) -> float:
     """Return the share of the exact ten nearest neighbours that `backend` finds.
 
+    Up to 200 of the vectors are the queries. A query does not count as its own neighbour.
+
     Args:
         backend: back end built over `vectors`.
-        name: its name in error messages.
-        vectors: (N, P), float32, C-contiguous. Up to 200 of them are the queries; each is excluded
-            from its own result.
+        name: name of the back end in error messages.
+        vectors: (N, P), float32, C-contiguous.
     """
     count = len(vectors)
     k = min(10, count - 1)
     if k < 1:
         return 1.0
     sample = np.sort(
-        np.random.default_rng(0).choice(count, min(_RECALL_QUERIES, count), replace=False)
+        np.random.default_rng(0).choice(count, min(_MAX_RECALL_QUERIES, count), replace=False)
     )
     queries = vectors[sample]
-    # k + 1, because each query finds itself first. Any vector as near as the last one counts as a
-    # hit; otherwise duplicates would look like misses.
+    # Request k + 1 neighbours, because each query finds itself. Any vector as near as the k-th
+    # neighbour counts as a hit, so that duplicates are not misses; 2e-6 allows for rounding.
     limits = nearest(queries, vectors, k + 1)[0][:, k] + 2e-6 * np.square(queries).sum(axis=1).max()
     hits = 0
     for row, query, limit, rows in zip(

@@ -1,4 +1,4 @@
-"""Items to index, and where their content lies: a file, or a row of a table."""
+"""Items to index, and the location of their content: a file, or a row of a Parquet table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.store.items import Floats, Item, Keep
 
 PLAN = "embedding.json"
-"""File that marks a folder of embeddings and records its plan."""
+"""File that marks a folder of embeddings and describes it; see `embedded.Plan`."""
 
 
 def paths_of(paths: StrPath | Iterable[StrPath]) -> list[StrPath]:
@@ -37,7 +37,7 @@ def shown(path: str | os.PathLike[str]) -> str:
 
 
 def stamp_of(path: Path) -> str:
-    """Return a text that changes when a file does; "missing" if it does not exist."""
+    """Return text that changes when a file changes: its size and time, or "missing"."""
     try:
         status = path.stat()
     except OSError:
@@ -47,12 +47,12 @@ def stamp_of(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A row of a table that holds an original.
+    """A row of a Parquet table that holds an item's original, the content to embed.
 
     Attributes:
         table: path of the table.
         row: number of the row, as text.
-        table_stamp: `stamp_of` the table when the item was collected.
+        table_stamp: result of `stamp_of` for the table when the item was collected.
     """
 
     table: Path
@@ -65,19 +65,19 @@ class Origin:
         return f"{self.table}#{self.row}"
 
     def stamp(self) -> str:
-        """Return a text that changes when the original does."""
+        """Return text that changes when the original changes."""
         return f"{os.fsencode(self.address)!r} {self.table_stamp}"
 
     @classmethod
     def recorded(cls, address: str, stamp: str | None) -> Origin:
-        """Return the origin for an address and stamp that an index recorded."""
+        """Return the origin for an `address` and a `stamp` that an index stored."""
         table, _, row = address.rpartition("#")
         head = f"{os.fsencode(address)!r} "
         return cls(Path(table), row, (stamp or "").removeprefix(head))
 
 
 Original: TypeAlias = "Path | bytes | Floats | DataError"
-"""An item's file or content: bytes, or finite features (F,).
+"""What an item is embedded from: its file's path, its bytes, or finite features (F,).
 
 A `DataError` says why the content is missing.
 """
@@ -89,12 +89,12 @@ class Source:
 
     Attributes:
         key: id of the item.
-        label: its label, or `None`.
+        label: label of the item, or `None`.
         path: path of the image or `.npz` file. `None` if the item has an `origin`.
-        metadata: further columns of a manifest.
-        row: its row in `Sources.features`. `None` for an image.
-        origin: the row of a table that holds its content.
-        recorded: stamp from when the item was embedded, if it comes with its vector.
+        metadata: further columns of a CSV manifest or a Parquet table.
+        row: row of the item in `Sources.features`. `None` for an image.
+        origin: row of the Parquet table that holds the item's content. `None` if it has a file.
+        recorded: stamp that was stored when the item was embedded. `None` if it is not embedded.
     """
 
     key: str
@@ -107,11 +107,14 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Path or address to show in messages."""
+        """Path of the item's file, or address of its table row, for messages."""
         return shown(self.origin.address if self.path is None and self.origin else str(self.path))
 
     def stamp(self) -> str:
-        """Return a text that changes when the item does: path, row, size and time of its file."""
+        """Return text that changes when the item's content changes.
+
+        It holds the path of the file, the row, and the size and time of the file.
+        """
         if self.recorded is not None:
             return self.recorded
         if self.path is None:
@@ -120,27 +123,27 @@ class Source:
         return f"{os.fsencode(self.path)!r} {self.row} {stamp_of(self.path)}"
 
     def item(self, keep: Keep = "reference") -> Item:
-        """Return the item to store, without its arrays and the facts about its original."""
-        places = keep != "nothing" and self.row is None
+        """Return the item to store, without its arrays and the sizes of its original."""
+        keeps_location = keep != "nothing" and self.row is None
         return Item(
             id=self.key,
             label=self.label,
             metadata=self.metadata,
-            path=self.path if places else None,
+            path=self.path if keeps_location else None,
             stamp=self.stamp(),
             keep=keep,
-            source=self.origin.address if places and self.origin else None,
+            source=self.origin.address if keeps_location and self.origin else None,
         )
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Everything to encode, in order.
+    """The items to encode, in order.
 
     Attributes:
         items: the items.
         features: features (N, F), or `None` for images.
-        repeated: number of files named more than once; each is used once.
+        repeated: number of repeated files in the sources; a file is used once.
         left_out: one sentence per reason why files or columns were left out.
     """
 

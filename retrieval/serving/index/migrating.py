@@ -1,7 +1,8 @@
-"""Move an index to another bundle while it is searched.
+"""Move an index to another bundle (an exported model) while it is searched.
 
-A new generation is filled beside the old one, by embedding all items again or by applying another
-head to the stored features. Then one switch serves the new generation.
+A generation is the arrays of all items under one bundle. A new generation is filled while the old
+one is still searched: all items are embedded again, or another head is applied to their stored
+features. Then the new generation is served.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
     from retrieval.serving.index.index import Index
 
 _BACKBONE, _HEAD, _RESCORER = "backbone.onnx", "head.onnx", "rescorer.onnx"
-_ITEMS = 512  # items written at a time; a killed process loses no more
-_ROWS = 4096  # the same if only a head runs
-_BATCH = 1024  # features per batch of a head
+_ITEMS = 512  # items embedded and written at a time, so a killed process loses at most these
+_ROWS = 4096  # items at a time if only a head runs
+_BATCH = 1024  # batch size of a head
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Migrated:
 
     Attributes:
         generation: the generation that is served now.
-        embedded: number of items that this call embedded for it.
-        skipped: one sentence per item that could not be embedded and has no vector in it.
+        embedded: number of items that this call embedded.
+        skipped: one sentence per item that could not be embedded and so cannot be searched.
         from_features: number of items embedded from stored features instead of their originals.
     """
 
@@ -71,7 +72,7 @@ def migrate(
         widths = widths_of(opened, features=features_of(opened) if keeps else None)
         generation = index.store.begin(opened, widths)
     with showing(progress):
-        return _fill(index, opened, generation, skip_bad)
+        return _complete(index, opened, generation, skip_bad)
 
 
 def rollback(index: Index, *, progress: Progress = True) -> Migrated:
@@ -83,32 +84,33 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
     index.follow()
     opened = Bundle.open(index.store.bundle(newest), variant=newest.variant)
     with showing(progress):
-        return _fill(index, opened, newest, skip_bad=False)
+        return _complete(index, opened, newest, skip_bad=False)
 
 
 def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
-    """Return the bundle to serve when migrating to a bundle of features.
+    """Return the bundle that a migration to `head`, a bundle that takes features, serves.
 
-    For an index of images, `head` is combined with the index's backbone.
+    If the index has images, this is `head` joined to the backbone of the index's bundle; the new
+    bundle is written to `folder`.
     """
     width = index.generation.widths.get(FEATURES)
     if width is None:
         raise BundleError(
-            f"The bundle {head.path} takes features, and the index {index.path} keeps none: migrate"
-            " to a bundle of images, or create the index again with --keep-features (in Python"
-            " keep_features=True)."
+            f"The bundle {head.path} takes features, and the index {index.path} keeps none. Migrate"
+            " to a bundle that takes images, or create the index again with --keep-features (in"
+            " Python keep_features=True)."
         )
     if head.manifest.input.shape != (width,):
         raise BundleError(
             f"The bundle {head.path} takes {head.manifest.input.shape[0]:,} features, and the index"
-            f" {index.path} keeps {width:,} of an item."
+            f" {index.path} keeps {width:,} features per item."
         )
     if index.bundle.manifest.input.kind == "features":
         return head
-    return Bundle.open(behind(index.bundle, head, folder))
+    return Bundle.open(join_backbone(index.bundle, head, folder))
 
 
-def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) -> Migrated:
+def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) -> Migrated:
     """Embed the items that a generation lacks, then serve it."""
     if generation.state == "served":
         return Migrated(generation, 0)
@@ -126,14 +128,18 @@ def _fill(index: Index, bundle: Bundle, generation: Generation, skip_bad: bool) 
                 continue
             embedded, wrong = embed_items(index, bundle, items, FEATURES in generation.widths)
             served = served_of(store.generations())
-            if by_head and served.number != source.number:  # features may be of another backbone
-                raise StoreError("Another generation is served by now. Run the command again.")
+            if by_head and served.number != source.number:
+                # The features that `pending` returned may come from another backbone.
+                raise StoreError(
+                    "Another generation is served by now: another migration has ended. Run the"
+                    " command again."
+                )
             if wrong and not skip_bad:
                 raise DataError(
                     listed("Some items cannot be embedded again", list(wrong.values()))
-                    + "\nThe index is served as before. Mend them and repeat the command, which"
-                    " goes on where it stopped; or leave them out of the new generation with"
-                    " --skip-bad (in Python skip_bad=True)."
+                    + "\nThe index is served as before. Repair their originals and repeat the"
+                    " command, which resumes; or leave the items out with --skip-bad (in Python"
+                    " skip_bad=True)."
                 )
             kept = {item.id for item in embedded}
             store.embed(generation, embedded, [item.id for item in items if item.id not in kept])
@@ -151,7 +157,7 @@ def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Return items with the arrays of a new head; items without features are left out."""
+    """Return items with the arrays of a new head; items without stored features are left out."""
     usable = [item for item in items if FEATURES in item.arrays]
     if not usable:
         return [], {}
@@ -163,10 +169,14 @@ def _by_head(
 def _by_originals(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Return items with the arrays of a new encoder, and the faults of the others by id."""
+    """Embed items from their originals.
+
+    Returns:
+        Items with their new arrays, and by id why other items cannot be embedded.
+    """
     if bundle.manifest.input.kind == "features":
         return [], {
-            item.id: f"{item.id}: the index keeps no features of it for this bundle."
+            item.id: f"{item.id}: the index keeps no features of this item for the new bundle."
             for item in items
         }
     originals = _originals(index, items, Limits().bytes)
@@ -182,7 +192,10 @@ def _by_originals(
 def _originals(
     index: Index, items: Sequence[Item], most: int
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their ids and originals: kept bytes, a file, a table's row, or a fault."""
+    """Yield items with their ids and their originals of at most `most` bytes.
+
+    An original is a file's path, bytes from the index or from a table, or an error.
+    """
 
     def origin(item: Item) -> Origin | None:
         if item.source is None or item.keep == "copy":
@@ -201,14 +214,14 @@ def _originals(
             where = (
                 f"its file {item.path} is gone"
                 if item.path
-                else "the index keeps no original of it"
+                else "the index keeps no original of this item"
             )
             original = DataError(f"{item.id}: {where}.")
         yield item, item.id, original
 
 
 def features_of(bundle: Bundle) -> int:
-    """Return F, the number of features per item that an index can store with a bundle.
+    """Return the number of features per item that an index can store with a bundle.
 
     Raises:
         BundleError: the bundle has no features to store.
@@ -218,7 +231,10 @@ def features_of(bundle: Bundle) -> int:
         return manifest.input.shape[0]
     if bundle.backbone_sha256 is None or manifest.split is None:
         why, advice = (
-            ("has an encoder of one graph", "Export it with --split (in Python split=True).")
+            (
+                "is not split into backbone and head",
+                "Export it with --split (in Python split=True).",
+            )
             if manifest.split is None
             else (f"runs its variant '{bundle.variant}'", "Leave the variant out.")
         )
@@ -243,11 +259,17 @@ def applies(head: Bundle, kept: Bundle) -> bool:
     return head.backbone_sha256 is not None and head.backbone_sha256 == kept.backbone_sha256
 
 
-def behind(backbone: Bundle, head: Bundle, folder: Path) -> Path:
-    """Write a bundle that runs a bundle of features behind another bundle's backbone.
+def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
+    """Write a bundle that applies one bundle's backbone, then another bundle that takes features.
 
-    The same two bundles always give the same result. Its manifest is the head's except for input
-    and split, and without variants and probe; `verified` is the head's comparison with torch.
+    The same two bundles always give the same result. The new manifest is that of `head`, but with
+    the input of `backbone`, a new split, and no variants or probe. Its `verified` still describes
+    the comparison of `head` with torch.
+
+    Args:
+        backbone: a bundle that is split into backbone and head.
+        head: a bundle that takes features.
+        folder: an empty folder for the new bundle and copies of both.
 
     Returns:
         The folder of the new bundle.

@@ -23,14 +23,14 @@ from retrieval.serving.index.locations import Origin, Source, shown, stamp_of
 from retrieval.serving.store.items import check_id
 
 ITEM_CHARACTERS = 1_000_000
-"""Most characters of all texts of one item; an index cannot return longer ones."""
+"""Most characters of all text of one item; an index stores no longer text."""
 MAX_WIDTH = 1_000_000
 """Most numbers per vector."""
-_GROUP_BYTES = 1 << 30
-_GROUP_VALUES = 1 << 28
+_GROUP_BYTES = 1 << 30  # most bytes of a column in one row group, which pyarrow reads at once
+_GROUP_VALUES = 1 << 28  # most values of a column in one row group
 _ROWS_AT_A_TIME = 512
 _IMAGES_AT_A_TIME = 4
-_MOST_PROBLEMS = 100
+_MAX_PROBLEMS = 100
 _VECTORS = ("features", "vector")
 
 
@@ -94,7 +94,7 @@ def vectors_of(
             row = int(np.argmax(lengths != width))
             raise DataError(
                 f"{shown(path)}: row {number + row} has a vector of {int(lengths[row]):,} numbers"
-                f" instead of {width:,}: one index takes one width."
+                f" instead of {width:,}. All vectors of an index have the same width."
             )
         with np.errstate(over="ignore"):
             values = column.flatten().to_numpy(zero_copy_only=False).astype(np.float32, copy=False)
@@ -111,10 +111,10 @@ class Table:
     Attributes:
         name: the path as text.
         columns: names of all columns.
-        starts: first row of each row group, followed by the number of rows.
+        starts: number of the first row of each row group, followed by the number of rows.
         content: name of the column of image bytes, "image" or "image.bytes". `None` if the table
             has paths or features.
-        left_out: one sentence per column that cannot be kept.
+        left_out: one sentence per column that cannot be stored as metadata.
 
     Raises:
         DataError: the table cannot be read or lacks a required column.
@@ -126,7 +126,7 @@ class Table:
         parquet, types = pyarrow().parquet, pyarrow().types
         with sentences(path):
             schema = parquet.read_schema(path)
-            # Read texts as dictionaries, so that rows share equal texts in memory.
+            # Read text as dictionaries, so that rows share equal strings in memory.
             texts = [field.name for field in schema if _is_text(field.type)]
             self._file = parquet.ParquetFile(path, read_dictionary=texts)
             groups = range(self._file.metadata.num_row_groups)
@@ -153,7 +153,7 @@ class Table:
         self.close()
 
     def _choose(self, kind: str, kinds: dict[str, Any], types: Any) -> None:
-        """Set the role of each column."""
+        """Choose the columns of content, id, label and metadata."""
         self.content = self._vector = self._path = None
         image: Any = kinds.get("image")
         if kind == "features":
@@ -183,13 +183,17 @@ class Table:
         further = [name for name in kinds if name not in {role, self._key, self._label}]
         self._metadata = [name for name in further if not _holds_bytes(kinds[name])]
         self.left_out = [
-            f"{self.name}: the column '{name}' is left out, being {kinds[name]}, which is no JSON."
+            f"{self.name}: the column '{name}' is left out, because JSON has no {kinds[name]}."
             for name in further
             if name not in self._metadata
         ]
 
     def batches(self, columns: Sequence[str], rows: int, group: int) -> Iterator[Any]:
-        """Yield columns of a row group, `rows` rows at a time; refuse one that is too large."""
+        """Yield columns of the row group `group`, `rows` rows at a time.
+
+        Raises:
+            DataError: the row group is too large, or the table is damaged.
+        """
         row_group = self._file.metadata.row_group(group)
         for chunk in map(row_group.column, range(row_group.num_columns)):
             column, values = chunk.path_in_schema, chunk.num_values
@@ -198,8 +202,8 @@ class Table:
             if used and (size > _GROUP_BYTES or values > _GROUP_VALUES):
                 raise DataError(
                     f"{self.name}: row group {group} has {size:,} bytes and {values:,} values in"
-                    f" '{column}'; the limits are {_GROUP_BYTES:,} and {_GROUP_VALUES:,}. Write it"
-                    " with smaller row groups."
+                    f" '{column}'; the limits are {_GROUP_BYTES:,} and {_GROUP_VALUES:,}. Write the"
+                    " table with smaller row groups."
                 )
         with sentences(self.path):
             yield from self._file.iter_batches(
@@ -212,11 +216,11 @@ class Table:
         """Yield all rows as items.
 
         Args:
-            take: called with each batch of features.
-            first: `Source.row` of the first row of features.
+            take: called with each batch of features, an array (n, F).
+            first: `Source.row` of the table's first row, if the table has features.
 
         Raises:
-            DataError: some rows cannot be used; reading stops at the hundredth such row.
+            DataError: some rows cannot be used. The message lists up to a hundred of them.
         """
         problems: list[str] = []
         for number, cells in enumerate(self._cells(take)):
@@ -225,7 +229,7 @@ class Table:
                 yield source
                 continue
             problems.append(f"row {number}: {source}.")
-            if len(problems) >= _MOST_PROBLEMS:
+            if len(problems) >= _MAX_PROBLEMS:
                 break
         if problems:
             raise DataError(listed(self.name, problems))
@@ -233,7 +237,10 @@ class Table:
     def _cells(
         self, take: Callable[[NDArray[np.float32]], object] | None
     ) -> Iterator[dict[str, Any]]:
-        """Yield the values of each row by column, except images and features."""
+        """Yield each row as a dict of values by column, without images and features.
+
+        `take` receives the features.
+        """
         names = [name for name in (self._key, self._label, self._path, *self._metadata) if name]
         columns = [*names, *([self._vector] if self._vector else [])]
         if not columns:  # the table has only images, so the number of rows is enough
@@ -250,14 +257,14 @@ class Table:
                 number += batch.num_rows
 
     def _values(self, column: Any, name: str) -> list[Any]:
-        """Return a column as Python values, with times in microseconds and UTC."""
+        """Return a column as Python values; convert times to microseconds and UTC."""
         arrow, types = pyarrow(), pyarrow().types
         kind = column.type
         if types.is_dictionary(kind) and _is_text(kind.value_type):
             longest = arrow.compute.max(arrow.compute.binary_length(column.dictionary)).as_py()
             if (longest or 0) > 4 * ITEM_CHARACTERS:
                 raise DataError(
-                    f"{self.name}: a text in '{name}' has more than {ITEM_CHARACTERS:,} characters."
+                    f"{self.name}: text in '{name}' has more than {ITEM_CHARACTERS:,} characters."
                 )
         if types.is_timestamp(kind):
             column = column.cast(arrow.timestamp("us", "UTC" if kind.tz else None), safe=False)
@@ -269,7 +276,7 @@ class Table:
         return values
 
     def _source(self, number: int, cells: dict[str, Any], first: int) -> Source | str:
-        """Return a row as an item, or the end of a sentence that says what is wrong with it."""
+        """Return a row as an item, or what is wrong with the row, to end "row 3: …"."""
         stem = shown(self.path.name).partition(".")[0] or shown(self.path.name)
         path = cells.get(self._path) if self._path else None
         key = cells.get(self._key) if self._key else path or f"{stem}/{number}"
@@ -301,10 +308,14 @@ class TableImages(Table):
         self._next_row, self._images = self.starts[-1], iter(())
 
     def read(self, part: str, most: int) -> bytes:
-        """Return the image of row `part`, a number as text; ascending rows are read fastest.
+        """Return the bytes of an image. Reading rows in ascending order is fastest.
+
+        Args:
+            part: number of the row, as text.
+            most: most bytes of an image.
 
         Raises:
-            DataError: there is no such row or image, it has more than `most` bytes, or the table is
+            DataError: there is no such row or image, the image is too large, or the table is
                 damaged.
         """
         row = int(part) if part.isascii() and part.isdigit() else self.starts[-1]
@@ -314,7 +325,7 @@ class TableImages(Table):
         if not self.starts[group] <= self._next_row <= row:
             self._next_row, self._images = self.starts[group], self._from_group(group)
         with sentences(self.path):
-            # After an error the generator has ended, so rows after a damaged one fail, too.
+            # An error ends the generator, so the rows after a damaged row fail too.
             image = next(islice(self._images, row - self._next_row, None), None)
             self._next_row = row + 1
             if image is None:
@@ -330,7 +341,7 @@ class TableImages(Table):
             return bytes(content)
 
     def _from_group(self, group: int) -> Iterator[Any]:
-        """Yield the images from a row group on, as pyarrow scalars."""
+        """Yield the images of the row group `group` and all later ones, as pyarrow scalars."""
         for number in range(group, len(self.starts) - 1):
             for batch in self.batches([str(self.content)], _IMAGES_AT_A_TIME, number):
                 for value in batch.column(0):
@@ -339,7 +350,7 @@ class TableImages(Table):
 
 
 def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str | None:
-    """Return why an item cannot be stored, as the end of a sentence, or `None` if it can."""
+    """Return why an item cannot be stored, to end "row 3: …", or `None` if it can be stored."""
     if fault := check_id(key):
         return fault
     try:
@@ -347,12 +358,12 @@ def text_problem(key: str, label: str | None, metadata: dict[str, Any]) -> str |
     except DataError as problem:
         return str(problem).rstrip(".")
     except RecursionError:
-        return "its metadata nest too deeply"
+        return "has metadata that nest too deeply"
     return f"has more than {ITEM_CHARACTERS:,} characters" if length > ITEM_CHARACTERS else None
 
 
 def label_text(label: str | int | float | None) -> str | None:
-    """Return a label as text: "true" and "false" as in JSON, `None` for empty or NaN."""
+    """Return a label as text; booleans as in JSON, and an empty label or NaN as `None`."""
     if isinstance(label, bool):
         return str(label).lower()
     if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
@@ -361,7 +372,7 @@ def label_text(label: str | int | float | None) -> str | None:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value for JSON: NaN and infinity as null, times and decimals as text."""
+    """Return a value that JSON can hold: NaN and infinity as `None`, times and decimals as text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, date | time):
@@ -381,5 +392,5 @@ def _is_text(kind: Any) -> bool:
 
 
 def _holds_bytes(kind: Any) -> bool:
-    """Return whether a type contains bytes or is an extension type, by pyarrow's name of it."""
+    """Return whether a pyarrow type contains bytes or is an extension type, judged by its name."""
     return re.search(r"binary(?!\w*:)|extension<", str(kind)) is not None

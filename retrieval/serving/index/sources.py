@@ -1,4 +1,4 @@
-"""Collect items from files, folders and tables, and read their originals."""
+"""Collect items from files, folders and tables, and read their originals (the content to embed)."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ T = TypeVar("T")
 def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     """Return the items of files, folders and tables.
 
-    - A folder is searched for images. An item's label is the name of its top-level subfolder, or
-      the folder's own name for images directly in it.
-    - A `.csv` has a column `path` (relative to the CSV), optionally `label` and `key` or `id`.
-      Other columns become metadata (see `retrieval.serving.files.csv_table`).
-    - A Parquet table of images has a column `path`, or a column `image` of bytes or of structs
-      with `bytes`. A table of features has a list column `features` or `vector`. Both may have
-      `label` and `key` or `id`. Other columns become metadata: NaN and infinity as null, times and
-      decimal numbers as text.
-    - An `.npz` has `features` (or `vectors`) and optionally `labels` and `keys`.
+    - A folder is searched for images. An image in a subfolder gets the name of the top-level
+      subfolder as its label; an image directly in the folder gets the folder's name.
+    - A CSV file must have a column `path` (relative to the CSV file). It may have `label`, and
+      `key` or `id`. Other columns become metadata (see `retrieval.serving.files.csv_table`).
+    - A Parquet table of images must have a column `path`, or a column `image` of bytes or of
+      structs with `bytes`. A table of features must have a list column `features` or `vector`. Both
+      may have `label`, and `key` or `id`. Other columns become metadata: NaN and infinity become
+      null, times and decimal numbers become text.
+    - An `.npz` file must have an array `features` (or `vectors`). It may have `labels` and `keys`.
 
     Args:
         sources: paths.
@@ -55,8 +55,8 @@ def collect(sources: Sequence[str | os.PathLike[str]], kind: str) -> Sources:
     """
     if not sources:
         raise DataError(
-            "There is nothing to index: name image files, folders, a CSV manifest or an .npz of"
-            " features."
+            "There is nothing to index: name image files, folders, a CSV file, a Parquet table or"
+            " an .npz file of features."
         )
     places = [_place(source, kind) for source in sources]
     if kind == "features":
@@ -86,8 +86,8 @@ def _place(source: object, kind: str) -> Path:
     """Return the path of a source that exists and fits the bundle's input."""
     if not isinstance(source, str | os.PathLike):
         raise DataError(
-            "What is indexed is named by its path: a file or a folder, not an object of type "
-            f"{type(source).__name__}."
+            "A source to index is the path of a file or a folder, not an object of type"
+            f" {type(source).__name__}."
         )
     text, place = os.fsdecode(source), Path(os.fsdecode(source))
     if not place.exists():
@@ -95,7 +95,7 @@ def _place(source: object, kind: str) -> Path:
     npz = place.name.lower().endswith(".npz")
     if kind == "features" and not npz and not is_table(place.name):
         raise DataError(
-            f"{shown(text)} is no .npz file or Parquet table; this bundle takes features, not"
+            f"{shown(text)} is not an .npz file or a Parquet table; this bundle takes features, not"
             " images."
         )
     if kind != "features" and npz:
@@ -104,10 +104,14 @@ def _place(source: object, kind: str) -> Path:
 
 
 def _folder(folder: Path, prefix: bool) -> tuple[list[Source], list[str]]:
-    """Return the images of a folder as items, and notes on other files."""
+    """Return the images of a folder as items, and notes on other files.
+
+    If `prefix` is True, ids begin with the folder's name.
+    """
     files, root_name = find_images(folder), shown(own_name(folder))
     items = []
-    for path in sorted([*files.images, *files.nowhere]):  # the reader reports broken links
+    # Broken links (`nowhere`) stay in, so that they are reported when they are read.
+    for path in sorted([*files.images, *files.nowhere]):
         inside = shown(path.relative_to(folder))
         label = inside.partition("/")[0] if "/" in inside else root_name
         key = f"{root_name}/{inside}" if prefix else inside
@@ -132,8 +136,8 @@ def _csv(manifest: Path) -> list[Source]:
             rows.append((line, row))
     paths = [(folder / row["path"]).absolute() for _, row in rows]
     if problems:
-        # Missing files are only listed beside other problems: alone, they are unusable images,
-        # which may be skipped.
+        # Without other problems, missing files are not an error here: they are unusable images,
+        # which `skip_bad` may skip.
         problems += [
             (line, f"{shown(path)} does not exist.")
             for (line, _), path in zip(rows, paths, strict=True)
@@ -166,7 +170,7 @@ def _table(path: Path) -> tuple[list[Source], list[str]]:
 
 
 def _features(places: list[Path]) -> Sources:
-    """Return the items of Parquet tables and `.npz` files, and their features from one file."""
+    """Return the items of Parquet tables and `.npz` files; their features are a memory map."""
     items: list[Source] = []
     left_out: list[str] = []
     unique = dict.fromkeys(places)
@@ -178,13 +182,13 @@ def _features(places: list[Path]) -> Sources:
             numbers = features.shape[1]
             if not 0 < numbers <= MAX_WIDTH:
                 raise DataError(
-                    f"{shown(place)}: a vector of {numbers:,} numbers; 1 to {MAX_WIDTH:,} are"
+                    f"{shown(place)} holds vectors of {numbers:,} numbers; 1 to {MAX_WIDTH:,} are"
                     " allowed."
                 )
             if width not in (0, numbers):
                 raise DataError(
-                    f"{shown(place)} holds vectors of {numbers:,} numbers, others of {width:,}:"
-                    " one index takes one width."
+                    f"{shown(place)} holds vectors of {numbers:,} numbers, and an earlier file of"
+                    f" {width:,}. All vectors of an index have the same width."
                 )
             count, width = count + len(features), numbers
             file.write(np.ascontiguousarray(features, "<f4").tobytes())
@@ -206,7 +210,7 @@ def _features(places: list[Path]) -> Sources:
 
 
 def _rows_of(path: Path, labels: list[str], keys: list[str], rows: range) -> list[Source]:
-    """Return the items of an `.npz` file, whose features are in `rows`."""
+    """Return the items of an `.npz` file; `rows` are their rows in `Sources.features`."""
     return [
         Source(
             keys[number] if keys else f"{path.stem}/{number}",
@@ -221,13 +225,13 @@ def _rows_of(path: Path, labels: list[str], keys: list[str], rows: range) -> lis
 def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
     """Return features (N, F), labels and keys of an `.npz` file, without unpickling.
 
-    Labels or keys that the file lacks are empty lists.
+    If the file has no labels or no keys, their list is empty.
 
     Raises:
         DataError: the file cannot be read, or an array has a wrong shape or type.
     """
     try:
-        # Opened here, because np.load does not close a damaged file.
+        # Open the file here, because np.load does not close a damaged file.
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             if not hasattr(file, "files"):
                 raise DataError(
@@ -254,7 +258,7 @@ def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
     for key, values in columns.items():
         if values.shape != (len(features),) or values.dtype.kind not in "iuUb":
             raise DataError(
-                f"{path}: '{key}' must be {len(features)} texts or whole numbers, not"
+                f"{path}: '{key}' must be {len(features)} strings or whole numbers, not"
                 f" {values.dtype} {values.shape}."
             )
     texts = {key: [str(value) for value in values] for key, values in columns.items()}
@@ -269,12 +273,13 @@ def read_features(path: Path) -> tuple[Floats, list[str], list[str]]:
 def contents(
     items: Iterable[tuple[T, Origin | None]], most: int
 ) -> Iterator[tuple[T, bytes | DataError | None]]:
-    """Yield items with their originals in tables, or the error that prevents reading one.
+    """Read the originals that lie in Parquet tables; yield each item with its original.
 
-    Fastest if items are grouped by table. The original of an item without an origin is `None`.
+    Items should be grouped by table, because only one table is open at a time. If an original
+    cannot be read, it is replaced with the error. An item without an origin gets `None`.
 
     Args:
-        items: each item with its origin.
+        items: pairs of an item and its origin, the table row that holds its original.
         most: most bytes of one original.
     """
     with ExitStack() as stack:
@@ -286,7 +291,7 @@ def contents(
                     if opened != origin.table:
                         stack.close()
                         opened = None
-                        table = stack.enter_context(_unchanged(origin))
+                        table = stack.enter_context(_open_table(origin))
                         opened = origin.table
                     content = table.read(origin.row, most)
                 except DataError as fault:
@@ -294,11 +299,13 @@ def contents(
             yield item, content
 
 
-def _unchanged(origin: Origin) -> TableImages:
-    """Open the table of an origin."""
+def _open_table(origin: Origin) -> TableImages:
+    """Open the table of an origin; raise a `DataError` if the table has changed."""
     name = shown(origin.table)
     if stamp_of(origin.table) != origin.table_stamp:
-        raise DataError(f"{name} is gone, or has changed since its items were found. Add it again.")
+        raise DataError(
+            f"{name} is gone, or has changed since its items were collected. Add it again."
+        )
     if not is_table(origin.table.name):
         raise DataError(f"{name} is not a table that holds images.")
     return TableImages(origin.table)
@@ -310,20 +317,20 @@ def originals(
     """Yield items with their names and originals, for `retrieval.serving.index.adding.embed`.
 
     Args:
-        sources: the items, fastest if grouped by file.
+        sources: the items. Those of one table should be adjacent; see `contents`.
         features: features (N, F), indexed by `Source.row`. `None` for images.
         most: most bytes of one original.
         keep: what the index keeps of each original.
     """
     if features is not None:
         for source in sources:
-            fault = f"vector {source.key} holds NaN, infinity or a number beyond float32."
+            fault = f"the vector of {source.key} holds NaN, infinity or a number beyond float32."
             row = features[source.row]
             finite = np.isfinite(row).all()
             content: Original = row if finite else DataError(f"{source.name}: {fault}")
             yield source.item(keep), source.name, content
         return
-    # An item's stamp is taken before its content is read.
+    # Take an item's stamp before its content is read, so that a change meanwhile is noticed.
     pairs = (((source, source.item(keep)), source.origin) for source in sources)
     for (source, item), part in contents(pairs, most):
         original = source.path if part is None else part

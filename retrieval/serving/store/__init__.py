@@ -1,4 +1,4 @@
-"""The contract of a store and building blocks of new ones, as `retrieval.plugin.stores`.
+"""The contract of a store and building blocks for new stores, as `retrieval.plugin.stores`.
 
 `retrieval.plugin.testing` has the test suite that every store must pass.
 """

@@ -1,4 +1,4 @@
-"""Where an index is: a folder, or an address such as `milvus://host:19530/photos?timeout=5`."""
+"""Locations of indexes: folders, and addresses such as `milvus://host:19530/photos?timeout=5`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from retrieval.errors import StoreError
 from retrieval.serving.files.places import StrPath
 
 LOCAL = "local"
-"""Scheme of folders: `local:///data/photos.index` is the folder `/data/photos.index`."""
+"""Scheme of folders: `local:///data/photos.index` names the folder `/data/photos.index`."""
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9_.+-]+)://(.*)", re.DOTALL)
 _PATH_OF_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9_.+-]+:/[^/]")
 _SECRET = re.compile(
@@ -27,16 +27,16 @@ _MAX_OPTIONS = 50
 
 @dataclass(frozen=True)
 class Address:
-    """The parsed address of an index. It never holds a secret: `parse` refuses those that do.
+    """The parsed address of an index; `parse` refuses an address with a password or token.
 
     Attributes:
         text: the whole address, also `str(address)`.
-        scheme: short name of the store, or `PLUGIN.name` in full.
+        scheme: name of the store, `NAME` or in full `PLUGIN.NAME`.
         host: host name, or None if the address has none, as in `journal:///data/photos`.
         port: port number, or None.
         path: decoded path with its leading slash, such as `/photos`; may be empty.
-        options: query parameters by name. Numbers, true, false and null are parsed, the rest is
-            text.
+        options: query parameters by name. Numbers, true, false and null are parsed; other values
+            are text.
     """
 
     text: str
@@ -59,15 +59,15 @@ class Address:
         """Parse an address.
 
         Raises:
-            StoreError: `text` is not an address, or it holds a name, password or token; the
-                message does not repeat those.
+            StoreError: `text` is not an address, or it holds a user name, password or token, which
+                the message does not repeat.
         """
         match = _ADDRESS.fullmatch(text)
         if match is None:
-            raise StoreError(f"'{text}' is no address: write SCHEME://HOST:PORT/NAME.")
+            raise StoreError(f"'{text}' is not an address. Write SCHEME://HOST:PORT/NAME.")
         if match[1].lower() in ("http", "https"):
             raise StoreError(
-                "A search server is no index that can be opened: ask it with"
+                "A search server cannot be opened as an index. Search it with"
                 " retrieval.client.Client(URL).search(…), and add to it with 'retrieval push'."
             )
         scheme, rest = match[1], match[2]
@@ -75,17 +75,19 @@ class Address:
         where, _, query = rest.partition("?")
         if len(text) > _MAX_CHARACTERS or not text.isprintable():
             raise StoreError(
-                f"An address of {scheme}:// has at most {_MAX_CHARACTERS:,} printable characters; "
-                "this one is longer, or has others."
+                f"An address has at most {_MAX_CHARACTERS:,} printable characters; this {scheme}://"
+                " address is longer, or has a character that is not printable."
             )
         authority, slash, path = where.partition("/")
         try:
             parts = urlsplit(f"//{authority}")
             host, port = parts.hostname, parts.port
         except ValueError as fault:
-            raise StoreError(f"{text} is no address: {fault}.") from None
+            raise StoreError(f"{text} is not an address: {fault}.") from None
         if "#" in where:
-            raise StoreError(f"{text} is no address: it has a '#'. Write %23 for one in a name.")
+            raise StoreError(
+                f"{text} is not an address, because it has a '#'. Write a '#' in a name as %23."
+            )
         return cls(text, scheme, host or None, port, unquote(slash + path), _options(text, query))
 
 
@@ -110,7 +112,7 @@ def place_of(place: StrPath | Address) -> IndexPlace:
             return Address.parse(place)
         path, mark, _ = match[2].partition("?")
         if mark or not path:
-            raise StoreError(f"{place} names no folder: write {LOCAL}:///PATH, or the path alone.")
+            raise StoreError(f"{place} names no folder. Write {LOCAL}:///PATH, or the path alone.")
         return Path(unquote(path))
     path_text = os.fspath(place)
     if (
@@ -119,21 +121,21 @@ def place_of(place: StrPath | Address) -> IndexPlace:
         and not Path(path_text).parent.exists()
     ):
         raise StoreError(
-            f"'{path_text}' looks like an address that was made a Path, which loses a slash. "
-            "Give addresses as text."
+            f"'{path_text}' looks like an address that was converted to a Path, which drops a"
+            " slash. Pass the address as text."
         )
     return Path(path_text)
 
 
 def _refuse_secrets(scheme: str, rest: str) -> None:
-    """Refuse a user name, password or token, since addresses are printed, logged and stored."""
+    """Raise a `StoreError` for a user name, password or token: addresses are printed and logged."""
     where, _, query = rest.partition("?")
     names = [part.partition("=")[0] for part in query.split("&")]
     if "@" in where or any(_SECRET.search(unquote(name)) for name in names):
         raise StoreError(
-            "An address holds no names, passwords or tokens, since it is printed and logged: write"
-            f" {scheme}://HOST:PORT/NAME, and give {scheme} its token by the environment variable"
-            " that its documentation names. (An @ in a name is written %40.)"
+            "An address must not hold user names, passwords or tokens, since it is printed and"
+            f" logged. Write {scheme}://HOST:PORT/NAME, and put the token of {scheme} into the"
+            " environment variable that its documentation names. (Write an @ in a name as %40.)"
         )
 
 
@@ -146,13 +148,11 @@ def _options(text: str, query: str) -> dict[str, Any]:
             query, keep_blank_values=True, strict_parsing=True, max_num_fields=_MAX_OPTIONS
         )
     except ValueError:
-        raise StoreError(
-            f"{text}: write what stands behind '?' as name=value&name=value."
-        ) from None
+        raise StoreError(f"{text}: write the options after '?' as name=value&name=value.") from None
     options: dict[str, Any] = {}
     for name, value in pairs:
         if name in options:
-            raise StoreError(f"{text} says '{name}' twice.")
+            raise StoreError(f"{text} has the option '{name}' twice.")
         options[name] = _value(value)
     return options
 

@@ -1,4 +1,4 @@
-"""Bundles of a remote index, which the store keeps in pieces and a client caches."""
+"""Bundles (exported models) that a remote store keeps in pieces, and a client caches."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from retrieval.serving.bundle_folder import (
 )
 from retrieval.serving.manifest import parse_manifest
 
-PIECE = 1 << 20
+PIECE = 1 << 20  # bytes
 BUNDLE_BYTES = 8 << 30  # size limit of a bundle that is fetched from a store
-_FILES = 1000
-_IN_MEMORY = 64 << 20
+_MAX_FILES = 1000
+_MEMORY_BYTES = 64 << 20  # a larger bundle is fetched to a temporary file
 
 
 def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
     """Yield a bundle's files as pieces of bytes, which a store keeps in this order.
 
-    `kept_bundle` puts them together again.
+    `kept_bundle` restores the files from the pieces.
 
     Args:
         bundle: an opened bundle.
@@ -38,7 +38,7 @@ def bundle_pieces(bundle: Bundle, size: int = PIECE) -> Iterator[bytes]:
 
     Raises:
         BundleError: the bundle was changed since it was opened.
-        OSError: there is no room for a temporary copy.
+        OSError: the disk has no room for a temporary copy.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as packed:
         copy = Path(folder) / "bundle"
@@ -58,7 +58,8 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
 
     Args:
         sha256: SHA-256 of the bundle's manifest (`Generation.bundle`).
-        pieces: returns the pieces of `bundle_pieces` in order; called only to fetch the bundle.
+        pieces: returns the pieces of `bundle_pieces` in order. It is called only if the bundle must
+            be fetched.
 
     Raises:
         StoreError: the pieces do not form this bundle, or the cache cannot be written.
@@ -66,11 +67,11 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
     folder = cache_folder() / "bundles" / sha256
     if _is_intact(folder, sha256):
         return folder
-    occupied = StoreError(f"{folder} is there.")
+    occupied = StoreError(f"{folder} exists.")
     try:
         with (
             whole_folder(folder, replace=True, exists_error=occupied) as fresh,
-            tempfile.SpooledTemporaryFile(_IN_MEMORY) as packed,
+            tempfile.SpooledTemporaryFile(_MEMORY_BYTES) as packed,
         ):
             _fetch(pieces(), packed)
             _unpack(packed, fresh, sha256)
@@ -78,14 +79,15 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
                 raise _damaged(sha256)
     except OSError as fault:
         raise StoreError(
-            f"The bundle of the index cannot be kept in {folder.parent}: "
-            f"{fault.strerror or fault}. RETRIEVAL_CACHE names another folder."
+            f"The bundle of the index cannot be stored in {folder.parent}: "
+            f"{fault.strerror or fault}. Name another folder with the environment variable"
+            " RETRIEVAL_CACHE."
         ) from None
     return folder
 
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Remove owner, mode and time from a tar entry."""
+    """Remove owner, mode and time from a tar entry, so that equal bundles give equal pieces."""
     return info.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
 
 
@@ -95,20 +97,20 @@ def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
         size += len(piece)
         if size > BUNDLE_BYTES:
             raise StoreError(
-                f"The store gives a bundle of more than {BUNDLE_BYTES / 1e9:.1f} GB, which is not"
-                " fetched."
+                f"The store returned a bundle of more than {BUNDLE_BYTES / 1e9:.1f} GB, which is"
+                " the limit."
             )
         packed.write(piece)
     packed.seek(0)
 
 
 def _unpack(packed: IO[bytes], folder: Path, sha256: str) -> None:
-    """Unpack regular files with plain names; refuse all others, since a store is not trusted."""
+    """Unpack a bundle; since the store is not trusted, accept only plain names of regular files."""
     try:
         with tarfile.open(fileobj=packed, mode="r:") as tar:
             for count, info in enumerate(tar):
                 content = tar.extractfile(info) if info.isreg() and not info.issparse() else None
-                if content is None or count >= _FILES or not is_plain(info.name):
+                if content is None or count >= _MAX_FILES or not is_plain(info.name):
                     raise _damaged(sha256)
                 with (folder / info.name).open("xb") as file:
                     while piece := content.read(PIECE):
@@ -137,5 +139,5 @@ def _is_intact(folder: Path, sha256: str) -> bool:
 
 def _damaged(sha256: str) -> StoreError:
     return StoreError(
-        f"The store returned other data for the bundle {sha256[:16]}…: it is damaged."
+        f"The store's copy of the bundle {sha256[:16]}… is damaged: its checksums do not match."
     )

@@ -1,7 +1,7 @@
-"""The contract of a store, which keeps the items of an index.
+"""The contract of a store, which keeps the items of an index in a folder or a database engine.
 
-Features that not every engine supports are capabilities: a store declares the ones it has and
-refuses calls that need another.
+A feature that not every engine supports is a capability. A store declares its capabilities, and
+refuses calls that need a capability it lacks.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ Capability = Literal["atomic", "ordered", "filters", "originals", "left_out", "c
 """An optional feature of a store; see `Store.capabilities`."""
 
 MARGIN = 8
-"""Extra candidates beyond those requested, since more may be as near as the last, or nearly so."""
+"""Extra candidates beyond those requested, since others may be (nearly) as near as the last."""
 
 _LACKING: dict[Capability, str] = {
-    "atomic": "shows a call in parts while it is written",
-    "ordered": "lists items in an order of its own",
+    "atomic": "does not write all items of a call at once: a search may see only some of them",
+    "ordered": "does not list items in the order of their ids",
     "filters": (
-        "decides only =, in, and, or, not, and < and the like on numbers; an index in a folder"
-        " decides every filter"
+        "supports only =, in, and, or, not, and <, <=, >, >= on numbers; an index in a folder"
+        " supports every filter"
     ),
-    "originals": "keeps no bytes of originals: add the items with keep='reference' or 'nothing'",
-    "left_out": "keeps no item without its vector",
+    "originals": "stores no originals: add the items with keep='reference' or keep='nothing'",
+    "left_out": "cannot store an item without its vector",
     "compact": "gives back room by itself: there is nothing to compact",
-    "snapshot": "writes no snapshots: use the backup of the engine that it stands on",
+    "snapshot": "writes no snapshots: use the backup of its database engine",
 }
+"""Ends of the sentence "This store …." by the capability that the store lacks."""
 
 
 class Superseded(StoreError):
-    """The index serves another bundle by now; encode again with that one."""
+    """The index serves another bundle by now; encode items and queries again with that bundle."""
 
 
 class StoreUnavailable(StoreError):
@@ -64,11 +65,14 @@ class StoreUnavailable(StoreError):
 
 
 class TooSlow(StoreError):
-    """A read exceeded its time limit; request less. Nothing is damaged."""
+    """A call exceeded the time limit of `patience`; request less. Nothing is damaged."""
 
 
 class Store(ABC):
-    """Keeps items and their arrays, and proposes the nearest ones to a query.
+    """Keeps items and their arrays, and proposes the items nearest to a query.
+
+    The arrays of all items under one bundle (an exported model) are a generation. One generation is
+    served: it is searched and written to.
 
     All methods are thread-safe, and any process may write; writes are serialized. **When a method
     that writes returns, its changes survive a power cut, and every search that begins afterwards
@@ -79,16 +83,17 @@ class Store(ABC):
     Attributes:
         capabilities: optional features that this store supports:
 
-            - "atomic": each call is one transaction, visible as a whole or not at all, and reads
+            - "atomic": a call that writes becomes visible as a whole, and a call that reads sees
               one consistent state;
             - "ordered": `scan` sorts items by the code points of their ids;
-            - "filters": it evaluates every filter; others raise `DataError` at some;
+            - "filters": the store evaluates every filter; without this capability, some filters
+              raise `DataError`;
             - "originals": the store keeps the bytes of originals;
             - "left_out": a generation may lack the arrays of some items (see `embed`);
             - "compact" and "snapshot": the methods of these names are implemented.
 
         structures: names of built-in back ends that `take_structure` accepts; empty if the store
-            chooses by itself.
+            chooses its search structure by itself.
     """
 
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
@@ -105,8 +110,8 @@ class Store(ABC):
         """Add items; an item whose id already exists is replaced as a whole.
 
         Args:
-            items: items with all arrays of the served generation; ids must be unique.
-            bundle: SHA-256 of the bundle that embedded the items.
+            items: items with all arrays of the served generation; their ids must be unique.
+            bundle: SHA-256 of the manifest of the bundle that embedded the items.
 
         Returns:
             The number of items that were replaced.
@@ -115,8 +120,8 @@ class Store(ABC):
             DataError: some items are invalid (duplicate id, wrong array width, NaN, metadata that
                 is not JSON); the message names each of them.
             Superseded: the index serves another bundle.
-            StoreError: the store is read-only, another writer holds it for too long, or the disk
-                refuses.
+            StoreError: the store is read-only, another process writes to it for too long, or the
+                disk fails.
         """
 
     @abstractmethod
@@ -136,7 +141,8 @@ class Store(ABC):
 
         Args:
             ids: ids of the requested items.
-            arrays: whether to read the served generation's arrays; an item that it lacks has none.
+            arrays: whether to read the arrays of the served generation. An item that could not be
+                embedded for this generation has no arrays.
         """
 
     @abstractmethod
@@ -147,7 +153,12 @@ class Store(ABC):
     def scan(
         self, where: Filter | None = None, *, after: str | None = None, limit: int = 1000
     ) -> list[Item]:
-        """Return a page of items without arrays: the first `limit` after the id `after`.
+        """Return a page of items without arrays.
+
+        Args:
+            where: filter that items must match.
+            after: id of the last item of the previous page; None starts at the first item.
+            limit: most items to return.
 
         Raises:
             DataError: no item has ever had a field that `where` names, or `after` cannot be an id
@@ -164,16 +175,19 @@ class Store(ABC):
     ) -> list[list[Item]]:
         """Propose the nearest items of each query, with arrays.
 
-        The index measures and sorts the proposed items; an approximate store may miss some.
+        The index computes the distances of the proposed items and sorts them. An approximate store
+        may miss some items.
 
         Args:
             queries: (Q, P), finite.
-            count: number of nearest items per sub-space, by Euclidean distance.
-            bundle: SHA-256 of the bundle that encoded the queries.
+            count: number of nearest items, by Euclidean distance. If the vectors have sub-spaces
+                (column ranges that are searched separately), the number for each of them.
+            bundle: SHA-256 of the manifest of the bundle that encoded the queries.
             where: filter that items must match.
 
         Returns:
-            One list per query: the items among the `count` nearest in at least one sub-space.
+            One list per query: the items that are among the `count` nearest in at least one
+            sub-space.
 
         Raises:
             Superseded: the index serves another bundle.
@@ -185,9 +199,9 @@ class Store(ABC):
     def propose(
         self, queries: Floats, count: int, bundle: str, *, where: Filter | None = None
     ) -> list[Candidates]:
-        """Propose what `search` does and some more, with arrays stacked for the index to measure.
+        """Propose the items of `search` and a few more, with their arrays stacked.
 
-        A store may override this to measure distances itself or to read arrays lazily.
+        A store may override this to compute distances itself or to read arrays lazily.
         """
         answers = []
         for items in self.search(queries, count + MARGIN, bundle, where=where):
@@ -216,39 +230,40 @@ class Store(ABC):
 
     @abstractmethod
     def begin(self, bundle: Bundle, widths: Mapping[str, int]) -> Generation:
-        """Begin a generation beside the served one, or return the one of this bundle and widths.
+        """Begin a generation beside the served one.
+
+        If a generation of this bundle, variant and widths exists, it is returned instead.
 
         Args:
-            bundle: bundle opened with the variant that embeds; the store copies it.
+            bundle: bundle opened with the variant that embeds the items; the store copies it.
             widths: width of each array of an item, by name; see `widths_of`.
         """
 
     @abstractmethod
     def pending(self, generation: Generation, limit: int) -> list[Item]:
-        """Return up to `limit` items that a generation has no arrays of yet.
+        """Return up to `limit` items for which a generation has no arrays yet.
 
-        If the served generation stores features, the items come with them.
+        If the served generation stores features, the items have them as arrays.
         """
 
     @abstractmethod
     def embed(
         self, generation: Generation, items: Sequence[Item], left_out: Sequence[str] = ()
     ) -> None:
-        """Add the arrays of items that `pending` returned to a generation.
+        """Add to a generation the arrays of the items that `pending` returned.
 
-        Items that have changed since are skipped.
+        Items that were written to since then are skipped.
 
         Args:
             generation: a generation that is being built.
-            items: items that `pending` returned, with the generation's arrays.
-            left_out: ids of items that cannot be embedded; the generation lacks them. Each item of
-                the last `pending` must be in `items` or here.
+            items: items that `pending` returned, with the arrays of this generation.
+            left_out: ids of items that cannot be embedded; the generation has no arrays for them.
+                Each item of the last `pending` must be in `items` or here.
 
         Raises:
             DataError: an array is invalid (see `upsert`), an item was not pending, or a pending
-                one is missing.
-            StoreError: the generation was dropped, or items are left out and the store lacks that
-                capability.
+                item is neither in `items` nor in `left_out`.
+            StoreError: the generation was dropped, or the store lacks the capability "left_out".
         """
 
     @abstractmethod
@@ -256,7 +271,7 @@ class Store(ABC):
         """Serve another generation from now on, and keep the previous one.
 
         Returns:
-            True on success. False if items are still pending; nothing changes then.
+            True on success. False if items are still pending; then nothing changes.
         """
 
     @abstractmethod
@@ -267,7 +282,7 @@ class Store(ABC):
 
     @abstractmethod
     def identity(self) -> str:
-        """Return the id that the index got when it was created; snapshots share it."""
+        """Return the id that the index received when it was created; snapshots share it."""
 
     def compact(self, report: Callable[[int, int], object] = lambda done, total: None) -> None:
         """Free the space of deleted items and rebuild search structures.
@@ -286,23 +301,27 @@ class Store(ABC):
         options: Mapping[str, Any],
         report: Callable[[int, int], object] = lambda done, total: None,
     ) -> None:
-        """Search with another structure from now on.
+        """Build another search structure and search with it from now on.
 
         Args:
-            backend: one of `structures`.
-            options: parameters of the built-in back end of that name.
+            backend: name of a back end, one of `structures`.
+            options: parameters of the back end.
             report: called with the number of items done and the total.
 
         Raises:
             StoreError: the store has no structures, or it cannot be written to.
         """
-        raise StoreError("This store chooses by itself how it searches: there is nothing to tune.")
+        raise StoreError(
+            "This store chooses its search structure itself: there is nothing to tune."
+        )
 
     def keep_tuned(self, tuned: Mapping[str, Any]) -> None:  # noqa: B027 (a store need not)
-        """Store the measurements of a tuning run, which `stats` shows as "tuned".
+        """Store the measurements of a tuning run; `stats` returns them as "tuned".
+
+        By default a store ignores them.
 
         Args:
-            tuned: a JSON object. By default a store ignores it.
+            tuned: a JSON object.
 
         Raises:
             StoreError: see `upsert`.
@@ -311,10 +330,10 @@ class Store(ABC):
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy to a new folder, while searches and writes go on.
 
-        The copy opens as an index of the local store and holds the served generation.
+        The copy is an index in a folder. It holds the served generation.
 
         Raises:
-            StoreError: the store lacks this capability, `target` exists, or the disk refuses.
+            StoreError: the store lacks this capability, `target` exists, or the disk fails.
         """
         raise self.refusal("snapshot")
 
@@ -323,14 +342,14 @@ class Store(ABC):
         """Return the number of items, the generations and the size of the store."""
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the index, to be shown to people.
+        """Return the configuration of the index, for people to read.
 
-        `fields` lists the names of metadata fields; other keys depend on the store.
+        The key "fields" lists the names of metadata fields; other keys depend on the store.
         """
         return {}
 
     def changed(self) -> str | None:
-        """Return a sentence if this index was replaced or removed, else None."""
+        """Return a sentence that says how this index was replaced or removed, or None."""
         return None
 
     @abstractmethod
@@ -350,14 +369,15 @@ class Store(ABC):
 
 
 class StorePlace(ABC):
-    """The location of an index, which need not exist yet. A plugin registers a class per scheme.
+    """The location of an index, which need not exist yet.
 
-    The parameters other than `address` and `plugins` are the options that an address may have
-    after `?`; each needs a type, a default and a line under `Args:`. The constructor connects to
-    nothing and writes nothing. Tokens come from the environment, never from the address.
+    A plugin registers one class per scheme of an address. The parameters of the constructor other
+    than `address` and `plugins` are the options that an address may have after `?`. Each parameter
+    needs a type, a default and a line under `Args:`. The constructor connects to nothing and writes
+    nothing. Tokens come from the environment, never from the address.
 
-    The store keeps all that an index needs, including its bundles (`Store.bundle`), so that any
-    process on any machine can open the index by its address alone.
+    The store keeps everything that an index needs, including its bundles (`Store.bundle`), so that
+    any process on any machine can open the index by its address alone.
 
     Args:
         address: the address of the index.
@@ -383,12 +403,12 @@ class StorePlace(ABC):
     ) -> Store:
         """Create an empty index that serves this bundle, and open it.
 
-        When this returns, the index survives a power cut; a call that fails leaves nothing.
+        When this method returns, the index survives a power cut. A call that fails leaves nothing.
 
         Args:
-            bundle: bundle opened with the variant that embeds; the index copies it.
+            bundle: bundle opened with the variant that embeds the items; the index copies it.
             widths: width of each array of an item, by name; see `widths_of`.
-            identity: unique id of the index; a new one by default.
+            identity: unique id of the index; None creates a new id.
 
         Raises:
             StoreUnavailable: the engine cannot be reached.

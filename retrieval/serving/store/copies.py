@@ -1,4 +1,4 @@
-"""Copies of a store's items: to a new local index, and from one store to another."""
+"""Copy a store's items: to a new index in a folder, or to another store."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ PAGE = 1000  # items that are read or copied at a time
 
 
 def write_copy(store: Store, target: Path) -> None:
-    """Copy the served generation of a store to a new local index, atomically.
+    """Copy the served generation of a store to a new index in a folder, atomically.
 
-    A remote store implements `Store.snapshot` with it. The copy is consistent only if nobody
-    writes meanwhile.
+    A remote store can implement `Store.snapshot` with this function. The copy is consistent only if
+    nobody writes meanwhile.
 
     Args:
         store: the store to copy.
         target: the new folder, whose parent must exist.
 
     Raises:
-        StoreError: `target` exists already, or the disk refuses.
+        StoreError: `target` exists already, or the disk fails.
     """
     occupied = StoreError(f"{target} exists already. Choose another name for the snapshot.")
     generation = served_of(store.generations())
@@ -41,7 +41,9 @@ def write_copy(store: Store, target: Path) -> None:
             fresh = beside / target.name
             create_local(fresh, bundle, generation.widths, identity=store.identity())
             with LocalStore(fresh, upkeep=False) as copy:
-                copy_items(store, copy, bundle.sha256, bare=lambda items: _add_bare(copy, items))
+                copy_items(
+                    store, copy, bundle.sha256, bare=lambda items: _add_without_arrays(copy, items)
+                )
             sync_below(fresh)
             rename_whole(fresh, target, replace=False, exists_error=occupied)
     except OSError as fault:
@@ -59,11 +61,11 @@ def copy_items(
     """Copy all items of one store to another, with their arrays and originals.
 
     Args:
-        source: the store to read.
-        target: the store to write.
-        bundle: SHA-256 of the bundle that both stores serve.
-        bare: called with items without arrays, which `upsert` refuses.
-        report: called with the number of items in each page copied.
+        source: the store to read from.
+        target: the store to write to.
+        bundle: SHA-256 of the manifest of the bundle that both stores serve.
+        bare: called with the items that have no arrays, which `target.upsert` would refuse.
+        report: called with the number of items of each page that was copied.
     """
     after: str | None = None
     while page := source.scan(after=after, limit=PAGE):
@@ -78,8 +80,8 @@ def copy_items(
         report(len(page))
 
 
-def _add_bare(copy: LocalStore, items: Sequence[Item]) -> None:
-    """Write items that the served generation lacks."""
+def _add_without_arrays(copy: LocalStore, items: Sequence[Item]) -> None:
+    """Write items for which the served generation has no arrays."""
     texts = checked(items, {})
     with copy.record.writing() as (connection, _):
         number = served(connection).number

@@ -1,4 +1,4 @@
-"""Items and generations, the checks that every store makes, and a call's time limit."""
+"""What a store keeps (items and generations), checks of items, and the deadline of store calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from retrieval.serving.filters import Filter, fields, metadata_text
 Floats = NDArray[np.float32]
 
 Keep = Literal["reference", "copy", "thumbnail", "nothing"]
-"""The part of an original that an index keeps: its path, all bytes, a thumbnail, or nothing."""
+"""What an index keeps of an original (the file or bytes that an item was embedded from).
+
+"reference" keeps its path, "copy" all its bytes, "thumbnail" a small JPEG.
+"""
 
 VECTOR, CODE, FEATURES = "vector", "code", "features"
 
@@ -33,30 +36,30 @@ TEXT_BYTES = 1_000_000
 ORIGINAL_BYTES = 100_000_000
 
 _KEEPS = get_args(Keep)
-_EXACT = 1 << 53  # whole numbers that float64 holds
+_EXACT = 1 << 53  # float64 represents every whole number up to here exactly
 _INT64_LIMIT = 1 << 63
 _MAX_SHOWN = 20  # field names in an error message
-_NOTHING = (None,) * 6
-_NESTED = (dict, list)
+_NO_FILE = (None,) * 6
+_CONTAINERS = (dict, list)
 _CHECKED_AT_ONCE = 8192  # arrays that are checked in one NumPy call
 
 
-_STOP: ContextVar[float] = ContextVar("stop", default=inf)
+_DEADLINE: ContextVar[float] = ContextVar("stop", default=inf)
 
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Context manager that limits the time of all store calls in it; they raise `TooSlow`."""
-    token = _STOP.set(min(stop_at(), time.monotonic() + seconds))
+    """Context manager in which store calls raise `TooSlow` once `seconds` have passed."""
+    token = _DEADLINE.set(min(stop_at(), time.monotonic() + seconds))
     try:
         yield
     finally:
-        _STOP.reset(token)
+        _DEADLINE.reset(token)
 
 
 def stop_at() -> float:
     """Return the deadline of store calls on the `time.monotonic` clock; infinity without one."""
-    return _STOP.get()
+    return _DEADLINE.get()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +70,20 @@ class Item:
         id: text of 1 to 1,000 characters, unique in the index.
         label: class label, or None.
         metadata: a JSON object.
-        path: absolute path of the original file; None for bytes or features, or with a `source`.
-        stamp: fingerprint that changes when that file changes.
-        keep: the part of the original that the index keeps.
-        original: bytes to store when the item is written; read them with `Store.original`.
+        path: absolute path of the file that the item was embedded from (its original). None if it
+            was embedded from bytes or features in memory, or if `source` is set.
+        stamp: fingerprint that changes when the original changes.
+        keep: what the index keeps of the original.
+        original: bytes of the original to store with the item. Set only while the item is written;
+            `Store.original` reads the bytes.
         bytes: size of the original in bytes.
-        width: width of the upright original image in pixels.
-        height: height of the upright original image in pixels.
-        arrays: float32 arrays by name: "vector" (P,), "code" (C,) if the bundle rescores, and
-            "features" (F,) if the index stores them.
-        source: location of an original that is not a file of its own, such as
-            `/data/table.parquet#12`. Only the index's owner opens it, to embed the item again; a
-            client never sets it.
+        width: width of the original image in pixels, after EXIF rotation.
+        height: height of the original image in pixels, after EXIF rotation.
+        arrays: float32 arrays by name. "vector" (P,) is searched. "code" (C,) is the input of the
+            bundle's rescorer, if it has one. "features" (F,) is the backbone's output, if the index
+            stores it.
+        source: location of an original inside a larger file, such as `/data/table.parquet#12`. A
+            migration reads it to embed the item again; clients of a server cannot set it.
     """
 
     id: str
@@ -109,8 +114,9 @@ class Candidates:
     Attributes:
         items: items sorted by id or, if `distances` are set, by distance and then id.
         arrays: arrays (n, width) of these items by name; may be read lazily.
-        distances: Euclidean float64 distances (n,) within the only sub-space, exactly as
-            `serving.merging.merged` computes them; None if the store has not measured.
+        distances: Euclidean distances (n,), float64, exactly as `serving.merging.merged` computes
+            them. None if the store measured none, as it must if the vectors have several
+            sub-spaces.
     """
 
     items: Sequence[Item]
@@ -120,14 +126,16 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Generation:
-    """The arrays of all items of an index under one bundle.
+    """The arrays of all items of an index, computed with one bundle (an exported model).
 
     Attributes:
         number: increasing number of the generation.
         bundle: SHA-256 of the bundle's manifest.
-        variant: variant of the bundle's encoder that embeds.
+        variant: variant of the bundle's encoder that computed the arrays. None for the encoder
+            itself.
         widths: width of each array of an item, by name.
-        spans: half-open column range `(start, stop)` of each sub-space of the vector.
+        spans: half-open column range `(start, stop)` of each sub-space, a part of the vector that
+            is searched on its own.
         state: "served" (searched and written to), "building" (items are still being embedded) or
             "kept" (for `rollback`).
     """
@@ -163,11 +171,12 @@ class Stats:
 
 
 def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
-    """Return the width of each array that an index stores per item under a bundle, by name.
+    """Return the width, by name, of each array that an index stores per item.
 
     Args:
         bundle: the bundle that embeds the items.
-        features: width of the backbone's features, if the index stores them for the next head.
+        features: width of the backbone's features, if the index stores them so that it can migrate
+            to another head.
     """
     manifest = bundle.manifest
     codes = {CODE: manifest.code} if bundle.has_code and manifest.code else {}
@@ -175,22 +184,33 @@ def widths_of(bundle: Bundle, *, features: int | None = None) -> dict[str, int]:
 
 
 def spans_of(bundle: Bundle) -> tuple[tuple[int, int], ...]:
-    """Return the column range of each sub-space of a bundle's vectors; without any, all columns."""
+    """Return the column range of each sub-space of a bundle's vectors.
+
+    A bundle without sub-spaces gets one range of all columns.
+    """
     manifest = bundle.manifest
     spans = tuple((space.start, space.stop) for space in manifest.subspaces)
     return spans or ((0, manifest.vector),)
 
 
 def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
-    """Return the metadata of items as JSON, or raise a `DataError` that names each invalid item."""
+    """Check items; return the metadata of each as JSON text.
+
+    Args:
+        items: items to be stored.
+        widths: width of each array that an item must have, by name.
+
+    Raises:
+        DataError: some items are invalid; the message names each of them.
+    """
     problems, texts, seen = [], [], set()
-    arrays = {name for name, width in widths.items() if _are_valid(items, name, width)}
-    unsure = {name: width for name, width in widths.items() if name not in arrays}
+    valid = {name for name, width in widths.items() if _are_valid(items, name, width)}
+    unchecked = {name: width for name, width in widths.items() if name not in valid}
     for number, item in enumerate(items):
-        text, faults = _problems(item, unsure)
+        text, faults = _problems(item, unchecked)
         if isinstance(item.id, str):
             if item.id in seen:
-                faults.append("has an id that an earlier item of this call has")
+                faults.append("repeats the id of an earlier item of this call")
             seen.add(item.id)
         if faults:
             name = f"item {number}" + (
@@ -199,20 +219,20 @@ def checked(items: Sequence[Item], widths: Mapping[str, int]) -> list[str]:
             problems += [f"{name} {fault}." for fault in faults]
         texts.append(text)
     if problems:
-        raise DataError(listed("What is to be added", problems))
+        raise DataError(listed("The list of items", problems))
     return texts
 
 
 def _are_valid(items: Sequence[Item], name: str, width: int) -> bool:
-    """Return whether one array is valid in all items; this is faster than one check per item."""
+    """Return whether the array `name` of all items is valid, checked for many items at a time."""
     for start in range(0, len(items), _CHECKED_AT_ONCE):
         try:
             rows = [item.arrays[name] for item in items[start : start + _CHECKED_AT_ONCE]]
-            together = np.array(rows)
-            if together.shape != (len(rows), width) or together.dtype.kind not in "fiu":
+            stacked = np.array(rows)
+            if stacked.shape != (len(rows), width) or stacked.dtype.kind not in "fiu":
                 return False
             with np.errstate(over="ignore"):
-                if not np.isfinite(together.astype(np.float32, copy=False)).all():
+                if not np.isfinite(stacked.astype(np.float32, copy=False)).all():
                     return False
         except (KeyError, ValueError, TypeError, AttributeError):
             return False
@@ -224,47 +244,52 @@ def own(value: Any) -> Any:
     if isinstance(value, dict):
         copy = dict(value)  # most objects are flat
         for name, entry in value.items():
-            if isinstance(entry, _NESTED):
+            if isinstance(entry, _CONTAINERS):
                 copy[name] = own(entry)
         return copy
     return [own(entry) for entry in value] if isinstance(value, list) else value
 
 
 def check_id(id: object) -> str | None:
-    """Return the problem of an invalid id, as the end of a sentence, or None if it is valid."""
+    """Return what is wrong with an id, as the end of "The item …", or None if it is valid."""
     if not isinstance(id, str) or not id:
-        return "has no id: an id is a text of at least one character"
+        return "has no id: an id is text of at least one character"
     if len(id) > ID_CHARACTERS:
         return f"has an id of {len(id):,} characters; {ID_CHARACTERS:,} are allowed"
-    return f"has an id that {fault}" if (fault := _unusable(id)) else None
+    return f"has an id that {fault}" if (fault := _text_fault(id)) else None
 
 
 def usable(ids: Iterable[object]) -> list[str]:
-    """Return the ids that an item can have; SQLite would cut others at NUL."""
-    return [id for id in ids if isinstance(id, str) and not _unusable(id)]
+    """Return the ids that an item can have.
+
+    No item has an id with NUL or half of a surrogate pair; SQLite would cut the id at NUL.
+    """
+    return [id for id in ids if isinstance(id, str) and not _text_fault(id)]
 
 
 def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
+    """Return an item's metadata as JSON and its problems, each as the end of "The item …"."""
     faults = [fault] if (fault := check_id(item.id)) else []
     if item.label is not None and not isinstance(item.label, str):
         faults.append(f"has a label that is not text, but {type(item.label).__name__}")
-    elif item.label is not None and (fault := _unusable(item.label)):
+    elif item.label is not None and (fault := _text_fault(item.label)):
         faults.append(f"has a label that {fault}")
     text = ""
     try:
-        text = _text(item.metadata)
-        if "\\u0000" in text or _unusable(text):
-            metadata_text(item.metadata)  # raises and says where, unless it is an escaped backslash
+        text = _as_json(item.metadata)
+        if "\\u0000" in text or _text_fault(text):
+            # Raises an error that names the field; \\u0000 with an escaped backslash is valid.
+            metadata_text(item.metadata)
     except (DataError, TypeError, ValueError, AttributeError) as fault:
         faults.append(f"has metadata that cannot be kept: {str(fault).rstrip('.')}")
-    if (
+    if (  # A character has at most four bytes, so short text need not be encoded.
         4 * (len(text) + len(str(item.label))) > TEXT_BYTES
         and len(f"{text}{item.label}".encode("utf-8", "replace")) > TEXT_BYTES
     ):
         faults.append(f"has more than {TEXT_BYTES:,} bytes of label and metadata")
     if item.keep not in _KEEPS:
-        faults.append(f"keeps '{item.keep}', which is none of {', '.join(_KEEPS)}")
-    if (item.path, item.stamp, item.original, item.bytes, item.width, item.height) != _NOTHING:
+        faults.append(f"has keep = {item.keep!r}; it must be one of {', '.join(_KEEPS)}")
+    if (item.path, item.stamp, item.original, item.bytes, item.width, item.height) != _NO_FILE:
         faults += _file_problems(item)
     for name, width in widths.items():
         array = item.arrays.get(name)
@@ -283,7 +308,7 @@ def _problems(item: Item, widths: Mapping[str, int]) -> tuple[str, list[str]]:
 
 
 def _file_problems(item: Item) -> list[str]:
-    """Return the problems of an item's fields that describe its original."""
+    """Return the problems of the fields that describe the item's original file."""
     faults = []
     if item.original is not None and not isinstance(item.original, bytes):
         faults.append(f"has an original that is not bytes, but {type(item.original).__name__}")
@@ -291,16 +316,16 @@ def _file_problems(item: Item) -> list[str]:
         faults.append(f"has an original of more than {ORIGINAL_BYTES:,} bytes")
     if item.path is not None and (not isinstance(item.path, Path) or "\0" in str(item.path)):
         faults.append("has a path that no file can have")
-    if item.stamp is not None and (not isinstance(item.stamp, str) or _unusable(item.stamp)):
-        faults.append("has a stamp that is not text")
+    if item.stamp is not None and (not isinstance(item.stamp, str) or _text_fault(item.stamp)):
+        faults.append("has a stamp that is not valid text")
     for name, size in (("bytes", item.bytes), ("width", item.width), ("height", item.height)):
         if size is not None and not (isinstance(size, int) and 0 <= size < _INT64_LIMIT):
-            faults.append(f"has a number of {name} that is not a whole number from 0 to 2⁶³ - 1")
+            faults.append(f"has {name} = {size!r}; it must be a whole number from 0 to 2⁶³ - 1")
     return faults
 
 
-def _text(metadata: Mapping[str, Any]) -> str:
-    """Return metadata as JSON, with a fast path for flat texts and numbers."""
+def _as_json(metadata: Mapping[str, Any]) -> str:
+    """Return metadata as JSON; an object of only strings and numbers needs no validation."""
     parts = []
     for name, entry in metadata.items():
         kind = type(entry)
@@ -316,7 +341,8 @@ def _text(metadata: Mapping[str, Any]) -> str:
     return f"{{{', '.join(parts)}}}"
 
 
-def _unusable(text: str) -> str | None:
+def _text_fault(text: str) -> str | None:
+    """Return why SQLite or UTF-8 cannot hold `text`, as the end of a sentence, or None."""
     if "\0" in text:
         return "holds the character NUL"
     if text.isascii():
@@ -329,10 +355,13 @@ def _unusable(text: str) -> str | None:
 
 
 def check_queries(queries: Floats, generation: Generation) -> None:
-    """Raise a `DataError` if queries (Q, P) do not fit a generation, or hold NaN or infinity."""
+    """Raise a `DataError` if queries are not finite or not (Q, P) with the generation's width P."""
     width = generation.widths[VECTOR]
     if queries.ndim != 2 or queries.shape[1] != width:
-        raise DataError(f"Queries of this index are (Q, {width}), not {queries.shape}.")
+        raise DataError(
+            f"The queries have the shape {queries.shape}; this index needs one row of {width}"
+            " numbers per query."
+        )
     if not np.isfinite(queries).all():
         raise DataError("A query vector holds NaN, infinity or a number beyond float32.")
 
@@ -346,24 +375,35 @@ def refuse_fields(where: Filter | None, known: Iterable[str]) -> None:
 
 
 def no_field(name: str, known: Sequence[str]) -> DataError:
-    """Return the error for a filter on an unknown field, which lists the known ones."""
+    """Return the error for a filter on a field that no item has ever had.
+
+    Args:
+        name: the unknown field.
+        known: metadata fields that an item has or had; the message lists some of them.
+    """
     names = ["id", "label", *known]
     return DataError(
-        f"No item of this index has a field '{name}' (there are: {', '.join(names[:_MAX_SHOWN])})."
-        + did_you_mean(name, names)
+        f"No item of this index has a field '{name}' (fields that items have or had:"
+        f" {', '.join(names[:_MAX_SHOWN])}).{did_you_mean(name, names)}"
     )
 
 
 COLUMNS = "n, id, label, metadata, path, stamp, keep, bytes, width, height, source"
-"""Columns of an item in the record, in the order of `to_row`."""
+"""Columns of the table of items in the index's SQLite record, in the order of `to_row`."""
 
 Row = tuple[Any, ...]
-_NONE = "{}"
+_NO_METADATA = "{}"
 
 
 def to_row(number: int, item: Item, metadata: str) -> Row:
-    """Return an item as a row of the record."""
-    path = None if item.path is None else os.fsencode(item.path)  # file names may not be Unicode
+    """Return an item as a row of the index's SQLite record.
+
+    Args:
+        number: number of the item in the record.
+        item: the item.
+        metadata: the item's metadata as JSON.
+    """
+    path = None if item.path is None else os.fsencode(item.path)  # a path need not be Unicode
     return (
         number,
         item.id,
@@ -380,18 +420,25 @@ def to_row(number: int, item: Item, metadata: str) -> Row:
 
 
 def from_row(row: Row, arrays: Mapping[str, Floats] | None = None) -> Item:
-    """Return a row of the record, with its arrays, as an item.
+    """Return the item that a row of the index's SQLite record describes.
+
+    Args:
+        row: values of `COLUMNS`.
+        arrays: arrays of the item; None leaves it without arrays.
 
     Raises:
-        StoreError: this package cannot have written the row.
+        StoreError: the row is damaged.
     """
     _, id, label, metadata, path, stamp, keep, size, width, height, source = row
     try:
-        content = {} if metadata == _NONE else strict_loads(metadata)
-        where = None if path is None else Path(os.fsdecode(path))
-        address = None if source is None else os.fsdecode(source)
+        content = {} if metadata == _NO_METADATA else strict_loads(metadata)
+        file = None if path is None else Path(os.fsdecode(path))
+        location = None if source is None else os.fsdecode(source)
     except (ValueError, TypeError) as fault:
-        raise StoreError(f"An item of this index is not what an index holds: {fault}.") from fault
+        raise StoreError(
+            f"An item of this index cannot be read: {fault}. Run 'retrieval index check' on it, and"
+            " restore a snapshot."
+        ) from fault
     return Item(
-        id, label, content, where, stamp, keep, None, size, width, height, arrays or {}, address
+        id, label, content, file, stamp, keep, None, size, width, height, arrays or {}, location
     )

@@ -1,8 +1,9 @@
-"""Boolean masks of the rows of a generation that match a filter.
+"""Boolean masks of the rows that match a filter, for the store of an index in a folder.
 
-In a small index SQL selects the items. In a large one, filtered fields stay in memory as
-dictionary-encoded columns: one code per row and a table of distinct values. A filter is then
-evaluated once per distinct value, with the same function (`matches`) as everywhere else.
+A row is an item's position in the arrays. In a small index SQL selects the items. In a large index
+the filtered fields stay in memory as dictionary-encoded columns: one code (a small integer) per
+row, and a table of the distinct values. A filter is then evaluated once per distinct value, with
+the same function (`matches`) as everywhere else.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from retrieval.serving.store.record import ask, value
 from retrieval.serving.store.structure import Mask
 from retrieval.serving.store.view import View
 
-_FIELDS = 1000  # field names that the error for an unknown field is chosen from
+_FIELDS = 1000  # known field names that the error for an unknown field is given
 _SMALL = 20_000  # up to this many items, SQL evaluates a filter
-_MASKS = 16  # filters whose masks a view keeps
+_MAX_MASKS = 16  # masks that a view (one state of the index) keeps
 _PAGE = 50_000  # items per read
-_COLUMNS = 8  # columns in memory
-_TEXTS = 1 << 16  # distinct values of a column that are not plain numbers
-_NUMBERS = 1 << 24  # distinct values of a column
-_CHARACTERS = 16 << 20  # characters of all distinct values of a column
+_MAX_COLUMNS = 8  # columns in memory
+_TEXTS = 1 << 16  # distinct values of a column that are not numbers
+_MAX_VALUES = 1 << 24  # distinct values of a column
+_MAX_CHARACTERS = 16 << 20  # characters of all distinct values of a column
 _EXACT = 1 << 53  # float64 represents smaller integers exactly
 
 Name = tuple[str, ...] | str
@@ -48,7 +49,7 @@ class Masks:
         self._unfit: set[Name] = set()
 
     def of(self, connection: apsw.Connection, view: View, where: Filter) -> Mask:
-        """Return the mask of a view's rows that match a filter and are not deleted."""
+        """Return the mask of the view's rows that match a filter and are not deleted."""
         if (mask := view.matched.get(where)) is not None:
             return mask
         refuse_unknown(connection, where)
@@ -62,7 +63,7 @@ class Masks:
             rows = view.runs.rows_of(numbers)
             mask = np.zeros(view.rows, bool)
             mask[rows[rows >= 0]] = True
-        while len(view.matched) >= _MASKS:
+        while len(view.matched) >= _MAX_MASKS:
             view.matched.pop(next(iter(view.matched)), None)
         view.matched[where] = mask
         return mask
@@ -75,10 +76,10 @@ class Masks:
             self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
         operands = [operand for leaf in leaves for operand in leaf.values]
         exact = all(not isinstance(number, int) or abs(number) < _EXACT for number in operands)
-        if not exact or "id" in names or len(names) > _COLUMNS or names & self._unfit:
+        if not exact or "id" in names or len(names) > _MAX_COLUMNS or names & self._unfit:
             return None
         if view.seq < self._seq:
-            return None  # the columns are of a newer view and lack rows deleted since this one
+            return None  # the columns come from a newer view and lack rows that this view still has
         self._seq = view.seq
         for name in sorted(names, key=str):
             column = self._columns.pop(name, None) or _Column(name)
@@ -87,7 +88,7 @@ class Masks:
                 return None
             self._columns[name] = column
         mask = fold(where, lambda leaf: self._columns[leaf.field].true(leaf, view.rows), _join)
-        while len(self._columns) > _COLUMNS:
+        while len(self._columns) > _MAX_COLUMNS:
             del self._columns[next(iter(self._columns))]  # least recently used
         return mask if view.alive is None else mask & view.alive
 
@@ -100,7 +101,10 @@ def _join(joint: Joint, masks: list[Mask]) -> Mask:
 
 
 class _Column:
-    """A dictionary-encoded field: one code per row and one value per code; code 0 is no value."""
+    """A dictionary-encoded field: one code per row and one value per code.
+
+    Code 0 stands for a missing value.
+    """
 
     def __init__(self, name: Name) -> None:
         self.name = name
@@ -129,14 +133,14 @@ class _Column:
                 self._decode()
             except ValueError:
                 return False
-            if len(self._by_code) > _TEXTS or len(known) > _NUMBERS:
+            if len(self._by_code) > _TEXTS or len(known) > _MAX_VALUES:
                 return False
-            if self._characters > _CHARACTERS:
+            if self._characters > _MAX_CHARACTERS:
                 return False
         return True
 
     def _decode(self) -> None:
-        """Decode the JSON of new values."""
+        """Decode the JSON text of the values that were added since the last call."""
         first = len(self._numbers)
         new = list(self._known)[first:] if len(self._known) > first else []
         numbers = np.full(len(new), np.nan)
@@ -176,9 +180,9 @@ class _Column:
 
 
 def refuse_unknown(connection: apsw.Connection, where: Filter | None) -> None:
-    """Refuse a filter on a field that no item has ever had.
+    """Raise a `DataError` if a filter names a field that no item has ever had.
 
-    A field stays known after its last item is deleted, so that filters stay valid.
+    A field stays known when the last item that has it is deleted, so that filters stay valid.
     """
     for name in sorted(fields(where)) if where is not None else ():
         if not value(connection, "select 1 from fields where name = ?", (name,)):

@@ -1,6 +1,6 @@
-"""Find the store, built in or from a plugin, for a folder or an address.
+"""Find the store of a folder or an address; it is built in or comes from a plugin.
 
-This module is also the plugin that offers the built-in store.
+This module is also the plugin that registers the built-in store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from retrieval.serving.store.contract import StorePlace
 
 @hookimpl
 def retrieval_stores() -> Factories:
-    """A folder on this machine: SQLite records the items, FAISS speeds up large indexes."""
+    """A folder on this machine: SQLite stores the items, and FAISS speeds up large indexes."""
     from retrieval.serving.store.local import LocalPlace
 
     return {"local": LocalPlace}
@@ -60,7 +60,7 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
         return named[0]
     if named:
         full = " or ".join(f"{factory.name}://" for factory in named)
-        raise PluginError(f"Several plugins have a store '{scheme}': write {full}.")
+        raise PluginError(f"Several plugins have a store '{scheme}'. Write {full}.")
     for name, why in loaded.disabled("stores").items():
         if scheme in (name, name.partition(".")[0], name.rpartition(".")[2]):
             raise PluginError(f"The store '{scheme}' cannot be used: {why}")
@@ -70,12 +70,12 @@ def find_store(scheme: str, plugins: Iterable[str] = ()) -> Factory:
     raise PluginError(
         f"There is no store '{scheme}' (there are: {', '.join(f'{name}://' for name in names)}, "
         f"and folders by their path).{did_you_mean(scheme, names)} Stores come with plugins: "
-        f"{_advice(scheme)}, or name a plugin's file with --plugin (in Python plugins=[…])."
+        f"{_advice(scheme)}, or name the plugin's file with --plugin (in Python plugins=[…])."
     )
 
 
 def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StorePlace:
-    """Return the place of an index, ready to be opened or created. Connects to nothing.
+    """Return the place of an index, which can then be opened or created; connects to nothing.
 
     Args:
         place: a folder or an address.
@@ -91,7 +91,8 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
     factory = find_store(address.scheme, plugins)
     if not factory.takes("address"):
         raise PluginError(
-            f"The store '{factory.name}' takes no 'address': its plugin's author must mend it."
+            f"The factory of the store '{factory.name}' takes no 'address'. Report this to the"
+            " plugin's author."
         )
     values, problems = factory.check(address.options, f"{address}:")
     if problems:
@@ -104,14 +105,14 @@ def store_place(place: StrPath | Address, plugins: Iterable[str] = ()) -> StoreP
         raise StoreError(f"{address}: {' '.join(fault.problems)}") from None
     if not isinstance(opened, StorePlace):
         raise PluginError(
-            f"The store '{factory.name}' made a {type(opened).__name__}, not a"
-            " retrieval.plugin.stores.StorePlace."
+            f"The factory of the store '{factory.name}' returned a {type(opened).__name__}, not a"
+            " retrieval.plugin.stores.StorePlace. Report this to the plugin's author."
         )
     return opened
 
 
 def _advice(scheme: str) -> str:
-    """Return advice on which package to install for a scheme."""
+    """Return advice on the package to install for a scheme, as a part of a sentence."""
     try:
         extras = metadata("embedding-retrieval").get_all("Provides-Extra") or []
     except PackageNotFoundError:
@@ -119,5 +120,5 @@ def _advice(scheme: str) -> str:
     return (
         f"pip install 'embedding-retrieval[{scheme}]'"
         if scheme in extras
-        else f"install the one that brings {scheme}://"
+        else f"install the plugin that has {scheme}://"
     )

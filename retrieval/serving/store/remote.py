@@ -1,12 +1,12 @@
-"""Base class of stores over an engine such as Milvus: one collection per generation and an alias.
+"""Base class of stores in a database engine such as Milvus.
 
-An index `photos` consists of one collection per generation, with a row per item, and a register,
-which holds notes (descriptions of the index and its generations) and pieces (of bundles and
-originals). The alias `photos` names the collection of the served generation; `migrate` and
-`rollback` end by moving it.
+The index `photos` is a set of collections (tables). Each generation, the arrays of all items under
+one bundle, has a collection with one row per item. One more collection, the register, holds notes
+(on the index and its generations) and pieces (of bundles and originals). The alias `photos` names
+the collection of the served generation; `migrate` and `rollback` end by moving it.
 
-Each write gives an item a new version. A generation that is being built lacks every item whose
-served version it does not have, so any process may keep writing without writing twice.
+Each write gives an item a new version. A generation that is being built still needs every item
+whose version it does not have, so processes may keep writing to the served generation only.
 """
 
 from __future__ import annotations
@@ -57,26 +57,27 @@ from retrieval.serving.store.rows import PIECE_BYTES, Row
 
 FORMAT = 1
 REGISTER = Generation(0, "", None, {VECTOR: 2}, ((0, 2),), "kept")
-"""The collection of notes and pieces, whose rows have no arrays."""
+"""Stands for the register in calls that take a generation; its rows have no arrays."""
 
 Where = Sequence[Any]
 
 
 class RemoteStore(Store):
-    """A store over an engine; a subclass implements the abstract methods that begin with `_`.
+    """A store in a database engine.
 
-    They take `where` as a list of conditions in the engine's own form, all of which must hold.
+    A subclass implements the abstract methods, whose names begin with `_`. These methods take
+    `where` as a list of conditions in the engine's form, all of which must hold.
 
     Args:
-        address: name of the index in messages.
-        name: name of the index in the engine, which is its alias.
+        address: address of the index, for messages.
+        name: name of the index in the engine, which is the name of its alias.
 
     Attributes:
-        engine: name of the engine.
+        engine: name of the engine, for messages.
         errors: exceptions that the engine's client raises.
         timeout: time limit of one request in seconds, including retries.
-        separator: separator of the parts of a collection's name; no index name contains it.
-        most_found: maximum number of items that one search returns.
+        separator: text between the parts of a collection's name; no index name contains it.
+        most_found: maximum number of items that the engine returns for one search.
         lists: metadata fields that have ever held a list, directly or nested.
     """
 
@@ -105,11 +106,11 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _alias(self) -> str | None:
-        """Return the name of the alias's collection, or None if there is no alias."""
+        """Return the name of the collection that the alias names, or None without an alias."""
 
     @abstractmethod
     def _point(self, number: int | None) -> None:
-        """Point the alias to a generation's collection atomically, or remove it (`None`)."""
+        """Move the alias atomically to a generation's collection; None removes the alias."""
 
     @abstractmethod
     def _make(self, generation: Generation) -> None:
@@ -121,7 +122,7 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _note(self, notes: Mapping[str, Any]) -> None:
-        """Write notes to the register; a note replaces the one of the same name."""
+        """Write notes to the register; a note replaces an earlier note of the same name."""
 
     @abstractmethod
     def _notes(self) -> dict[str, Any]:
@@ -129,7 +130,7 @@ class RemoteStore(Store):
 
     @abstractmethod
     def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
-        """Write rows; a row replaces the one of the same id."""
+        """Write rows; a row replaces an earlier row of the same id."""
 
     @abstractmethod
     def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
@@ -143,7 +144,7 @@ class RemoteStore(Store):
     def _page(
         self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
     ) -> list[Row]:
-        """Return the next `limit` rows after an id in a stable order; fewer only at the end."""
+        """Return the `limit` rows after an id in a stable order; only the last page has fewer."""
 
     @abstractmethod
     def _count(self, generation: Generation, where: Where) -> int:
@@ -153,20 +154,20 @@ class RemoteStore(Store):
     def _nearest(
         self, generation: Generation, space: int, queries: Floats, count: int, where: Where
     ) -> list[list[str]]:
-        """Return, per query (Q, width), the ids of the nearest rows within one sub-space."""
+        """Return, for each query (Q, width), the ids of the `count` nearest rows in a sub-space."""
 
     @abstractmethod
     def _combined(self, joint: Joint, parts: Sequence[Any]) -> Any:
-        """Combine conditions; `not` has one part."""
+        """Combine conditions with and, or or not; "not" has one part."""
 
     @abstractmethod
     def _condition(self, field: Field, op: str, values: Sequence[Any]) -> Any | None:
-        """Return the engine's condition that a field compares true with any of the values.
+        """Return the engine's condition that `field op value` holds for any of the values.
 
         Args:
-            field: "id", "label" or a path through the metadata.
+            field: "id", "label" or a path of names in the metadata.
             op: "=", "<", "<=", ">" or ">="; all but "=" have one value.
-            values: texts, numbers, True, False or None.
+            values: strings, numbers, True, False or None.
 
         Returns:
             The condition, or None if the engine would decide differently from `matches`.
@@ -186,21 +187,18 @@ class RemoteStore(Store):
     # Requests
 
     def collection(self, number: int) -> str:
-        """Return the name of the collection of a generation's number."""
-        return f"{self._prefix}{number:06}"  # fixed width: no name is a prefix of another
+        """Return the name of the collection of generation `number`; 0 is the register."""
+        return f"{self._prefix}{number:06}"  # fixed width, so that no name is a prefix of another
 
     def _ask(self, question: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Send a request, and retry within `timeout` if the engine does not answer.
-
-        All requests are idempotent.
-        """
+        """Send a request; retry it for up to `timeout` seconds, which is safe for all requests."""
         began, pause = time.monotonic(), 0.05
         while True:
             now = time.monotonic()
             if self._closed and threading.get_ident() not in self._inside:
                 raise self._closed_error()
             if now > stop_at():
-                raise TooSlow(f"Reading {self.address} takes too long. Ask for less.")
+                raise TooSlow(f"A call to {self.address} takes too long. Request less.")
             try:
                 left = min(self.timeout - (now - began), stop_at() - now)
                 return question(*arguments, **named, **self._limit(max(0.5, left)))
@@ -233,7 +231,7 @@ class RemoteStore(Store):
         return StoreError(f"{self.address} was closed.")
 
     def _where(self, where: Filter | None) -> list[Any]:
-        """Return the engine's conditions of a filter; raise a `DataError` if it has none."""
+        """Return a filter in the engine's form; raise a `DataError` if the engine has none."""
         refuse_fields(where, self._fields)
         parts = () if where is None else where.parts if isinstance(where, And) else (where,)
         return [fold(part, self._express, self._combined) for part in parts]
@@ -277,7 +275,7 @@ class RemoteStore(Store):
         format_ = self._notes()["index"]["format"]
         if format_ != FORMAT:
             raise StoreError(
-                f"{self.address} has format {format_}: a newer version wrote it. Update this one."
+                f"{self.address} has format {format_} of a newer version. Upgrade retrieval."
             )
 
     def destroy(self) -> None:
@@ -295,10 +293,10 @@ class RemoteStore(Store):
         return None if named and named.startswith(self._prefix) else str(self._lost())
 
     def _lost(self) -> StoreError:
-        return StoreError(f"{self.address} was deleted, or another index stands in its place.")
+        return StoreError(f"{self.address} was deleted, or replaced with another index.")
 
     def snapshot(self, target: Path) -> None:
-        """Write a copy; see `Store`. It may or may not include concurrent writes."""
+        """Write a copy; see `Store`. The copy may include a part of concurrent writes."""
         write_copy(self, target)
 
     def stats(self) -> Stats:
@@ -326,14 +324,14 @@ class RemoteStore(Store):
     # Writing
 
     def _current(self, notes: Mapping[str, Any] | None = None) -> Generation:
-        """Return the served generation, and update the known fields."""
+        """Return the served generation, and update the known metadata fields from the notes."""
         notes = self._notes() if notes is None else notes
         self._fields = {name[6:] for name in notes if name.startswith("field ")}
         self.lists = {name[5:] for name in notes if name.startswith("list ")}
         return served_of(self._listed(notes))
 
     def _writable(self) -> Generation:
-        """Return the served generation, after completing a switch that another process left."""
+        """Return the served generation, after completing a switch that another process began."""
         notes = self._notes()
         served = self._current(notes)
         if (settling := notes.get("settling")) and settling[1] == served.number:
@@ -365,11 +363,11 @@ class RemoteStore(Store):
             for row in replaced:
                 self._drop_pieces(row.record["version"], row.record["pieces"])
             if self._current().number != served.number:
-                raise self._superseded()  # the rows may have come too late for the new generation
+                raise self._superseded()  # the new generation may lack the rows
             return len(replaced)
 
     def _cut(self, owner: str, content: Iterable[bytes]) -> int:
-        """Store bytes in pieces, as rows of the register; return the number of pieces."""
+        """Store bytes as rows `owner`.0 and so on of the register; return the number of rows."""
         count = 0
         for part in content:
             for start in range(0, len(part), PIECE_BYTES):
@@ -379,7 +377,7 @@ class RemoteStore(Store):
         return count
 
     def _joined(self, owner: str, count: int) -> Iterator[bytes]:
-        """Yield the pieces of bytes that `_cut` stored."""
+        """Yield the `count` pieces that `_cut` stored."""
         for number in range(count):
             for row in self._rows(REGISTER, [f"{owner}.{number}"], False):
                 yield base64.b64decode(row.record["text"])
@@ -403,7 +401,7 @@ class RemoteStore(Store):
                     deleted |= gone.keys()
                 for row in gone.values():
                     self._drop_pieces(row.record["version"], row.record["pieces"])
-                if self._current().number == served.number:  # else repeat it for the new one
+                if self._current().number == served.number:  # else delete from the new one too
                     return len(deleted)
 
     def _superseded(self) -> Superseded:
@@ -437,7 +435,7 @@ class RemoteStore(Store):
     ) -> list[Item]:
         """Return a page of items; see `Store`."""
         if after is not None and not usable([after]):
-            raise DataError(f"{after[:80]!r} is no id that an item can have.")
+            raise DataError(f"{after[:80]!r} is not an id that an item can have.")
         page: list[Item] = []
         with self._running():
             served, conditions = self._current(), self._where(where)
@@ -477,7 +475,7 @@ class RemoteStore(Store):
     ) -> list[list[Item]]:
         most = min(count, self.most_found)
         if most < count and self._count(served, ()) > most:
-            raise StoreError(f"{self.address} finds at most {most:,} items. Ask for fewer.")
+            raise StoreError(f"{self.engine} returns at most {most:,} items. Request fewer.")
         if not len(queries) or not count:
             return [[] for _ in queries]
         names: list[dict[str, None]] = [{} for _ in queries]
@@ -512,12 +510,12 @@ class RemoteStore(Store):
         for latest in self._listed(self._notes() if notes is None else notes):
             if latest.number == generation.number:
                 return latest
-        raise StoreError("This generation does not exist any more.")
+        raise StoreError("This generation was dropped.")
 
     def _add(
         self, number: int, bundle: Bundle, widths: Mapping[str, int], served: bool
     ) -> Generation:
-        """Create a generation, which exists once its note does."""
+        """Create a generation; it exists as soon as its note is written."""
         notes = [note for note in self._notes().values() if isinstance(note, dict)]
         kept = [note["pieces"] for note in notes if note.get("bundle") == bundle.sha256]
         pieces = kept[0] if kept else self._cut(bundle.sha256, bundle_pieces(bundle))
@@ -552,7 +550,7 @@ class RemoteStore(Store):
             return self._add(notes["last"] + 1, bundle, widths, served=False)
 
     def _lacking(self, generation: Generation, served: Generation) -> tuple[list[str], list[str]]:
-        """Return the ids that a generation lacks and the ids that only it still has."""
+        """Return ids that `generation` lacks (or has an old version of), and ids only it has."""
         present, current = (
             {row.record["id"]: row.record["version"] for row in self._all_rows(source)}
             for source in (generation, served)
@@ -561,7 +559,7 @@ class RemoteStore(Store):
         return lacking, [id for id in present if id not in current]
 
     def pending(self, generation: Generation, limit: int) -> list[Item]:
-        """Return items that a generation lacks; see `Store`. A queue keeps the ids for later."""
+        """Return items that a generation lacks; see `Store`. A queue keeps ids for later calls."""
         with self._turn:
             target, served = self._latest(generation), self._current()
             queue = self._queues.get(target.number, [])
@@ -588,9 +586,9 @@ class RemoteStore(Store):
             checked(items, target.widths)
             arrays: dict[str, Mapping[str, Floats]] = {id: {} for id in left_out if id in pending}
             arrays |= {item.id: Row.of(item).arrays for item in items}
-            faults = [f"{item.id} was not pending." for item in items if item.id not in pending]
+            faults = [f"'{item.id}' was not pending." for item in items if item.id not in pending]
             faults += [
-                f"{id} is neither embedded nor left out." for id in pending if id not in arrays
+                f"'{id}' is neither embedded nor left out." for id in pending if id not in arrays
             ]
             if faults:
                 raise DataError("\n".join(faults))
@@ -617,9 +615,10 @@ class RemoteStore(Store):
             return self._settle(served.number, target.number)
 
     def _settle(self, before: int, number: int) -> bool:
-        """Complete a switch: erase deleted items; if new ones are missing, move the alias back.
+        """Complete a switch between two generations; return whether it succeeded.
 
-        Others may write until the alias has moved, so the generations are compared once more.
+        Others may write to the old one until the alias has moved. So erase items that were deleted
+        meanwhile; if items are missing, move the alias back.
         """
         generations = {generation.number: generation for generation in self.generations()}
         lacking, gone = self._lacking(generations[number], generations[before])
@@ -660,7 +659,7 @@ def _has_list(value: Any) -> bool:
 
 
 class RemotePlace(StorePlace):
-    """The place of an index in an engine; a subclass implements `store`."""
+    """The place of an index in a database engine; a subclass implements `store`."""
 
     @abstractmethod
     def store(self) -> RemoteStore:

@@ -1,4 +1,4 @@
-"""The row of an item in a remote engine: its record as JSON, and its arrays."""
+"""The row of an item in a database engine: the item as JSON, and its arrays."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import numpy as np
 from retrieval.serving.store.items import VECTOR, Floats, Generation, Item
 
 PIECE_BYTES = 45_000  # bytes of an original or bundle per row: 60,000 characters of base64
-_PLAIN = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")
+_FIELDS = ("id", "label", "stamp", "keep", "bytes", "width", "height", "source")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One item in a generation's collection.
+    """One item in the collection of a generation (the arrays of all items under one bundle).
 
     Attributes:
-        record: the item without its arrays, as JSON, with its "version" and the number of
-            "pieces" of its original.
-        arrays: float32 arrays by name; empty if the generation lacks the item.
+        record: the item without its arrays, as JSON. It also has a "version", which changes with
+            each write, and "pieces", the number of pieces of the stored original.
+        arrays: float32 arrays by name; empty if the item could not be embedded.
     """
 
     record: Mapping[str, Any]
@@ -33,10 +33,10 @@ class Row:
 
     @classmethod
     def of(cls, item: Item) -> Row:
-        """Return an item as a row with a new version."""
+        """Return the row of an item, with a new version."""
         size = None if item.original is None else -(-len(item.original) // PIECE_BYTES)
         record = {
-            **{name: getattr(item, name) for name in _PLAIN},
+            **{name: getattr(item, name) for name in _FIELDS},
             "metadata": item.metadata,
             "path": None if item.path is None else os.fspath(item.path),
             "version": uuid.uuid4().hex,
@@ -46,13 +46,16 @@ class Row:
         return cls(record, arrays)
 
     def item(self) -> Item:
-        """Return the row as an item."""
+        """Return the item of the row."""
         path = None if self.record["path"] is None else Path(self.record["path"])
-        plain = {name: self.record[name] for name in _PLAIN}
+        plain = {name: self.record[name] for name in _FIELDS}
         return Item(**plain, metadata=self.record["metadata"], path=path, arrays=self.arrays)
 
     def split(self, generation: Generation) -> tuple[dict[str, Any], list[Floats]]:
-        """Return one vector per sub-space, and the record with all other arrays as base64."""
+        """Return the record with arrays as base64, and the vector of each sub-space.
+
+        With a single sub-space, the record does not repeat its vector.
+        """
         if not self.arrays:
             return dict(self.record), []
         vectors = [self.arrays[VECTOR][start:stop] for start, stop in generation.spans]
@@ -65,7 +68,7 @@ class Row:
 
     @classmethod
     def joined(cls, record: Mapping[str, Any], vector: Sequence[float] | None) -> Row:
-        """Return the row that `split` took apart, from its record and, if read, first vector."""
+        """Return the row from the record and, if it was read, the first vector of `split`."""
         plain = dict(record)
         arrays = {
             name: np.frombuffer(base64.b64decode(text), "<f4")
@@ -79,7 +82,10 @@ class Row:
     def batches(
         rows: Sequence[Row], generation: Generation, most_bytes: int, number_bytes: int
     ) -> Iterator[list[tuple[dict[str, Any], list[Floats]]]]:
-        """Yield split rows in batches of about `most_bytes`, at `number_bytes` per number."""
+        """Yield split rows in batches of about `most_bytes`.
+
+        `number_bytes` is the size of one number of a vector in a request.
+        """
         batch, size = [], 0
         for row in rows:
             record, vectors = row.split(generation)

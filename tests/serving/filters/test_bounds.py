@@ -82,7 +82,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"and": []}, "takes a list"),
     ({"or": {"a": 1}}, "takes a list"),
     ({"and": [{"a": 1}, 3]}, 'Part 2 of "and"'),
-    ({"not": 1}, 'What "not" takes'),
+    ({"not": 1}, 'The value of "not"'),
     ({"exists": 1}, "name of a field"),
     ({"a": []}, '"in"'),
     ({"a": {}}, "empty object"),

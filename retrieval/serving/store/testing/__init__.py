@@ -1,7 +1,7 @@
 """Test suite for authors of stores, as `retrieval.plugin.testing`.
 
-`StoreSuite` has a test for every promise of `stores.Store`. A subclass returns the place of an
-index:
+`StoreSuite` has a test for every promise of `stores.Store`. A subclass implements `store_at`, which
+returns the place of an index:
 
     from retrieval.plugin import stores, testing
 
@@ -9,7 +9,7 @@ index:
         def store_at(self, place):
             return MyPlace(stores.Address.parse(f"mine://{place}/index"))
 
-Run it with pytest. It also needs `onnx`, to make small bundles.
+Run the subclass with pytest. The tests write small bundles, so they need the package `onnx`.
 """
 
 from retrieval.serving.store.testing.bundles import make_bundle
@@ -24,5 +24,5 @@ __all__ = ["StoreSuite", "make_bundle"]
 class StoreSuite(ItemCases, SearchCases, GenerationCases, WholeCases):
     """All tests of the contract of a store.
 
-    A subclass overrides `store_at` and has a name that pytest collects.
+    A subclass implements `store_at`, and its name begins with `Test`, so that pytest collects it.
     """

@@ -1,4 +1,4 @@
-"""Shared parts of the tests: one store per test, and brute-force search to compare it with."""
+"""Shared parts of the tests: a store for each test, and a brute-force search to compare it with."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Bench:
     """Creates a store for each test, and destroys it afterwards.
 
     Attributes:
-        recall: minimum share of the truly nearest items that a search must propose; 1 is exact.
+        recall: minimum share of the nearest items that a search must propose; 1 for exact search.
         many: number of items in one large call, at least 200.
         filtered: number of items that filters are tested on, at least 100.
         searched: number of items that are searched while the store is being closed.
-        place: empty folder of the current test. Its path is unique, so that a remote store may
-            derive a name from it.
+        place: empty folder of the current test. Its path is unique, so a remote store can derive
+            the name of its index from the path.
     """
 
     recall = 1.0
@@ -50,23 +50,23 @@ class Bench:
     place: Path
 
     def store_at(self, place: Path) -> StorePlace:
-        """Return the place of a test's index, which need not exist. A subclass must override this.
+        """Return the place of a test's index, which need not exist. A subclass must implement this.
 
         Args:
             place: folder of the current test; see `Bench`.
         """
-        raise NotImplementedError("Say in a subclass where an index is: def store_at(self, place).")
+        raise NotImplementedError("Implement `def store_at(self, place)` in a subclass.")
 
     def create(self, place: Path, bundle: Bundle, widths: Mapping[str, int]) -> Store:
-        """Return an empty store whose served generation has this bundle and these widths."""
+        """Return a new, empty store whose served generation has `bundle` and `widths`."""
         return self.store_at(place).create(bundle, widths)
 
     def reopen(self, place: Path) -> Store:
-        """Open a store that `create` made here and that was closed, as another process would."""
+        """Open the store that `create` created in `place`, which was closed meanwhile."""
         return self.store_at(place).open()
 
     def destroy(self, place: Path) -> None:
-        """Delete the store that `create` made, after all stores were closed."""
+        """Delete the store that `create` created in `place`, after it was closed."""
         self.store_at(place).drop()
 
     def setup_method(self) -> None:
@@ -99,7 +99,7 @@ class Bench:
     def put(
         self, store: Store, state: State, items: Sequence[Item], bundle: Bundle | None = None
     ) -> None:
-        """Upsert items into a store and into the expected state."""
+        """Write items to a store and to `state`, its expected content."""
         bundle = bundle or opened()
         equal(
             store.upsert(items, bundle.sha256),
@@ -109,7 +109,7 @@ class Bench:
         state.update((item.id, item) for item in items)
 
     def remove(self, store: Store, state: State, ids: Sequence[str]) -> None:
-        """Delete items from a store and from the expected state."""
+        """Delete items from a store and from `state`, its expected content."""
         equal(store.delete(ids), sum(id in state for id in set(ids)), "deleted items")
         for id in ids:
             state.pop(id, None)
@@ -122,7 +122,15 @@ class Bench:
         where: str | None = None,
         count: int = 7,
     ) -> None:
-        """Compare the results of all read methods of a store with the expected state."""
+        """Compare what all methods of a store that read return with `state`, its expected content.
+
+        Args:
+            store: the store.
+            state: its expected content.
+            bundle: bundle that the store serves.
+            where: filter to use, as text.
+            count: number of nearest items to request.
+        """
         bundle = bundle or opened()
         chosen = None if where is None else parse_filter(where)
         expected = {id: item for id, item in state.items() if passes(chosen, item)}
@@ -143,16 +151,16 @@ class Bench:
             self.check_answer(query, answer, expected, bundle, count)
 
     def check_filter(self, store: Store, state: State, where: str) -> None:
-        """Do `check` with a filter, which a store that lacks "filters" may refuse."""
+        """Call `check` with a filter; a store without the capability "filters" may refuse it."""
         with suppress(*([] if "filters" in store.capabilities else [DataError])):
             self.check(store, state, where=where)
 
     def check_answer(
         self, query: Floats, hits: Sequence[Item], state: State, bundle: Bundle, count: int
     ) -> None:
-        """Compare one search result with brute force over the items that match."""
+        """Compare the hits of one query with a brute-force search of `state`."""
         ids = [item.id for item in hits]
-        equal(len(ids), len(set(ids)), "an answer names an item once; names")
+        equal(len(ids), len(set(ids)), "number of hits, without repeated items")
         spans = spans_of(bundle)
         expected = nearest(query, state, spans, count)
         missed = expected - set(ids)
@@ -160,15 +168,15 @@ class Bench:
             f"not found: {sorted(missed)} for {query}"
         )
         assert len(ids) <= count * len(spans), (
-            f"{len(ids)} items proposed, {count} in each sub-space asked for"
+            f"{len(ids)} items proposed, but {count} requested per sub-space"
         )
         for item in hits:
-            assert item.id in state, f"found, and not there or no match: {item.id!r}"
+            assert item.id in state, f"the hit {item.id!r} does not exist or does not match"
             alike(item, state[item.id])
 
 
 def needs(store: Store, *capabilities: Capability) -> None:
-    """Skip the test, with a reason, if the store lacks a capability."""
+    """Skip the test if the store lacks one of the capabilities."""
     for capability in capabilities:
         if capability not in store.capabilities:
             raise unittest.SkipTest(str(store.refusal(capability)))
@@ -201,7 +209,7 @@ def scanned(store: Store, where: Filter | None = None, limit: int = 1000) -> lis
 
 
 def alike(read: Item, written: Item) -> None:
-    """Require that an item that was read equals the one that was written."""
+    """Raise an `AssertionError` unless the item `read` equals the item `written`."""
     plain: dict[str, Any] = {"arrays": {}, "original": None}
     equal(replace(read, **plain), replace(written, **plain), "an item")
     for name, array in read.arrays.items():
@@ -217,16 +225,24 @@ def equal(actual: object, expected: object, what: str) -> None:
 
 @contextmanager
 def refused(*kinds: type[RetrievalError], saying: str = "") -> Iterator[list[str]]:
-    """Require an error of a kind whose text is a sentence; the yielded list receives the text."""
+    """Context manager that requires an error of one of the classes, whose message is a sentence.
+
+    Args:
+        kinds: allowed classes of the error.
+        saying: text that the message must contain.
+
+    Yields:
+        A list that receives the message.
+    """
     texts: list[str] = []
     try:
         yield texts
     except kinds as fault:
         texts.append(text := str(fault))
         assert text.rstrip()[-1:] in (".", "?", "!"), f"not a sentence: {text!r}"
-        assert saying in text, f"it does not say {saying!r}: {text!r}"
+        assert saying in text, f"the message lacks {saying!r}: {text!r}"
     else:
-        raise AssertionError(f"not refused with {' or '.join(kind.__name__ for kind in kinds)}")
+        raise AssertionError(f"no {' or '.join(kind.__name__ for kind in kinds)} was raised")
 
 
 def normal(count: int, width: int, seed: int) -> Floats:
@@ -235,7 +251,7 @@ def normal(count: int, width: int, seed: int) -> Floats:
 
 
 def item(id: str, seed: int = 0, bundle: Bundle | None = None, **attributes: Any) -> Item:
-    """Return an item with random values for all arrays of a bundle's items."""
+    """Return an item with random arrays of the widths that `bundle` needs."""
     widths = widths_of(bundle or opened())
     vectors = np.random.default_rng([seed, *id.encode("utf-8", "surrogatepass")])
     arrays = {name: vectors.normal(size=width).astype(np.float32) for name, width in widths.items()}
@@ -266,7 +282,7 @@ def together(calls: Sequence[Callable[[], object]]) -> list[BaseException]:
     def run(call: Callable[[], object]) -> None:
         try:
             call()
-        except BaseException as fault:  # returned
+        except BaseException as fault:  # the caller checks them
             faults.append(fault)
 
     threads = [threading.Thread(target=run, args=(call,)) for call in calls]

@@ -1,4 +1,4 @@
-"""Small real bundles for tests, made on first use."""
+"""Small real bundles for tests, which are written on first use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make_bundle(
         rescorer: whether the bundle has codes, as wide as the vectors, and a rescorer that sorts
             candidates by Manhattan distance.
         subspaces: whether the vectors have two sub-spaces.
-        seed: seed of the matrix; different seeds make different bundles.
+        seed: seed of the matrix; different seeds give different bundles.
 
     Returns:
         The folder.
@@ -116,7 +116,7 @@ def _onnx() -> tuple[Any, Any]:
         from onnx import TensorProto, helper
     except ImportError:
         raise MissingDependency(
-            "The tests of a store make their bundles with onnx, which is not installed. "
+            "The tests of a store write their bundles with onnx, which is not installed. "
             "Install it with: pip install onnx"
         ) from None
     return helper, TensorProto

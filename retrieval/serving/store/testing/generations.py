@@ -1,4 +1,4 @@
-"""Tests of generations: build, switch and drop them while items change."""
+"""Tests of generations (the arrays of all items under one bundle), while items change."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from retrieval.serving.store.testing.bundles import WIDTH, opened
 
 
 def embedded(items: Sequence[Item], bundle: Bundle, seed: int = 0) -> list[Item]:
-    """Return items with the arrays that `item` makes for a bundle."""
+    """Return items with the arrays that `bench.item` returns for a bundle."""
     return [replace(entry, arrays=item(entry.id, seed, bundle).arrays) for entry in items]
 
 
 def fill(
     store: Store, generation: Generation, state: State, bundle: Bundle, limit: int = 64
 ) -> None:
-    """Embed all pending items, in the store and in the expected state."""
+    """Embed all pending items, in the store and in `state`, its expected content."""
     while items := store.pending(generation, limit):
-        assert len(items) <= limit, f"{len(items)} items pending, {limit} asked for"
+        assert len(items) <= limit, f"{len(items)} pending items returned, {limit} requested"
         created = embedded(items, bundle)
         store.embed(generation, created)
         state.update((entry.id, replace(state[entry.id], arrays=entry.arrays)) for entry in created)
@@ -58,7 +58,7 @@ class GenerationCases(Bench):
         self.other = opened(seed=1, width=WIDTH + 5)
 
     def test_the_first_generation(self) -> None:
-        """A new store serves one generation; while it is empty, it can switch at once."""
+        """A new store serves one generation; an empty store can switch to another at once."""
         store, bundle = self.store(), opened()
         (served,) = store.generations()
         properties = (
@@ -90,7 +90,7 @@ class GenerationCases(Bench):
         self.check(store, state, self.other)
 
     def test_a_generation_follows(self) -> None:
-        """A generation is filled beside the served one, and can serve once no item is pending."""
+        """A generation is filled while another is served; it can serve once no item is pending."""
         store, state = self.store(), State()
         self.put(store, state, some(150))
         began = store.begin(self.other, widths_of(self.other))
@@ -133,8 +133,8 @@ class GenerationCases(Bench):
         begun = store.begin(self.other, widths_of(self.other))
         equal(begun.number, began.number, "the generation that was begun")
         left = {entry.id for entry in store.pending(began, 1000)}
-        assert {changed, "came"} <= left, f"changed, and not pending: {left}"
-        assert not {gone, stays} & left, f"gone or embedded, and pending: {left}"
+        assert {changed, "came"} <= left, f"pending items lack a changed item: {left}"
+        assert not {gone, stays} & left, f"pending items have a deleted or embedded item: {left}"
         after = dict(state)
         done = [entry.id for entry in items if entry.id not in (changed, gone)]
         after.update((id, replace(state[id], arrays=item(id, 5, self.other).arrays)) for id in done)
@@ -148,7 +148,7 @@ class GenerationCases(Bench):
         self.check(self.again(store), after, self.other)
 
     def test_back_again(self) -> None:
-        """The previous generation can serve again once it has caught up with all changes."""
+        """The previous generation can serve again once its items that changed are embedded."""
         store, state = self.store(), State()
         self.put(store, state, some(50))
         (first,) = store.generations()
@@ -174,7 +174,10 @@ class GenerationCases(Bench):
         self.check(self.again(store), before)
 
     def test_items_that_are_left_out(self) -> None:
-        """Left-out items are not pending, not found and have no arrays; the old generation does."""
+        """Left-out items are not pending, not found and without arrays in the new generation.
+
+        The old generation still has their arrays.
+        """
         store, state = self.store(), State()
         needs(store, "left_out")
         self.put(store, state, some(30))
@@ -208,7 +211,7 @@ class GenerationCases(Bench):
         equal([entry.id for entry in hits], [out[1]], "found in the generation before")
 
     def test_features_for_the_next_generation(self) -> None:
-        """If the index stores features, pending items come with them."""
+        """If the index stores features, pending items have them."""
         bundle, width = opened(), 8
         store = self.store(bundle, features=width)
         written = [
@@ -235,7 +238,7 @@ class GenerationCases(Bench):
         equal(hits[0].id, items[4].id, "nearest in the next generation")
 
     def test_arrays_that_do_not_fit(self) -> None:
-        """`embed` refuses invalid arrays, as `upsert` does, and missing items; nothing changes."""
+        """`embed` refuses invalid arrays and missing or unknown items; then nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(6))
         began = store.begin(self.other, widths_of(self.other))

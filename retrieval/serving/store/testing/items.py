@@ -1,4 +1,4 @@
-"""Tests of items: write, read and delete them; refused calls change nothing."""
+"""Tests that write, read and delete items; refused calls change nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TEXTS = {
     "the longest id": "\U0001f600" * 1000,
     "an id that is nearly as long": "\U0001f600" * 999,
 }
-"""Valid but unusual texts for ids, labels and metadata, by their peculiarity."""
+"""Valid but unusual text for ids, labels and metadata, by what is unusual."""
 HALF = "\ud83d"  # half of a surrogate pair
 
 
@@ -127,14 +127,14 @@ BAD: dict[str, dict[str, Any]] = {
     "a width that is text": {"width": "wide"},
     "a negative height": {"height": -1},
 }
-"""Attributes of invalid items, by their fault."""
+"""Attributes of invalid items, by what is wrong."""
 
 
 class ItemCases(Bench):
     """Tests that write, read and delete items, and that invalid calls are refused."""
 
     def test_items_come_change_and_go(self) -> None:
-        """After every write the store has the expected state; the newest item can change, too."""
+        """After every write the store has the expected content, even if the newest item changes."""
         store, state = self.store(), State()
         for count in (1, 3, 40):
             self.put(store, state, some(count, len(state)))
@@ -167,7 +167,7 @@ class ItemCases(Bench):
         self.check(store, state, where="price >= 5")
 
     def test_an_item_is_kept_as_it_was_given(self) -> None:
-        """Every attribute comes back, arrays as float32; a replaced item leaves nothing behind."""
+        """Every attribute is returned, arrays as float32; nothing of a replaced item remains."""
         full = item(
             "full",
             label="a label",
@@ -225,7 +225,7 @@ class ItemCases(Bench):
         equal(set(store.get(names)), set(names[1:]), "what is left")
 
     def test_any_text(self) -> None:
-        """Every method handles any Unicode in ids, labels and metadata, also after reopening."""
+        """Every method handles any Unicode text in ids, labels and metadata."""
         store, state = self.store(), State()
         self.put(
             store, state, [item(text, label=text, metadata={"m": text}) for text in TEXTS.values()]
@@ -253,13 +253,13 @@ class ItemCases(Bench):
             if "ordered" in store.capabilities:
                 equal(ids, sorted(names), f"pages of {limit}")
         store.delete(["id 10"])
-        behind = ids[ids.index("id 10") + 1 :][:2]
+        following = ids[ids.index("id 10") + 1 :][:2]
         equal(
             [entry.id for entry in store.scan(after="id 10", limit=2)],
-            behind,
-            "behind one that is gone",
+            following,
+            "page after a deleted id",
         )
-        equal(store.scan(after=ids[-1]), [], "behind the last")
+        equal(store.scan(after=ids[-1]), [], "page after the last id")
         assert all(not entry.arrays for entry in store.scan()), "a scan reads no arrays"
 
     def test_delete_what_matches(self) -> None:
@@ -282,7 +282,7 @@ class ItemCases(Bench):
             self.check(store, state)
 
     def test_one_call_is_seen_whole_or_not_at_all(self) -> None:
-        """While one thread replaces all items, readers see all old or all new ones."""
+        """While one thread replaces all items, each read sees either all old or all new items."""
         store = self.store()
         needs(store, "atomic")
         rounds = [
@@ -314,13 +314,13 @@ class ItemCases(Bench):
                 stop.set()
 
         equal(together([write, read, read, read]), [], "faults")
-        assert seen, "no reader came to read"
+        assert seen, "no reader read anything"
         assert all(len(entry) == 1 for entry in seen), "a reader saw a part of a call"
 
     # Invalid calls
 
     def test_what_cannot_be_kept(self) -> None:
-        """An invalid item among valid ones is refused and named; nothing changes."""
+        """A call with an invalid item is refused and names that item; nothing changes."""
         store, state = self.store(), State()
         self.put(store, state, some(5))
         untyped: Any = Item
@@ -378,7 +378,7 @@ class ItemCases(Bench):
             store.upsert(some(5), opened().sha256)
 
     def test_a_store_that_is_closed(self) -> None:
-        """Every method refuses to work, closing twice is allowed, and the index can be reopened."""
+        """Every method but `close` raises an error, and the index can be opened again."""
         bundle = opened()
         with self.store() as store:
             store.upsert(some(3), bundle.sha256)
@@ -396,7 +396,7 @@ class ItemCases(Bench):
 
 
 def _calls(store: Store, served: Generation, target: Path) -> dict[str, Callable[[], object]]:
-    """Return one call per method, by the method's name."""
+    """Return a function that calls each method of a store, by the method's name."""
     bundle = opened()
     return {
         "upsert": lambda: store.upsert([item("a")], bundle.sha256),

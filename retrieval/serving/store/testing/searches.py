@@ -43,7 +43,7 @@ class SearchCases(Bench):
     """Tests of `search` with and without filters, sub-spaces and codes."""
 
     def test_few_items_or_none(self) -> None:
-        """An empty store finds nothing; a search for more items than match returns all of them."""
+        """An empty store returns no hits; a search for too many items returns all that match."""
         store, state = self.store(), State()
         self.check(store, state)
         equal(store.search(normal(0, WIDTH, 0), 5, opened().sha256), [], "answers to no queries")
@@ -56,7 +56,7 @@ class SearchCases(Bench):
     def test_filters(self) -> None:
         """Search, scan, count and delete agree with `filters.matches` on every filter.
 
-        A store without "filters" refuses some.
+        A store without the capability "filters" may refuse some filters.
         """
         nested = [
             {"deep": {"flag": True}, "a b": 0},
@@ -99,7 +99,7 @@ class SearchCases(Bench):
         equal(len({entry.id for entry in hits}), 7, "items proposed")
 
     def test_large_small_and_distant_numbers(self) -> None:
-        """Searches distinguish large, tiny and distant vectors as well as float64 does."""
+        """Searches of large, tiny and distant vectors return the nearest items in float64."""
         for what, scale, offset in (("distant", 1, 3000), ("tiny", 1e-12, 0), ("large", 1e12, 0)):
             store, state = self.store(), State()
             moved = [
@@ -115,7 +115,7 @@ class SearchCases(Bench):
             self.place.mkdir(exist_ok=True)
 
     def test_subspaces(self) -> None:
-        """Each sub-space proposes its own nearest items."""
+        """A search proposes the nearest items of each sub-space."""
         bundle = opened(subspaces=True)
         store, state = self.store(bundle), State()
         self.put(store, state, some(300, bundle=bundle), bundle)
@@ -124,7 +124,7 @@ class SearchCases(Bench):
         self.check(store := self.again(store), state, bundle)
 
     def test_codes(self) -> None:
-        """Items come with the codes that a rescorer needs."""
+        """The hits of a search have the codes that a rescorer needs."""
         bundle = opened(rescorer=True)
         store, state = self.store(bundle), State()
         self.put(store, state, some(60, bundle=bundle), bundle)

@@ -36,7 +36,7 @@ class WholeCases(Bench):
             equal(place.exists(), False, "existence")
             with refused(StoreError):
                 place.open()
-            place.drop()  # dropping nothing is no error
+            place.drop()  # dropping an index that does not exist is not an error
         store, state, place = self.store(), State(), self.store_at(self.place)
         self.put(store, state, some(5))
         equal(place.exists(), True, "existence")
@@ -54,7 +54,7 @@ class WholeCases(Bench):
         assert store.identity() != first, "two indexes have one identity"
 
     def test_bundles_come_from_the_store(self) -> None:
-        """The place alone gives access to every bundle; one altered in the cache is refetched."""
+        """Every bundle can be fetched from the store; an altered copy in the cache is replaced."""
         store, other = self.store(), opened(seed=1, width=WIDTH + 5)
         store.upsert(some(3), opened().sha256)
         store.begin(other, widths_of(other))
@@ -85,7 +85,7 @@ class WholeCases(Bench):
         assert stats.bytes is None or stats.bytes > 0, f"{stats.bytes} bytes"
 
     def test_compacting_and_structures(self) -> None:
-        """Neither changes a search result; a store may refuse either with a sentence."""
+        """Compacting and structures change no search result; a store may refuse either."""
         store, state = self.store(), State()
         self.put(store, state, some(60))
         self.remove(store, state, ["id 3", "id 5"])
@@ -105,7 +105,7 @@ class WholeCases(Bench):
     # Snapshots
 
     def test_a_snapshot_is_a_copy_of_one_moment(self) -> None:
-        """A snapshot has the same identity and content, and changes independently."""
+        """A snapshot has the identity and content of the index; later changes do not affect it."""
         target, state = self.place.parent / "copy", State()
         with self.store_at(self.place).create(
             opened(), widths_of(opened()), identity="an id"
@@ -134,7 +134,7 @@ class WholeCases(Bench):
             equal(again.identity(), "an id", "identity after reopening")
 
     def test_a_snapshot_holds_every_item(self) -> None:
-        """A snapshot holds items with originals and items that the served generation lacks."""
+        """A snapshot holds items with originals, and items without arrays."""
         store, other = self.store(), opened(seed=1)
         needs(store, "snapshot", "originals", "left_out")
         store.upsert([*some(4), item("kept", keep="copy", original=b"bytes")], opened().sha256)
@@ -197,14 +197,14 @@ class WholeCases(Bench):
         self.check(self.again(store), state)
 
     def test_many_threads_one_after_another(self) -> None:
-        """Finished threads leave no resources behind, so that no limit is reached."""
+        """Threads that have ended hold no resources, so no limit is reached."""
         store = self.store()
         store.upsert(some(3), opened().sha256)
         for _ in range(1500):
             equal(together([store.count]), [], "faults")
 
     def test_closing_lets_searches_end(self) -> None:
-        """A running search ends with its result; a later one raises that the store is closed."""
+        """A running search returns its result; a later search raises that the store is closed."""
         store, bundle = self.store(), opened()
         store.upsert(some(self.searched), bundle.sha256)
         queries = normal(20, WIDTH, 4)
