@@ -119,9 +119,7 @@ def test_sizes_that_a_loss_needs_are_named(recipe: Path, cli: Callable[..., Any]
             *changed(f"loss.size={size}", f"loss.number={number}"),
         )
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
-        assert (
-            "5 classes train (num_classes)" in done.err and "width 64 (embedding_size)" in done.err
-        )
+        assert "5 classes (num_classes)" in done.err and "width 64 (embedding_size)" in done.err
 
 
 def test_an_output_that_is_a_file(recipe: Path, cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
     said = train(mine, "run", "--resume")
     assert (
-        "The plugin 'mine' has changed since the run began (factors.py); the run goes on"
+        "The plugin 'mine' has changed since the run was started (factors.py); the run continues"
         " with its own copy" in said
     )
     assert "--replace-plugins" in said
@@ -200,10 +200,10 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine: Path) ->
     train(mine, "whole", "--set", "phase.1.epochs=2")
     train(mine, "run")
     for changed, said in (
-        ("phase.0.epochs=2", r"the phase 'head' is over, after 1 epochs"),
+        ("phase.0.epochs=2", r"the phase 'head' has ended after 1 epochs"),
         (
             "train.epochs=5",
-            r"train\.epochs has no effect with \[\[phase\]\]\. Set .*phase\.1\.epochs",
+            r"train\.epochs has no effect in a recipe with \[\[phase\]\]\. Set .*phase\.1\.epochs",
         ),
     ):
         with pytest.raises(RetrievalError, match=said):
@@ -227,7 +227,7 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine: Path)
             ["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"],
             r"\[optimizer\], \[loss\] differ \(.*loss\.margin was not set, and is 2\.0",
         ),
-        (["train.epochs=1"], r"has begun epoch 2 of the phase 'train' already: 1 would be fewer"),
+        (["train.epochs=1"], r"has already begun epoch 2 of the phase 'train'"),
     ):
         words = [word for change in changes for word in ("--set", change)]
         with pytest.raises(RetrievalError, match=said):
@@ -288,7 +288,7 @@ def test_training_starts_from_the_weights_of_another_run(
     shutil.rmtree(mine / "a")  # a run that began needs it no more
     train(mine, "b", *still, "--set", "train.start_from=a", "--resume", "--set", "train.epochs=3")
     retrieval("evaluate", mine / "b")
-    with pytest.raises(RetrievalError, match=r"start_from: .*a is not a run with a checkpoint"):
+    with pytest.raises(RetrievalError, match=r"start_from: .*a is neither a checkpoint nor a run"):
         train(mine, "c", "--set", "train.start_from=a")
     assert not (mine / "c").exists()
 
@@ -299,9 +299,9 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine: Path) -> No
     with pytest.raises(RetrievalError) as refused:
         train(mine, "b", *wider)
     said = str(refused.value)
-    assert "head.0.weight is (4, 4) in that run, and (6, 4) here" in said
-    assert "head.0.bias is (4,) in that run, and (6,) here" in said
-    assert 'Take what fits: [train] start_parts = ["backbone", "combiner"].' in said
+    assert "head.0.weight has shape (4, 4) in that run, but (6, 4) here" in said
+    assert "head.0.bias has shape (4,) in that run, but (6,) here" in said
+    assert 'Load only the parts that match: [train] start_parts = ["backbone", "combiner"].' in said
     train(mine, "b", *wider, "--set", 'train.start_parts=["backbone"]')
     deeper = ["--set", "backbone.depth=3", "--set", f"train.start_from={mine / 'a'}"]
     with pytest.raises(RetrievalError, match=r"that run has no backbone\.\S+ \("):
