@@ -137,7 +137,7 @@ def refuse_no_run(folder: Path) -> None:
 
 
 def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return one sentence, without a full stop, per plugin whose files differ from the run's copies.
+    """Return one sentence, without a full stop, per plugin that differs from the run's copy.
 
     Args:
         items: the plugins that the recipe names.

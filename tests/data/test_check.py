@@ -335,8 +335,8 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path):
     [
         (["gone"], "gone does not exist"),
         (["r.toml", "photos"], "A recipe is checked alone"),
-        (["photos", "--set", "a.b=1"], "Only a recipe has values to change"),
-        (["photos", "--within", "0.1"], "within is a distance of a model"),
+        (["photos", "--set", "a.b=1"], "Overrides change a recipe"),
+        (["photos", "--within", "0.1"], "within is a model's distance"),
         (["photos", "--output", "x.csv"], "should end in .json"),
         (["photos", "--output", "gone/x.json"], "cannot be written"),
         (["photos", "--model", "photos"], "photos"),

@@ -168,7 +168,10 @@ def test_what_cannot_be_or_go_together(make: Make, tables: dict[str, Any], sente
             {"optimizer": {"lr_factor": {"backbone.layer.*": 2}}},
             "lr_factor: no parameter's name matches 'backbone.layer.*'",
         ),
-        ({"phase": [{"freeze": "stages:9"}]}, "freeze: stages:9, but the backbone has 2 stages"),
+        (
+            {"phase": [{"freeze": "stages:9"}]},
+            "freeze: stages:9, but the backbone has only 2 stages",
+        ),
         (
             {"schedule": {"warmup": "9 epochs"}},
             "9 epochs are 27 steps, and the phase 'train' has 6",
@@ -252,7 +255,7 @@ def test_the_end_says_if_few_classes_validated(make: Make, tmp_path: Path) -> No
     split = {"by": "class", "validation": 0.4, "validation_by": "class"}
     tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 1}}
     train(tmp_path / "run", make(**tables, train={"epochs": 1}), report=lines.append)
-    assert lines[-1].startswith("Only 2 classes validated")
+    assert lines[-1].startswith("The validation part has only 2 classes")
 
 
 def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(

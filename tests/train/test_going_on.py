@@ -115,7 +115,7 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine: Path) -> N
     said = train(mine, "run", "--resume")
     assert (
         "The plugin 'mine' has changed since the run was started (factors.py); the run continues"
-        " with its own copy" in said
+        " with its own copies" in said
     )
     assert "--replace-plugins" in said
     assert same(load(mine / "run")["model"], load(mine / "whole")["model"])

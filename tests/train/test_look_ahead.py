@@ -151,7 +151,9 @@ def test_a_recipe_with_nothing_to_train_is_a_run(
         )
         train(tmp_path / "run", made, report=said.append)
     assert "its weights are random" in said[0]
-    assert said[1:] == ["The model has nothing to train: its features are taken as they are."]
+    assert said[1:] == [
+        "The model has nothing to train: the backbone's features are used as they are."
+    ]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == said[1:]
     run = Run.open(tmp_path / "run")
     figures = evaluate(run, baseline=True).metrics
@@ -179,7 +181,9 @@ def test_principal_components_pass_where_training_would(make: Make, tmp_path: Pa
     assert "fitted 200 items. The recipe is fine." in run_one_batch(
         made
     )  # 32 of them refuse 128 components
-    with pytest.raises(DataError, match=r"core\.pca refuses 200 of the 200 items that train"):
+    with pytest.raises(
+        DataError, match=r"core\.pca cannot be fitted on 200 of the 200 training items"
+    ):
         run_one_batch(make(learner={"name": "core.pca", "n_components": 300}, **tables))
 
 
