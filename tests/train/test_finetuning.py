@@ -170,11 +170,11 @@ def test_what_cannot_be_or_go_together(make: Make, tables: dict[str, Any], sente
         ),
         (
             {"phase": [{"freeze": "stages:9"}]},
-            "freeze: stages:9, but the backbone has only 2 stages",
+            "stages:9, but the backbone has only 2 stages",
         ),
         (
             {"schedule": {"warmup": "9 epochs"}},
-            "9 epochs are 27 steps, and the phase 'train' has 6",
+            "9 epochs takes 27 steps, but the phase 'train' has only 6",
         ),
         ({"phase": [{"freeze": ["backbone", "head", "loss"]}]}, "has parameters to train"),
     ],
@@ -319,7 +319,7 @@ def test_a_frozen_backbone_with_random_weights_is_warned_of(make: Make, tmp_path
 
     random = make(**{**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}})
     (warning,) = [line for line in run_one_batch(random) if line.startswith("warning")]
-    assert "toolbox.net is frozen, and its weights are random" in warning
+    assert "toolbox.net is frozen, but its weights are random" in warning
     source = fit(tmp_path, make(**PLAIN, train={"epochs": 1}), "source")
     started = make(
         **{**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}},

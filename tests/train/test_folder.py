@@ -142,7 +142,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(
                 "train", recipe, "--output", folder
             )
             result = retrieval("train", recipe, "--output", folder, "--resume")
-            assert "has no checkpoint yet: training begins again" in result.output
+            assert "has no checkpoint yet: training starts from the beginning" in result.output
         else:
             assert "it holds no recipe.toml" in sentence(
                 "train", recipe, "--output", folder, "--resume"

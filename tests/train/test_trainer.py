@@ -238,7 +238,7 @@ def test_an_epoch_without_triplets_is_warned_of(make: Make, tmp_path: Path) -> N
         made = make(generator=GENERATOR, sampler={"classes": 4, "items": items, "batches": 2})
         train(tmp_path / str(items), made, report=said.append)
         noted = any(
-            "has no triplet that the generator could change" in line for line in run_one_batch(made)
+            "has no triplet for the generator to work on" in line for line in run_one_batch(made)
         )
         assert noted == (items == 1)
     warnings = [line for line in said if line.startswith("warning: no batch had a triplet")]
