@@ -62,7 +62,7 @@ def test_a_side_that_a_run_does_not_have(trained):
     for measure in (trained.evaluate, trained.verify):
         with pytest.raises(DataError, match='"test" or "validation", not on \'tst\''):
             measure(side="tst", progress=False)
-    with pytest.raises(DataError, match="no side 'tst'. A run has the sides train, validation"):
+    with pytest.raises(DataError, match="There is no side 'tst'"):
         trained.labels("tst")
     assert not list(trained.path.glob("*tst*"))
 
