@@ -234,7 +234,7 @@ def test_a_phones_photo_of_48_megapixels_is_decoded_at_a_half_and_keeps_its_size
         too_large,
         encoded(Image.new("1", (8064, 6048)), "PNG"),
     ):  # only JPEGs come smaller
-        with pytest.raises(DataError, match=r"the limit is 25,000,000\..*limit of pixels"):
+        with pytest.raises(DataError, match=r"the limit is 25,000,000\..*limit on pixels"):
             pool.decode("pixels", content, PREPROCESSING)
 
 

@@ -85,7 +85,7 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
         ([paths[0], tmp_path / "bad.png"], r"queries\[1\]: .*bad\.png is not an image"),
         ([paths[0], tmp_path / "none.png"], r"queries\[1\]: .*none\.png cannot be read"),
         ([vector, vector[:5]], r"queries\[1\]: a vector for this index has 16 numbers"),
-        ([vector, vector * np.nan], r"queries\[1\]: a vector holds finite"),
+        ([vector, vector * np.nan], r"queries\[1\]: a vector must hold finite"),
         (None, "not None"),
         (3.5, "type float"),
         ({"a": 1}, "type dict"),

@@ -145,7 +145,7 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         (plain(*({"id": f"w{n}"} for n in range(101))), 400, "100 are the most"),
         (plain({"id": "nobody", "label": "x"}), 422, "no item 'nobody'"),
         (plain({"id": "x", "vector": [1.0]}), 422, "has 16 numbers, not 1"),
-        (plain(vectors[0] | {"id": "x"}, huge), 422, "beyond float32"),
+        (plain(vectors[0] | {"id": "x"}, huge), 422, "too large for float32"),
     )
     assert client.get("/v1/index").json()["items"] == 15  # nothing of what was refused
 
