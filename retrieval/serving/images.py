@@ -304,7 +304,7 @@ def check_range(image: Image.Image, name: str) -> None:
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return a transparent image on a white background, converted in bands of rows to save memory."""
+    """Return a transparent image on white; converts bands of rows to save memory."""
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):

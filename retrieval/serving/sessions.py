@@ -264,7 +264,7 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
         values = inputs.astype(np.float32, copy=False)
     if not np.isfinite(values).all():
         row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-        raise DataError(f"Vector {row} holds NaN, infinity or a number too large for float32.")
+        raise DataError(f"Vector {row} holds NaN, infinity or a number beyond float32.")
     return values
 
 

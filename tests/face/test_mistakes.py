@@ -54,7 +54,7 @@ def test_a_closed_index_says_so(index, photos):
 
 @pytest.mark.parametrize("port", [99999, -1, "8000"])
 def test_a_port_that_is_none_is_refused(index, port):
-    with pytest.raises(StoreError, match=r"port is a whole number from 0, .* to 65535, not"):
+    with pytest.raises(StoreError, match=r"port must be a whole number from 0 .* to 65535, not"):
         retrieval.serve(index, port=port, wait=False)
 
 

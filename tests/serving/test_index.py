@@ -91,7 +91,7 @@ def test_bad_queries_are_sentences(index_path, build):
         for bad, k, says in (
             (np.zeros(5), 10, "has 16 numbers, not 5"),
             (np.full(16, np.nan), 10, "NaN"),
-            (np.full(16, 1e300), 10, "too large for float32"),
+            (np.full(16, 1e300), 10, "beyond float32"),
             (np.array(["a"] * 16), 10, "real numbers"),
             (np.zeros(16), 0, "k must be at least 1, not 0"),
         ):
