@@ -23,24 +23,24 @@ def test_what_is_wrong_is_told_at_once(write: Callable[..., Path], tmp_path: Pat
     with pytest.raises(
         DataError,
         match=(
-            r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet': change the `name` of"
-            r" one\.$"
+            r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. Change the `name` in"
+            r" one of them\.$"
         ),
     ):
         go([good, write("triplet", "other")], out)
     for options, sentence in (
         ({"seeds": 1}, "two seeds or two splits at least"),
-        ({"repeats": 0}, "1 or more"),
+        ({"repeats": 0}, "at least 1"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
-        ({"folds": 1}, "two folds"),
+        ({"folds": 1}, "folds must be at least 2"),
         ({"workers": 0}, "from 1 to 64"),
-        ({"search": -1}, "0 for none"),
+        ({"search": -1}, "must be 0 or more"),
     ):
         with pytest.raises(DataError, match=sentence):
             go([good, write("proxy")], out, **options)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    with pytest.raises(DataError, match="is no comparison"):
+    with pytest.raises(DataError, match="is not a comparison"):
         go([good, write("proxy")], tmp_path / "full")
     assert not out.exists()
 

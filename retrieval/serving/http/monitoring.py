@@ -167,7 +167,7 @@ class Metrics:
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's format; call this in a thread, as it reads the disk."""
+        """Return all metrics in Prometheus's format; reads the disk, so call this in a thread."""
         registry = self._registry
         if self._has_siblings:
             registry = CollectorRegistry()

@@ -67,7 +67,7 @@ class Routes:
         self._single: Mapping[Kind, int] = {"form": settings.max_bytes, "json": JSON_BYTES}
 
     def all(self) -> list[BaseRoute]:
-        """Return all routes; those of an index exist with and without the index's name in the path."""
+        """Return the routes; those of an index exist with and without its name in the path."""
         routes: list[BaseRoute] = []
         for operation in OPERATIONS:
             for prefix in ("/v1", "/v1/indexes/{index}")[: 1 + operation.of_index]:
