@@ -87,7 +87,7 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
                 tmp_path / "index", sources, model=bundle, batch=batch, progress=False
             )
     assert not list(tmp_path.iterdir())
-    with pytest.raises(DataError, match="images go to encode_images"):
+    with pytest.raises(DataError, match="For images, call `encode_images`"):
         bundle.bundle.encode([query])
     with pytest.raises(DataError, match=r"retrieval\.Index\.open\(path\), queries"):
         retrieval.plot.neighbours(str(tmp_path), query)

@@ -67,7 +67,8 @@ def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(
     make: Make, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        PluginError, match=r"Onto stores the head .* Keep it in a tuple: self\._head = \(head,\)\.$"
+        PluginError,
+        match=r"Onto\.bind\(head\) registers .* in a tuple instead: self\._head = \(head,\)\.$",
     ):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 

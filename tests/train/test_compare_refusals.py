@@ -75,7 +75,7 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(
     ):
         with pytest.raises(DataError, match=sentence):
             go([write("triplet", search={"loss.margin": range_}), write("proxy")], tmp_path / "out")
-    with pytest.raises(DataError, match="6 classes, and each of 4 folds needs two"):
+    with pytest.raises(DataError, match="6 classes, but each of 4 folds needs two"):
         go([write("triplet"), write("proxy")], tmp_path / "out", folds=4)
 
 

@@ -46,7 +46,7 @@ LOSSES = [
     (of("loss", "float"), ["must give a scalar", "Do not call item()"]),
     (of("loss", "dictionary"), ["gave a dict;", "define compute_loss"]),
     (of("loss", "none"), ["gave None;"]),
-    (of("loss", "nan"), ["One batch in phase", "loss is nan", "loss broken.loss"]),
+    (of("loss", "nan"), ["On a trial batch of phase", "loss is nan", "loss broken.loss"]),
     (of("loss", "detached"), ["without a gradient", "Was it detached"]),
     (
         of("loss", "raises"),

@@ -104,7 +104,7 @@ def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(
 def test_without_a_compiler_that_is_said(make: Make, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
     with pytest.raises(
-        RecipeError, match=r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
+        RecipeError, match=r"compile: on a CPU, torch\.compile needs a C\+\+ compiler, but .*no-g"
     ):
         train(tmp_path / "run", make(train={"compile": True, "device": "cpu"}))
     assert not (tmp_path / "run").exists()
