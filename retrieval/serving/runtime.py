@@ -115,7 +115,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[str, ...] = get_args(Device)
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _CUDA_OPTIONS = {
-    # cuDNN's default is to search for the fastest algorithm for each new batch size.
+    # By default, cuDNN would search for the fastest algorithm for each new batch size.
     "cudnn_conv_algo_search": "HEURISTIC",
     "arena_extend_strategy": "kSameAsRequested",
 }

@@ -60,9 +60,10 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
 def build_optimizers(
     recipe: Recipe, phase: Phase, groups: Groups, frozen: set[int]
 ) -> dict[str, Any]:
-    """Return a phase's optimisers by side, "metric" or "generator"; a side may train nothing.
+    """Return the optimisers of a phase by side, "metric" and "generator".
 
-    The generator is one side; all other parts together are the metric side.
+    The generator is one side, and all other parts are the metric side. A side that trains nothing
+    has no optimiser.
 
     Raises:
         RecipeError: none of the phase's parts has parameters to train.

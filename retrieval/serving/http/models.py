@@ -58,7 +58,7 @@ _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
 """A body that is too large is read to its end, up to this many times the limit.
 
-Clients read the error response only after they have sent the whole body.
+Many clients read the error response only after they have sent the whole body.
 """
 
 

@@ -67,8 +67,8 @@ def compare(
 
     Args:
         recipes: TOML files, dictionaries of tables, `Recipe`s, or runs, whose recipes are used.
-            Parts of a recipe may be Python objects. A single recipe is only measured over seeds,
-            unless `grid` makes it several.
+            Parts of a recipe may be Python objects. A single recipe is measured over its seeds,
+            or over the settings of `grid`.
         output: the comparison's folder.
         seeds: runs of each recipe on each split, at least 2 if there is one split.
         splits: number of random splits; 1 uses the recipes' own split.
