@@ -102,7 +102,7 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
         "# a comment": "",
         "": "",
         json.dumps(sound): "",
-        f"{json.dumps(sound)} ": "line 4 has the name shop of line 3 again",
+        f"{json.dumps(sound)} ": "line 4 repeats the name shop of line 3",
         "nonsense rk_secret": "line 5 is not",
         other("b", "a", role="god"): "line 6: role",
         other("c", "b", hash=sent): "line 7: hash",

@@ -58,7 +58,7 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(
         go([write("triplet", search=wrong), write("proxy", search=None)], tmp_path / "out")
     said = str(refused.value)
     assert "'margn'. Did you mean 'margin'" in said or "margin" in said
-    assert "sampler.classes: data, split, batches, epochs and backbone are the same" in said
+    assert "sampler.classes: data, split, batches, epochs and backbone must stay the same" in said
     assert 'optimizer.name = "Adm"' in said and "optimizer.lr = 0" in said
     assert "proxy.toml" in said and "has no [search]" in said
     checked = cli("check", tmp_path / "triplet.toml")
