@@ -430,7 +430,7 @@ def test_from_array():
     assert np.array_equal(np.asarray(from_array(pixels)), pixels)
     assert from_array(pixels[:, :, :1]).mode == "L"
     assert np.array_equal(np.asarray(from_pixels(pixels / 255)), pixels)
-    with pytest.raises(DataError, match=r"real numbers go from 0 to 1, and these from \d+ to \d+"):
+    with pytest.raises(DataError, match=r"must be from 0 to 1, but these are from \d+ to \d+"):
         from_pixels(pixels.astype(np.float32))
     with pytest.raises(DataError, match="uint8 of shape"):
         from_array(pixels / 255)

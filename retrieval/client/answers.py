@@ -1,6 +1,7 @@
-"""Responses of the server as frozen dataclasses; unknown members of newer servers are ignored.
+"""Responses of the server as frozen dataclasses.
 
-The server's OpenAPI document is generated from the same classes.
+A client ignores members that only a newer server sends. The server's OpenAPI document is generated
+from the same classes.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Results(Sequence[Hit]):
 
 @dataclass(frozen=True, repr=False)
 class SearchAnswer(Results):
-    """Hits of a search, nearest first, and the server's time in milliseconds."""
+    """Hits of a search, nearest first, and the time that the server took in milliseconds."""
 
     took_ms: float
     explain: dict[str, Any] | None = None
@@ -67,7 +68,10 @@ class BatchAnswer:
 
 @dataclass(frozen=True)
 class ItemAnswer:
-    """An item with its original's size in bytes and pixels and, if requested, its vector."""
+    """An item with the size of its original image and, if requested, its vector.
+
+    `bytes`, `width` and `height` are those of the original.
+    """
 
     id: str
     key: str
@@ -100,7 +104,7 @@ class PutAnswer:
 
 @dataclass(frozen=True)
 class AddAnswer:
-    """Confirms that items are on the server's disk: numbers of new and of replaced ones."""
+    """Confirms that items are on the server's disk, with the numbers of new and replaced items."""
 
     added: int
     replaced: int
@@ -115,7 +119,7 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Name of a snapshot in the operator's folder."""
+    """Name of a snapshot in the folder that the server's operator has set."""
 
     snapshot: str
 

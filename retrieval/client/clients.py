@@ -1,4 +1,4 @@
-"""`AsyncClient` for asyncio, and the blocking `Client`, which runs one in a thread."""
+"""`AsyncClient` for asyncio, and the blocking `Client`, which runs an `AsyncClient` in a thread."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Filter = str | Mapping[str, Any]
 
 
 class SearchOptions(TypedDict, total=False):
-    """Options of a search; the page on HTTP describes them."""
+    """Options of a search; docs/http.md describes them."""
 
     k: int
     filter: Filter | None
@@ -68,7 +68,7 @@ class AsyncClient(Sender):
         key: API key, if the server requires one.
         index: name of the index, if the server has several.
         timeout: seconds to wait for a connection or for the next bytes.
-        retries: how failed requests are repeated. `None` is `Retries()`.
+        retries: how failed requests are repeated. `None` means `Retries()`.
         verify: TLS verification: True, False or an `ssl.SSLContext`.
 
     Raises:
@@ -89,12 +89,12 @@ class AsyncClient(Sender):
 
         Args:
             image: query image.
-            vector: query vector of P numbers.
-            id: id of an item, which is left out of the results.
+            vector: query vector, as wide as the index's vectors.
+            id: id of an item of the index; the item itself is left out of the results.
             options: `k`, `filter`, `candidates`, `fields` (of the metadata) and `explain`.
         """
         if sum(target is not None for target in (image, vector, id)) != 1:
-            raise DataError("A search takes an image, a vector or an id: one of them.")
+            raise DataError("Search for exactly one of an image, a vector and an id.")
         if image is not None:
             content = form_of(await files_of([image]), texts_of(options))
         else:
@@ -115,7 +115,7 @@ class AsyncClient(Sender):
         queries: list[dict[str, Any]] = [{"vector": numbers_of(vector)} for vector in vectors]
         named = [{"id": id} for id in ids]
         if sum(map(bool, (files, queries, named))) != 1:
-            raise DataError("A batch takes images, vectors or ids: some of one of them.")
+            raise DataError("A batch takes a non-empty list of images, of vectors or of ids.")
         body = {"queries": queries or named, **options}
         content = form_of(files, texts_of(options)) if files else json_of(body)
         return await self._send("POST", "/search/batch", answers.BatchAnswer, **content)
@@ -135,7 +135,7 @@ class AsyncClient(Sender):
         Args:
             id: id of the item.
             image: image that the server embeds.
-            vector: vector of P numbers, instead of an image.
+            vector: vector as wide as the index's, instead of an image.
             label: class label.
             metadata: a JSON object.
             keep: the part of the image that the index keeps: "copy" (the default), "thumbnail" or
@@ -150,7 +150,7 @@ class AsyncClient(Sender):
         if image is not None:
             content = form_of(await files_of([image]), texts_of({**fields, "keep": keep}))
         elif keep is not None:
-            raise DataError('"keep" says what is kept of an image; the item has none.')
+            raise DataError("`keep` is about an item's image, but this item has a vector.")
         else:
             content = json_of({"vector": numbers_of(vector or ()), **without_none(fields)})
         return await self._send("PUT", "/item", answers.PutAnswer, **content, **id_parameter(id))
@@ -158,7 +158,7 @@ class AsyncClient(Sender):
     async def patch(
         self, id: str, *, label: str | None = None, metadata: Mapping[str, Any] | None = None
     ) -> answers.PutAnswer:
-        """Change an item's label or metadata, but not its image or vector; `None` keeps a value."""
+        """Change an item's label or metadata; `None` leaves a value as it is."""
         content = json_of(without_none({"label": label, "metadata": metadata}))
         return await self._send("PATCH", "/item", answers.PutAnswer, **content, **id_parameter(id))
 
@@ -172,8 +172,7 @@ class AsyncClient(Sender):
         images = [item.image for item in items if item.image is not None]
         if not items or len(images) not in (0, len(items)):
             raise DataError(
-                "Give one item at least; and of the items of one request all have images, or none"
-                " has."
+                "Pass at least one item. In one request, either all items have images or none has."
             )
         if images and any(item.vector is not None for item in items):
             raise DataError("An item takes an image or a vector, not both.")
@@ -212,7 +211,10 @@ class AsyncClient(Sender):
         await self._send("DELETE", "/item", bytes, gone_is_done=True, **id_parameter(id))
 
     async def delete_where(self, filter: Filter) -> int:
-        """Delete all items that match and return their number. Failed requests are not repeated."""
+        """Delete all items that match, and return their number.
+
+        A failed request is not repeated, because it might have deleted some items already.
+        """
         content = json_of({"filter": filter})
         done = await self._send("POST", "/delete", answers.Deleted, repeats=False, **content)
         return done.deleted
@@ -245,9 +247,9 @@ class AsyncClient(Sender):
         """Upload the images of a folder and return a report.
 
         An item's id is its path relative to the folder, its label is the first folder in this
-        path, and its metadata field `sha256` is the hash of the file. If an item with the same
-        hash exists, the image is not sent, so an interrupted push resumes. The report lists the
-        files that the server refuses.
+        path, and its metadata field `sha256` is the hash of the file. An image is not sent if the
+        item with its id has the same hash, so an interrupted push can be resumed. The report lists
+        the files that could not be added.
 
         Args:
             folder: folder of images, which is searched recursively except for hidden folders.
@@ -273,7 +275,8 @@ def _blocking(
 class Client:
     """Blocking client of a search server, with the methods of `AsyncClient`. Thread-safe.
 
-    Requests run in an event loop in a background thread, so that each has a time limit as a whole.
+    Requests run in an event loop in a background thread, which can limit the time of a request as a
+    whole.
 
     Args:
         url: address of the server, such as "https://search.example.com".
@@ -333,7 +336,7 @@ class Client:
             if self._closed or self._process != os.getpid():
                 work.close()
                 why = "is closed" if self._closed else "belongs to the process before the fork"
-                raise DataError(f"The client {why}. Make a new one.")
+                raise DataError(f"The client {why}. Create a new client.")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 weakref.finalize(self, _stop, self._loop)

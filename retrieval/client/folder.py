@@ -25,8 +25,9 @@ HASH = "sha256"
 _BATCH_BYTES = 8_000_000
 """Maximum size of a batch of more than one image."""
 _ADDRESS_CHARACTERS = 8_000
-"""Maximum length of the ids of a batch in a URL."""
-_ITEMS_FAULT = {400, 413, 422}
+"""Maximum length of a batch's ids together, URL-encoded."""
+_ITEM_STATUSES = {400, 413, 422}
+"""Statuses by which the server refuses a request because of an item in it."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class PushReport:
     Attributes:
         added: number of images that became new items.
         replaced: number of images that replaced an item with other content.
-        unchanged: number of images that the server had with the same content.
-        left_out: number of files whose extension is not that of an image.
+        unchanged: number of images that the server already had with the same content.
+        left_out: number of files without the extension of an image format.
         bad: path, relative to the folder, and error of each file that could not be added.
     """
 
@@ -65,9 +66,9 @@ class _File(NamedTuple):
 
 
 def walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield the files below a folder, each with True if it counts as an image.
+    """Yield each file below a folder, and whether it counts as an image.
 
-    A broken link counts as an image, since it may have been one, or a folder of them.
+    A broken link counts as an image, because it may have led to an image or a folder of images.
 
     Raises:
         DataError: `folder` is not a folder, or a folder below it cannot be read.
@@ -95,7 +96,7 @@ class Push:
     async def run(self, connections: int) -> PushReport:
         """Push the folder with `connections` concurrent requests; see `AsyncClient.push`."""
         connections = at_least_one("connections", connections)
-        next(walk(self._folder), None)  # raises before the first request if it is not a folder
+        next(walk(self._folder), None)  # raises an error before the first request if not a folder
         index, counts = await self._client.index(), self._counts
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
@@ -103,7 +104,8 @@ class Push:
         kinds = await asyncio.to_thread(lambda: Counter(image for _, image in walk(self._folder)))
         if not kinds[True]:
             raise DataError(
-                f"{self._folder} holds no image (looked for {', '.join(sorted(IMAGE_EXTENSIONS))})."
+                f"{self._folder} holds no image: no file ends in"
+                f" {', '.join(sorted(IMAGE_EXTENSIONS))}."
             )
         counts["total"], self._batches = kinds[True], self._batched()
         try:
@@ -127,7 +129,7 @@ class Push:
             try:
                 length, weight = len(quote(id, safe="")), path.stat().st_size
             except UnicodeEncodeError:
-                self._refuse(id, "Its name is not text in UTF-8.")
+                self._refuse(id, "Its name is not valid UTF-8.")
                 continue
             except OSError as fault:
                 why = f"It cannot be read: {fault.strerror}."
@@ -160,7 +162,7 @@ class Push:
                 self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
 
     def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> list[NewItem]:
-        """Return the items to send. Runs in a thread."""
+        """Return the items whose file has changed since it was added; runs in a thread."""
         items, largest = [], min(self._limits.bytes, self._limits.batch_bytes)
         for file in files:
             try:
@@ -177,11 +179,11 @@ class Push:
         return items
 
     async def _send(self, items: Sequence[NewItem]) -> None:
-        """Send items; if the server refuses them, send halves until the bad item is alone."""
+        """Send items; if the server refuses them, send halves until each bad item is alone."""
         try:
             answer = await self._client.add(items)
         except ServerError as fault:
-            if fault.status not in _ITEMS_FAULT:
+            if fault.status not in _ITEM_STATUSES:
                 raise
             if len(items) == 1:
                 self._refuse(items[0].id, fault.detail or str(fault))
@@ -189,8 +191,7 @@ class Push:
             for half in (items[: len(items) // 2], items[len(items) // 2 :]):
                 await self._send(half)
         else:
-            more = Counter(added=answer.added, replaced=answer.replaced, done=len(items))
-            self._counts += more
+            self._counts += Counter(added=answer.added, replaced=answer.replaced, done=len(items))
 
     def _refuse(self, id: str, why: str) -> None:
         self._bad.append((id, why))

@@ -1,4 +1,4 @@
-"""Encode arguments of the client: images as files' bytes, items and options as JSON or forms."""
+"""Encode the client's arguments: images as the bytes of a file, the rest as JSON or forms."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NewItem:
-    """An item to add, with an image or a vector of P numbers, or to change, with neither."""
+    """An item to add, with an image or a vector, or to change, with neither."""
 
     id: str
     image: Image | None = None
@@ -38,16 +38,19 @@ class NewItem:
         return {"id": self.id, **without_none(fields)}
 
 
-# Formats that store Pillow's modes without conversion, so that the server decides how to convert
+# The format that stores an image of a Pillow mode without conversion, which is left to the server.
 _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
 }
-_TARGET_MODES = {"La": "LA", "RGBa": "RGBA"}  # keeps alpha; all other modes are saved as RGB
+_TARGET_MODES = {"La": "LA", "RGBa": "RGBA"}
+"""Modes with alpha to convert to; images of all other modes are saved as RGB."""
 
 
 def image_bytes(image: Image) -> bytes:
-    """Return an image as a file's bytes: unchanged from a path or bytes, else as PNG or TIFF.
+    """Return an image as the bytes of a file.
+
+    The content of a path and bytes are returned unchanged; other images become PNG or TIFF.
 
     Raises:
         DataError: the file cannot be read, or the argument is not an image.
@@ -68,7 +71,7 @@ def image_bytes(image: Image) -> bytes:
 
 
 def file_bytes(path: Path, largest: int | None = None) -> bytes:
-    """Return the content of a file.
+    """Return the content of a file, which may have up to `largest` bytes.
 
     Raises:
         DataError: the file cannot be read, is not a regular file, or is too large.
@@ -104,14 +107,14 @@ def _of_array(array: Any) -> Picture:
 
 
 async def files_of(images: Iterable[Image]) -> list[bytes]:
-    """Read and encode images as files' bytes in a thread."""
+    """Return images as the bytes of files; reads and encodes them in a thread."""
     return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
 
 
 def id_parameter(id: str, **options: str) -> dict[str, Any]:
     """Return the URL parameters that name an item, as an argument of httpx."""
     if str(id) == "":
-        raise DataError("An id has one character at least.")
+        raise DataError("An id must have at least one character.")
     return {"params": {"id": str(id), **options}}
 
 
@@ -153,7 +156,7 @@ def _plain(value: object) -> object:
 
 
 def numbers_of(vector: Iterable[float]) -> list[float]:
-    """Return a vector as a list of numbers."""
+    """Return a vector as a list of numbers; raise a `DataError` if it is none."""
     try:
         return [float(number) for number in vector]
     except (TypeError, ValueError):

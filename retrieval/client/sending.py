@@ -36,15 +36,17 @@ T = TypeVar("T")
 
 MAX_ANSWER_BYTES = 256_000_000
 _MAX_TEXT = 2000
-_PASSING = {408, 429, 502, 503, 504}
+"""Largest number of characters of a server's message that is shown."""
+_TEMPORARY = {408, 429, 502, 503, 504}
 """Statuses of temporary failures."""
 
 _NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+"""Errors before anything is sent, after which every request may be repeated."""
 _FAILED = {
     httpx.TimeoutException: "did not answer in time",
     TimeoutError: "took too long",
     httpx.ConnectError: "cannot be reached",
-    httpx.TransportError: "broke the connection off",
+    httpx.TransportError: "broke off the connection",
 }
 
 
@@ -58,11 +60,11 @@ class Retries:
     """How often, and for how long, a request is repeated after a temporary failure.
 
     The wait doubles from `first` up to `longest`, and is multiplied by a random factor between 0.5
-    and 1. A server's `Retry-After` is added to it.
+    and 1. The server's `Retry-After`, if it sends one, is added.
 
     Attributes:
         times: maximum number of repetitions.
-        seconds: time limit of a request with its repetitions, in seconds.
+        seconds: time limit for a request and its repetitions together, in seconds.
         first: wait before the first repetition, in seconds.
         longest: longest wait, in seconds.
     """
@@ -108,7 +110,8 @@ class Sender:
             key = ""
         if key == "":
             raise DataError(
-                "The key holds characters that a header cannot have. Is it copied whole?"
+                "The API key is empty or holds characters that an HTTP header cannot contain. Copy"
+                " the whole key again."
             )
         if not timeout > 0:
             raise DataError(f"timeout must be more than 0 seconds, not {timeout}.")
@@ -150,7 +153,16 @@ class Sender:
         seconds: float | None = None,
         **content: Any,
     ) -> T:
-        """Send a request, repeat it after temporary failures, and return its parsed response.
+        """Send a request, repeat it after temporary failures, and return the parsed response.
+
+        Args:
+            method: HTTP method.
+            path: path below the index's.
+            answer: class of the response; `bytes` returns the content as it is.
+            repeats: whether the request may be repeated although the server may have acted on it.
+            gone_is_done: whether status 404 counts as success when a repetition gets it.
+            seconds: time limit, by default that of `Retries`.
+            content: parameters and body, as arguments of httpx.
 
         Raises:
             DataError: the request holds text that cannot be sent.
@@ -159,15 +171,15 @@ class Sender:
         end, done = time.monotonic() + (seconds or self._retries.seconds), 0
         url = f"{self._url}{self._path}{path}"
         while True:
-            left, wait_asked = max(end - time.monotonic(), 0.001), 0.0
+            left, retry_after = max(end - time.monotonic(), 0.001), 0.0
             try:
                 async with asyncio.timeout(left):
                     wait = min(seconds or self._timeout, left)
                     response = await self._once(method=method, url=url, timeout=wait, **content)
                 if response.is_success or (response.status_code == 404 and gone_is_done and done):
                     return self._parsed(response, answer)
-                wait_asked = _retry_after(response)
-                again = response.status_code in _PASSING
+                retry_after = _retry_after(response)
+                again = response.status_code in _TEMPORARY
                 again = again and (repeats or response.status_code == 429)
                 error = self._refused(response)
             except (httpx.TransportError, TimeoutError) as fault:
@@ -179,9 +191,9 @@ class Sender:
                 ) from None
             left = end - time.monotonic()
             backoff = min(self._retries.first * 2.0**done, self._retries.longest)
-            pause = backoff * random.uniform(0.5, 1.0) + wait_asked
+            pause = backoff * random.uniform(0.5, 1.0) + retry_after
             if not again or done >= self._retries.times or pause >= left:
-                later = f" It asks to retry after {wait_asked:,.0f} seconds." * (wait_asked > left)
+                later = f" It asks to retry in {retry_after:,.0f} seconds." * (retry_after > left)
                 tried = f" It was tried {done + 1} times." if done else ""
                 name = f" (request {error.request_id})" if error.request_id else ""
                 text = f"{error}{later}{tried}{name}"
@@ -198,7 +210,7 @@ class Sender:
                     raise httpx.RemoteProtocolError(
                         f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
                     )
-        response.headers.pop("content-encoding", None)  # nothing is unpacked
+        response.headers.pop("content-encoding", None)  # so that httpx unpacks nothing
         return httpx.Response(
             response.status_code, headers=response.headers, content=bytes(content)
         )
@@ -211,30 +223,30 @@ class Sender:
             return parsed
         except ValidationError:
             raise ServerError(
-                f"The server at {self._url} answered something that is not of /v1. Is it `retrieval"
-                " serve`?",
+                f"The server at {self._url} sent a response that is not of the /v1 API. Is it"
+                " `retrieval serve`?",
                 response.status_code,
                 response.headers.get("x-request-id"),
             ) from None
 
     def _refused(self, response: httpx.Response) -> ServerError:
-        """Return the error of a response, with the server's own sentence."""
+        """Return the error for a failed response, with the server's message."""
         status, problem = response.status_code, {}
         with suppress(ValueError, RecursionError):
             content = json.loads(response.content[:100_000])
             problem = content if isinstance(content, dict) else {}
         where = response.headers.get("location", "")
-        unknown = f"it sends on to {where}; give that address." if where else "no reason is given."
+        unknown = f"it redirects to {where}; use that address." if where else "it gives no reason."
         sentence = str(problem.get("detail") or unknown)[:_MAX_TEXT]
         request = str(problem.get("instance") or response.headers.get("x-request-id", ""))[:200]
         text = f"The server at {self._url} answered {status}: {sentence}"
         return ServerError(text, status, request or None, sentence)
 
     def _failed(self, error: Exception) -> str:
-        """Return a sentence on a response that did not come."""
+        """Return the error message for a request that got no response."""
         failed = next(text for kind, text in _FAILED.items() if isinstance(error, kind))
-        more = f": {error}".rstrip(".") if str(error) else ""
-        return f"The server at {self._url} {failed}{more}.{self._proxies}"
+        reason = f": {error}".rstrip(".") if str(error) else ""
+        return f"The server at {self._url} {failed}{reason}.{self._proxies}"
 
 
 def _is_loopback(host: str) -> bool:
@@ -252,7 +264,7 @@ def _proxies() -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds of a `Retry-After` header, which may hold a date, or 0."""
+    """Return the seconds until the time in a `Retry-After` header, or 0 without the header."""
     text = response.headers.get("retry-after", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])

@@ -1,7 +1,8 @@
-"""`[lora]`: low-rank additions to a backbone's layers, through PEFT.
+"""`[lora]`: low-rank additions to a backbone's layers, with the library PEFT.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022), equation 3: h = W x +
-(α / r) B A x, where only A and B train and B starts at zero, so the start is the pretrained net.
+(α / r) B A x. Only A and B are trained. B starts at zero, so training starts from the pretrained
+net.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def adapt(model: Model, lora: Lora) -> None:
 
     Raises:
         MissingDependency: PEFT is not installed.
-        RecipeError: a pattern covers no layer, or PEFT refuses a layer.
+        RecipeError: a pattern matches no layer, or PEFT rejects the configuration.
     """
     try:
         with python_random_kept():
@@ -37,21 +38,22 @@ def adapt(model: Model, lora: Lora) -> None:
     layers = [
         name
         for name, module in model.backbone.named_modules()
-        # a grouped convolution has few inputs per output, so a low rank saves nothing
+        # Grouped convolutions are left out: they have few inputs per output, so a low rank saves
+        # nothing.
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
     ]
-    idle = [p for p in lora.modules if not any(fnmatchcase(name, p) for name in layers)]
-    if idle or not layers:
-        have = f"It has {some(layers, 5) or 'none'}."
+    unmatched = [p for p in lora.modules if not any(fnmatchcase(name, p) for name in layers)]
+    if unmatched or not layers:
+        names = f"The names are {some(layers, 5)}." if layers else "It has no such layers."
         raise RecipeError(
             [
                 "[lora] modules: no name of a linear layer or convolution of the backbone matches"
-                f" '{pattern}'. {have}{did_you_mean(pattern, layers)}"
-                for pattern in idle or ["*"]
+                f" '{pattern}'. {names}{did_you_mean(pattern, layers)}"
+                for pattern in unmatched or ["*"]
             ]
         )
     chosen = [name for name in layers if any(fnmatchcase(name, p) for p in lora.modules)]
-    alpha: Any = lora.alpha or lora.rank  # peft divides it by the rank
+    alpha: Any = lora.alpha or lora.rank  # PEFT scales the additions by alpha / rank
     configuration = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=alpha,
@@ -61,12 +63,13 @@ def adapt(model: Model, lora: Lora) -> None:
     try:
         peft.inject_adapter_in_model(configuration, model.backbone)
     except (ValueError, RuntimeError) as error:
-        raise RecipeError(f"[lora] modules: PEFT refuses the backbone: {error}.") from error
+        raise RecipeError(f"[lora] modules: PEFT rejects the backbone: {error}.") from error
 
 
 def merge(model: Model) -> None:
-    """Merge the additions into the layers' weights, in place; without additions do nothing."""
+    """Merge the additions into the layers' weights, in place, if the model has any."""
     for name, module in list(model.backbone.named_modules()):
+        # PEFT's wrapper of a layer has both attributes
         if hasattr(module, "base_layer") and hasattr(module, "merge"):
             module.merge(safe_merge=True)
             parent, _, child = name.rpartition(".")
@@ -74,7 +77,7 @@ def merge(model: Model) -> None:
 
 
 def without_additions(model: Model) -> Model:
-    """Return a copy with merged additions, or the model itself if it has none."""
+    """Return a copy of a model with merged additions, or the model itself if it has none."""
     if not any(hasattr(module, "base_layer") for module in model.backbone.modules()):
         return model
     copied = copy.deepcopy(model)

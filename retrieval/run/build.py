@@ -34,7 +34,7 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
     Raises:
         DataError: files are missing or wrong, or items are unusable (see `retrieval.data.gate`).
-        RecipeError: `[evaluate]` names columns of metadata that the items lack.
+        RecipeError: `[evaluate]` names metadata columns that no item has.
     """
     with python_random_kept():
         dataset = check_dataset(recipe.build("data"), recipe.data.name)
@@ -43,10 +43,10 @@ def build_dataset(recipe: Recipe) -> Dataset:
 
 
 def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
-    """Check that items have the columns of metadata that `[evaluate]` names.
+    """Check that the dataset's items have the metadata columns that `[evaluate]` names.
 
     Raises:
-        RecipeError: columns are missing; the message lists them.
+        RecipeError: no item has some of the columns; the message lists them.
     """
     columns = [
         (key, name)
@@ -100,10 +100,11 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
 
 
 def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Return the names of the backbone's tensors that differ when it is built with another seed.
+    """Return the names of the backbone's tensors that are initialised at random.
 
-    The result is empty if `[train] start_from` loads the backbone's weights. A factory that seeds
-    torch itself goes undetected.
+    The backbone is built with two seeds, and its tensors are compared. The result is empty if
+    `[train] start_from` loads the backbone's weights. The tensors of a factory that seeds torch
+    itself are not detected.
     """
     if recipe.train.start_from is not None and "backbone" in recipe.train.start_parts:
         return []
@@ -116,7 +117,7 @@ def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
 
 
 def differing(backbone: Backbone, other: Backbone) -> list[str]:
-    """Return the names of the tensors in which two builds of a backbone differ."""
+    """Return the names of the tensors that differ between two builds of a backbone."""
     theirs = other.state_dict()
     return [
         name
@@ -149,7 +150,7 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
 
 
 def code_size(model: Model) -> int:
-    """Return the number of columns of the model's codes."""
+    """Return the number of columns of the model's codes, the output of its head."""
     weight = next(iter(model.head.parameters()), torch.empty(0))
     training = model.head.training
     with torch.no_grad():
@@ -163,12 +164,12 @@ def code_size(model: Model) -> int:
 
 
 class Objective(nn.Module):
-    """The loss that trains a model, with its optional miner and generator.
+    """The loss that trains a model, with an optional miner and an optional generator.
 
     Args:
-        loss: called with codes, labels and the miner's indices.
-        miner: called with codes and labels.
-        generator: makes synthetic features.
+        loss: called with codes, labels and the miner's indices, if there is a miner.
+        miner: selects the pairs or triplets that the loss compares; called with codes and labels.
+        generator: makes synthetic samples.
         classes: number of training classes.
     """
 
@@ -208,13 +209,14 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
 
 
 def loss_sizes(objective: Objective, width: int) -> str:
-    """Return a sentence comparing a loss's weights with the data's sizes; "" without weights."""
+    """Return a sentence that helps to find a loss's wrong sizes; "" if the loss has no weights."""
     shapes = [str(tuple(p.shape)) for p in objective.loss.parameters()]
     if not shapes:
         return ""
     return (
-        f" Its weights have the shape {' and '.join(shapes)}. Here {objective.classes:,} classes"
-        f" train (num_classes) with embeddings of width {width} (embedding_size)."
+        f" Its weights have the shape {' and '.join(shapes)}. This recipe trains on"
+        f" {objective.classes:,} classes (num_classes) with embeddings of width {width}"
+        " (embedding_size)."
     )
 
 
@@ -251,7 +253,7 @@ def _bind(generator: Generator, model: Model) -> None:
     theirs = {id(item) for item in (*model.modules(), *model.parameters())}
     if any(id(item) in theirs for item in (*generator.modules(), *generator.parameters())):
         raise PluginError(
-            f"{type(generator).__name__} stores the head of bind(head) as its own submodule, so"
-            " the head's weights would be saved and trained twice. Keep it in a tuple: self._head"
-            " = (head,)."
+            f"{type(generator).__name__}.bind(head) registers the head as a submodule, so the"
+            " head's weights would be saved and trained twice. Store it in a tuple instead:"
+            " self._head = (head,)."
         )

@@ -43,6 +43,7 @@ _BATCH = 32
 _COPIES = 256
 """Number of items that are compared with copies of themselves to choose `within`."""
 _QUALITY = 70
+"""JPEG quality of these copies."""
 
 
 @shown
@@ -57,20 +58,23 @@ def check_data(
 ) -> Findings:
     """Find what is wrong with data: broken files, duplicates, leaks, labels likely wrong.
 
-    Each item is decoded once, by the decoder that training and serving share. Hashes find identical
-    bytes and identical pixels. Small pictures of the images find those that look the same (saved
-    again, or resized). With a model, its distance finds more. Memory grows with the number of
-    items, and the time of the comparison with its square.
+    Each item is decoded once, by the decoder that training and serving share. Hashes find files
+    with identical bytes and images with identical pixels. Small pictures of the images find those
+    that look the same, for example because they were saved again or resized. If there is a model,
+    its distance finds further pairs. Memory grows with the number of items, and the time of the
+    comparison with its square.
+
+    The sides of the data (train, test, …) are those of the split; an item on two sides is a leak.
 
     Args:
         data: a recipe or its `.toml` file, whose `[split]` defines the sides; or the sources of an
-            index: folders, CSV files, Parquet tables, `.npz` features. Several sources are the
-            sides of one split. The subfolders `train`, `test`, … of one folder are sides too, and
-            so are the values of a table's `split` column.
+            index: folders, CSV files, Parquet tables, `.npz` features. Of several sources, each is
+            a side. The subfolders `train`, `test`, … of a single folder are sides too, and so are
+            the values of a table's `split` column.
         model: a bundle, or its folder.
-        within: the largest model distance at which two items count as the same. By default the
-            distance within which 95 % of 256 items find copies of themselves that were saved as
-            JPEG of quality 70. Required for a bundle that takes vectors.
+        within: the largest model distance at which two items count as the same. By default, up to
+            256 items are saved again as JPEG of quality 70, and 95 % of these copies are within the
+            distance of their originals. Required for a bundle that takes vectors.
         overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -82,15 +86,15 @@ def check_data(
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("within is a distance of a model: it needs one, and must be at least 0.")
+        raise DataError("within is a model's distance: pass a model, and a number of at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     checked, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
         theirs = "images" if subjects.kind == "image" else "vectors"
-        raise DataError(f"The items are {theirs}, and the bundle {bundle.path} takes none.")
+        raise DataError(f"The items are {theirs}, but the bundle {bundle.path} does not take any.")
     if bundle is not None and within is None and subjects.kind == "features":
         raise DataError(
-            "A model of vectors needs within, the distance at which two items are the same."
+            "For vectors, pass within: the largest model distance at which two items are the same."
         )
     seen = _Seen(subjects, bundle)
     same, alone = seen.same()
@@ -130,30 +134,30 @@ def _subjects(
     overrides: Sequence[str],
     plugins: Sequence[str],
 ) -> tuple[str, Subjects]:
-    """Return the name of the data, and their items."""
+    """Return the data's name for messages, and their items."""
     if isinstance(data, Recipe):
         return f"the recipe '{data.name}'", _of_recipe(data)
     named = [str(source) for source in ([data] if isinstance(data, str | os.PathLike) else data)]
     recipes = [name for name in named if name.lower().endswith(".toml")]
     if recipes and len(named) > 1:
-        raise DataError("A recipe is checked alone: name one .toml file and nothing else.")
+        raise DataError("A recipe is checked alone: pass one .toml file and nothing else.")
     if recipes:
         with naming(Path(recipes[0])):
             return recipes[0], _of_recipe(read_recipe(recipes[0], overrides, plugins))
     if overrides:
-        raise DataError("Only a recipe has values to change: name its .toml file.")
+        raise DataError("Overrides change a recipe: pass its .toml file, or no overrides.")
     if not named:
         raise DataError(
-            "There is nothing to check: name a folder, a CSV file, a table or a recipe."
+            "There is nothing to check: pass a folder, a CSV file, a table or a recipe."
         )
     collected = [_collected(name, bundle) for name in named]
     if len({part.features is None for part in collected}) > 1:
-        raise DataError("Images and vectors are checked separately: name one kind at a time.")
+        raise DataError("Images and vectors are checked separately: pass one kind at a time.")
     return ", ".join(named), of_sources(collected, named)
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
-    """Return a source's items: vectors if it holds nothing else or the bundle takes vectors."""
+    """Return a source's items: as vectors if it holds only vectors or the bundle takes vectors."""
     if is_embedding(name):
         items, vectors = in_memory(Path(name))
         return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
@@ -175,9 +179,9 @@ class _Seen:
     """Hashes, small pictures and embeddings of all N items, each opened once.
 
     Attributes:
-        faults: why an item cannot be read, by row.
-        flat: why a 16-bit image keeps only a few levels in 8 bits, by row.
-        contents: (N,) first row whose file has the same bytes; −1 without a file of its own.
+        faults: why an item cannot be read, by the item's row (its index among the N items).
+        flat: why a 16-bit image keeps only a few levels in 8 bits, by the image's row.
+        contents: (N,) first row whose file has the same bytes; −1 if the item is not a file.
         numbers: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
         pictured: (N,) true for the rows that have a picture.
@@ -359,7 +363,7 @@ def _copy(
 
 
 MOST = 64
-"""Most rows and columns of a preview sheet."""
+"""Largest number of rows, and of columns, of a preview sheet."""
 # pixels: least shorter side of an image, gap between images, height of the text above each row
 _LEAST, _GAP, _TEXT = 64, 4, 14
 
@@ -374,7 +378,7 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
     dataset = build_dataset(recipe)
     preprocessing = build_backbone(recipe, dataset).preprocessing
     if preprocessing is None:
-        raise RecipeError("[data]: its items are vectors, of which there is nothing to show.")
+        raise RecipeError("[data]: the items are vectors; only images can be previewed.")
     splits = make_splits(dataset, recipe.split)
     raw = RawInputs(dataset, preprocessing, budget=0)
     drawn = TrainBatches(
@@ -408,10 +412,10 @@ def _picture(pixels: np.ndarray) -> Image.Image:
 
 
 def font_of(names: list[str]) -> tuple[ImageFont.FreeTypeFont, list[str]]:
-    """Return the first font with all letters of the names, or the one with most, and the names.
+    """Return a font that has the names' letters, and the names as they can be drawn with it.
 
-    Fonts are DejaVu Sans, then those of the system. A letter that the font lacks becomes its escape
-    in Python.
+    The font is DejaVu Sans or, if that lacks letters, the system's font that lacks the fewest. A
+    letter that the font lacks is replaced with its escape sequence in Python.
     """
     from matplotlib import font_manager
     from matplotlib.ft2font import FT2Font

@@ -1,8 +1,9 @@
 """Checkpoints: one safetensors file with a checksum, written atomically, without pickle.
 
-Nested dicts and lists become named tensors and a JSON skeleton in the file's header that records
-where each tensor belongs. The header also holds the SHA-256 of the file, computed with zeros in its
-place, so that one rename publishes tensors and checksum together.
+A nested state of dicts and lists is stored as named tensors and, in the file's header, a JSON
+skeleton that records where in the state each tensor belongs. The header also holds the SHA-256 of
+the file. The digest is computed while zeros stand in its place, so that it can be part of the file
+and one rename publishes tensors and checksum together.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from retrieval.errors import DataError
 from retrieval.host.files import whole_file
 
 FORMAT = "retrieval checkpoint 2"
-AGAIN = "Train again, with --replace (in Python replace=True)."
+TRAIN_AGAIN = "Train again, with --replace (in Python replace=True)."
+"""Advice for a damaged checkpoint without which the run cannot be used."""
 
 _BLANK = "0" * 64
-# This matches once: quotation marks inside the header's strings are escaped, and a tensor's entry
-# is not a string.
+"""Placeholder for the checksum while it is computed: as many zeros as a SHA-256 has hex digits."""
+# The pattern matches only the checksum's entry: elsewhere in the header, quotation marks inside
+# strings are escaped, and the value of a tensor's entry is not a string.
 _SUM = re.compile(rb'"sha256":"([0-9a-f]{64})"')
 
 
@@ -41,8 +44,9 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
 
     Args:
         path: the file.
-        state: dicts (with text or integer keys), lists, tuples, tensors, numbers, text, None.
-        previous: where to keep the replaced file. `None` discards it.
+        state: nested dicts (with text or integer keys), lists and tuples of tensors, numbers, text
+            and `None`.
+        previous: where to keep the replaced file; `None` discards it.
 
     Raises:
         DataError: the disk is full or the folder is not writable; the old file is untouched.
@@ -63,7 +67,11 @@ def save(path: Path, state: Any, previous: Path | None = None) -> None:
 
 
 def load(path: Path, advice: str = "Use another checkpoint, or train again.") -> Any:
-    """Return the nested state of a file that `save` wrote, on the CPU.
+    """Return the nested state of a file that `save` wrote, with its tensors on the CPU.
+
+    Args:
+        path: the file.
+        advice: last sentence of the error for a damaged file.
 
     Raises:
         DataError: the file is missing or damaged, or is not a checkpoint.
@@ -87,7 +95,7 @@ def load(path: Path, advice: str = "Use another checkpoint, or train again.") ->
 
 
 def _seal(path: Path) -> None:
-    """Put the checksum into a file written with a blank one, and sync it."""
+    """Write the checksum over the zeros that `save` left in its place, and sync the file."""
     with path.open("rb+") as file:
         header = file.read(int.from_bytes(file.read(8), "little"))
         match = _SUM.search(header)
@@ -101,7 +109,7 @@ def _seal(path: Path) -> None:
 
 
 def _verified(content: bytes) -> dict[str, Any]:
-    """Return the metadata of a file whose checksum is right.
+    """Check the checksum of a file's content, and return the metadata in its header.
 
     Raises:
         ValueError: the content has changed since it was written, or is not a safetensors file.
@@ -119,12 +127,13 @@ def _verified(content: bytes) -> dict[str, Any]:
     if not isinstance(metadata, dict):
         return {}
     if match is None and "state" in metadata:
-        raise ValueError("its checksum is missing or illegible")
+        raise ValueError("its checksum is missing or cannot be read")
     return metadata
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Hard-link a file to `previous`, replacing it; without hard links, move the file there."""
+    """Keep a file as `previous`, which is replaced: by a hard link if possible, else by moving."""
+    # A link leaves `path` in place until the new checkpoint replaces it.
     link = previous.with_name(previous.name + ".tmp")
     try:
         link.unlink(missing_ok=True)
@@ -200,10 +209,11 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def python_random_kept() -> Iterator[None]:
-    """Context manager that restores Python's random generator after imports.
+    """Context manager that restores the state of Python's random generator at its end.
 
-    Some modules draw random numbers on import (rich, under scikit-learn), which happens once a
-    process, not once a run.
+    Some modules (rich, imported by scikit-learn) draw random numbers when they are imported, which
+    happens only in a process's first run. Without this, the first run would draw different random
+    numbers from later ones.
     """
     state = random.getstate()
     try:

@@ -1,9 +1,9 @@
-"""A run's folder: creating it, its state, and the lock of the process that writes to it.
+"""A run's folder: create it, tell its state, and lock it for the process that writes to it.
 
 recipe.toml             the recipe as it was run, overrides included, with absolute paths
 run.json                versions, machine, split sizes, objects made in Python
 plugins/                copies of the recipe's plugin files and folders
-inputs.safetensors      a few held-out inputs that verify an export once the data are gone
+inputs.safetensors      a few held-out inputs, to verify an export when the data are gone
 metrics.jsonl           one line per epoch
 checkpoints/last.safetensors, previous.safetensors, best.safetensors
 summary.json            written last; marks the run as complete
@@ -48,12 +48,12 @@ def checkpoint_file(path: Path, name: str) -> Path:
 
 
 def is_run(path: Path) -> bool:
-    """Return whether training was ever started in a folder."""
+    """Return whether a folder is a run, that is, whether training was ever started in it."""
     return (path / "recipe.toml").is_file()
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether a run is complete."""
+    """Return whether a run has been trained to the end."""
     return (path / "summary.json").is_file()
 
 
@@ -67,16 +67,17 @@ def claimed(path: Path) -> Iterator[None]:
     """Context manager that locks a run's folder against other processes.
 
     Raises:
-        DataError: another process writes there (the message names it), or the disk refuses.
+        DataError: another process writes to the folder (the message names it), or the parent folder
+            cannot be created.
     """
-    place = Path(os.path.realpath(path))
+    real_path = Path(os.path.realpath(path))
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        real_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _refused(path, error) from error
-    with hold(place, "training this run", DataError):
-        for left in place.parent.glob(f".{glob.escape(place.name)}.*.run"):
-            shutil.rmtree(left, ignore_errors=True)  # left by a process that was killed
+    with hold(real_path, "training this run", DataError):
+        for leftover in real_path.parent.glob(f".{glob.escape(real_path.name)}.*.run"):
+            shutil.rmtree(leftover, ignore_errors=True)  # from a process that was killed
         yield
 
 
@@ -84,7 +85,7 @@ def refuse_taken(path: Path, replace: bool) -> None:
     """Refuse to start a run in a folder that is not empty, unless `replace` allows it.
 
     Raises:
-        DataError: the folder is taken; the message says by what, and what to do.
+        DataError: the folder is not empty; the message says what it holds and what to do.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
@@ -120,12 +121,12 @@ def create_folder(
         DataError: the folder is not empty, or cannot be written.
     """
     refuse_taken(path, replace)
-    place = Path(os.path.realpath(path))
+    real_path = Path(os.path.realpath(path))
     occupied = DataError(
-        f"{path} exists already: something else has just made it. Choose another output."
+        f"{path} exists already: another process has just created it. Choose another output."
     )
     try:
-        with whole_folder(place, replace=is_run(place), exists_error=occupied) as temporary:
+        with whole_folder(real_path, replace=is_run(real_path), exists_error=occupied) as temporary:
             (temporary / "checkpoints").mkdir()
             kept = copy_plugins(temporary, recipe)
             (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
@@ -155,13 +156,14 @@ def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
 def record_changes(
     path: Path, recipe: Recipe, changed: Sequence[str], step: int, *, replace_plugins: bool = False
 ) -> None:
-    """Record in `run.json` what a resumed run changes, and at which step.
+    """Record in `run.json` the changes of a resumed run's recipe, and their step.
 
-    The run is no longer complete, and its evaluations are removed because its weights will change.
+    `recipe.toml` is updated too. The summary and the evaluations are removed, because the run is no
+    longer complete and its weights will change.
 
     Args:
         path: the run's folder.
-        recipe: the recipe from now on.
+        recipe: the recipe with which the run continues.
         changed: one line per change.
         step: the step that training resumes from.
         replace_plugins: whether the recipe's plugin files replace the run's copies.
@@ -191,7 +193,7 @@ def record_changes(
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
-    """Return a recipe whose paths are absolute; relative ones start at the working directory."""
+    """Return a recipe whose paths, relative to the working directory, are made absolute."""
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)
@@ -220,7 +222,7 @@ def _absolute(plugins: Plugins, kind: str, values: Any) -> Any:
 
 
 def _takes_path(annotation: Any) -> bool:
-    """Return whether a type is a path, or a union that has a path and no text."""
+    """Return whether a type is a path, or a union that contains a path but not `str`."""
     inner = get_args(annotation)
     if get_origin(annotation) is Annotated:
         return _takes_path(inner[0])
@@ -234,17 +236,21 @@ def _refused(path: Path, error: OSError) -> DataError:
 
 
 def objects_of(**objects: Any) -> dict[str, Any]:
-    """Return the objects that are not `None`, by the recipe's table.
+    """Return, by recipe table, the objects that replace parts of the recipe and are not `None`.
 
-    A dataset may be any object that `as_dataset` takes; a name or a table is left to be refused.
+    Args:
+        objects: objects by part, such as `dataset` or `loss`. A dataset may be anything that
+            `as_dataset` takes. Names, paths, types and recipe tables are returned as they are; the
+            recipe's checks reject them later.
 
     Raises:
-        TypeError: there is no such part.
+        TypeError: a keyword is not the name of a part.
     """
     tables = {word: table for table, word in WORDS.items()}
     if unknown := next((word for word in objects if word not in tables), None):
         raise TypeError(
-            f"There is no part {unknown!r} to replace by an object: name {', '.join(tables)}."
+            f"There is no part {unknown!r} to replace with an object. The parts are"
+            f" {', '.join(tables)}."
         )
     dataset = objects.get("dataset")
     named = isinstance(dataset, Mapping) and isinstance(dataset.get("name"), str)
@@ -254,7 +260,7 @@ def objects_of(**objects: Any) -> dict[str, Any]:
 
 
 def record(recipe: Recipe) -> dict[str, Any]:
-    """Return the description of a recipe's objects for `run.json`, by table."""
+    """Return the descriptions of a recipe's Python objects for `run.json`, by recipe table."""
     return {table: _recorded(value) for table, value in recipe.objects.items()}
 
 
@@ -274,10 +280,10 @@ def _recorded(value: Any) -> dict[str, Any]:
 
 
 def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
-    """Refuse objects for parts of a run that were not trained with an object.
+    """Refuse objects for parts for which a run was trained without an object.
 
     Raises:
-        DataError: an object has no place in the run; the message names it.
+        DataError: the run used no object for a part; the message names the part.
     """
     table, _ = read_table(path / "recipe.toml") if objects else ({}, [])
     for part in objects:
@@ -291,7 +297,7 @@ def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
 
 
 def refuse_others(path: Path, recipe: Recipe) -> None:
-    """Refuse objects that differ from those that a run was trained with.
+    """Refuse a recipe whose Python objects differ from those that a run was trained with.
 
     Raises:
         DataError: a class, a setting or the dataset's content differs; the message says which.
@@ -309,18 +315,18 @@ def refuse_others(path: Path, recipe: Recipe) -> None:
             continue
         raise DataError(
             f"{path} was trained with another {WORDS[part]}: {_difference(recorded, now[part])}."
-            " Give the object that it was trained with, or train into another folder."
+            f" Pass the {WORDS[part]} that the run was trained with, or train into another folder."
         )
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return the first difference of two descriptions, in words."""
+    """Return in words the first difference between two descriptions of an object."""
     if before.get("class") != now["class"]:
         return f"{before.get('class')} then, {now['class']} now"
     old, new = before.get("settings") or {}, now["settings"]
     for name in dict.fromkeys([*old, *new]):
         if old.get(name) != new.get(name):
-            return f"{name} was {old.get(name)}, and is {new.get(name)}"
+            return f"{name} was {old.get(name)}, and is {new.get(name)} now"
     if before.get("items") != now.get("items"):
         return f"{before.get('items'):,} items then, {now.get('items'):,} now"
     return "its items, their labels or sides differ"

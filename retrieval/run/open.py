@@ -46,15 +46,17 @@ from retrieval.serving.files.places import StrPath, instead
 
 @dataclass(repr=False)
 class Run:
-    """A run: its folder and everything built from its recipe. Hooks receive it.
+    """A run: its folder and everything built from its recipe. Plugins' hooks receive it.
 
     Attributes:
         path: the run's folder.
         recipe: the checked recipe.
         dataset: all items.
         splits: which items are for training, validation and test.
-        model: the model; a learner's recipe has one only after fitting.
-        objective: loss, miner and generator; `None` for a learner, and for a reopened run.
+        model: the model. A recipe with a learner (an estimator that is fitted once) has a model
+            only after fitting.
+        objective: loss, miner and generator; `None` if the recipe has a learner or the run was
+            reopened.
         device: where the model runs.
     """
 
@@ -86,8 +88,8 @@ class Run:
         Args:
             path: the run's folder.
             or_kept: whether to use the held-out inputs in the run's folder if the data cannot be
-                opened. The dataset is then a `KeptInputs`, and a note of the splits says why.
-            dataset: the object that was passed to `train`; `None` if the recipe names the dataset.
+                opened. `dataset` is then a `KeptInputs`, and `splits.notes` says why.
+            dataset: the object that was passed to `train` as `dataset`; `None` if none was passed.
             sampler: see `dataset`.
             backbone: see `dataset`.
             combiner: see `dataset`.
@@ -129,7 +131,7 @@ class Run:
         else:
             chosen, advice = _weights_to_use(path)
             if recipe.lora is not None and chosen != checkpoint_file(path, "best"):
-                adapt(model, recipe.lora)  # only the best weights are saved in merged form
+                adapt(model, recipe.lora)  # only best.safetensors holds merged weights
             load_weights(model, checkpoint.load(chosen, advice), chosen)
             merge(model)
         return cls(path, recipe, items, splits, model.eval())
@@ -168,7 +170,11 @@ class Run:
         return self.path / "metrics.jsonl"
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record to `metrics.jsonl`."""
+        """Append a record to `metrics.jsonl`.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
         try:
             with self.metrics_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -232,12 +238,18 @@ def begin_folder(run: Run, report: Callable[[str], None], *, replace: bool = Fal
     try:
         files[INPUTS] = pack_inputs(run.dataset, run.splits, run.model.preprocessing)
     except DataError as error:
-        report(f"note: the run keeps no held-out inputs, so exporting will need its data: {error}")
+        report(f"note: the run keeps no held-out inputs, so its export will need the data: {error}")
     create_folder(run.path, run.recipe, files, replace=replace)
 
 
 def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> Run:
-    """Build a run from a recipe with a loss. The caller seeds the random generators first."""
+    """Build a run from a recipe with a loss; the caller seeds the random generators first.
+
+    Args:
+        path: the run's folder; nothing is written to it.
+        recipe: the checked recipe.
+        standing: the checkpoint of a resumed run, whose weights are loaded into the model.
+    """
     dataset = build_dataset(recipe)
     splits = make_splits(dataset, recipe.split)
     if recipe.evaluate.tags is not None:
@@ -257,12 +269,15 @@ def build_run(path: Path, recipe: Recipe, standing: Standing | None = None) -> R
 
 
 def _classes(recipe: Recipe, splits: Splits) -> int:
-    """Return the number of classes; with `positives = "item"`, each training item is a class."""
+    """Return the number of classes that the loss sees.
+
+    With `[augmentation] positives = "item"`, each training item is its own class.
+    """
     return len(splits.train if recipe.augmentation.positives == "item" else splits.train_classes)
 
 
 def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
-    """Return a run's dataset and splits, or those of its kept inputs."""
+    """Return a run's dataset and splits; see `Run.open` for `or_kept`."""
     try:
         dataset = build_dataset(recipe)
         return dataset, make_splits(dataset, recipe.split)
@@ -274,48 +289,48 @@ def _items(path: Path, recipe: Recipe, or_kept: bool) -> tuple[Dataset, Splits]:
 
 
 def _weights_to_use(path: Path) -> tuple[Path, str]:
-    """Return the checkpoint for evaluation and export, and advice in case it is damaged."""
+    """Return the checkpoint to evaluate or export, and advice in case the file is damaged."""
     names = [name for name in ("best", "last", "previous") if checkpoint_file(path, name).is_file()]
     if not names:
         raise DataError(
             f"{path} has no checkpoint yet. Resume it (--resume, in Python resume=True)."
         )
-    advice = checkpoint.AGAIN
+    advice = checkpoint.TRAIN_AGAIN
     if len(names) > 1:
         advice = (
-            f"Remove it to use {names[1]}.safetensors instead, with the weights of another epoch;"
-            f" or: {checkpoint.AGAIN}"
+            f"Remove the file to use {names[1]}.safetensors instead, which may hold the weights of"
+            f" another epoch. Or: {checkpoint.TRAIN_AGAIN}"
         )
     return checkpoint_file(path, names[0]), advice
 
 
 class ItemCodes:
-    """Encodes items of a run by index, with a frozen backbone or a learner from cached features.
+    """Encodes items of a run by index; uses cached features if the backbone was not trained.
 
     Attributes:
         source: the dataset that is encoded: cached backbone features, or the run's dataset.
-        from_features: whether `source` holds features.
+        from_features: whether `source` holds backbone features.
     """
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
-        computed_once = run.recipe.backbone.frozen or run.recipe.learner is not None
-        # the features on disk belong to the dataset's items, not to the kept inputs
-        self.from_features = computed_once and not isinstance(run.dataset, KeptInputs)
+        untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
+        # the cached features belong to the dataset's items, not to the kept inputs
+        self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)
         self.source: Dataset = run.dataset
         if self.from_features:
             self.source = backbone_features(run.model, run.dataset, device, self.batch)
 
     def __call__(self, indices: NDArray[np.int64], model: Model | None = None) -> Tensor:
-        """Return codes (N, C), float32, on the CPU.
+        """Return the items' codes (N, C), the outputs of the head, in float32 on the CPU.
 
         Args:
             indices: (N,), indices of the items.
-            model: the model to use, by default the run's own. If `from_features`, it must have the
-                same backbone.
+            model: the model to use, by default the run's own. If `from_features` is set, the model
+                must have the run's backbone.
         """
         model = (model or self.run.model).to(self.device)
-        if isinstance(self.source, KeptInputs):  # these are few and already preprocessed
+        if isinstance(self.source, KeptInputs):  # kept inputs are few and already preprocessed
             with evaluating(model):
                 kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
                 codes: Tensor = model(kept)[1].float().cpu()

@@ -29,44 +29,49 @@ from retrieval.serving.files.places import StrPath
 
 @dataclass
 class Position:
-    """How far training has come; part of the checkpoint."""
+    """How far training has come; every checkpoint contains it."""
 
     phase: int = 0
+    """Index of the current phase."""
     phase_epoch: int = 0
+    """Epochs finished in the current phase."""
     epoch: int = 0
+    """Epochs finished in all phases."""
     step: int = 0
-    """Steps done in this epoch."""
+    """Steps done in the current epoch."""
     total: int = 0
-    """Steps done in all."""
+    """Steps done in all epochs."""
     best: float | None = None
-    """The best value of `[train] monitor`."""
+    """The best validation value of the metric `[train] monitor`."""
     best_epoch: int = 0
-    """The epoch that it belongs to, from 1; 0 for the weights before the first step."""
+    """The epoch with the best value, from 1; 0 stands for the weights before the first step."""
     start: float | None = None
-    """The value before the first step."""
+    """The monitored metric before the first step."""
     with_frozen: float | None = None
-    """The best value of an epoch before the backbone was trained."""
+    """The best value among the epochs before the backbone was first trained."""
     with_trained: float | None = None
-    """The best value of an epoch after it was."""
+    """The best value among the epochs from then on."""
     best_metrics: dict[str, float] = field(default_factory=dict)
+    """All validation metrics of the best epoch."""
     stale: int = 0
-    """Validations since the best one."""
+    """Number of validations since the best one."""
     sums: dict[str, float] = field(default_factory=dict)
-    """Sums of this epoch's metrics so far."""
+    """Sums of the training metrics over the current epoch's steps, by name."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Number of steps in each sum; a batch without triplets has no generator loss, for example."""
+    """Steps in each sum: a step without triplets, for example, has no generator loss."""
     drawn: list[Tensor] | None = None
-    """This epoch's batches, if their sampler uses embeddings."""
+    """The current epoch's batches, if their sampler uses embeddings."""
 
 
 MAY_CHANGE = re.compile(
     r"train\.(epochs|patience|validate_every|checkpoint_every|workers|device)|phase\.\d+\.epochs|evaluate\..+"
 )
-THEY = (
+"""Recipe keys that may differ when a run is resumed."""
+MAY_CHANGE_TEXT = (
     "train.epochs (or phase.N.epochs), patience, validate_every, checkpoint_every, workers and"
-    " device, and what [evaluate] says"
+    " device, and all of [evaluate]"
 )
-"""`MAY_CHANGE` in words."""
+"""`MAY_CHANGE` in words, for messages."""
 
 Report = Callable[[str], None]
 
@@ -84,13 +89,13 @@ def read_given(
     """Read the recipe of a run to resume, and check it with the run's copies of plugin files.
 
     Args:
-        output: the run's folder, by default `runs/NAME`.
+        output: the run's folder, by default `runs/NAME` with the recipe's name.
         recipe: the recipe; see `read_recipe`.
         overrides: see `read_recipe`.
         plugins: see `read_recipe`.
-        replace_plugins: use the user's plugin files instead.
+        replace_plugins: use the current plugin files instead of the run's copies.
         report: called with one line for each plugin file that differs from the run's copy.
-        objects: objects in place of named parts, by table.
+        objects: Python objects that replace parts of the recipe, by recipe table.
 
     Returns:
         The run's folder and the checked recipe.
@@ -112,8 +117,8 @@ def read_given(
     require(own, folder / "recipe.toml")
     for line in changed_plugins(_named(table), own):
         report(
-            f"{line}; the run goes on with its own copy. --replace-plugins (in Python"
-            " replace_plugins=True) takes the present one."
+            f"{line}; the run continues with its own copies. To use the current files, pass"
+            " --replace-plugins (in Python replace_plugins=True)."
         )
     return folder, check_recipe(table | {"plugins": _named(kept)}, where, objects)
 
@@ -126,13 +131,18 @@ def refuse_no_run(folder: Path) -> None:
     """
     if not is_run(folder):
         raise DataError(
-            f"{folder} is not a run that could be resumed: it holds no recipe.toml. Start it"
-            " without --resume (in Python resume=True)."
+            f"{folder} is not a run and cannot be resumed: it holds no recipe.toml. Start it"
+            " without --resume (in Python without resume=True)."
         )
 
 
 def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return one sentence, without a full stop, per plugin file that differs from its copy."""
+    """Return one sentence, without a full stop, per plugin that differs from the run's copy.
+
+    Args:
+        items: the plugins that the recipe names.
+        own: the plugins that the run's own `recipe.toml` names; its plugin files are the copies.
+    """
     copies = {
         plugin.name: plugin.sums
         for plugin in map(FilePlugin.from_name, filter(is_file_plugin, own))
@@ -146,11 +156,12 @@ def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
             lines.append(str(error).rstrip("."))
             continue
         if before is None:
-            lines.append(f"{item} is not among the plugins that the run began with")
+            lines.append(f"{item} is not among the plugins that the run was started with")
         elif sums != before:
             files = [name for name in {**before, **sums} if before.get(name) != sums.get(name)]
             lines.append(
-                f"The plugin '{plugin.name}' has changed since the run began ({', '.join(files)})"
+                f"The plugin '{plugin.name}' has changed since the run was started"
+                f" ({', '.join(files)})"
             )
     return lines
 
@@ -160,8 +171,8 @@ class Standing:
     """A checkpoint to resume from.
 
     Attributes:
-        file: the checkpoint.
-        state: its content.
+        file: the checkpoint's file.
+        state: the checkpoint's content.
         progress: how far the run has come.
     """
 
@@ -171,7 +182,7 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return a run's last checkpoint, or the previous one; `None` if the run has neither.
+    """Return a run's last checkpoint, else the one before; `None` if the run has neither.
 
     Raises:
         DataError: the folder is not a run, or the checkpoint is damaged.
@@ -180,25 +191,27 @@ def standing(folder: Path) -> Standing | None:
     if not has_checkpoint(folder):
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
-    chosen, advice = last, checkpoint.AGAIN
+    chosen, advice = last, checkpoint.TRAIN_AGAIN
     if not last.is_file():
         chosen = previous
     elif previous.is_file():
-        advice = f"Remove it, to resume from the checkpoint before it ({previous.name})."
+        advice = f"Remove this file to resume from the checkpoint before it ({previous.name})."
     state = checkpoint.load(chosen, advice)
     try:
         return Standing(chosen, state, Position(**state["progress"]))
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"{chosen} is not a checkpoint to go on from: it holds no {error}. {advice}"
+            f"{chosen} is not a checkpoint to resume from ({error}). {advice}"
         ) from error
 
 
 def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str]:
-    """Return one line for each change that a recipe makes to the recipe of a run.
+    """Return one line per key in which a recipe differs from the recipe of a run.
 
     Raises:
-        DataError: a key that may not change differs, or a change would undo finished epochs.
+        DataError: a key differs that must stay the same (see `MAY_CHANGE`), or a new number of
+            epochs has no effect or would undo finished epochs.
+        RecipeError: the `recipe.toml` in the run's folder is wrong.
     """
     refuse_others(folder, recipe)
     kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
@@ -221,8 +234,8 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
             f" {', '.join(f'[{table}]' for table in tables)}"
             f" differ{'s' if len(tables) == 1 else ''}"
             f" ({'; '.join(shown)}{'; …' if len(refused) > 6 else ''}). Resume with the recipe"
-            " and changes that started it, or train into another folder. Only these may change:"
-            f" {THEY}."
+            " and overrides that started the run, or train into another folder. Only these may"
+            f" change: {MAY_CHANGE_TEXT}."
         )
     longer = [key for key in differing if key.endswith(".epochs")]
     if longer:
@@ -238,8 +251,8 @@ def _refuse_lengths(
         raise DataError(f"{folder}: {keys[0]} has no effect, because a [learner] is fitted once.")
     if recipe.phase and "train.epochs" in keys:
         raise DataError(
-            f"{folder}: train.epochs has no effect with [[phase]]. Set the epochs of a phase, such"
-            f" as phase.{len(recipe.phase) - 1}.epochs."
+            f"{folder}: train.epochs has no effect in a recipe with [[phase]]. Set the epochs of a"
+            f" phase, such as phase.{len(recipe.phase) - 1}.epochs."
         )
     if progress is None:
         return
@@ -247,18 +260,22 @@ def _refuse_lengths(
         if old.epochs == new.epochs or i > progress.phase:
             continue
         if i < progress.phase:
-            raise DataError(f"{folder}: the phase '{new.name}' is over, after {old.epochs} epochs.")
+            raise DataError(
+                f"{folder}: the phase '{new.name}' has ended after {old.epochs} epochs, so their"
+                " number cannot change."
+            )
         done = progress.phase_epoch + bool(progress.step)
         if new.epochs < done:
             raise DataError(
-                f"{folder} has begun epoch {done} of the phase '{new.name}' already: {new.epochs}"
-                " would be fewer."
+                f"{folder} has already begun epoch {done} of the phase '{new.name}', so the phase"
+                f" cannot have only {new.epochs}."
             )
         patience = recipe.train.patience
         if patience is not None and progress.stale >= patience and new.epochs > old.epochs:
             raise DataError(
-                f"{folder} stopped early, after {progress.stale} validations without a better one,"
-                f" and would do so again at once. Set train.patience above {progress.stale} too."
+                f"{folder} stopped early, after {progress.stale} validations without an"
+                " improvement, and would stop again at once. Set train.patience above"
+                f" {progress.stale} too."
             )
 
 
@@ -268,7 +285,7 @@ def _named(table: Mapping[str, Any]) -> list[str]:
 
 
 def flat(recipe: Tables) -> dict[str, Any]:
-    """Return every value by the key that `--set` uses; plugins are left out."""
+    """Return a recipe's values by dotted key, as `--set` names them, without its plugins."""
     values: dict[str, Any] = {}
 
     def walk(value: Any, place: str) -> None:

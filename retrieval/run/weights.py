@@ -1,4 +1,4 @@
-"""Load a checkpoint's weights into a model, start from another run, restore a fitted learner."""
+"""Weights from checkpoints: load them into a model, start from another run, restore a learner."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ MAX_PROBLEMS_SHOWN = 8
 
 
 def take_weights(model: Model, recipe: Recipe) -> None:
-    """Load the weights of the run that `[train] start_from` names into a model.
+    """Load into a model the weights of the run named by `[train] start_from`, if it is set.
 
-    For a recipe with a learner, only the backbone's weights are loaded.
+    `[train] start_parts` names the parts to load. For a recipe with a learner, only the backbone
+    is loaded.
 
     Raises:
-        RecipeError: the run does not exist, or the names or shapes of its weights differ; the
-            message lists them.
+        RecipeError: the run does not exist, or some of its weights do not match the model's in name
+            or shape; the message lists the first `MAX_PROBLEMS_SHOWN`.
         DataError: the run's checkpoint is damaged.
     """
     if recipe.train.start_from is None:
@@ -57,43 +58,45 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         files = [checkpoint_file(source, name) for name in ("best", "last", "previous")]
         file = next((file for file in files if file.is_file()), files[0])
     if not file.is_file():
-        raise RecipeError(f"[train] start_from: {source} is not a run with a checkpoint.")
+        raise RecipeError(
+            f"[train] start_from: {source} is neither a checkpoint nor a run that has one."
+        )
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
     parts = [
         part for part in recipe.train.start_parts if recipe.learner is None or part == "backbone"
     ]
-    faults = {part: _misfits(part, model.state_dict(), theirs) for part in parts}
+    faults = {part: _mismatches(part, model.state_dict(), theirs) for part in parts}
     problems = [problem for sentences in faults.values() for problem in sentences]
     if problems:
-        fitting = [part for part, sentences in faults.items() if not sentences]
+        matching = [part for part, sentences in faults.items() if not sentences]
         hidden = len(problems) - MAX_PROBLEMS_SHOWN
-        more = f" (and {hidden} more)" if hidden > 0 else ""
+        rest = f" (and {hidden} more)" if hidden > 0 else ""
         advice = (
-            f"Take what fits: [train] start_parts = {fitting}.".replace("'", '"')
-            if fitting
-            else "No part fits."
+            f"Load only the parts that match: [train] start_parts = {matching}.".replace("'", '"')
+            if matching
+            else "No part matches."
         )
         shown = [f"[train] start_from: {problem}" for problem in problems[:MAX_PROBLEMS_SHOWN]]
-        raise RecipeError([*shown[:-1], f"{shown[-1].rstrip('.')}{more}. {advice}"])
+        raise RecipeError([*shown[:-1], f"{shown[-1].rstrip('.')}{rest}. {advice}"])
     model.load_state_dict(
         {name: value for name, value in theirs.items() if name.partition(".")[0] in parts},
         strict=False,
     )
 
 
-def _misfits(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """Return one sentence for each weight of a part that is missing or has another shape."""
+def _mismatches(part: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """Return one sentence per weight of a part that only one side has or whose shapes differ."""
     problems = []
     for name in dict.fromkeys([*ours, *theirs]):
         if not name.startswith(f"{part}."):
             continue
         shape, their_shape = (tuple(w[name].shape) if name in w else None for w in (ours, theirs))
         if shape is None:
-            problems.append(f"that run has {name} {their_shape}, and this model does not.")
+            problems.append(f"that run has {name} {their_shape}, but this model does not.")
         elif their_shape is None:
-            problems.append(f"that run has no {name} {shape}.")
+            problems.append(f"that run has no {name} {shape}, but this model does.")
         elif shape != their_shape:
-            problems.append(f"{name} is {their_shape} in that run, and {shape} here.")
+            problems.append(f"{name} has shape {their_shape} in that run, but {shape} here.")
     return problems
 
 
@@ -106,7 +109,10 @@ def build_learner(recipe: Recipe, features: int) -> Learner:
 
 
 def fitted_state(learner: Learner) -> dict[str, Any]:
-    """Return a fitted estimator's attributes `name_` that are arrays, numbers or text."""
+    """Return a fitted estimator's learned attributes that are arrays, numbers, text or `None`.
+
+    scikit-learn ends the names of learned attributes with an underscore, such as `components_`.
+    """
     state: dict[str, Any] = {}
     for name, value in vars(learner).items():
         if not name.endswith("_") or name.startswith("_"):
@@ -126,7 +132,7 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
     Raises:
         DataError: the checkpoint is missing, damaged, or belongs to another recipe.
     """
-    state = checkpoint.load(path, checkpoint.AGAIN)
+    state = checkpoint.load(path, checkpoint.TRAIN_AGAIN)
     backbone = build_backbone(recipe, dataset)
     learner = build_learner(recipe, backbone.features)
     for name, value in state.get("learner", {}).items():
@@ -137,7 +143,8 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
         head, combiner = model_parts(learner, name, backbone.features)
     except PluginError as error:
         raise DataError(
-            f"{path} does not hold what {name} needs: {error.__cause__ or error}."
+            f"{path} does not hold what the learner {name} needs: {error.__cause__ or error}."
+            f" {checkpoint.TRAIN_AGAIN}"
         ) from error
     model = Model(backbone, head, combiner)
     load_weights(model, state, path)

@@ -1,4 +1,7 @@
-"""Open a bundle and run it with ONNX Runtime: images or features in, vectors and codes out."""
+"""Open a bundle (an exported model) and run it with ONNX Runtime.
+
+The input is images or features; the output is vectors and, for a rescorer, codes.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,8 @@ class Encoded:
         vector: vectors (N, P) that the index stores.
         query: vectors (N, P) to search with; the same array as `vector` unless the bundle has a
             separate output for queries.
-        code: codes (N, C) for the rescorer. `None` without a rescorer.
+        code: codes (N, C) for the rescorer, the graph that measures the exact distances of a
+            search's candidates. `None` without a rescorer.
         bundle: SHA-256 of the bundle; "" if unknown.
     """
 
@@ -73,10 +77,13 @@ class Bundle:
     Attributes:
         path: folder of the bundle.
         manifest: content of its `manifest.json`.
-        variant: variant of the encoder that runs, or `None` for the encoder itself.
-        device: device that runs it, "cpu" or "cuda".
-        fallback: why it runs on the CPU although ONNX Runtime was built for a GPU, else `None`.
-        sha256: SHA-256 of the manifest, which contains those of all files; identifies the bundle.
+        variant: variant of the encoder that runs ("fp16", "int8"), or `None` for the encoder
+            itself.
+        device: device that runs the encoder, "cpu" or "cuda".
+        fallback: why the encoder runs on the CPU although ONNX Runtime was built for a GPU, else
+            `None`.
+        sha256: SHA-256 of the manifest, which contains the SHA-256 of all files; identifies the
+            bundle.
     """
 
     def __init__(
@@ -108,13 +115,14 @@ class Bundle:
         Args:
             path: folder that `retrieval export` wrote.
             variant: run this variant of the encoder ("fp16", "int8") instead of the encoder itself.
-            threads: threads per call of the encoder. `None` is `OMP_NUM_THREADS`, or one per core.
+            threads: threads per call of the encoder. `None` means `OMP_NUM_THREADS`, or one per
+                core.
             device: "cpu", "cuda", or "auto", which uses CUDA if onnxruntime-gpu offers it.
 
         Raises:
             BundleError: the bundle is missing, incomplete, of another format, or was altered, or a
                 graph differs from the manifest.
-            MissingDependency: ONNX Runtime is not installed, or installed twice.
+            MissingDependency: ONNX Runtime is not installed, or two packages of it are.
         """
         folder = Path(path)
 
@@ -147,8 +155,8 @@ class Bundle:
         """Write this bundle, as it was opened, to a new folder.
 
         Raises:
-            BundleError: its files have changed since it was opened.
-            OSError: the disk fails.
+            BundleError: the bundle's files have changed since it was opened.
+            OSError: a file cannot be written.
         """
 
         def write() -> None:
@@ -185,7 +193,10 @@ class Bundle:
         batch: int,
         what: str = "encoder",
     ) -> dict[str, Floats]:
-        """Run the encoder or a part of it on inputs that `input` describes."""
+        """Run a graph in batches on inputs that `input` describes.
+
+        `widths` are the widths of the graph's outputs, and `what` is its name in messages.
+        """
         inputs, batch = checked_inputs(inputs, input, self.path), at_least_one("batch", batch)
         parts = (inputs[start : start + batch] for start in range(0, len(inputs), batch))
         return run_batches(graph, widths, parts, len(inputs), what)
@@ -197,7 +208,8 @@ class Bundle:
     def backbone_sha256(self) -> str | None:
         """SHA-256 of a split encoder's backbone; equal values mean equal features.
 
-        Covers graph, weights and preprocessing. `None` without a split and for variants.
+        It covers graph, weights and preprocessing. `None` if the encoder is a single graph or a
+        variant runs.
         """
         return None if self._sessions.split is None else self.manifest.backbone_sha256
 
@@ -207,7 +219,7 @@ class Bundle:
         A bundle that takes features returns its inputs.
 
         Raises:
-            BundleError: the encoder is one graph.
+            BundleError: the encoder is a single graph.
             DataError: see `encode`.
         """
         input = self.manifest.input
@@ -220,11 +232,11 @@ class Bundle:
     def encode_features(self, features: NDArray[Any], *, batch: int = 32) -> Encoded:
         """Run the head on features (N, F): `encode(x)` equals `encode_features(features(x))`.
 
-        The features may come from another bundle with the same `backbone_sha256`. A bundle that
-        takes features is a head as a whole.
+        The features may come from another bundle with the same `backbone_sha256`. In a bundle that
+        takes features, the whole encoder is the head.
 
         Raises:
-            BundleError: the encoder is one graph.
+            BundleError: the encoder is a single graph.
             DataError: see `encode`.
         """
         if self.manifest.input.kind == "features":
@@ -258,14 +270,15 @@ class Bundle:
     ) -> Floats:
         """Return the vectors (N, P) of N images, as an index stores them.
 
-        Threads decode while the encoder runs. Only a few batches are in memory at a time, so N may
-        be large.
+        Threads decode images while the encoder runs. Only a few batches are in memory at a time, so
+        N may be large.
 
         Args:
-            images: images as `preprocess` takes them; a single one is N = 1.
+            images: one image or several, as `preprocess` takes them.
             batch: number of items per batch.
             threads: number of decoding threads. `None` uses one per core.
-            progress: show a progress bar; a function is called with (what, done, total) instead.
+            progress: True shows a bar, False nothing; a function is called with (what, done,
+                total).
 
         Raises:
             DataError: an image cannot be used (the message names it), or this bundle takes
@@ -285,9 +298,12 @@ class Bundle:
         progress: Progress = True,
         name: str = "images",
     ) -> Encoded:
-        """Return all outputs of the encoder for N images; errors name an image of list `name`."""
+        """Return all outputs of the encoder for N images.
+
+        See `encode_images`. Error messages name an image by its place in the list `name`.
+        """
         if batch < 1:
-            raise DataError(f"A batch has at least 1 image, not {batch}.")
+            raise DataError(f"batch must be at least 1, not {batch}.")
 
         def pixels(numbered: tuple[int, ImageLike]) -> NDArray[np.uint8]:
             number, image = numbered
@@ -327,7 +343,7 @@ class Bundle:
         if preprocessing is None:
             raise DataError(
                 f"The bundle {self.path} takes vectors of {self.manifest.input.shape[0]} features,"
-                " not images: give an .npz file that holds 'features'."
+                " not images. Pass features, or on the command line an .npz file with 'features'."
             )
         if isinstance(image, bytes | str | os.PathLike):
             image = decode(image)
@@ -346,7 +362,7 @@ class Bundle:
         """
         session = self._sessions.rescorer
         if session is None:
-            why = "its vectors' order is the distance's order"
+            why = "the distances of its vectors order the results"
             raise BundleError(f"The bundle {self.path} has no rescorer: {why}.")
         feeds = {}
         for name, codes in (("query", query_codes), ("items", item_codes)):

@@ -1,4 +1,4 @@
-"""Consistent reads of a bundle's folder, so that the files used are the files verified."""
+"""Read a bundle's folder consistently, so that the files that are used are those verified."""
 
 from __future__ import annotations
 
@@ -23,21 +23,30 @@ FILE = "manifest.json"
 MANIFEST_BYTES = 4_000_000
 """Size limit of a manifest."""
 _TRIES = 100
-"""Give up on a folder that is replaced this often while it is read."""
+"""Number of attempts to read a folder that is replaced meanwhile."""
 
 
 class Unusable(Exception):
-    """Raised for a file that cannot be read; the message ends a sentence: "is missing"."""
+    """Raised for a file that cannot be read.
+
+    The message completes a sentence that begins with the file's name, such as "is missing".
+    """
 
 
 def _read(folder: Path, name: str, *, size: int | None = None, most: int | None = None) -> bytes:
-    """Return a regular file's content, never through a link.
+    """Return the content of a regular file; links are not followed.
+
+    Args:
+        folder: the bundle's folder.
+        name: the file's name.
+        size: the size that the file must have, in bytes.
+        most: the largest size that the file may have, in bytes.
 
     Raises:
-        Unusable: it is missing, not a regular file, of another size, or unreadable.
+        Unusable: the file is missing, not a regular file, of another size, or unreadable.
     """
     if not is_plain(name):
-        raise Unusable("is not the name of a file that can be here")
+        raise Unusable("is not a file name that a bundle may contain")
     try:
         with open_plain(folder / name) as file:
             present = os.fstat(file.fileno()).st_size
@@ -59,7 +68,7 @@ def opened_whole(path: Path, load: Callable[[], T]) -> T:
     """Load a bundle from its folder; if the folder is replaced meanwhile, load the new one.
 
     Raises:
-        BundleError: the folder does not exist or is replaced again and again, or `load` raises it.
+        BundleError: the folder does not exist or keeps being replaced, or `load` raises the error.
     """
     for _ in range(_TRIES):
         try:
@@ -77,7 +86,7 @@ def opened_whole(path: Path, load: Callable[[], T]) -> T:
                 if _identity(path) == identity:
                     raise
     raise BundleError(
-        f"{path} is replaced again and again while it is read. Try again when that has ended."
+        f"{path} keeps being replaced while it is read. Try again when nothing writes to it."
     )
 
 
@@ -107,8 +116,8 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
             total += (folder / name).stat().st_size
     if total > room:
         raise BundleError(
-            f"The bundle {folder} needs {total / 1e9:,.1f} GB of memory;"
-            f" {room / 1e9:,.1f} GB are available here."
+            f"The bundle {folder} needs {total / 1e9:,.1f} GB of memory, but only"
+            f" {room / 1e9:,.1f} GB are available on this machine."
         )
     contents, problems = dict[str, bytes](), []
     for name, record in files.items():
@@ -121,14 +130,13 @@ def read_files(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, bytes
             problems.append(f"{name} {fault}")
     if problems:
         raise BundleError(
-            f"The bundle {folder} is damaged: {'; '.join(problems)}. Make it again, or copy it"
-            " again."
+            f"The bundle {folder} is damaged: {'; '.join(problems)}. Export or copy it again."
         )
     return contents
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a text is a printable file name without a folder."""
+    """Return whether `name` is a printable file name without a folder."""
     return (
         0 < len(name) <= 255
         and name.isprintable()
@@ -138,8 +146,8 @@ def is_plain(name: str) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return values that change when another folder takes this path."""
+    """Return values that differ if another folder is at this path later."""
     status = path.stat()
     if not stat.S_ISDIR(status.st_mode):
-        raise NotADirectoryError(f"{path} is no folder")
+        raise NotADirectoryError(f"{path} is not a folder")
     return status.st_dev, status.st_ino

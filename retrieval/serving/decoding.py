@@ -1,10 +1,10 @@
 """Decode untrusted images in processes with a deadline and a memory limit.
 
-An image may hang its decoder, crash it or exhaust memory. Then one process is lost, and the sender
-gets an error. An image may even take over its decoder, so the server validates every answer and
-never unpickles one. Each decoding thread talks to one process over a pair of sockets. pebble's pool
-took twice as long as the search for a small image, and multiprocessing's pipes took 0.1 ms more per
-photo.
+An image may make its decoder hang, crash or exhaust memory. In that case, one process is lost, and
+the sender of the image gets an error. An image may even take control of its decoder, so the server
+validates every answer of a decoder process and never unpickles an answer. Each decoding thread
+talks to one process over a pair of sockets. The library pebble's process pool took twice as long as
+the search for a small image, and multiprocessing's pipes took 0.1 ms more per photo.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ from retrieval.serving.images import (
 from retrieval.serving.memory import return_large_blocks
 
 SECONDS = 5.0
+"""Default time limit for one image."""
 _STARTING_SECONDS = 60.0
 _KEPT_BYTES = 8_000_000
-"""A process keeps freed memory blocks up to this size for its next image."""
+"""Largest freed memory blocks that a process keeps for its next image."""
 _LONGEST_SENTENCE = 4096  # characters
 _ANSWER = struct.Struct("<?III")
 """Header of an answer: whether the image was decoded, width, height, and number of bytes after it.
@@ -62,8 +63,8 @@ class Decoded(NamedTuple):
 
     Attributes:
         pixels: pixels (C, H, W), uint8, from `Preprocessing`.
-        width: width of the upright image before preprocessing.
-        height: its height.
+        width: width of the image before preprocessing, after its EXIF rotation.
+        height: height of the image, likewise.
     """
 
     pixels: NDArray[np.uint8]
@@ -72,14 +73,14 @@ class Decoded(NamedTuple):
 
 
 class Undecodable(Exception):
-    """Decoder processes cannot be started."""
+    """Raised if no decoder process can be started."""
 
 
 class Decoders:
     """A pool of decoder processes, one per thread that decodes at the same time.
 
     Args:
-        limits: largest images to decode.
+        limits: limits on the images to decode.
         seconds: time limit for one image.
     """
 
@@ -88,7 +89,8 @@ class Decoders:
         self._lock, self._closed = threading.Lock(), False
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
-        # Started now, so that the first image need not wait. If it fails, that image reports it.
+        # The first process is started now, so that the first image need not wait for it. If the
+        # start fails, decoding the first image reports the failure.
         with suppress(Undecodable):
             self._idle.append(self._start())
 
@@ -101,14 +103,17 @@ class Decoders:
     ) -> Any:
         """Decode an image in another process and wait for it.
 
-        Kind "pixels" returns `Decoded` by `preprocessing`; "png" and "thumbnail" (a small JPEG)
-        return bytes. `name` is the image's in error messages.
+        Args:
+            kind: "pixels" returns `Decoded`; "png" and "thumbnail" (a small JPEG) return bytes.
+            content: content of the image's file.
+            preprocessing: preprocessing, for kind "pixels".
+            name: name of the image in error messages.
 
         Raises:
             DataError: the image cannot be decoded.
             Undecodable: no process can be started.
         """
-        # An answer is a sentence, pixels, or a PNG of four channels and the image's colour profile.
+        # Bound on an answer's bytes: a PNG has up to four channels and the image's colour profile.
         longest = 5 * self.limits.pixels + len(content)
         if preprocessing is not None:
             longest = math.prod(preprocessing.shape)
@@ -159,7 +164,7 @@ class Decoders:
         try:
             worker = _Worker(self.limits, self.seconds)
         except (OSError, EOFError) as error:
-            raise Undecodable(f"A process that decodes images does not start: {error}") from error
+            raise Undecodable(f"A decoder process does not start: {error}") from error
         with self._lock:
             self._workers.add(worker)
         return worker
@@ -178,7 +183,7 @@ class _Worker:
     def __init__(self, limits: Limits, seconds: float) -> None:
         context: Any = multiprocessing.get_context("forkserver" if os.name == "posix" else "spawn")
         if os.name == "posix":
-            # Decoders start in milliseconds if forked from a clean process with Pillow loaded.
+            # A process starts in milliseconds if forked from one in which this module is loaded.
             context.set_forkserver_preload([__name__])
         self.pipe, theirs = socket.socketpair()
         self.process = context.Process(target=_serve, args=(theirs, limits), daemon=True)
@@ -193,16 +198,16 @@ class _Worker:
         self._seconds = seconds
 
     def __del__(self) -> None:
-        # the thread that owned it has ended; its process then ends by itself
+        # the process ends by itself when its socket closes
         if hasattr(self, "pipe"):
             self.pipe.close()
 
     def ask(self, job: Job, longest: int) -> Decoded | bytes | str:
-        """Return pixels, a file, or an error message as text.
+        """Send a job and return pixels, a file's bytes, or, as text, an error message.
 
         Raises:
             TimeoutError: the process takes too long.
-            OSError, EOFError: the process ended.
+            OSError, EOFError: the process has ended.
             ValueError: the answer has more than `longest` bytes, or a wrong number of pixels.
         """
         self.pipe.settimeout(self._seconds)
@@ -248,7 +253,7 @@ def _start_without_main(process: Any) -> None:
 
 def _serve(pipe: socket.socket, limits: Limits) -> None:
     """Decode images until the socket closes; runs in the decoder process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the server, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     return_large_blocks(_KEPT_BYTES)
     Image.init()  # loads all decoders before memory is limited
     can_open("AVIF"), can_open("HEIF")
@@ -271,21 +276,21 @@ def _answer(limits: Limits, job: Job) -> bytes:
             image = decode(content, limits, name)
             pixels = preprocessing(image)
             return b"".join((_ANSWER.pack(True, *full_size(image), pixels.nbytes), pixels.data))
-        # Originals of stored items may be larger than uploads.
+        # Stored items may have larger files than the limit on uploads allows.
         image = decode(content, replace(limits, bytes=max(limits.bytes, len(content))), name)
         file = to_png(image) if kind == "png" else thumbnail(image)
         return _ANSWER.pack(True, *image.size, len(file)) + file
     except DataError as error:
         sentence = str(error)
     except MemoryError:
-        memory = "more memory to be decoded than an image may take"
+        memory = "more memory for decoding than the server allows"
         sentence = f"{name} needs {memory}. Save it smaller."
     text = sentence[:_LONGEST_SENTENCE].encode("utf-8", "replace")
     return _ANSWER.pack(False, 0, 0, len(text)) + text
 
 
 def _confine(memory: int) -> None:
-    """Limit this process to `memory` bytes more than it has now."""
+    """Limit this process's memory to `memory` bytes more than it uses now."""
     with suppress(ImportError, OSError, StopIteration):  # on Windows or without /proc
         import resource
 

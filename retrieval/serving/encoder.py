@@ -30,7 +30,8 @@ class Encoder(ABC):
                 a tensor of such pixels with channels first. An array (N, H, W, 3) or a tensor
                 (N, 3, H, W) is N images. A model of features takes rows (N, F).
             batch: number of items per batch.
-            progress: show a progress bar; a function is called with (what, done, total) instead.
+            progress: True shows a bar, False nothing; a function is called with (what, done,
+                total).
 
         Raises:
             DataError: an image cannot be used; the message names it.
@@ -67,6 +68,6 @@ class BundleEncoder(Encoder):
 
 
 def as_rows(features: Any) -> Embeddings:
-    """Return one or several vectors, or a tensor, as rows (N, F)."""
+    """Return one vector (F,) or several (N, F), from an array, list or tensor, as rows (N, F)."""
     rows = features.detach().cpu().numpy() if hasattr(features, "detach") else features
     return np.atleast_2d(np.asarray(rows, dtype=np.float32))

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 Content = memoryview | bytes | mmap.mmap
 
 _NODES = 200_000
+"""Largest number of nodes of a graph."""
 _DOMAINS = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
-_FOREIGN = {"EPContext"}  # refers to a vendor's file anywhere on the disk
+"""Operator domains that ONNX Runtime implements itself."""
+_FOREIGN = {"EPContext"}
+"""Operators that may refer to a hardware vendor's file anywhere on the disk."""
 _EXTERNAL = 1
+"""Value of `data_location` for a tensor in another file."""
 
 
 class GraphError(ValueError):
@@ -20,8 +24,8 @@ class GraphError(ValueError):
 def check_graph(content: Content) -> None:
     """Refuse a graph in which a node may run more than once, or that needs another file.
 
-    Each node of an accepted graph runs once, so loading and running it always finish. Memory is
-    limited in `retrieval.serving.sessions`. Field numbers are those of ONNX's `onnx.proto`.
+    Each node of an accepted graph runs once, so loading and running the graph always finish. Memory
+    is limited in `retrieval.serving.sessions`. Field numbers are those of ONNX's `onnx.proto`.
 
     Raises:
         GraphError: the content is not ONNX, or the graph has too many nodes, loops, branches,
@@ -37,7 +41,7 @@ def check_graph(content: Content) -> None:
                 elif field in (20, 25):
                     raise GraphError("it has functions or training steps of its own")
     except (IndexError, UnicodeDecodeError, RecursionError):
-        raise GraphError("it is not an ONNX file, or was cut off") from None
+        raise GraphError("it is not an ONNX file, or the file is incomplete") from None
     if graphs != 1:
         raise GraphError("it is not an ONNX file")
 
@@ -85,13 +89,14 @@ def _check_node(node: memoryview) -> None:
 def _check_tensor(tensor: memoryview) -> None:
     for field, value in _fields(tensor):  # external_data 13, data_location 14
         if field == 13 or (field == 14 and value == _EXTERNAL):
-            raise GraphError("it keeps weights in another file; a bundle's graphs hold their own")
+            raise GraphError("it keeps weights in another file, which a bundle does not allow")
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
     """Yield the number and the value of each field of a protobuf message.
 
-    A value is an integer, a view of a text or message, or `None` for a fixed 32 or 64 bits.
+    A value is an integer, a view of a string or message, or `None` for a field of fixed 32 or 64
+    bits.
 
     Raises:
         IndexError: the message is truncated or invalid.

@@ -11,8 +11,9 @@ from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.serving.images import FORMATS, HEAD_BYTES, STARTS
 
 NO_IMAGE = "no image"
-"""Usual reason why a file is left out."""
-_MAX_LISTED = 3  # file names listed in a sentence
+"""The most frequent reason for leaving out a file."""
+_MAX_LISTED = 3
+"""Largest number of file names in a sentence."""
 
 
 _OTHERS: dict[str, Callable[[bytes], bool]] = {
@@ -31,8 +32,9 @@ class ImageFiles:
 
     Attributes:
         images: image files, sorted.
-        left_out: other files by reason, worded to follow "is": "JPEG 2000, which is not read".
-        nowhere: broken links, sorted. Each may have been an image or a folder of images.
+        left_out: other files by reason. The reasons follow the word "being" in `notes`, such as "no
+            image".
+        nowhere: broken links, sorted. They may have led to images or folders of images.
     """
 
     images: list[Path]
@@ -48,7 +50,7 @@ class ImageFiles:
         ]
 
     def dangling(self, folder: Path) -> str:
-        """Return a sentence on the broken links, or ""."""
+        """Return a sentence about the broken links, or "" if there are none."""
         if not self.nowhere:
             return ""
         plural = len(self.nowhere) > 1
@@ -83,8 +85,8 @@ def find_images(folder: Path) -> ImageFiles:
     if not images:
         seen = " ".join(filter(None, [*files.notes(folder), files.dangling(folder)]))
         raise DataError(
-            f"{folder} holds no image (looked for"
-            f" {', '.join(FORMATS)}).{f' {seen}' if seen else ''}"
+            f"{folder} holds no image in a known format ({', '.join(FORMATS)})."
+            f"{f' {seen}' if seen else ''}"
         )
     return files
 

@@ -31,9 +31,10 @@ Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 
 
 def _silence() -> None:
-    """Ignore Pillow's warnings, since metadata change no pixel and our limits are stricter.
+    """Ignore Pillow's warnings about metadata, which change no pixel, and about large images.
 
-    Applies to the whole process. Changing the filters around each image would need a lock.
+    `Limits` is stricter than Pillow. The filter applies to the whole process, because changing it
+    around each image would need a lock.
     """
     warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -41,7 +42,7 @@ def _silence() -> None:
 _silence()
 
 
-HOW = {
+HOW = {  # what to do if a format cannot be decoded; completes a sentence with the image's name
     "AVIF": "is AVIF, which needs a newer Pillow: pip install 'pillow>=11.3'.",
     "HEIF": "is HEIC, which needs pillow-heif: pip install 'embedding-retrieval[heif]'.",
 }
@@ -52,7 +53,10 @@ def _start(*starts: bytes) -> Callable[[bytes], bool]:
 
 
 def _brand(*brands: bytes) -> Callable[[bytes], bool]:
-    """Return a test for brands in the first box of an ISO base media file (AVIF, HEIC)."""
+    """Return a test whether a file's first box names one of these brands (AVIF, HEIC).
+
+    Both formats are ISO base media files, whose first box lists brands.
+    """
     return lambda head: head[4:8] == b"ftyp" and any(brand in head[8:] for brand in brands)
 
 
@@ -80,7 +84,7 @@ def format_of(content: bytes) -> str | None:
 
 
 REDUCIBLE = 4
-"""A JPEG may have up to this many times `Limits.pixels`; it is then decoded at reduced size."""
+"""A JPEG of up to this many times `Limits.pixels` is accepted, and decoded at half its size."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ class Limits:
 
     Attributes:
         pixels: largest width × height. A JPEG with up to four times as many pixels, such as a
-            phone's photo of 48 megapixels, is decoded at half its size.
+            phone's photo of 48 megapixels, is decoded at half its width and height.
         bytes: largest file size in bytes.
         side: largest width or height in pixels.
         aspect: largest ratio of the longer to the shorter side.
@@ -102,11 +106,11 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Memory limit in bytes for one image, from measurements of the largest images."""
+        """Memory limit in bytes for decoding one image, from measurements of the largest images."""
         return 64_000_000 + 24 * self.pixels
 
     def check_size(self, name: str, width: int, height: int, times: int = 1) -> None:
-        """Check the size of an image; `times` is a factor on `pixels`.
+        """Check the size of an image, which may have up to `times` × `pixels` pixels.
 
         Raises:
             DataError: the image has too many pixels or a side that is too long.
@@ -114,17 +118,19 @@ class Limits:
         longer, shorter = max(width, height), max(1, min(width, height))
         beyond = f"{name} has {width} × {height} pixels; the limit is"
         if width * height > times * self.pixels:
-            advice = "Save it smaller, or raise the limit of pixels."
+            advice = "Save it smaller, or raise the limit on pixels."
             raise DataError(f"{beyond} {self.pixels:,}. {advice}")
         if longer > self.side:
             raise DataError(f"{beyond} {self.side:,} on each side. Save it smaller.")
         if longer > self.aspect * shorter:
-            raise DataError(f"{beyond} one side of {self.aspect:,} times the other. Cut it.")
+            raise DataError(
+                f"{beyond} {self.aspect:,} for the ratio of its sides. Crop or split it."
+            )
 
 
 @functools.cache
 def can_open(format: str) -> bool:
-    """Return whether a format can be decoded; AVIF and HEIF may lack a package."""
+    """Return whether a format can be decoded; for AVIF and HEIF a package may be missing."""
     if format == "AVIF":
         try:
             from PIL import AvifImagePlugin
@@ -145,14 +151,16 @@ def can_open(format: str) -> bool:
 class Preprocessing:
     """Preprocessing before the encoder: resize, centre crop and normalise.
 
-    Resizing and cropping work on uint8 pixels; the encoder itself applies `mean` and `std`. Pixels
-    equal those of torchvision's `Resize` and `CenterCrop` on a Pillow image exactly, unless the
-    resized image would have more than 4 million pixels; then its far ends are cut off first.
+    Resizing and cropping work on uint8 pixels; the encoder itself applies `mean` and `std`. The
+    pixels are exactly those of torchvision's `Resize` and `CenterCrop` on a Pillow image. The only
+    exception are images that would have more than 4 million pixels after resizing: their far ends
+    are cut off first.
 
     Attributes:
         size: height and width of the encoder's input in pixels.
         channels: 1 (grey) or 3 (RGB).
-        mean: mean of each channel, for pixels scaled to 0–1; a single number is for all channels.
+        mean: mean of each channel, for pixels scaled to 0–1; a single number applies to all
+            channels.
         std: standard deviation of each channel, likewise.
         interpolation: interpolation method for resizing.
         resize: length of the shorter side before the centre crop. `None` stretches the image to
@@ -166,7 +174,7 @@ class Preprocessing:
     interpolation: Interpolation = "bilinear"
     resize: int | None = None
 
-    # As part of a bundle's manifest.
+    # Pydantic reads this class from a bundle's manifest and must refuse unknown keys.
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
@@ -215,7 +223,7 @@ class Preprocessing:
         if image.size != (width, height):
             left, top = _centred(new[0], width), _centred(new[1], height)
             image = image.crop((left, top, left + width, top + height))
-        # From bytes, because Pillow's array interface takes twice as long.
+        # `tobytes` takes half as long as Pillow's array interface.
         pixels = np.frombuffer(image.tobytes(), np.uint8).reshape(height, width, self.channels)
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
@@ -230,9 +238,10 @@ def _resized(size: tuple[int, int], shorter: int) -> tuple[int, int]:
 
 
 def _centred(length: int, crop: int) -> int:
-    """Return where a centre crop begins, as in torchvision's `CenterCrop`; negative values pad.
+    """Return where a centre crop begins, as in torchvision's `CenterCrop`.
 
-    Half pixels round to even; an odd number of padded pixels puts one more at the end.
+    Half pixels are rounded to even. If the crop is longer than the image, the result is negative:
+    the image is padded, and an odd number of padded pixels puts one more at the end.
     """
     return round((length - crop) / 2) if crop <= length else -((crop - length) // 2)
 
@@ -255,9 +264,9 @@ def _trim(image: Image.Image, shorter: int, crop: int) -> Image.Image:
 def to_mode(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
     """Return the image in 8-bit grey or RGB, by a fixed rule for each mode.
 
-    16-bit values keep their upper 8 bits, as in Pillow and OpenCV. Transparent images are put on
-    white, and colour profiles are ignored. 32-bit and floating-point grey are refused, because
-    their range is unknown: 0–1 and 0–255 are both common.
+    16-bit values keep their upper 8 bits, as in Pillow and OpenCV. Transparent images are placed on
+    a white background, and colour profiles are ignored. 32-bit and floating-point grey is refused,
+    because its range is unknown: 0–1 and 0–255 are both common.
 
     Raises:
         DataError: the image's mode has no fixed range, or Pillow cannot convert it.
@@ -288,14 +297,14 @@ def check_range(image: Image.Image, name: str) -> None:
         return
     raise DataError(
         f"{name} is {_WITHOUT_RANGE[image.mode]} grey (mode {image.mode}), which does not say what"
-        " white is: 1, 255 or any other number. Scale it and save it as 8-bit or 16-bit grey: of"
-        " values from 0 to 1, Image.fromarray((values * 255).round().clip(0,"
+        " white is: 1, 255 or any other number. Scale it and save it as 8-bit or 16-bit grey. For"
+        " values from 0 to 1: Image.fromarray((values * 255).round().clip(0,"
         " 255).astype('uint8'))."
     )
 
 
 def _on_white(image: Image.Image, mode: Literal["L", "RGB"]) -> Image.Image:
-    """Return a transparent image on white, converted in bands of rows to save memory."""
+    """Return a transparent image on white; converts bands of rows to save memory."""
     out = Image.new(mode, image.size)
     rows = max(1, _BAND // image.width)
     for top in range(0, image.height, rows):
@@ -320,14 +329,15 @@ def _upper_bits(image: Image.Image) -> Image.Image:
 def few_levels(image: Image.Image) -> str | None:
     """Return why a 16-bit image loses most of its levels in 8 bits, or `None` if it does not.
 
-    This concerns images that use at most a quarter of the range, such as those of 12-bit cameras.
+    An image does so if it uses at most a quarter of the 16-bit range, as images of 12-bit cameras
+    do. The text follows the image's name in a sentence.
     """
     values = np.asarray(image if image.mode in _SIXTEEN_BITS else image.convert("RGB"))
     top = int(values.max(initial=0))
     if image.mode not in _SIXTEEN_BITS:
         if image.info.get(_BITS) != 16:
             return None
-        top = top << 8 | 255  # the lower bits are lost
+        top = top << 8 | 255  # the largest value possible, as Pillow has dropped the lower 8 bits
     if not 0 < top < 1 << 14:
         return None
     if top < 256:
@@ -335,7 +345,7 @@ def few_levels(image: Image.Image) -> str | None:
     else:
         above = f"{top:,} of 65,535, so {(top >> 8) + 1} of 256 levels are left in 8 bits"
         advice = f"Multiply it by {(1 << 16) >> top.bit_length()} before it is saved"
-    return f"is of 16 bits and holds nothing above {above}. {advice}"
+    return f"is a 16-bit image with no value above {above}. {advice}"
 
 
 _UPRIGHT = {
@@ -350,6 +360,7 @@ _UPRIGHT = {
 _ORIENTATION = 0x0112
 _FIRST_TURNED = 5  # orientations from 5 on swap width and height
 _FULL_SIZE = "full_size"
+"""Key of `Image.info` for the size of a file that was decoded at reduced size."""
 _BAND = 1_000_000  # pixels
 _MAX_PIXELS_RESIZED_WHOLE = 4_000_000
 _PIECE = 65_536  # bytes to read at a time from a file that grows
@@ -364,11 +375,11 @@ _THUMBNAIL = 256  # pixels of the longer side
 def decode(
     data: bytes | str | os.PathLike[str], limits: Limits | None = None, name: str | None = None
 ) -> Image.Image:
-    """Decode an image (its first frame) and turn it upright by its EXIF orientation. Thread-safe.
+    """Decode an image's first frame and rotate it by its EXIF orientation. Thread-safe.
 
     Args:
         data: an encoded image's bytes, or the path of its file.
-        limits: largest images to decode, checked by the header before decoding.
+        limits: limits on the image; its size is checked in the file's header before decoding.
         name: name of the image in error messages; by default the path, or "the file" for bytes.
 
     Raises:
@@ -389,7 +400,7 @@ def decode(
         raise DataError(f"{name} {HOW[format]}")
     try:
         return _open(content, format, limits, name)
-    except Warning:  # later filters turn warnings into errors, so put ours first again
+    except Warning:  # a filter that was added later makes warnings errors, so ignore them again
         _silence()
         return _open(content, format, limits, name)
 
@@ -412,7 +423,7 @@ def _open(content: bytes, format: str, limits: Limits, name: str) -> Image.Image
     except (DataError, Warning):
         raise
     except MemoryError:
-        fault = "needs more memory to be decoded than an image may take. Save it smaller."
+        fault = "needs more memory for decoding than is allowed. Save it smaller."
     except Image.DecompressionBombError:
         fault = f"has far more pixels than the limit of {limits.pixels:,}. Save it smaller."
     except UnidentifiedImageError:
@@ -452,7 +463,7 @@ def _restore_bit_depth(image: Image.Image, content: bytes, format: str) -> Image
 
 
 def full_size(image: Image.Image) -> tuple[int, int]:
-    """Return the upright width and height of the file that `decode` read, before any reduction."""
+    """Return the width and height of the file that `decode` read, rotated but not reduced."""
     size: tuple[int, int] = image.info.get(_FULL_SIZE, image.size)
     return size
 
@@ -468,7 +479,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes:
-    """Return a regular file's content, even if it grows meanwhile, up to about the limit.
+    """Return a regular file's content; a file that grows meanwhile is read up to about the limit.
 
     Raises:
         DataError: the file cannot be read, is not a regular file, or is too large.
@@ -482,7 +493,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
         if (size := status.st_size) > limits.bytes:
             raise _too_many_bytes(name, size, limits)
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - half the time of a Path's, with a buffer
-            # Not `limits.bytes`, since allocating that for every file would be slow.
+            # `file.read(limits.bytes)` would allocate that much memory for every file.
             content = file.read(size + 1)
             while len(content) <= limits.bytes and (more := file.read(_PIECE)):
                 content += more
@@ -498,7 +509,7 @@ def read_image(path: str | os.PathLike[str], limits: Limits, name: str) -> bytes
 def _too_many_bytes(name: str, size: int, limits: Limits) -> DataError:
     return DataError(
         f"{name} has {size:,} bytes; the limit is {limits.bytes:,}. Save it smaller, or raise the"
-        " limit of bytes."
+        " limit on bytes."
     )
 
 
@@ -506,7 +517,7 @@ def to_png(image: Image.Image) -> bytes:
     """Return a decoded image as PNG.
 
     Raises:
-        DataError: its colour space cannot be converted.
+        DataError: the image's colour space cannot be converted.
     """
     out = io.BytesIO()
     shown = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else to_mode(image, "RGB")
@@ -518,7 +529,7 @@ def thumbnail(image: Image.Image) -> bytes:
     """Return a decoded image as a small JPEG.
 
     Raises:
-        DataError: its colour space cannot be converted.
+        DataError: the image's colour space cannot be converted.
     """
     small = to_mode(image, "RGB").copy()
     small.thumbnail((_THUMBNAIL, _THUMBNAIL))
@@ -552,8 +563,8 @@ def from_pixels(array: NDArray[Any]) -> Image.Image:
     least, most = float(array.min()), float(array.max())
     if not (least >= 0 and most <= 1):
         raise DataError(
-            f"Pixels that are real numbers go from 0 to 1, and these from {least:g} to {most:g}."
-            " Scale them, leave out a normalisation, or give uint8."
+            f"Pixels that are real numbers must be from 0 to 1, but these are from {least:g} to"
+            f" {most:g}. Scale them, leave out a normalisation, or pass uint8."
         )
     return from_array(np.rint(array * 255).astype(np.uint8))
 

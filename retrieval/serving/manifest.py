@@ -28,8 +28,10 @@ from retrieval.serving.images import Preprocessing
 from retrieval.serving.probe import Probe
 
 FORMAT = 1
-_NUMBERS = 1 << 26  # the largest input of one item, and the widest vector: 67 million
+_NUMBERS = 1 << 26
+"""Limit on the numbers in an item's input, and in a vector: 67 million."""
 _RESIZE = 8192
+"""Limit on the shorter side of resized images, in pixels."""
 
 
 def _plain_name(name: str) -> str:
@@ -89,9 +91,9 @@ class Input(Entry):
 class DistanceEntry(Entry):
     """The distance that orders search results.
 
-    If `exact`, the Euclidean order of the vectors is the order of this distance, and the reported
-    distance is measured on the vectors. With `measure` "inner" it is √(2 − 2 p) of the inner
-    product p.
+    If `exact`, the Euclidean distance of the vectors gives the same order as this distance, and the
+    distance that a search reports is measured on the vectors. With `measure` "inner", the reported
+    distance is √(2 − 2 p) of the inner product p.
     """
 
     name: str
@@ -100,9 +102,9 @@ class DistanceEntry(Entry):
 
 
 class SubspaceEntry(Entry):
-    """Columns `start` to `stop` of the vector, which propose their own candidates.
+    """A sub-space: columns `start` to `stop` of the vector, searched for their own candidates.
 
-    `weight` is used by merge "score".
+    `weight` is used if the manifest's `merge` is "score".
     """
 
     name: str
@@ -124,10 +126,10 @@ class RescorerEntry(Entry):
     Attributes:
         file: name of the graph's file in the bundle.
         candidates: default number of candidates to rescore.
-        overlap: share of the exact ten nearest that are among the candidates, by number of
-            candidates.
-        items: number of real items among which `overlap` was measured; larger indexes have a
-            smaller share.
+        overlap: by number of candidates, the share of the ten items nearest by the exact distance
+            that are among the candidates.
+        items: number of real items among which `overlap` was measured; in a larger index the share
+            is smaller.
     """
 
     file: FileName
@@ -145,7 +147,7 @@ class SplitEntry(Entry):
 
 
 class Cosine(Entry):
-    """Cosine between a variant's vectors and the encoder's, on real items."""
+    """Cosine between a variant's vectors and those of the encoder itself, on real items."""
 
     mean: float
     min: float
@@ -210,7 +212,7 @@ class Manifest(Entry):
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:
         if (self.encoder is None) == (self.split is None):
-            raise ValueError("a bundle has either an 'encoder' of one graph or a 'split' one")
+            raise ValueError("a bundle has either an 'encoder' of one graph or a 'split' into two")
         if self.split is not None and self.input.kind != "image":
             raise ValueError("an encoder of features has no backbone to be split off")
         if self.rescorer is not None and self.code is None:
@@ -253,7 +255,7 @@ class Manifest(Entry):
 
     @property
     def backbone_sha256(self) -> str | None:
-        """Checksum over the backbone's SHA-256 and the input. `None` without a split."""
+        """Checksum over the backbone's SHA-256 and `input`. `None` if the encoder is one graph."""
         if self.split is None:
             return None
         graph = self.files[self.split.backbone].sha256
@@ -283,7 +285,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         if name not in files:
             raise BundleError(f"The bundle's {purpose}, {folder / name}, was not written.")
     manifest = manifest.model_copy(update={"files": files, "checksum": None})
-    # Older versions open a bundle without these keys.
+    # Older versions refuse unknown keys, so keys without a value are left out.
     left_out = {key for key in ("split", "probe") if getattr(manifest, key) is None}
     checksum = checksum_of(json.loads(manifest.model_dump_json(exclude=left_out)))
     manifest = manifest.model_copy(update={"checksum": checksum})
@@ -314,9 +316,9 @@ def parse_manifest(path: Path, text: bytes) -> Manifest:
         raise BundleError(f"{path} cannot be used:\n{problems_of(fault)}") from None
     if manifest.checksum != checksum_of(content):
         raise BundleError(
-            f"{path} was altered: its checksum differs. Export the bundle again, or copy it again;"
-            " a manifest is not edited."
+            f"{path} was altered: its checksum differs. Export or copy the bundle again; a manifest"
+            " cannot be edited."
         )
     if missing := [name for name in manifest.graphs() if name not in manifest.files]:
-        raise BundleError(f"{path} cannot be used: it gives no SHA-256 for {', '.join(missing)}.")
+        raise BundleError(f"{path} cannot be used: it has no SHA-256 for {', '.join(missing)}.")
     return manifest

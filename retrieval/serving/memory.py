@@ -1,4 +1,4 @@
-"""Available memory, and how much freed memory the C library keeps."""
+"""Measure the available memory, and set how much freed memory the C library keeps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _LARGE = 1_000_000  # bytes
 _KEEP_ALL = 1 << 30  # bytes
 _USERS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables by which a user sets glibc's thresholds."""
 
 
 def available_memory() -> int:
-    """Return how many bytes this process can use, limited by the machine and its container."""
+    """Return how many bytes of memory this process can use on its machine and in its container."""
     room = []
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text()
@@ -30,9 +31,9 @@ def available_memory() -> int:
 def return_large_blocks(size: int = _LARGE) -> None:
     """Make the C library return freed blocks of `size` bytes or more, and keep smaller ones.
 
-    Its own thresholds follow the largest block freed so far. If they grow to tens of megabytes,
-    threads keep free memory. If they stay small, the memory of each photo is returned and allocated
-    again page by page.
+    By default, glibc raises its thresholds to the size of the largest block freed so far. If they
+    grow to tens of megabytes, threads keep free memory. If they stay small, the memory of each
+    photo is returned and then allocated again page by page.
 
     Args:
         size: threshold in bytes.
@@ -45,9 +46,10 @@ def return_large_blocks(size: int = _LARGE) -> None:
 def keep_large_blocks() -> None:
     """Make the C library keep freed blocks of any size, unless the user has set thresholds.
 
-    torch allocates the same blocks for each batch. If they are returned, the system clears every
-    page again: two thirds of EfficientNet-Lite0's time on a CPU, two fifths of a training step's.
-    Fragmentation raises the peak memory of training by up to a half.
+    torch allocates blocks of the same sizes for each batch. If the C library returns them, the
+    system must clear their pages again, which took two thirds of the time of EfficientNet-Lite0 on
+    a CPU, and two fifths of the time of a training step. The cost of keeping blocks is
+    fragmentation, which raises the peak memory of training by up to a half.
     """
     if not any(name in os.environ for name in _USERS):
         return_large_blocks(_KEEP_ALL)

@@ -1,6 +1,7 @@
 """Distances of queries to stored vectors, as the bundle defines them; smaller is closer.
 
-Distances in several sub-spaces are merged into one number.
+A vector may consist of several sub-spaces, which are ranges of its columns. The distances in the
+sub-spaces are merged into one number.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def measured(
     codes: Floats | None,
     k: int,
 ) -> Distances:
-    """Return the distances (n,) of a query to candidates: the rescorer's, or measured in float64.
+    """Return the distances (n,) of a query to candidates, in float64.
+
+    They come from the bundle's rescorer if it has one; otherwise they are measured on the vectors.
 
     Args:
         bundle: bundle that encoded the query and the candidates.
@@ -57,7 +60,7 @@ def measured(
 
 
 def measured_alone(bundle: Bundle) -> bool:
-    """Return whether a pair's distance depends on that pair alone."""
+    """Return whether the distance of a query and an item depends on these two vectors alone."""
     manifest = bundle.manifest
     return (
         manifest.rescorer is None
@@ -67,7 +70,7 @@ def measured_alone(bundle: Bundle) -> bool:
 
 
 def spans_of(subspaces: Sequence[Any]) -> list[slice]:
-    """Return columns `start` to `stop` of each sub-space; without sub-spaces, all as one."""
+    """Return the columns of each sub-space; a vector without sub-spaces is one sub-space."""
     return [slice(space.start, space.stop) for space in subspaces] or [slice(None)]
 
 
@@ -76,14 +79,15 @@ def merged(
 ) -> Distances:
     """Return the distances (n,) of a query (P,) to vectors (n, P), merged over sub-spaces.
 
-    Without sub-spaces the whole vector is one. `merge` is "min" or "score"; see `best_score`.
+    A vector without sub-spaces is one sub-space. `merge` is "min", the smallest of the Euclidean
+    distances in the sub-spaces, or "score"; see `best_score`.
     """
-    apart = vectors.astype(np.float64) - query
-    # Sums in the same order as a store that measures (`local.distances.measured`), so that a pair
-    # has the same distance everywhere.
+    differences = vectors.astype(np.float64) - query
+    # `local.distances.measured` sums in the same order, so that a pair has the same distance
+    # wherever it is measured.
     squared = [
         np.einsum("ij,ij->i", part, part)
-        for part in (apart[:, span] for span in spans_of(subspaces))
+        for part in (differences[:, span] for span in spans_of(subspaces))
     ]
     distances = np.sqrt(squared)
     if merge == "score":
@@ -95,8 +99,9 @@ def merged(
 def of_products(products: Floats) -> Distances:
     """Return √(2 − 2 p) of inner products p, of any shape (measure "inner").
 
-    This is the distance of two unit vectors. If an item's vector concatenates unit vectors, and a
-    query's concatenates unit vectors times weights α_l that sum to 1, it is √(Σ α_l D_l²).
+    For two unit vectors, this is their Euclidean distance. If an item's vector concatenates unit
+    vectors, and a query's vector concatenates unit vectors times weights α_l that sum to 1, the
+    result is √(Σ α_l D_l²), where D_l is the distance of the l-th unit vectors.
     """
     squares = 2.0 - 2.0 * np.asarray(products, dtype=np.float64)
     return np.asarray(np.sqrt(np.where(squares < _ZERO, 0.0, squares)), dtype=np.float64)
@@ -106,8 +111,8 @@ def best_score(distances: Floats, k: int, weights: Sequence[float]) -> Distances
     """Return −log of each item's best score (n,) (merge "score", Eq. 27 of Gao et al. 2019).
 
     Each sub-space scores its k nearest items by α e^{−(d − d_min) / (d_max − d_min)}, where d_min
-    and d_max are the smallest and largest of their distances. An item's best score over all
-    sub-spaces counts. If all k distances are equal, the score is α.
+    and d_max are the smallest and largest of these items' distances d. An item's score is the
+    best over all sub-spaces. If all k distances in a sub-space are equal, it scores α.
 
     Args:
         distances: Euclidean distances (S, n) of one query to the candidates, which must include the
@@ -122,8 +127,8 @@ def best_score(distances: Floats, k: int, weights: Sequence[float]) -> Distances
     distances = np.asarray(distances, dtype=np.float64)
     best = np.full(distances.shape[1], np.inf)
     for row, weight in zip(distances, weights, strict=True):
-        own = np.argsort(row, kind="stable")[:k]
-        least, most = row[own[0]], row[own[-1]]
-        spread = (row[own] - least) / (most - least) if most > least else np.zeros(len(own))
-        best[own] = np.minimum(best[own], spread - np.log(weight))
+        nearest = np.argsort(row, kind="stable")[:k]
+        least, most = row[nearest[0]], row[nearest[-1]]
+        spread = (row[nearest] - least) / (most - least) if most > least else np.zeros(len(nearest))
+        best[nearest] = np.minimum(best[nearest], spread - np.log(weight))
     return best

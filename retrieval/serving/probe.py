@@ -1,4 +1,4 @@
-"""A bundle's probe: a synthetic input with known vectors, to detect a broken model."""
+"""A bundle's probe: a synthetic input and its vectors at export, to detect a broken model later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
 
 TILES = 8
-"""Rows and columns of tiles in a probe image; a probe of features repeats TILES² numbers."""
+"""Number of rows and of columns of tiles in a probe image; for features, TILES² numbers repeat."""
 
 WIDEST = 100_000
 """Widest vector of a probe; bundles with wider vectors have no probe."""
@@ -23,11 +23,12 @@ WIDEST = 100_000
 _LONGEST = 4 * WIDEST  # bytes
 
 _LEAST = 1e-4
-"""Distance always allowed on a CPU, as a share of the vector's length."""
+"""Difference in a column that is always allowed on a CPU, as a share of the vector's length."""
 _LEAST_CUDA = 1e-2
-"""Distance always allowed on a GPU, where ONNX Runtime multiplies in TF32 (10 bits)."""
+"""The same on a GPU, where ONNX Runtime multiplies in TF32 (10 bits of mantissa)."""
 _LEAST_DRIFT = 1e-3
-"""1 − cosine always allowed for a variant, since processors saturate int8 differently."""
+"""Value of 1 − cosine that is always allowed for a variant: processors saturate int8 differently.
+"""
 
 
 def _coded(text: str) -> str:
@@ -50,7 +51,7 @@ class Probe(BaseModel):
 
     Attributes:
         pattern: for images uint8 (C, TILES, TILES), one number per tile; for features float32
-            (TILES²,), repeated to their width.
+            (TILES²,), repeated up to the width of the features.
         vector: vector (P,) of the encoder, float32.
         variants: vector (P,) of each variant, by name.
     """
@@ -93,7 +94,12 @@ def pattern_of(probe: Probe, shape: tuple[int, ...]) -> NDArray[Any] | None:
 
 
 def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> Probe:
-    """Return a probe with the vectors of a new bundle and its variants."""
+    """Return a probe with the vectors of a new bundle and its variants.
+
+    Args:
+        bundles: the bundle, opened for each variant; the key `None` is the encoder itself.
+        spread: mean and standard deviation of the features, if the bundle takes features.
+    """
     input, random = bundles[None].manifest.input, np.random.default_rng(0)
     pattern: NDArray[Any]
     if input.kind == "image":
@@ -110,7 +116,7 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
 
 
 def probe_fault(bundle: Bundle) -> str | None:
-    """Return a sentence if a bundle's encoder differs from when it was exported, else `None`."""
+    """Return a sentence if a bundle's encoder no longer gives the probe's vector, else `None`."""
     manifest, variant = bundle.manifest, bundle.variant
     probe, shape = manifest.probe, manifest.input.shape
     if probe is None:
@@ -135,7 +141,7 @@ def probe_fault(bundle: Bundle) -> str | None:
     if apart <= allowed:
         return None
     return (
-        f"The model is broken: it embeds the bundle's probe {apart:.2g} away from where it did when"
-        f" it was exported; {allowed:.2g} is allowed. This processor or ONNX Runtime may be at"
+        f"The model is broken: its embedding of the bundle's probe differs by {apart:.2g} from the"
+        f" one at export; {allowed:.2g} is allowed. This processor or ONNX Runtime may be at"
         " fault; run `retrieval doctor`."
     )

@@ -17,7 +17,7 @@ from retrieval.errors import printable
 Progress: TypeAlias = bool | Callable[[str, int, int], None]
 """Argument `progress`: True shows progress as on the command line, False shows nothing.
 
-A function is called with what is being done, how much is done, and the total.
+A function is called with (what, done, total): the name of the work and its progress in units.
 """
 
 P = ParamSpec("P")
@@ -26,13 +26,16 @@ R = TypeVar("R")
 _shown: ContextVar[Progress] = ContextVar("progress", default=True)
 
 EVERY = 10.0
-"""Seconds between two log lines; shorter work logs nothing."""
+"""Seconds between two log lines; work that takes less time logs nothing."""
 _DELAY = 0.5  # seconds before a bar appears, so that an immediate error has no bar above it
 
 
 @contextmanager
 def showing(progress: Progress) -> Iterator[None]:
-    """Context manager that applies `progress` to every `Meter` inside; False cannot be undone."""
+    """Context manager that applies `progress` to every `Meter` created inside.
+
+    An inner `showing` cannot override an outer False or function, except with False.
+    """
     outer = _shown.get()
     token = _shown.set(progress if outer is True or progress is False else outer)
     try:
@@ -54,13 +57,13 @@ def shown(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Meter:
-    """Counts progress and shows it on standard error, or as `showing` requests.
+    """Counts the progress of some work, and shows it on standard error or as `showing` says.
 
     Args:
         what: name of the work, such as "encoding".
-        total: number of units.
+        total: number of units of the work.
         unit: name of the units in the plural, such as "images".
-        done: number of units done by an interrupted run.
+        done: number of units that an interrupted run has done already.
         show: whether to show anything.
     """
 
@@ -140,7 +143,10 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a permanent line, above the bar if there is one; it may contain untrusted names."""
+        """Write a permanent line, above the bar if there is one.
+
+        Control characters are escaped, because the line may contain untrusted names.
+        """
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

@@ -20,24 +20,24 @@ from retrieval.serving.index.sources import collect
 Query: TypeAlias = "ImageLike | Sequence[float]"
 """One query: an image, a vector, or a list of numbers."""
 
-_TAKEN = "an image's path, bytes, Pillow image or pixels, or a vector"
+_TYPES = "an image's path, bytes, Pillow image or pixels, or a vector"
 
 
 def encode_queries(
     bundle: Bundle, queries: Encoded | Query | Sequence[Query] | NDArray[Any]
 ) -> tuple[Encoded | NDArray[Any], bool]:
-    """Return encoded queries or vectors (N, P), and whether there was one query instead of a list.
+    """Return queries, encoded or as vectors (N, P), and whether a single query was passed.
 
     Args:
         bundle: encodes images or features.
         queries: one query or a list of queries of one kind. An image is its file's path, its bytes,
             a Pillow image, or its pixels as for `retrieval.Encoder.encode`. A vector is features
-            (F,) if the bundle takes features, otherwise an encoder output (P,). Several vectors may
-            be one array (N, F) or (N, P), and several images one array (N, H, W, 3) or one tensor
-            (N, 3, H, W). `Encoded` is returned as it is.
+            (F,) if the bundle takes features, otherwise an output of the encoder (P,). Several
+            vectors may be one array (N, F) or (N, P), and several images one array (N, H, W, 3) or
+            one tensor (N, 3, H, W). An `Encoded` is returned as it is.
 
     Raises:
-        DataError: a query cannot be used, or is of another kind than the first. For a list, the
+        DataError: a query cannot be used, or a list mixes images and vectors. For a list, the
             message names the query.
     """
     if isinstance(queries, Encoded):
@@ -50,7 +50,7 @@ def encode_queries(
     if isinstance(queries, np.ndarray):
         return encode_vectors(bundle, np.atleast_2d(queries)), queries.ndim == 1
     if not isinstance(queries, Sequence):
-        raise DataError(f"A query is {_TAKEN}, not {_kind(queries)}.")
+        raise DataError(f"A query is {_TYPES}, not {_kind(queries)}.")
     items = as_list(queries)
     if items and all(isinstance(item, Real) for item in items):
         return encode_vectors(bundle, np.asarray(items)[None]), True
@@ -58,7 +58,7 @@ def encode_queries(
 
 
 def encode_vectors(bundle: Bundle, vectors: NDArray[Any]) -> Encoded | NDArray[Any]:
-    """Encode features (N, F) if the bundle takes features; otherwise return vectors (N, P).
+    """Encode features (N, F) if the bundle takes features; else return the vectors as they are.
 
     Raises:
         DataError: the features have another width or are not finite numbers.
@@ -95,11 +95,11 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
     images = [_is_pixels(bundle, item) or not _is_vector(item) for item in items]
     for number, (item, image) in enumerate(zip(items, images, strict=True)):
         if image and not is_image(item):
-            raise DataError(f"queries[{number}]: a query is {_TAKEN}, not {_kind(item)}.")
+            raise DataError(f"queries[{number}]: a query is {_TYPES}, not {_kind(item)}.")
         if image != images[0]:
             kind, first_kind = ("an image", "a vector") if image else ("a vector", "an image")
             raise DataError(
-                f"queries[{number}] is {kind}, and queries[0] is {first_kind}. Search for images"
+                f"queries[{number}] is {kind}, but queries[0] is {first_kind}. Search for images"
                 " and vectors separately."
             )
     if images[0]:
@@ -112,15 +112,15 @@ def _encode_list(bundle: Bundle, items: list[Any]) -> Encoded | NDArray[Any]:
             numbers = f"{width} numbers, not shape {row.shape}"
             raise DataError(f"queries[{number}]: a vector for this index has {numbers}.")
         if row.dtype.kind not in "fiu" or not np.isfinite(row).all():
-            raise DataError(f"queries[{number}]: a vector holds finite real numbers.")
+            raise DataError(f"queries[{number}]: a vector must hold finite real numbers.")
     return encode_vectors(bundle, np.stack(rows))
 
 
 def _is_pixels(bundle: Bundle, item: Any) -> bool:
-    """Return whether an array is the pixels of an image and the bundle takes images.
+    """Return whether an item is the pixels of an image and the bundle takes images.
 
-    An array (H, W) of real numbers is an image if they go from 0 to 1, it has more than one row,
-    and no vector is W wide.
+    An array (H, W) of real numbers counts as an image if its numbers are from 0 to 1, it has more
+    than one row, and W is not the width of the bundle's vectors.
     """
     if not isinstance(item, np.ndarray) or bundle.manifest.input.kind != "image":
         return False

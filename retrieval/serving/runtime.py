@@ -15,16 +15,17 @@ from typing import Any, Literal, get_args
 
 from retrieval.errors import BundleError, MissingDependency
 
-# The distributions of a family install the same module and would overwrite each other's files.
+# PyPI packages (distributions) of which at most one may be installed: those of a family install the
+# same module and overwrite each other's files.
 ONNXRUNTIME = ("onnxruntime", "onnxruntime-gpu")
 FAISS = ("faiss-cpu", "faiss-gpu", "faiss-gpu-cuvs", "faiss-gpu-cu11", "faiss-gpu-cu12")
 
 
 def quiet_threads() -> None:
-    """Let idle OpenMP threads sleep instead of spin, unless the user has set a policy.
+    """Let idle OpenMP threads sleep instead of spin, unless the user has set OMP_WAIT_POLICY.
 
-    Call it before FAISS or torch is imported. On two busy cores, a single search took 16 ms of CPU
-    time with spinning threads and 0.7 ms without.
+    Call this before FAISS or torch is imported. On two busy cores, a single search took 16 ms of
+    CPU time with spinning threads and 0.7 ms with sleeping ones.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -43,13 +44,14 @@ def require(module: str, family: tuple[str, ...], extra: str = "cpu") -> Any:
     """Import and return a module that exactly one distribution of a family may provide.
 
     Raises:
-        MissingDependency: none or two are installed, or the module cannot be imported.
+        MissingDependency: no or more than one distribution of the family is installed, or the
+            module cannot be imported.
     """
     present = installed_packages(family)
     if len(present) > 1:
         raise MissingDependency(
-            f"{' and '.join(present)} are both installed, and overwrite each other's files. Keep"
-            f" one: pip uninstall -y {' '.join(present)} && pip install {present[-1]}"
+            f"{' and '.join(present)} are installed together, but overwrite each other's files."
+            f" Keep one: pip uninstall -y {' '.join(present)} && pip install {present[-1]}"
         )
     try:
         return importlib.import_module(module)
@@ -91,7 +93,7 @@ def load_onnxruntime() -> Any:
 @functools.cache
 def load_libraries(runtime: Any) -> str:
     """Load CUDA's libraries from their Python packages; return the messages about failures."""
-    runtime.set_default_logger_severity(4)  # failures become our own errors
+    runtime.set_default_logger_severity(4)  # fatal only; errors are raised as exceptions too
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):  # ONNX Runtime prints missing libraries
         if preload := getattr(runtime, "preload_dlls", None):
@@ -113,18 +115,18 @@ Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[str, ...] = get_args(Device)
 _PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 _CUDA_OPTIONS = {
-    # Batch sizes vary, and cuDNN must not tune for each of them.
+    # By default, cuDNN would search for the fastest algorithm for each new batch size.
     "cudnn_conv_algo_search": "HEURISTIC",
     "arena_extend_strategy": "kSameAsRequested",
 }
 FALLBACK = (
-    "ONNX Runtime was built for a GPU and could not start there, so the encoder runs on the CPU. "
+    "ONNX Runtime was built for a GPU but could not start on one, so the encoder runs on the CPU. "
     "`retrieval doctor` says what is missing; choose the device cpu if this is intended."
 )
 
 
 def checked_device(runtime: Any, device: Device) -> list[str]:
-    """Return the devices to try in order, the requested one first and its fallback next.
+    """Return the devices to try: the requested one and, if that may fail, the CPU after it.
 
     Raises:
         BundleError: the device does not exist, or ONNX Runtime was not built for it.
@@ -134,8 +136,8 @@ def checked_device(runtime: Any, device: Device) -> list[str]:
     has_cuda = _PROVIDERS["cuda"] in runtime.get_available_providers()
     if device == "cuda" and not has_cuda:
         raise BundleError(
-            "This ONNX Runtime has no CUDA. Install the other one: pip uninstall -y onnxruntime &&"
-            " pip install 'embedding-retrieval[gpu]'"
+            "This ONNX Runtime was built without CUDA. Install the one for GPUs: pip uninstall -y"
+            " onnxruntime && pip install 'embedding-retrieval[gpu]'"
         )
     return ["cuda", "cpu"] if has_cuda and device != "cpu" else ["cpu"]
 
@@ -149,11 +151,11 @@ def start_session(
         ONNX Runtime's session and the device.
 
     Raises:
-        Exception: an error of ONNX Runtime, of any class, if the last device fails, too.
+        Exception: an error of ONNX Runtime, of any class, if the last device fails too.
     """
     cpu: tuple[str, dict[str, str]] = (_PROVIDERS["cpu"], {})
     cuda = (_PROVIDERS["cuda"], _CUDA_OPTIONS)
-    # ONNX Runtime's own fallback prints.
+    # ONNX Runtime's own fallback would print messages.
     start = functools.partial(runtime.InferenceSession, content, options, enable_fallback=0)
     if devices[0] == "cuda":
         load_libraries(runtime)

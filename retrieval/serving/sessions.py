@@ -1,4 +1,7 @@
-"""Check a bundle's graphs, load them in ONNX Runtime within limits, try each once, and run them."""
+"""Check a bundle's graphs, load them in ONNX Runtime within limits, and run them.
+
+Each graph is tried once after loading.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ _TRIAL_SECONDS = 60.0
 _MEMORY = 6 << 30
 """CPU memory limit in bytes for all graphs of a process: weights and intermediate results."""
 _FOLDED_BYTES = 1 << 26
-"""Largest constant that ONNX Runtime may fold on loading, since `_MEMORY` does not limit that."""
+"""Largest constant that ONNX Runtime may compute while loading; `_MEMORY` does not limit these."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,8 @@ class Graph:
         """Check the names of inputs and outputs, run the graph once, and check its outputs.
 
         Raises:
-            BundleError: it lacks an input or output, has an unknown input, fails, takes more than a
-                minute, or returns another type or shape.
+            BundleError: the graph lacks an input or output, has an unknown input, fails, takes more
+                than a minute, or returns another type or shape.
         """
         inputs = [node.name for node in self.session.get_inputs()]
         offered = [node.name for node in self.session.get_outputs()]
@@ -103,7 +106,7 @@ class Graph:
                     continue
                 kind = f"{values.dtype} {values.shape}"
             expected = f"the manifest says float32 {shape}"
-            raise BundleError(f"{self.path} gives '{name}' as {kind}; {expected}.")
+            raise BundleError(f"{self.path} returns '{name}' as {kind}; {expected}.")
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,8 @@ class Sessions:
     Attributes:
         encoder: graph from "input" to "vector" and further outputs in the manifest.
         rescorer: graph from "query" and "items" to "distance", or `None`.
-        device: device that runs them, "cpu" or "cuda".
-        fallback: why it is the CPU although ONNX Runtime was built for a GPU, else `None`.
+        device: device that runs the graphs, "cpu" or "cuda".
+        fallback: why the CPU runs them although ONNX Runtime was built for a GPU, else `None`.
     """
 
     encoder: Graph | Split
@@ -196,8 +199,8 @@ class Sessions:
             rescorer = tried(manifest.rescorer.file, pair, {"distance": (1, 2)})
         if device not in ("auto", first.device):
             raise BundleError(
-                "ONNX Runtime could not start on the CUDA device. Use the CPU, or let `retrieval"
-                " doctor` say what is missing."
+                "ONNX Runtime could not start on the CUDA device. Use the CPU, or run `retrieval"
+                " doctor` to see what is missing."
             )
         fell_back = first.device == "cpu" and devices[0] != "cpu"
         return cls(encoder, rescorer, first.device, FALLBACK if fell_back else None)
@@ -207,7 +210,7 @@ def session_options(runtime: Any, threads: int | None) -> Any:
     """Return ONNX Runtime's options: silent, without spinning, and with limited memory."""
     _limit_memory(runtime)
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # failures become our own errors
+    options.log_severity_level = 4  # fatal only; errors are raised as exceptions too
     entries = {
         "session.intra_op.allow_spinning": "0",
         "session.inter_op.allow_spinning": "0",
@@ -224,7 +227,10 @@ def session_options(runtime: Any, threads: int | None) -> Any:
 
 @functools.cache
 def _limit_memory(runtime: Any) -> None:
-    """Make all sessions of this process share limited memory, so that only a greedy graph fails."""
+    """Make all sessions of this process share limited memory.
+
+    A graph that needs more memory then fails by itself, and does not end the process.
+    """
     info = runtime.OrtMemoryInfo(
         "Cpu", runtime.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, runtime.OrtMemType.DEFAULT
     )
@@ -244,7 +250,7 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
         DataError: the inputs have another shape or type, or contain NaN or infinity.
     """
     if not isinstance(inputs, np.ndarray):
-        raise DataError("encode takes an array of all inputs; images go to encode_images.")
+        raise DataError("`encode` takes one array of inputs. For images, call `encode_images`.")
     if inputs.ndim != len(input.shape) + 1 or inputs.shape[1:] != input.shape:
         shape = f"(N, {', '.join(map(str, input.shape))})"
         raise DataError(f"The bundle {path} takes inputs of shape {shape}, not {inputs.shape}.")
@@ -265,7 +271,8 @@ def checked_inputs(inputs: NDArray[Any], input: Input, path: Path) -> NDArray[An
 def ahead(work: Callable[[T], R], items: Iterable[T], *, workers: int, most: int) -> Iterator[R]:
     """Yield `work(item)` for each item, in order, computed in threads.
 
-    At most `most` results are in memory, finished or running. An error is raised in its place.
+    At most `most` results are finished or running at a time. The error of an item is raised when
+    its result would be yielded.
     """
     pool = ThreadPoolExecutor(workers, thread_name_prefix="decode")
     try:
@@ -300,8 +307,8 @@ def run_batches(
         for name, values in zip(out, graph(list(out), feeds), strict=True):
             if values.shape != (len(part), widths[name]):
                 raise BundleError(
-                    f"The {what} gives '{name}' of shape {values.shape} for {len(part)} items; the"
-                    f" manifest says ({len(part)}, {widths[name]})."
+                    f"The {what} returns '{name}' of shape {values.shape} for {len(part)} items;"
+                    f" the manifest says ({len(part)}, {widths[name]})."
                 )
             out[name][start : start + len(part)] = values
         start += len(part)
@@ -309,5 +316,5 @@ def run_batches(
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             where = f"'{name}' for item {row} of the batch"
-            raise DataError(f"The {what} gives NaN or infinity in {where}.")
+            raise DataError(f"The {what} returns NaN or infinity in {where}.")
     return out

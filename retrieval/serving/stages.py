@@ -10,20 +10,21 @@ STAGES = ("read", "wait", "decode", "encode", "search", "items", "write", "send"
 """Stages of a request, in the order of a search.
 
 "read" receives the body; "wait" is for the request's turn; "decode" and "encode" process the image;
-"search" finds and measures the nearest items, for other requests' vectors at the same time if these
-wait; "items" reads their data; "write" stores items; "send" sends the response.
+"search" finds and measures the nearest items, perhaps together with the queries of waiting
+requests; "items" reads the data of the hits; "write" stores items; "send" sends the response.
 """
 
 
 class Trail:
-    """One request's stages, which run one after the other, though in several threads.
+    """The stages of one request, which run one after another, but perhaps in different threads.
 
     Attributes:
         id: id of the request.
-        seconds: duration of each finished stage, without nested stages.
-        batches: stages that processed several items together, with the number of items.
+        seconds: duration of each finished stage, without the stages nested in it.
+        batches: the finished stages with the numbers of items that they processed together.
         reason: why the request was refused, or "".
         has_left: returns whether the client has disconnected.
+        inside: seconds spent in stages nested in the current one.
     """
 
     __slots__ = ("batches", "has_left", "id", "inside", "reason", "seconds")
@@ -48,7 +49,7 @@ class stage:
 
     Args:
         name: one of `STAGES`.
-        count: number of items that are processed together; 0 counts no batch.
+        count: number of items that are processed together; 0 for a stage without items.
     """
 
     __slots__ = ("_began", "_count", "_name", "_outer", "_trail")

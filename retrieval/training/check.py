@@ -1,6 +1,7 @@
-"""Checks before training: `retrieval check`, and trying some files and batches.
+"""Checks before training: `retrieval check`, and the trial of some files and batches.
 
-They work on copies and restore the random generators, so that training is not affected.
+The checks work on copies of the model and restore the random generators, so they do not affect the
+training that follows.
 """
 
 from __future__ import annotations
@@ -92,16 +93,20 @@ def _check_learner(recipe: Recipe) -> list[str]:
 def _fit_some(
     learner: Learner, model: Model, dataset: Dataset, splits: Splits, recipe: Recipe
 ) -> int:
-    """Fit a learner on a few training items, on more if it refuses; return how many it took."""
+    """Fit a learner on a few training items, or on more if it refuses; return their number."""
     assert recipe.learner is not None
     name, backbone = recipe.learner.name, f"The backbone {recipe.backbone.name}"
     labels = splits.train_labels
     classes = len(np.unique(labels))
     # A few items of a few classes are enough for most learners. Those with many components, such as
     # PCA, need more.
-    for number, of in ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes))):
+    attempts = ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes)))
+    for class_count, per_class in attempts:
         rows = np.concatenate(
-            [np.flatnonzero(labels == label)[:of] for label in np.unique(labels)[:number]]
+            [
+                np.flatnonzero(labels == label)[:per_class]
+                for label in np.unique(labels)[:class_count]
+            ]
         )
         batches = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
         with calling(backbone), torch.inference_mode():
@@ -115,8 +120,8 @@ def _fit_some(
         if len(rows) == len(labels):
             break
     raise DataError(
-        f"{name} refuses {len(rows):,} of the {len(labels):,} items that train:"
-        f" {str(refused).rstrip('.')}."
+        f"The learner {name} cannot be fitted on {len(rows):,} of the {len(labels):,} training"
+        f" items: {str(refused).rstrip('.')}."
     ) from refused
 
 
@@ -137,8 +142,8 @@ def _model(recipe: Recipe, model: Model) -> str:
 
 
 WHOLE = 256
-"""Batches up to this size are tried whole; for larger ones a smaller batch is tried."""
-AGAIN = 4
+"""Largest batch size that is tried as it is; larger batches are tried with fewer items."""
+MORE_TRIES = 4
 """Number of further batches to try if the first changes no weight."""
 FILES = 64
 """Number of files to open."""
@@ -148,7 +153,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
     """Try a recipe's batches in each phase, on copies of the model and the objective.
 
     Returns:
-        One line per phase, with the losses and metrics of the batch; and one sentence for each
+        One line per phase, with the losses and metrics of the batch; and warnings, one sentence per
             setting that is probably a mistake.
 
     Raises:
@@ -167,9 +172,9 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
         batches = batches_of(run, smaller(run.recipe))
         for phase in run.recipe.phases:
             step = Step(model, objective, run.recipe, phase, len(batches), accelerator, tried=True)
-            line, more = _try(step, phase, batches)
+            line, phase_warnings = _try(step, phase, batches)
             lines.append(line)
-            warnings += more
+            warnings += phase_warnings
     finally:
         checkpoint.restore_random_state(random)
     return lines, warnings
@@ -205,7 +210,7 @@ def open_some(run: Run) -> None:
 
 
 def _sampler_warnings(run: Run) -> Iterator[str]:
-    """Warn of batches larger than the training data, and of batches without positive pairs."""
+    """Yield warnings about batches larger than the training data or without positive pairs."""
     recipe, sampler, loss = run.recipe, run.recipe.sampler, run.recipe.loss
     assert loss is not None
     views = recipe.augmentation.views
@@ -213,19 +218,19 @@ def _sampler_warnings(run: Run) -> Iterator[str]:
     if drawn > items:
         yield (
             f"[sampler]: a batch takes {sampler.classes} classes × {sampler.items} items ="
-            f" {drawn:,}, and only {items:,} items train, so it holds most of them several times."
-            " Set items lower."
+            f" {drawn:,}, but there are only {items:,} training items, so a batch holds most of"
+            " them several times. Lower [sampler] items."
         )
     pairs = run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
     if sampler.items * views == 1 and pairs:
         yield (
-            f"[sampler] items = 1: {loss.name} compares items of one class, and a batch has one"
-            " of each, so no such pair is found. Set items = 2 or more."
+            f"[sampler] items = 1: {loss.name} compares items of the same class, but a batch has"
+            " only one item of each class. Set items = 2 or more."
         )
 
 
 def batches_of(run: Run, sampler: Sampler) -> TrainBatches:
-    """Return the recipe's batches, of a size that `sampler` says."""
+    """Return the run's training batches, with the batch size of `sampler`."""
     recipe = run.recipe
     return TrainBatches(
         run.dataset,
@@ -244,7 +249,7 @@ def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str
     """Try a phase's batches until one would change a weight; return a line and the warnings."""
     step.set_modes()
     device, warnings = step.accelerator.device, []
-    for number in range(min(AGAIN + 1, len(batches))):
+    for number in range(min(MORE_TRIES + 1, len(batches))):
         batch, labels = next(batches.epoch(0, start=number))
         losses = _losses(step, batch.to(device), labels.to(device))
         gradients = [p.grad for part in step.parts.values() for p in part if p.numel()]
@@ -260,7 +265,7 @@ def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str
         values.append(f"{name} {metric:.0f}" if metric.is_integer() else f"{name} {metric:.4g}")
     if losses.metrics.get("triplets") == 0:
         warnings.append(
-            f"in phase '{phase.name}' the batch has no triplet that the generator could change."
+            f"in phase '{phase.name}' the batch has no triplet for the generator to work on."
         )
     if not changes:
         mined = losses.metrics.get("mined")
@@ -273,9 +278,10 @@ def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str
 
 
 def smaller(recipe: Recipe) -> Sampler:
-    """Return `[sampler]` for the batches to try; large ones become smaller.
+    """Return the `[sampler]` for the batches to try.
 
-    They first have fewer items per class, then fewer classes.
+    Batches larger than `WHOLE` are made smaller, by fewer items per class and then by fewer
+    classes.
     """
     sampler, size = recipe.sampler, WHOLE // 2 // recipe.augmentation.views
     if recipe.batch_size <= WHOLE:
@@ -287,15 +293,15 @@ def smaller(recipe: Recipe) -> Sampler:
 
 
 def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
-    """Return a batch's losses, and compute the gradients of the parts that train."""
+    """Compute a batch's losses and the gradients of the parts that train; return the losses."""
     step.zero_grad()
     try:
         losses = step.losses(batch, labels)
         losses.refuse()
     except DataError as error:
         raise DataError(
-            f"One batch in phase '{step.phase.name}' was tried, and {str(error).rstrip('.')}. Check"
-            " the data and the parameters."
+            f"On a trial batch of phase '{step.phase.name}', {str(error).rstrip('.')}. Check the"
+            " data and the recipe's parameters."
         ) from error
     step.backward(losses)
     return losses

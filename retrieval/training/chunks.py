@@ -3,8 +3,8 @@
 A loss of pairs needs all embeddings of a batch at once, but not the activations that led to them.
 Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (RepL4NLP
 2021), embed the batch chunk by chunk without a graph, compute the gradient of the loss with respect
-to the embeddings, and embed each chunk again to propagate that gradient to the weights. Here
-torch's activation checkpointing does this for each chunk, so the rest of a step needs no change.
+to the embeddings, and embed each chunk again to propagate that gradient to the weights. Here,
+torch's activation checkpointing recomputes each chunk, so the rest of a step is as without chunks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def in_little_memory(
 ) -> tuple[Tensor, Tensor]:
     """Return `forward(rows)` without keeping activations; backward computes them again.
 
-    The second computation uses the same random numbers (dropout) and buffers (batch norm's running
-    statistics) as the first, and changes neither.
+    The recomputation uses the same random numbers (for dropout) and the same buffers (batch norm's
+    running statistics) as the first computation, and leaves both as they were before it.
     """
     buffers = [
         buffer
@@ -42,7 +42,8 @@ def in_little_memory(
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _holding(buffers, before)
 
-    # torch stops a recomputation early by an exception, which the checks of parts would catch
+    # To stop a recomputation early, torch raises an exception, which `calling` around a plugin's
+    # part would report as the part's error.
     with set_checkpoint_early_stop(False):
         parts: tuple[Tensor, Tensor] = checkpoint(
             forward, rows, use_reentrant=False, context_fn=contexts
@@ -52,7 +53,7 @@ def in_little_memory(
 
 @contextmanager
 def _holding(buffers: list[Tensor], values: list[Tensor]) -> Iterator[None]:
-    """Context manager that sets buffers to other values and restores their own at the end."""
+    """Context manager that sets buffers to `values` and restores their contents at the end."""
     own = [buffer.clone() for buffer in buffers]
     _fill(buffers, values)
     try:

@@ -1,6 +1,6 @@
 """Training one model in several processes: batch norm, gradients and the loss.
 
-Each process has a share of the batch's rows.
+Each process computes on its own share of the batch's rows, on its own device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from retrieval.recipe.read import Recipe
 
 NOT_SYNCHRONISED = (
     "batch norm takes its mean and variance from each process's own share of the batch, so this run"
-    " of {processes} processes is not what one process would train. [train] sync_batch_norm = true"
+    " of {processes} processes differs from a run of one process. [train] sync_batch_norm = true"
     " takes them from the whole batch."
 )
 """Warning for a run of several processes that trains batch norm without synchronisation."""
@@ -43,15 +43,15 @@ def trains_batch_norm(model: Model, recipe: Recipe) -> bool:
 class WholeBatch(TorchFunctionMode):
     """Mode in which batch norm in training uses the mean and variance of all processes' rows.
 
-    It replaces the function `torch.nn.functional.batch_norm`, not modules: it also reaches the
-    layers of timm, and the saved model stays as it is. Every process must call the same layers in
-    the same order, on the device of its process group.
+    The mode replaces the function `torch.nn.functional.batch_norm` rather than modules, so it
+    reaches the layers of timm too, and the saved model does not change. Every process must call the
+    same layers in the same order, on the device of its process group.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch; batch norm runs over the whole batch."""
+        """Call a function of torch, with batch norm computed over all processes' rows."""
         kwargs = kwargs or {}
         if func is functional.batch_norm:
             return _batch_norm(*args, **kwargs)
@@ -68,9 +68,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm`, in training over all processes' rows.
+    """`torch.nn.functional.batch_norm`, computed in training over all processes' rows.
 
-    The gradient of `input` is that of the sum of all processes' objectives.
+    The gradient with respect to `input` is that of the sum of all processes' objectives.
     """
     if not training:
         return functional.batch_norm(
@@ -80,9 +80,9 @@ def _batch_norm(
     shape, rows = [1, x.shape[1], *([1] * (x.ndim - 2))], [0, *range(2, x.ndim)]
     count = _summed(x.new_tensor(x.numel() / max(1, x.shape[1])))
     mean = _Sum.apply(x.sum(rows)) / count
-    apart = x - mean.view(shape)
-    variance = _Sum.apply(apart.square().sum(rows)) / count
-    y = apart * torch.rsqrt(variance + eps).view(shape)
+    centred = x - mean.view(shape)
+    variance = _Sum.apply(centred.square().sum(rows)) / count
+    y = centred * torch.rsqrt(variance + eps).view(shape)
     y = y if weight is None else y * weight.to(x.dtype).view(shape)
     y = y if bias is None else y + bias.to(x.dtype).view(shape)
     with torch.no_grad():
@@ -96,7 +96,7 @@ def _batch_norm(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all processes, whose gradient is the sum of theirs."""
+    """Sum of a tensor over all processes; the gradient is summed over all processes as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The rows of all processes; a row's gradient is summed over the processes."""
+    """Rows of all processes in order; a row's gradient is summed over all processes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -139,11 +139,11 @@ def _gathered(x: Tensor) -> list[Tensor]:
 
 
 class Devices:
-    """The processes that share each batch, seen from one of them.
+    """The processes that share each batch, as seen from one of them.
 
-    Every process computes its own gradients, and `reduce_gradients` replaces them by their mean. A
-    gradient must therefore be either the same whole one in all processes, or this process's part
-    times the number of processes.
+    Every process computes gradients, and `reduce_gradients` replaces them with their mean over the
+    processes. Before that, a gradient must therefore be either the whole gradient, computed alike
+    in all processes, or the part of this process times the number of processes.
 
     Args:
         accelerator: the `Accelerator` that made the process group.
@@ -157,20 +157,21 @@ class Devices:
         self.world, self.rank = int(accelerator.num_processes), int(accelerator.process_index)
 
     def share(self, x: Tensor) -> Tensor:
-        """Return all processes' rows in order; gradients reach this process's own rows.
+        """Return all processes' rows in order; gradients flow only to this process's own rows.
 
-        Use it for an objective of the whole batch that every process computes. The gradient of this
-        process's rows is multiplied by the number of processes.
+        Use this for an objective of the whole batch that every process computes. The gradient of
+        this process's rows is multiplied by the number of processes; see `Devices`.
         """
         rows = _gathered(x)
         if x.is_floating_point():
+            # the value of `x`, with its gradient times the number of processes
             rows[self.rank] = x.detach() + self.world * (x - x.detach())
         return torch.cat(rows)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return all processes' rows in order; gradients of every objective reach all rows.
+        """Return all processes' rows in order; gradients flow to the rows of every process.
 
-        Use it if each process computes a part of the objective.
+        Use this if each process computes a part of the objective.
         """
         rows: Tensor = _Gather.apply(x)
         return rows
@@ -180,15 +181,17 @@ class Devices:
         return _summed(x)
 
     def part(self, value: Tensor, part: Tensor) -> Tensor:
-        """Return `value` with the gradient of `part`, this process's share of it."""
+        """Return `value` with the gradient of `part`, which is this process's part of `value`."""
         return value + self.world * (part - part.detach())
 
     def reduce_gradients(
         self, parameters: Sequence[Parameter], divided: Collection[int] = ()
     ) -> None:
-        """Replace each parameter's gradient by the mean over all processes.
+        """Replace each parameter's gradient with its mean over all processes.
 
-        A missing gradient counts as zero if another process has one.
+        If only some processes have a gradient for a parameter, it counts as zero in the others. The
+        gradients of `divided` parameters, by id, are only divided by the number of processes: each
+        process holds different rows of these parameters.
         """
         if not parameters:
             return
@@ -210,7 +213,10 @@ class Devices:
             gradient /= self.world
 
     def clip(self, parameters: Sequence[Parameter], divided: Collection[int], limit: float) -> None:
-        """Scale gradients so that their norm over all processes' rows is at most `limit`."""
+        """Scale gradients so that their norm, rows of all processes included, is at most `limit`.
+
+        `divided` holds the ids of the parameters of which each process has only some rows.
+        """
         squares = parameters[0].new_zeros(2)
         for parameter in parameters:
             if parameter.grad is not None:
@@ -222,10 +228,10 @@ class Devices:
 
 
 PLAIN = 2**20
-"""Largest matrix of a process's rows × the batch that is computed at once, in numbers.
+"""Largest number of entries of a matrix (a process's rows × the batch) that is computed at once.
 
-A loss keeps about ten such matrices, 40 MB. Larger ones are computed in blocks, each twice, which
-takes more than 1.5 times the processor time.
+A loss keeps about ten such matrices in memory, 40 MB. Larger matrices are computed in blocks. Each
+block is computed twice, which takes more than 1.5 times the processor time.
 """
 
 
@@ -239,16 +245,17 @@ def divided_loss(
 ) -> Tensor:
     """Return the loss of the whole batch, with the gradient of this process's part.
 
-    A loss that divides by anchors compares a process's rows with the batch at once if that takes at
-    most `PLAIN` numbers. Otherwise it works in blocks and recomputes each in the backward pass. The
-    matrices in memory then have at most `PLAIN` numbers, or R² if that is more.
+    A loss that is divided by anchors compares a process's rows, its anchors, with the whole batch.
+    If the matrix has more than `PLAIN` entries, the rows are processed in blocks that are
+    recomputed in the backward pass. A matrix in memory then has at most `PLAIN` entries, or R² if
+    that is more.
 
     Args:
         loss: the loss.
-        kind: how the loss can be divided.
-        codes: this process's codes (R, C).
+        kind: how the loss can be divided; see `retrieval.model.rows`.
+        codes: this process's codes (R, C), the outputs of the head.
         labels: this process's labels (R,).
-        indices: the miner's picks in the whole batch, if there is a miner.
+        indices: the pairs or triplets that the miner picked in the whole batch, if there is one.
         devices: the processes.
     """
     if kind == "classes":
@@ -270,7 +277,7 @@ def divided_loss(
 def _by_blocks(
     loss: Any, codes: Tensor, labels: Tensor, indices: TripletIndices | None, devices: Devices
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums and counts of this process's anchors."""
+    """Return the loss's sums over this process's anchors, and the numbers of terms in them."""
     whole = devices.gather(codes), devices.gather(labels)
     first, rows = devices.rank * len(codes), len(codes)
     size = min(rows, max(-(-rows // devices.world), PLAIN // _numbers_of_row(whole[0], indices)))
@@ -297,6 +304,6 @@ def _by_blocks(
 
 
 def _numbers_of_row(every: Tensor, indices: TripletIndices | None) -> int:
-    """Return how many numbers a row is compared with: the batch's items, or its triplets."""
+    """Return the entries per row of the loss's matrices: the batch's items, or triplets if more."""
     picked = 0 if indices is None else len(indices[0]) // len(every)
     return max(len(every), picked)

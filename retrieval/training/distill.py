@@ -35,10 +35,10 @@ from retrieval.training.trainer import train
 DIMENSIONS = 128
 """Default dimension of a student's embeddings."""
 _HELD_OUT, _MOST_HELD_OUT = 0.05, 1000
-"""Share, and largest number, of the photos that are held out to measure the agreement."""
+"""Share of the photos that is held out to measure the agreement, and the largest number of them."""
 _FEWEST_PHOTOS = 128
 _TIMED = 64
-"""Number of photos that time the teacher."""
+"""Number of photos with which the teacher's speed is measured."""
 _BLOCK = 4096
 """Number of photos that the teacher embeds between two saves."""
 _NEIGHBOURS = 10
@@ -54,10 +54,12 @@ class Distillation:
         bundle: the student's bundle.
         run: the student's run.
         trained: number of photos that the student was trained on.
-        held_out: number of held-out photos, on which the following were measured.
-        cosine: mean cosine between the student's and the teacher's embeddings.
-        neighbours: share of the teacher's ten nearest photos that the student finds too.
-        images_per_second: photos per second that the student and the teacher embed.
+        held_out: number of held-out photos, with which the next three values were measured.
+        cosine: mean cosine between the student's embeddings and the teacher's reduced ones.
+        neighbours: mean share of a photo's ten nearest photos by the teacher that are among the ten
+            nearest by the student.
+        images_per_second: photos per second that the student embeds, and those that the teacher
+            embeds.
     """
 
     bundle: Path
@@ -73,8 +75,8 @@ class Distillation:
         return (
             f"{self.bundle}: trained on {self.trained:,} photos. On {self.held_out:,} others the"
             f" mean cosine to the teacher's embeddings is {self.cosine:.3f}, and the student finds"
-            f" {self.neighbours:.0%} of the teacher's {_NEIGHBOURS} nearest photos. It embeds"
-            f" {student:,.0f} photos a second, the teacher {teacher:,.0f}."
+            f" {self.neighbours:.0%} of the teacher's {_NEIGHBOURS} nearest photos. The student"
+            f" embeds {student:,.0f} photos a second, the teacher {teacher:,.0f}."
         )
 
 
@@ -106,10 +108,12 @@ def distill(
         teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
         photos: a folder of photos; photos that cannot be read are skipped and logged.
         output: folder of the student's bundle.
-        run: folder to work in. It keeps `photos.csv`, the teacher's embeddings and the run.
+        run: working folder, which keeps `photos.csv`, the teacher's embeddings and the training
+            run.
         student: the student's backbone.
-        labels: whether the student also learns labels, the names of the photos' folders.
-        dimensions: dimension of the student's embeddings, at most the teacher's.
+        labels: whether the student also learns from labels, which are the names of the photos'
+            folders.
+        dimensions: dimension of the student's embeddings; the teacher's dimension if that is less.
         epochs: number of epochs.
         overrides: changes to the recipe, such as `"backbone.size=96"`.
         plugins: further plugin files or modules.
@@ -131,7 +135,7 @@ def distill(
     name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
     training, held_out = _apart(len(files))
     width = min(dimensions, teacher.encode(files[0], progress=False).shape[1])
-    # before the teacher's hours, since a change may not fit
+    # The recipe is checked before the teacher works for hours, because an override may be wrong.
     recipe = read_recipe(
         _recipe(work, student, width, epochs, len(training), labels), overrides, plugins
     )
@@ -178,17 +182,17 @@ def _encoder(teacher: StrPath, plugins: Sequence[str]) -> Encoder:
 
 
 def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
-    """Return the readable photos of a folder, and the class of each.
+    """Return the readable photos of a folder, and the class of each photo.
 
-    With `labels` the class is the name of the photo's folder.
+    With `labels`, the class is the name of the photo's folder; otherwise it has no meaning.
     """
     images = find_images(folder).images
     files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
     if len(files) < _FEWEST_PHOTOS:
         raise DataError(
             f"{folder} holds {len(files):,} photos, too few to learn a model's embeddings from."
-            f" Name a folder with at least {_FEWEST_PHOTOS} photos, better thousands; they need no"
-            " labels."
+            f" Name a folder with at least {_FEWEST_PHOTOS} photos, better with thousands; they"
+            " need no labels."
         )
     # the split needs classes; without `labels` the loss ignores them
     return files, [file.parent.name if labels else f"{i % 2}" for i, file in enumerate(files)]
@@ -233,7 +237,7 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
 
 
 def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embeddings:
-    """Return the teacher's embeddings (N, D); each block is saved, so a resumed run reuses it."""
+    """Return the teacher's embeddings (N, D); a resumed run reuses the blocks saved so far."""
     blocks = []
     for start in range(0, len(files), _BLOCK):
         kept = folder / f"{start:09}.npy"
@@ -246,7 +250,10 @@ def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embedd
 
 
 def _basis(vectors: Embeddings, dimensions: int) -> Embeddings:
-    """Return the projection (D, C) that keeps most of the inner products (Eckart & Young, 1936)."""
+    """Return the projection from D to `dimensions` columns that best keeps the inner products.
+
+    Its columns are the leading eigenvectors of the second-moment matrix (Eckart & Young, 1936).
+    """
     _, directions = np.linalg.eigh(vectors.T.astype(np.float64) @ vectors)
     basis: Embeddings = directions[:, ::-1][:, :dimensions].astype(np.float32)
     return basis
@@ -295,7 +302,7 @@ def _timed(encoder: Encoder, files: Sequence[Path]) -> tuple[Embeddings, float]:
 
 
 def _overlap(student: Embeddings, teacher: Embeddings) -> float:
-    """Return the share of the teacher's nearest neighbours that the student finds too."""
+    """Return the mean share of the teacher's nearest neighbours that the student finds too."""
     nearest = []
     for vectors in (student, teacher):
         similarities = vectors @ vectors.T

@@ -1,4 +1,4 @@
-"""Groups of parameters: what a phase trains, at which learning rate and weight decay."""
+"""Groups of parameters: what a phase trains, and with which learning rate and weight decay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
 
     Attributes:
         name: full name, such as `backbone.stages.0.weight`.
-        part: the part that owns it; a miner's parameters belong to the loss.
+        part: the part that owns the parameter; a miner's parameters belong to the loss.
         stage: the backbone's stage, counted from 1 at the input; 0 outside the backbone.
         dimensions: number of dimensions.
     """
@@ -52,8 +52,9 @@ def stages(network: nn.Module, name: str = "") -> list[list[str]]:
     """Return the names of a network's parameters, one list per stage, starting at the input.
 
     If the network has one sequence of blocks (EfficientNet, transformers), each block is a stage.
-    Otherwise each direct child is one (`layer1` to `layer4` of a ResNet). Norms and single
-    parameters between stages belong to the stage before them.
+    Otherwise each direct child is a stage (`layer1` to `layer4` of a ResNet). Norms between stages
+    belong to the stage before them. The network's own parameters, such as a class token, belong to
+    its first stage.
     """
     children = [(key, part) for key, part in network.named_children() if _size(part)]
     sequences = [part for _, part in children if _is_sequence(part)]
@@ -84,7 +85,8 @@ def _is_sequence(module: nn.Module) -> bool:
     blocks = [
         block
         for block in module.children()
-        if any(True for _ in block.children()) and not hasattr(block, "base_layer")  # of PEFT
+        # PEFT's wrapper of a single layer has children and a `base_layer`
+        if any(True for _ in block.children()) and not hasattr(block, "base_layer")
     ]
     return isinstance(module, nn.Sequential | nn.ModuleList) and bool(blocks)
 
@@ -99,11 +101,11 @@ class Groups:
     Args:
         recipe: the recipe.
         model: the model.
-        objective: its loss, miner and generator.
-        parts: the parameters of each part, without repetition.
+        objective: the loss, miner and generator.
+        parts: the parameters of each part; each parameter is listed once.
 
     Raises:
-        RecipeError: a selector of the recipe covers no parameter.
+        RecipeError: a stage or name pattern of the recipe covers no parameter.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Groups:
         self._refuse_idle()
 
     def frozen(self, phase: Phase) -> set[int]:
-        """Return the ids of parameters that `freeze` or `[lora]` keeps fixed in a phase."""
+        """Return the ids of the parameters that `freeze` or `[lora]` keeps fixed in a phase."""
         return {
             number
             for number, entry in self.entries.items()
@@ -138,7 +140,14 @@ class Groups:
     def of(
         self, section: Optimizer, part: Trainable, lr: float, frozen: set[int]
     ) -> Iterator[dict[str, Any]]:
-        """Yield a part's parameter groups for the optimiser, by increasing learning rate."""
+        """Yield a part's parameter groups for the optimiser, by increasing learning rate.
+
+        Args:
+            section: the optimiser's table in the recipe.
+            part: the part.
+            lr: learning rate that the factors of `section` multiply.
+            frozen: ids of parameters to leave out.
+        """
         groups: dict[tuple[float, float | None], list[Parameter]] = {}
         for parameter in self.parts[part]:
             if id(parameter) in frozen:
@@ -159,7 +168,10 @@ class Groups:
             }
 
     def _refuse_idle(self) -> None:
-        """Refuse stages and patterns that cover no parameter; a named part may have none."""
+        """Refuse stages and patterns that cover no parameter.
+
+        A selector that names a part is allowed even if the part has no parameters.
+        """
         sections = {"[optimizer]": self.recipe.optimizer}
         if self.recipe.generator_optimizer:
             sections["[generator_optimizer]"] = self.recipe.generator_optimizer
@@ -174,7 +186,9 @@ class Groups:
         for where, selector in written:
             number = int(selector.partition(":")[2] or 0)
             if number > self.stages:
-                problems.append(f"{where}: {selector}, but the backbone has {self.stages} stages.")
+                problems.append(
+                    f"{where}: {selector}, but the backbone has only {self.stages} stages."
+                )
             elif any(sign in selector for sign in ".*?[") and not any(
                 entry.fits(selector) for entry in self.entries.values()
             ):

@@ -1,4 +1,4 @@
-"""Runs without training steps: a fitted scikit-learn learner, or a model with nothing to train."""
+"""Runs without training steps: with a learner (a fitted estimator), or with nothing to train."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def fit_learner(
         )
     except ValueError as refused:
         raise DataError(
-            f"{name} refuses the training features: {str(refused).rstrip('.')}."
+            f"The learner {name} refuses the training features: {str(refused).rstrip('.')}."
         ) from refused
     seconds = time.perf_counter() - started
     head, combiner = model_parts(learner, name, model.backbone.features)
@@ -121,27 +121,27 @@ def _verify(run: Run, features: NDArray[np.float32]) -> None:
     with torch.inference_mode():
         if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
             raise PluginError(
-                f"{run.recipe.learner and run.recipe.learner.name} keeps what it learned in"
-                " something else than arrays and numbers named like `components_`, so it cannot be"
-                " saved. Its fitted attributes must be enough for to_model_parts()."
+                f"The learner {run.recipe.learner and run.recipe.learner.name} cannot be saved: the"
+                " model differs after loading. All that to_model_parts() needs must be stored in"
+                " arrays, numbers or text whose names end with an underscore, like `components_`."
             )
 
 
 def random_frozen(recipe: Recipe, dataset: Dataset) -> list[str]:
-    """Return a warning if the recipe takes features of a backbone whose weights are random."""
+    """Return a warning if the backbone is not trained and its weights are random, else nothing."""
     if not (recipe.backbone.frozen or recipe.learner is not None):
         return []
     drawn = drawn_at_random(recipe, dataset)
     if not drawn:
         return []
     return [
-        f"[backbone] {recipe.backbone.name} is frozen, and its weights are random:"
-        f" {len(drawn)} tensors differ under another seed, as '{drawn[0]}' does. Ask for pretrained"
-        " weights, start from a run ([train] start_from), or let it train."
+        f"[backbone] {recipe.backbone.name} is frozen, but its weights are random: {len(drawn)}"
+        f" tensors depend on the seed, such as '{drawn[0]}'. Use pretrained weights, start from a"
+        " run ([train] start_from), or train the backbone."
     ]
 
 
-NOTHING = "The model has nothing to train: its features are taken as they are."
+NOTHING = "The model has nothing to train: the backbone's features are used as they are."
 
 
 def nothing_to_train(run: Run) -> bool:
@@ -152,7 +152,7 @@ def nothing_to_train(run: Run) -> bool:
 
 
 def write_untrained(run: Run, report: Callable[[str], None], *, replace: bool, resume: bool) -> Run:
-    """Write a run without training; it can be evaluated and exported.
+    """Write a run of an untrained model, which can be evaluated and exported.
 
     Raises:
         DataError: see `begin_folder`.

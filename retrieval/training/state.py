@@ -1,4 +1,8 @@
-"""The checkpoint to resume from: everything that the next step needs besides recipe and data."""
+"""Checkpoints to resume from: all that the next step needs besides the recipe and the data.
+
+A loss can divide parameters over several processes, so that each holds only some of their rows. A
+checkpoint stores these rows in one extra file per process.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +24,11 @@ from retrieval.training.optim import Average
 from retrieval.training.step import Step
 
 PATTERN = "shard-*.safetensors"
-"""Names of the files of divided parameters, next to the checkpoint."""
+"""Names of the files that hold the rows of divided parameters, next to the checkpoint."""
 
 
 class Shares:
-    """The rows of divided parameters, which each process keeps in a file of its own."""
+    """Moves rows of divided parameters between a checkpoint's state and one file per process."""
 
     def __init__(self, folder: Path, step: Step) -> None:
         self.folder, self.step = folder, step
@@ -35,9 +39,9 @@ class Shares:
         return bool(self.shards)
 
     def write(self, state: dict[str, Any], progress: Position) -> list[str]:
-        """Move this process's rows from a state to a file; return the files of all processes.
+        """Move this process's rows from a state to a file.
 
-        The state records the names of the files.
+        Return the names of all processes' files, which the state records too.
         """
         accelerator = self.step.accelerator
         names = [
@@ -55,6 +59,8 @@ class Shares:
     def read(self, state: dict[str, Any]) -> None:
         """Put this process's rows back into a state, from the files that hold them.
 
+        The files may have been written by another number of processes.
+
         Raises:
             DataError: a file is missing or damaged, or a parameter had another number of rows.
         """
@@ -62,8 +68,8 @@ class Shares:
         whole = {name: shard.whole for name, shard in self.shards.items()}
         if kept["rows"] != whole:
             raise DataError(
-                f"The checkpoint in {self.folder} has divided parameters of {kept['rows']} rows,"
-                f" and the recipe's have {whole}."
+                f"The checkpoint in {self.folder} does not fit the recipe. Rows of divided"
+                f" parameters in the checkpoint: {kept['rows']}; in the recipe: {whole}."
             )
         files, world = kept["files"], len(kept["files"])
         parts_of: dict[str, list[Tensor]] = {}
@@ -88,13 +94,17 @@ class Shares:
                 )
 
     def forget(self, kept: list[str]) -> None:
-        """Remove all files of rows but `kept`."""
+        """Remove all files of rows except those named in `kept`."""
         for file in self.folder.glob(PATTERN):
             if file.name not in kept:
                 file.unlink(missing_ok=True)
 
     def _places(self, state: dict[str, Any]) -> list[tuple[str, dict[Any, Any], Any]]:
-        """Return the place, dictionary and key of each tensor of divided rows in a state."""
+        """Return where a state holds each tensor of divided rows.
+
+        A tensor's entry is its path in the file of rows, and the dictionary and key in the state
+        that hold it.
+        """
         places: list[tuple[str, dict[Any, Any], Any]] = []
         for name in self.shards:
             module, _, own = name.partition(".")
@@ -113,9 +123,10 @@ class Shares:
                     if isinstance(value, Tensor) and value.ndim:
                         if value.shape != shape:
                             raise DataError(
-                                f"[optimizer]: its state '{key}' of the divided {name} has the"
-                                f" shape {tuple(value.shape)} and is not of rows, so it cannot be"
-                                " kept. Use SGD, Adam or AdamW."
+                                f"[optimizer]: {name} is divided over processes by rows, but the"
+                                f" optimiser's state '{key}' of it has the shape"
+                                f" {tuple(value.shape)}, so it cannot be saved. Use SGD, Adam or"
+                                " AdamW."
                             )
                         places.append((f"{optimizer}/{name}/{key}", entry, key))
         return places
@@ -129,7 +140,7 @@ class Shares:
 
 
 def _cut(own: Shard, file: Shard) -> slice | None:
-    """Return the rows of a file that belong to this process, or `None`."""
+    """Return which rows of a file belong to this process, or `None` if none do."""
     start, stop = max(own.start, file.start), min(own.stop, file.stop)
     return slice(start - file.start, stop - file.start) if start < stop else None
 
@@ -137,17 +148,19 @@ def _cut(own: Shard, file: Shard) -> slice | None:
 def save(
     run: Run, step: Step, average: Average, progress: Position, before: Sequence[str] = ()
 ) -> list[str]:
-    """Write the checkpoint to resume from; every process calls it and writes its own rows.
+    """Write the checkpoint to resume from.
+
+    Every process must call this function, because each writes its own rows of divided parameters.
 
     Args:
         run: the run.
         step: the current phase's optimisers and schedules.
         average: the current phase's average of the weights.
         progress: how far training has come.
-        before: the files of rows of the previous checkpoint, which are kept.
+        before: the previous checkpoint's files of rows, which are kept; older ones are removed.
 
     Returns:
-        The files of rows of this checkpoint.
+        The names of this checkpoint's files of rows.
     """
     accelerator, shares = step.accelerator, Shares(run.last.parent, step)
     if not (accelerator.is_main_process or shares):
@@ -177,7 +190,7 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> list[
     """Restore a checkpoint that `save` wrote, except for the progress.
 
     Returns:
-        The files of rows of the checkpoint.
+        The names of the checkpoint's files of rows.
 
     Raises:
         DataError: the checkpoint belongs to another recipe or plugin.

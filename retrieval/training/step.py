@@ -1,9 +1,10 @@
 """One training step: the losses of real and synthetic samples, their gradients, the update.
 
-The metric (backbone, head, combiner, loss) and the generator are two sides, each with an optimiser.
-With `coupling = "separate"`, each objective changes only the parameters of its own side. The loss
-trains the backbone through the synthetic samples too, but not the generator. The gradient of the
-generator's objective passes through the metric without changing it.
+A generator makes synthetic samples from triplets of real ones. The metric (backbone, head, combiner
+and loss) is one side of the training, the generator the other; each has its own optimiser and its
+own objective. With `coupling = "separate"`, an objective changes only the parameters of its own
+side: the loss trains the backbone through the synthetic samples too, but not the generator, and the
+gradient of the generator's objective passes through the metric without changing it.
 """
 
 from __future__ import annotations
@@ -52,13 +53,14 @@ from retrieval.training.synthetic import Made, Metrics, choose_triplets, classma
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch after its forward pass.
+    """A batch of B items after its forward pass, of all processes together.
 
     Attributes:
-        features: (B, F), only this process's rows unless the recipe has a generator.
-        codes: (B, C).
+        features: (B, F), the backbone's outputs; only this process's rows if the recipe has no
+            generator.
+        codes: (B, C), the head's outputs.
         labels: (B,).
-        indices: the miner's picks; `None` without a miner.
+        indices: the pairs or triplets that the miner picked; `None` without a miner.
         own: the combiner's own objective, if it has one.
         metrics: metrics for the log.
     """
@@ -73,13 +75,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Losses:
-    """One batch's loss of each side, and metrics for the log.
+    """The losses of both sides on one batch, and metrics for the log.
 
     Attributes:
         metric: the loss of the metric side, if it trains.
         generator: the generator's objective, if it trains.
         metrics: metrics for the log.
-        watched: numbers that must be finite, each with its error message (`{}` is the number).
+        watched: numbers that must be finite, each with an error message in which `{}` stands for
+            the number.
     """
 
     metric: Tensor | None
@@ -93,7 +96,7 @@ class Losses:
         return {**self.metrics, **{k: v.detach() for k, v in losses.items() if v is not None}}
 
     def refuse(self) -> None:
-        """Refuse NaN and infinity; waits for the device.
+        """Raise an error if a watched number is NaN or infinite; waits for the device.
 
         Raises:
             DataError: a loss or a synthetic feature is not finite.
@@ -115,8 +118,8 @@ class Step:
 
     Args:
         model: the model to train.
-        objective: its loss, miner and generator.
-        recipe: source of weights, coupling, optimisers and schedule.
+        objective: the loss, miner and generator.
+        recipe: the recipe; its loss weights, coupling, optimisers and schedule are used.
         phase: the phase, which lists the parts that train.
         steps: number of steps in an epoch.
         accelerator: Accelerate's `Accelerator`, for autocast and for several processes.
@@ -125,14 +128,14 @@ class Step:
             not prepare the optimisers.
 
     Attributes:
-        parts: the parameters of each part, without repetition.
+        parts: the parameters of each part; each parameter is listed once.
         trains: the parts that train.
         optimizers: the optimisers of the sides that train, "metric" and "generator".
         schedules: the schedule of each optimiser.
         devices: the processes that share each batch; `None` if there is only this one.
         statistics: context of the forward and backward pass, for batch norm.
-        who: each part's name in messages.
-        rows: how several processes divide the loss; `None` if each computes the whole loss.
+        who: the name of each part in messages.
+        rows: how several processes divide the loss; `None` if each process computes all of it.
         divided: the ids of parameters whose rows are divided over the processes.
 
     Raises:
@@ -178,9 +181,10 @@ class Step:
         self.rows = self._rows()
         if recipe.augmentation.mix is not None and not compares_with_classes(objective.loss):
             raise RecipeError(
-                f'[augmentation] mix = "{recipe.augmentation.mix}": the {self.who["loss"]}'
-                " compares items with one another, so an item cannot have two classes. Use a"
-                " loss that compares items with classes, such as pml.arc_face, or remove mix."
+                f'[augmentation] mix = "{recipe.augmentation.mix}" gives an item two classes, but'
+                f" the {self.who['loss']} compares items with one another and needs one class per"
+                " item. Use a loss that compares items with classes, such as pml.arc_face, or"
+                " remove mix."
             )
         self.optimizers = build_optimizers(recipe, phase, groups, frozen)
         self.schedules = schedules_of(recipe, phase, self.optimizers, steps)
@@ -200,8 +204,8 @@ class Step:
         rows = rows_of(self.objective.loss, self.objective.miner is not None)
         if self.divided and rows != "classes":
             raise RecipeError(
-                "[loss]: one of its parts divides its weights over processes. Only the recipe's"
-                " loss itself can do that."
+                "[loss]: a part inside the loss divides its weights over processes. Only the"
+                " recipe's loss itself can do that."
             )
         if self.divided and self.accelerator.scaler is not None:
             raise RecipeError(
@@ -220,7 +224,7 @@ class Step:
         try:
             self.backward(losses)
         except RetrievalError:
-            losses.refuse()  # NaN may be the cause
+            losses.refuse()  # if NaN is the cause, its message is clearer
             raise
         self.update()
         return losses
@@ -230,14 +234,14 @@ class Step:
 
         Args:
             inputs: this process's share of the batch.
-            labels: one int64 label per image, or two and a weight if images are mixed.
+            labels: one int64 label per image; if images are mixed, two labels and a weight.
 
         Raises:
-            PluginError: a part breaks its contract. NaN is left to `Losses.refuse`.
+            PluginError: a part breaks its contract. For NaN, call `Losses.refuse` on the result.
         """
         self._watched: list[tuple[Tensor, str]] = []
         features, codes = self._codes(inputs)
-        # losses subtract numbers that are nearly equal, so they always run in float32
+        # losses subtract numbers that are nearly equal, so they are always computed in float32
         if isinstance(labels, MixedLabels):
             return self._mixed(codes.float(), labels)
         if self.rows is not None:
@@ -256,13 +260,13 @@ class Step:
             optimizer.zero_grad(set_to_none=True)
 
     def backward(self, losses: Losses) -> None:
-        """Compute the gradients: of each side's own objective, or of their sum if `joint`."""
+        """Compute the gradients of each side's own objective, or of their sum if `joint`."""
         metric, generator = losses.metric, losses.generator
         metric_side, generator_side = self._sides()
-        rest = metric_side
+        metric_inputs = metric_side
         if self.train_table.coupling == "joint" and metric is not None and generator is not None:
             metric, generator = metric + generator, None
-            rest = metric_side + generator_side
+            metric_inputs = metric_side + generator_side
         if generator is not None:
             keep = metric is not None and metric.requires_grad
             with calling(f"The gradient of {self.who['generator']}"):
@@ -272,9 +276,9 @@ class Step:
             for parameter, gradient in zip(generator_side, gradients, strict=True):
                 parameter.grad = gradient
         if metric is not None and metric.requires_grad:
-            # gradient checkpointing recomputes layers here, batch norm included
+            # `statistics` is needed because gradient checkpointing recomputes batch norm here
             with calling(f"The gradient of {self.who['loss']}"), self.statistics():
-                self.accelerator.backward(metric, inputs=rest)
+                self.accelerator.backward(metric, inputs=metric_inputs)
         if self.devices is not None:
             self.devices.reduce_gradients(metric_side + generator_side, self.divided)
 
@@ -298,9 +302,9 @@ class Step:
     # ------------------------------------------------------------------------------
 
     def _shared(self, features: Tensor, codes: Tensor, labels: Tensor) -> Batch:
-        """Return the rows of all processes, the miner's indices and the combiner's objective.
+        """Return a batch: all processes' rows, the miner's indices and the combiner's objective.
 
-        Without a generator nothing uses `features`, so these are only this process's rows.
+        Only a generator uses `features`. Without one they stay this process's rows.
         """
         if self.devices is not None:
             codes, labels = self.devices.share(codes), self.devices.share(labels)
@@ -319,7 +323,7 @@ class Step:
         return Batch(features, codes, labels, indices, own, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
-        """Return the losses of a batch; several processes divide the work of the loss."""
+        """Return the losses of a batch whose loss the processes compute in parts."""
         indices, metrics, own = None, {}, None
         if self.objective.miner is not None or self.model.combiner is not None:
             batch = self._shared(codes, codes, labels)
@@ -334,7 +338,7 @@ class Step:
         return Losses(self._watch("loss", value), None, metrics, self._watched)
 
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
-        """Return the losses of mixed images, the weighted means over both labels."""
+        """Return the losses of mixed images: the weighted mean of the losses for both labels."""
 
         def of(own_labels: Tensor) -> Tensor | None:
             if self.rows is not None:
@@ -367,7 +371,7 @@ class Step:
         checked_rows(synthetic, who, like, rows.device, what)
         wrong = (synthetic.detach() * 0).sum()  # 0 if all numbers are finite, else NaN
         sentence = f"the generator's output became NaN or infinite ({self.who['generator']})"
-        if reads_at_once(rows.device):  # before the loss refuses what the generator has made
+        if reads_at_once(rows.device):  # before the loss raises an error that blames the loss
             refuse(float(wrong), sentence)
         self._watched.append((wrong, sentence))
         replaced = triplets[2 if generator.replaces == "negative" else 1]
@@ -407,7 +411,7 @@ class Step:
         return self._watch("loss", value)
 
     def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
-        """Return the generator's objective; `None` if it does not train or made no samples."""
+        """Return the generator's objective; `None` if it does not train or had no triplets."""
         generator, who = self.objective.generator, self._the("generator")
         if synthetic is None or generator is None or not len(synthetic.rows):
             return None
@@ -443,7 +447,7 @@ class Step:
         return self.train_table.mine == "after"
 
     def _watch(self, name: str, value: Tensor, part: str = "loss") -> Tensor:
-        """Return a loss, which must be finite."""
+        """Return a loss, and add it to the numbers that must be finite."""
         self._watched.append((value.detach(), f"{name} is {{}} ({self.who[part]})"))
         return value
 
@@ -495,7 +499,7 @@ class Step:
     def _loss(
         self, codes: Tensor, labels: Tensor, indices: TripletIndices | None, **reference: Tensor
     ) -> Tensor:
-        """Return the loss; only a miner's indices are passed on, not `None`."""
+        """Return the loss; without a miner it is called without indices."""
         with calling(self._the("loss"), hint=lambda: loss_sizes(self.objective, codes.shape[1])):
             picked = () if indices is None else (indices,)
             value = self.objective.loss(codes, labels, *picked, **reference)
@@ -516,10 +520,10 @@ class Step:
         for module in (*model.backbone.modules(), *model.head.modules()):
             parameters = [*module.parameters()]
             if parameters and not any(p.requires_grad for p in parameters):
-                module.eval()  # its batch statistics are kept as its weights are
+                module.eval()  # frozen weights keep their batch statistics too
 
     def end_epoch(self, monitored: float | None) -> None:
-        """Step the schedules that change once an epoch, some by the monitored metric."""
+        """Advance the schedules that change once an epoch; some use the monitored metric."""
         for schedule in self.schedules.values():
             schedule.epoch_end(monitored)
 

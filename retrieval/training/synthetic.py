@@ -1,4 +1,7 @@
-"""Adding synthetic samples to a batch: their triplets, and mining among real and synthetic ones."""
+"""Adding synthetic samples to a batch: choose their triplets, and mine among all samples.
+
+B counts the items of a batch, T the triplets and C the columns of codes, the outputs of the head.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ class Extended:
     """A batch followed by its synthetic samples.
 
     Attributes:
-        codes: (B + T, C), the batch first.
+        codes: (B + T, C), first the codes of the batch, then the synthetic ones.
         labels: (B + T,); a synthetic sample has the label of the sample that it replaces.
-        triplets: the triplets with synthetic positives or negatives, as rows of `codes`; anchors
-            are rows of the batch.
+        triplets: row numbers in `codes` of anchors, positives and negatives, each (T,). The
+            positives or the negatives are synthetic; anchors always belong to the batch.
         replaces: which member of a triplet a synthetic sample replaces.
     """
 
@@ -41,8 +44,8 @@ class Made:
     """The generator's synthetic samples for a batch.
 
     Attributes:
-        rows: (T, F), one synthetic row of features or codes per triplet.
-        triplets: the rows of their anchors, positives and negatives, each (T, F).
+        rows: (T, F), the synthetic features or codes, one row per triplet.
+        triplets: the features or codes of the anchors, positives and negatives, each (T, F).
         extended: the batch followed by the synthetic codes; `None` if the loss does not use them.
         indices: the triplets or pairs of the extended batch that the loss compares.
         metrics: metrics for the log.
@@ -64,7 +67,7 @@ def extend(
         codes: (B, C), the codes of the batch.
         labels: (B,), the labels of the batch.
         synthetic: (T, C), the code of one synthetic sample per triplet.
-        triplets: rows of the batch, each (T,).
+        triplets: row numbers in the batch of anchors, positives and negatives, each (T,).
         replaces: which member of a triplet a synthetic sample replaces.
     """
     a, p, n = triplets
@@ -83,9 +86,9 @@ def mine(
 ) -> TripletIndices:
     """Return a miner's picks among real and synthetic samples.
 
-    The label of a synthetic sample is that of the sample it replaces, not its own class. The miner
-    is therefore called once per class, so that a synthetic negative is never a positive, nor a
-    synthetic positive a negative. No item is its own positive.
+    A synthetic sample has the label of the sample that it replaces, but is not a true member of
+    that class. The miner is therefore called once per class, so that a synthetic negative never
+    serves as a positive, nor a synthetic positive as a negative. No item is its own positive.
 
     Args:
         miner: a miner that takes a reference set.
@@ -118,7 +121,7 @@ def mine(
 
 
 def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
-    """Return the miner's triplets; without a miner, each positive pair with a random negative."""
+    """Return the miner's triplets; without a miner, positive pairs with random negatives."""
     if indices is None:
         return _one_negative(labels)
     a, p, n = indices_utils.convert_to_triplets(indices, labels, t_per_anchor="all")
@@ -128,7 +131,8 @@ def choose_triplets(indices: TripletIndices | None, labels: Tensor) -> Triplets:
 def classmates_of(rows: Tensor, labels: Tensor) -> Tensor:
     """Return a random other item of each row's class, or the row itself if it is the only one."""
     weights = (labels[rows, None] == labels).float()
-    weights[torch.arange(len(rows), device=rows.device), rows] = 1e-12  # drawn only if alone
+    # an item's own weight is so small that it is drawn only if its class has no other item
+    weights[torch.arange(len(rows), device=rows.device), rows] = 1e-12
     return torch.multinomial(weights, 1).squeeze(1)
 
 

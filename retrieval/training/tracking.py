@@ -1,8 +1,8 @@
-"""Trackers of a run, such as Weights & Biases, which never stop training.
+"""Trackers, such as Weights & Biases, which log a run and never stop its training.
 
-Each tracker runs in its own thread, because a network may hang. If a tracker fails, the run reports
-it and continues without it. The run's folder keeps the trackers' run ids, so that a resumed run
-continues the same tracked run.
+Each tracker runs in its own thread, because its network connection may hang. If a tracker fails,
+the run reports the failure and continues without the tracker. The run's folder keeps the trackers'
+run ids, so that a resumed run continues the same tracked run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from retrieval.recipe.read import Recipe
 from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"
-"""File in the folder of a run or comparison: each tracker's run id, or its failure."""
+"""File in the folder of a run or comparison that holds each tracker's run id, or its failure."""
 PATIENCE = 30.0
 """Seconds to wait for a tracker at the end of a run."""
 FIRST_PATIENCE = 10.0
@@ -41,6 +41,13 @@ Tell = Callable[[str], None]
 class Tracking:
     """The trackers of one run, as a plugin with the hooks of training.
 
+    Args:
+        names: the trackers; see `full_name`.
+        plugins: the plugins that provide them.
+        tell: called with each message for the user.
+        name: the name of the tracked run, by default the recipe's.
+        group: name under which the trackers group the runs of a comparison.
+
     Raises:
         PluginError: a tracker does not exist.
     """
@@ -54,10 +61,10 @@ class Tracking:
         name: str | None = None,
         group: str | None = None,
     ) -> None:
-        whole = dict.fromkeys(full_name(plugins, name) for name in names)
+        full_names = dict.fromkeys(full_name(plugins, name) for name in names)
         self._name, self._group, self._say = name, group, tell
         self._followers = [
-            _Follower(full, plugins.build("trackers", {"name": full}), tell) for full in whole
+            _Follower(full, plugins.build("trackers", {"name": full}), tell) for full in full_names
         ]
         self._begun = False
 
@@ -99,7 +106,10 @@ class Tracking:
                 self._tell(lambda tracker: tracker.image("validation", pixels), "image")
 
     def begin(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
-        """Start tracking, or continue the tracked run in the folder; later calls do nothing."""
+        """Start tracking, or continue the tracked run whose id the folder keeps.
+
+        Only the first call has an effect.
+        """
         if self._begun:
             return
         self._begun = True
@@ -164,7 +174,7 @@ class _Follower(threading.Thread):
                 sentence = (
                     failure(what, error)
                     if isinstance(error, Exception)
-                    else f"{what} failed: it wanted to end the process"
+                    else f"{what} failed: it tried to end the process"
                 )
                 self._fail(f"{sentence}. The run continues without it.")
                 return
@@ -212,7 +222,7 @@ def full_name(plugins: Plugins, name: str) -> str:
     `name` may also be NAME alone, or PLUGIN if that plugin has a single tracker.
 
     Raises:
-        PluginError: no such tracker exists, or the plugin offers several.
+        PluginError: no tracker, or more than one, has the name.
     """
     known = plugins.factories("trackers")
     offered = [full for full in known if name in (full, *full.split("."))]
@@ -244,7 +254,7 @@ def tracking(
     name: str | None = None,
     group: str | None = None,
 ) -> Iterator[Tracking]:
-    """Context manager that attaches trackers to the training of a recipe and ends them after it.
+    """Context manager in which trackers follow the training of a recipe; they are ended after it.
 
     Raises:
         PluginError: a tracker does not exist.
@@ -276,7 +286,7 @@ def ending(tracking: Tracking) -> Iterator[None]:
 
 
 def failures(folders: Sequence[Path]) -> list[str]:
-    """Return each distinct failure of a tracker and the number of folders with it."""
+    """Return one line per distinct failure of a tracker, with the number of folders it is in."""
     counts: dict[str, int] = {}
     for folder in folders:
         for entry in _kept(folder).values():

@@ -89,7 +89,7 @@ class Run(OpenedRun, Encoder):
             "gallery": splits.query if splits.gallery is None else splits.gallery,
         }
         if side not in sides:
-            raise DataError(f"A run has the sides {', '.join(sides)}, and no side {side!r}.")
+            raise DataError(f"There is no side {side!r}. A run has the sides {', '.join(sides)}.")
         return sides[side]
 
     @property
@@ -102,7 +102,7 @@ class Run(OpenedRun, Encoder):
 
     @contextmanager
     def exported(self) -> Iterator[Path]:
-        """Give the folder of a bundle that is removed at the end."""
+        """Context manager that exports a temporary bundle and yields its folder."""
         with tempfile.TemporaryDirectory() as folder:
             yield self.export(Path(folder) / "bundle", progress=False).path
 
@@ -145,8 +145,8 @@ def train(
     """Train a recipe into a run's folder, and return the run with its best weights.
 
     Objects can replace parts that the recipe names, or add parts that it does not name. Training
-    works on a copy of each object. To resume or load such a run, pass the same objects again. It is
-    exported like any other run.
+    works on a copy of each object. To resume or load a run with objects, pass the same objects
+    again. Its export is the same as for any other run.
 
     Args:
         recipe: a TOML file, a dictionary of its tables, or a `Recipe`.
@@ -159,17 +159,18 @@ def train(
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
         dataset: replaces `[data]`: anything that `retrieval.as_dataset` takes.
         sampler: replaces `[sampler]`: a batch sampler of torch, which yields positions among the
-            items that train, or a `retrieval.plugin.BatchSampler`.
+            training items, or a `retrieval.plugin.BatchSampler`.
         backbone: replaces `[backbone]`: a `retrieval.plugin.Backbone`, or any module from images
             (B, channels, H, W) or vectors (B, F') to features (B, F). The number of features is
             measured. Images are preprocessed according to the module's attribute `preprocessing`, a
-            `retrieval.plugin.Preprocessing`; without it they become RGB, 224 × 224, normalised as
-            for ImageNet.
-        combiner: replaces `[combiner]`. A loss or miner with this object as `distance` keeps it.
+            `retrieval.plugin.Preprocessing`. Without this attribute, images become RGB, 224 × 224,
+            normalised as for ImageNet.
+        combiner: replaces `[combiner]`. A loss or miner that has this object as its `distance`
+            shares the combiner's copy.
         loss: replaces `[loss]`; called like a loss of pytorch-metric-learning.
         miner: replaces `[miner]`.
         generator: replaces `[generator]`.
-        learner: replaces `[learner]` by an unfitted estimator.
+        learner: replaces `[learner]` with an unfitted estimator.
         track: trackers that log the run: "tensorboard", "wandb", "mlflow", or a plugin's. If a
             tracker fails, the run reports it and continues.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -221,7 +222,7 @@ def train(
                     )
                 )
         except Interrupted as stopped:
-            raise Interrupted(f"{stopped} Go on with resume=True, into {folder}.") from None
+            raise Interrupted(f"{stopped} Continue in {folder} with resume=True.") from None
 
 
 def _whole(run: OpenedRun) -> Run:

@@ -1,7 +1,7 @@
-"""The trainer: phases, epochs and steps, validation, early stopping, checkpoints, exact resume.
+"""The trainer: phases, epochs and steps, validation, early stopping, checkpoints, exact resuming.
 
 All random numbers follow from the seed, the epoch and the state in the last checkpoint. A run that
-is killed at any step and resumed ends with bit-identical weights.
+is killed at any step and then resumed ends with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ NO_TRIPLETS = (
 )
 """Warning at the end of an epoch without triplets."""
 EVERY = 50
-"""On a GPU, the number of steps between two readings of the metrics."""
+"""Number of steps between two calls of the steps hook; on a GPU, also between reading metrics."""
 
 
 class Trainer:
@@ -173,12 +173,12 @@ class Trainer:
             self._batches.close()
 
     def _begin_phase(self) -> None:
-        """Report the length of the phase's warm-up, and write a checkpoint."""
+        """Report the length of the warm-up at the phase's start, and write a checkpoint."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
         rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
         if rises and self.main:
             whole = self.phase.epochs * steps
-            unit = "" if isinstance(warmup, str) else ", a share of its steps"
+            unit = "" if isinstance(warmup, str) else ", a share of the phase's steps"
             self.report(
                 f"note: in phase '{self.phase.name}' the learning rate rises for {rises:,} of"
                 f" {whole:,} steps (warmup = {shown(warmup)}{unit})."
@@ -222,7 +222,7 @@ class Trainer:
         return self._finish()
 
     def _signalled(self, number: int, frame: Any) -> None:
-        """Stop after the current step; a second signal interrupts it."""
+        """Stop after the current step; a second signal interrupts the step."""
         if self._stop.is_set():
             raise KeyboardInterrupt
         self._stop.set()
@@ -276,7 +276,10 @@ class Trainer:
         return metrics
 
     def _drawn(self) -> list[NDArray[np.int64]] | None:
-        """Return the epoch's batches if the sampler uses embeddings; checkpoints keep them."""
+        """Return the epoch's batches if the sampler uses embeddings, else `None`.
+
+        These batches depend on the weights at the start of the epoch, so checkpoints keep them.
+        """
         if not self.batches.batch_sampler.uses_embeddings:
             return None
         if self.progress.drawn is None:
@@ -304,7 +307,7 @@ class Trainer:
         try:
             losses = self.step(inputs, labels)
         except RetrievalError as error:
-            self.tally.read()  # NaN in an earlier step may be the cause
+            self.tally.read()  # raises an error if an earlier step's NaN is the cause
             if isinstance(error, DataError):
                 raise self._stopped(self.progress.total + 1, str(error)) from error
             raise
@@ -313,7 +316,7 @@ class Trainer:
         return losses.all_metrics()
 
     def _end_steps(self) -> None:
-        """Pass the metrics' means since the last call, and the learning rates, to plugins."""
+        """Pass to plugins the metrics' means since the last call, and the learning rates."""
         self.tally.read()
         progress, (sums, counts) = self.progress, self._step_sums
         self._step_sums = dict(progress.sums), dict(progress.counts)
@@ -335,7 +338,7 @@ class Trainer:
         )
 
     def _average_buffers(self) -> None:
-        """Average the batch statistics over all processes, which see different images."""
+        """Average the batch statistics over all processes, because they see different images."""
         if self.accelerator.num_processes > 1:
             averaged = [] if self.average.model is self.run.model else self.average.model.buffers()
             for buffer in (*self.run.model.buffers(), *averaged):
@@ -343,7 +346,10 @@ class Trainer:
                     buffer.copy_(self.accelerator.reduce(buffer, reduction="mean"))
 
     def _exhausted(self) -> bool:
-        """Return whether `patience` ends the phase; not if only the generator trains."""
+        """Return whether `patience` ends the phase.
+
+        A phase that trains only the generator never ends early, as validation does not measure it.
+        """
         patience, trains_metric = (
             self.recipe.train.patience,
             any(part != "generator" for part in self.phase.train),
@@ -431,7 +437,8 @@ class Trainer:
             write_json(self.run.path / "summary.json", summary, DataError)
         self.accelerator.wait_for_everyone()
         load_weights(self.run.model, checkpoint.load(self.run.best), self.run.best)
-        self.run.model.backbone._compiled_call_impl = None  # its weights are kept
+        # undo torch.compile; the weights stay as they are
+        self.run.model.backbone._compiled_call_impl = None
         self.run.model.eval()
         self.run.plugins.notify(
             "retrieval_run_end", run=self.run, metrics=self.progress.best_metrics
@@ -494,7 +501,7 @@ class Trainer:
 
 
 def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor, Labels]:
-    """Return a batch on a device; transfers to a GPU start in pinned memory and do not block."""
+    """Move a batch to a device; copies to a GPU go through pinned memory and do not block."""
     if device.type == "cuda":
         inputs, labels = inputs.pin_memory(), labels.pin_memory()
     return inputs.to(device, non_blocking=True), labels.to(device, non_blocking=True)
@@ -521,7 +528,7 @@ class Tally:
         self._kept: list[tuple[int, list[str], list[str], list[Tensor]]] = []
 
     def add(self, losses: Losses) -> None:
-        """Keep a copy of a step's numbers, as its tensors may change before `read`.
+        """Keep a copy of a step's numbers, because its tensors may change before `read`.
 
         Raises:
             DataError: see `read`.
@@ -578,7 +585,7 @@ def train(
         resume: continue from the folder's last checkpoint, or start over if it has none. Only the
             keys in `resume.MAY_CHANGE` may differ from the recipe that started the run.
         replace: replace an existing run.
-        replace_plugins: with `resume`, replace the run's copies by the recipe's plugin files.
+        replace_plugins: with `resume`, replace the run's copies with the recipe's plugin files.
         report: called with one line per epoch.
 
     Returns:

@@ -150,7 +150,7 @@ def test_sixteen_bit_images_that_lose_most_of_their_levels_are_named(photos, cli
     Image.fromarray(values / 255).save(folder / "float.tif")
     done = cli("data", "check", "photos", "--output", "found.json")
     assert done.code == 1
-    above = "is of 16 bits and holds nothing above"
+    above = "is a 16-bit image with no value above"
     for text in (
         "3 16-bit images lose most of their levels:",
         f"c0/camera.png {above} 4,080 of 65,535, so 16 of 256 levels",
@@ -335,8 +335,8 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path):
     [
         (["gone"], "gone does not exist"),
         (["r.toml", "photos"], "A recipe is checked alone"),
-        (["photos", "--set", "a.b=1"], "Only a recipe has values to change"),
-        (["photos", "--within", "0.1"], "within is a distance of a model"),
+        (["photos", "--set", "a.b=1"], "Overrides change a recipe"),
+        (["photos", "--within", "0.1"], "within is a model's distance"),
         (["photos", "--output", "x.csv"], "should end in .json"),
         (["photos", "--output", "gone/x.json"], "cannot be written"),
         (["photos", "--model", "photos"], "photos"),

@@ -296,6 +296,6 @@ def test_a_run_of_a_torch_dataset_is_evaluated_reported_and_compared_again(
     result = retrieval.compare([again, other], seeds=2, pretrained="none", progress=False)
     assert result.recipes == ["small", "other"] and "±" in repr(result)
     assert retrieval.Recipe(**other) != run.recipe
-    with pytest.raises(retrieval.errors.DataError, match="leave workers and ray"):
+    with pytest.raises(retrieval.errors.DataError, match="omit workers and ray"):
         retrieval.compare([again, other], "two", seeds=2, workers=2, progress=False)
     assert not Path("two").exists()

@@ -59,7 +59,7 @@ def test_a_key_opens_what_its_role_may(served, index_path, keys):
         answer = get(port, "/v1/items/x", reader, method)
         assert answer.status == 403, method
         assert 'error="insufficient_scope", scope="write"' in answer.headers["www-authenticate"]
-        assert "has the role read" in answer.error and "takes a key with the role" in answer.error
+        assert "has the role read" in answer.error and "needs a key with the role" in answer.error
     refused = get(port, "/metrics", reader)
     assert refused.status == 403 and "role admin" in refused.error
     admin = made(keys, "admin", "admin")
@@ -169,7 +169,10 @@ def test_a_key_of_one_index_uses_no_other(served, index_path, keys):
     assert get(port, "/v1/indexes/digits/index", key).status == 200
     for name in ("other", "nowhere"):
         answer = get(port, f"/v1/indexes/{name}/index", key)
-        assert answer.status == 403 and answer.error == "This key is for other indexes.", name
+        assert (
+            answer.status == 403
+            and answer.error == "This key does not permit the use of this index."
+        ), name
     assert json.loads(get(port, "/v1/indexes", key).body) == {"indexes": ["digits"]}
     unnamed = get(port, "/v1/index", key)
     assert unnamed.status == 404 and json.loads(unnamed.body)["indexes"] == ["digits"]

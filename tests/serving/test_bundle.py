@@ -100,7 +100,7 @@ def test_wrong_inputs_are_sentences(bundle_path, makers, tmp_path):
     with pytest.raises(DataError, match="real numbers"):
         features.encode(np.ones((1, 64), dtype=complex))
     with pytest.raises(
-        DataError, match=r"The encoder gives NaN or infinity in 'vector' for item 1"
+        DataError, match=r"The encoder returns NaN or infinity in 'vector' for item 1"
     ):
         features.encode(
             np.stack([np.zeros(64), np.full(64, 3e38) * np.sign(makers.weights()[:, 0])])
@@ -195,7 +195,7 @@ def test_every_problem_of_a_manifest_is_told_at_once(bundle_path, tmp_path):
             lambda c: c["files"].update({"/etc/passwd": {"sha256": "0" * 64, "bytes": 1}}),
             "not the plain name",
         ),
-        (lambda c: c["files"].pop("encoder.onnx"), "gives no SHA-256 for encoder.onnx"),
+        (lambda c: c["files"].pop("encoder.onnx"), "has no SHA-256 for encoder.onnx"),
         (lambda c: c["distance"].update(exact=False), "needs a rescorer"),
         (
             lambda c: c.update(subspaces=[{"name": "a", "start": 0, "stop": 99}]),
@@ -234,7 +234,7 @@ def test_a_device_that_is_not_there(bundle_path):
     if "CUDAExecutionProvider" in runtime.load_onnxruntime().get_available_providers():
         pytest.skip("there is a CUDA device")
     with pytest.raises(
-        BundleError, match=r"has no CUDA.*pip uninstall -y onnxruntime && pip install"
+        BundleError, match=r"without CUDA.*pip uninstall -y onnxruntime && pip install"
     ):
         Bundle.open(bundle_path, device="cuda")
     with pytest.raises(BundleError, match="Device 'tpu' is not known"):
@@ -253,7 +253,7 @@ def test_two_distributions_of_one_module_are_refused(tmp_path, monkeypatch):
     distribution(tmp_path, "onnxruntime-gpu")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert metadata.version("onnxruntime-gpu") == "1.0"
-    both = r"{0} and {1} are both installed.*pip uninstall -y"
+    both = r"{0} and {1} are installed together.*pip uninstall -y"
     faiss = ("faiss-cpu", "faiss-gpu-cu12")
     for load, says in (
         (runtime.load_faiss, both.format(*faiss) + " faiss-cpu faiss-gpu-cu12"),

@@ -145,7 +145,7 @@ def test_retry_after_is_waited_for_and_not_beyond_the_time_there_is():
         assert server.seen[1].moment - server.seen[0].moment >= 1
     for later in ("3600", "Fri, 31 Dec 2100 23:59:59 GMT"):
         with Server((503, {"Retry-After": later}, BUSY)) as server:
-            with pytest.raises(ServerError, match="It asks to retry after"):
+            with pytest.raises(ServerError, match="It asks to retry in"):
                 waiting(server.url, search_id)
             assert len(server.seen) == 1
 
@@ -177,10 +177,10 @@ def test_no_answer_is_too_large_or_misread(monkeypatch):
     with Server("endless") as server, pytest.raises(ServerError, match="more than 5,000,000 bytes"):
         waiting(server.url, lambda client: client.image("a"))
     for reply in (b"<html>", b"[" * 100_000, {"results": "none"}):
-        with Server((200, {}, reply)) as server, pytest.raises(ServerError, match="not of /v1"):
+        with Server((200, {}, reply)) as server, pytest.raises(ServerError, match="not of the /v1"):
             waiting(server.url, search_id)
     with Server((301, {"Location": "http://elsewhere.example/"}, b"")) as server:
-        with pytest.raises(ServerError, match="sends on to http://elsewhere"):
+        with pytest.raises(ServerError, match="redirects to http://elsewhere"):
             waiting(server.url, search_id, key="secret")
         assert len(server.seen) == 1
 

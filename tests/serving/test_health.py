@@ -72,7 +72,7 @@ def test_without_a_process_that_decodes_it_is_not_ready_and_the_log_says_why(pro
     wire.until(lambda: not any(worker.process.is_alive() for worker in decoders._idle))
     decoders._start = refuse
     content = probed.probe()
-    assert "decodes no images" in content["search"] and content["index"] == "ok"
+    assert "cannot decode images" in content["search"] and content["index"] == "ok"
     assert "Permission denied: '/root/python'" in caplog.text
     del decoders._start
     assert probed.probe() == OK

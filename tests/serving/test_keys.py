@@ -77,8 +77,8 @@ def test_mistakes_are_sentences(cli, tmp_path):
     before = path.read_bytes()
     for arguments, says in (
         (("add", "shop", "-o", path), "has a key shop already"),
-        (("add", "two words", "-o", path), "cannot be made"),
-        (("add", "two words", "-o", path), "name: it has letters, digits and"),
+        (("add", "two words", "-o", path), "cannot be created"),
+        (("add", "two words", "-o", path), "name: it must have at most 64 characters"),
         (("add", "x", "--role", "reader", "-o", path), "Did you mean 'read'"),
         (("add", "x", "-o", tmp_path / "no" / "keys"), "cannot be locked"),
         (("add", "x", "-o", tmp_path), "not a regular file"),
@@ -102,7 +102,7 @@ def test_every_fault_of_a_file_is_told_without_what_is_there():
         "# a comment": "",
         "": "",
         json.dumps(sound): "",
-        f"{json.dumps(sound)} ": "line 4 has the name shop of line 3 again",
+        f"{json.dumps(sound)} ": "line 4 repeats the name shop of line 3",
         "nonsense rk_secret": "line 5 is not",
         other("b", "a", role="god"): "line 6: role",
         other("c", "b", hash=sent): "line 7: hash",
@@ -216,7 +216,7 @@ def test_keys_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv(module.VARIABLE, kept.line())
     assert key_source(None).keys.find(sent) == kept
     add_key(tmp_path / "keys", kept)
-    with pytest.raises(RetrievalError, match="given twice"):
+    with pytest.raises(RetrievalError, match="set twice"):
         key_source(tmp_path / "keys")
     monkeypatch.setenv(module.VARIABLE, str(tmp_path / "keys"))
     assert key_source(None).keys.find(sent) == kept

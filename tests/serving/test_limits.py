@@ -114,7 +114,7 @@ def test_a_header_that_drips_is_cut_off_and_an_idle_connection_outlives_the_prox
         dripping.sendall(b"GET / HTTP/1.1\r\nX: ")
         answer = wire.read_answer(dripping)
         assert answer.status == 408 and 10 < time.monotonic() - began < 30
-        assert answer.error == "No complete header came within 15 seconds."
+        assert answer.error == "No complete header arrived within 15 seconds."
         kept.sendall(wire.vector())
         assert wire.read_answer(kept).status == 200
 

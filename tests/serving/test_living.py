@@ -254,7 +254,7 @@ def test_a_folder_that_is_removed_ends_readiness(living, served):
     server = served(living)
     shutil.rmtree(living)
     wire.until(lambda: wire.not_ready(server))
-    wire.until(lambda: "Start the server again" in (wire.not_ready(server) or ""))
+    wire.until(lambda: "Restart the server" in (wire.not_ready(server) or ""))
     assert str(living) not in wire.not_ready(server)
 
 

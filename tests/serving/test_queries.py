@@ -78,14 +78,14 @@ def test_an_unusable_item_of_a_list_is_named(index, paths, tmp_path):
     (tmp_path / "bad.png").write_bytes(b"no image")
     vector = index.vector("1/0001.png")
     for queries, says in (
-        ([paths[0], vector], r"queries\[1\] is a vector, and queries\[0\] is an image"),
-        ([vector, paths[0]], r"queries\[1\] is an image, and queries\[0\] is a vector"),
+        ([paths[0], vector], r"queries\[1\] is a vector, but queries\[0\] is an image"),
+        ([vector, paths[0]], r"queries\[1\] is an image, but queries\[0\] is a vector"),
         ([paths[0], None], r"queries\[1\]: a query is an image's path, .* not None"),
         ([paths[0], {}], "not an object of type dict"),
         ([paths[0], tmp_path / "bad.png"], r"queries\[1\]: .*bad\.png is not an image"),
         ([paths[0], tmp_path / "none.png"], r"queries\[1\]: .*none\.png cannot be read"),
         ([vector, vector[:5]], r"queries\[1\]: a vector for this index has 16 numbers"),
-        ([vector, vector * np.nan], r"queries\[1\]: a vector holds finite"),
+        ([vector, vector * np.nan], r"queries\[1\]: a vector must hold finite"),
         (None, "not None"),
         (3.5, "type float"),
         ({"a": 1}, "type dict"),
@@ -115,7 +115,7 @@ def test_a_bad_image_among_many_is_named(index, paths, tmp_path, of_features):
         index.bundle.encode_images([*paths, tmp_path / "bad.png"], progress=False)
     with pytest.raises(DataError, match=r"images\[1\]: an image is a path.* type int"):
         index.bundle.encode_images([paths[0], 3], progress=False)
-    with pytest.raises(DataError, match="at least 1 image"):
+    with pytest.raises(DataError, match="batch must be at least 1"):
         index.bundle.encode_images(paths, batch=0, progress=False)
     with pytest.raises(DataError, match="not images"):
         of_features[0].bundle.encode_images(paths, progress=False)

@@ -60,7 +60,7 @@ def test_ambiguous_framing_is_refused(port):
         connection.sendall(LIVE * 50)
         answers = b"".join(iter(lambda: connection.recv(65_536), b""))
     assert answers.count(b"HTTP/1.1 200 OK") <= 10
-    assert b"without waiting for an answer" in answers
+    assert b"without waiting for responses" in answers
     assert wire.ask(port, LIVE).status == 200
 
 

@@ -17,7 +17,7 @@ def test_several_indexes_behind_one_server(served, living, makers, photos, tmp_p
     missing = client.post("/v1/search", json={"vector": [0.5] * WIDTH})
     wire.refused(missing, 404, "several indexes")
     assert missing.json()["indexes"] == names
-    wire.refused(client.get("/v1/indexes/none/index"), 404, "no index of this name")
+    wire.refused(client.get("/v1/indexes/none/index"), 404, "no index with this name")
     wire.refused(client.get("/v1/indexes/..%2Fi/index"), 404, "")
     content = {name: client.get(f"/v1/indexes/{name}/index").json() for name in names}
     items = {name: entry["items"] for name, entry in content.items()}

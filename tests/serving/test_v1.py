@@ -90,7 +90,7 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
         *(
             ({"json": {"queries": queries}}, status, says)
             for queries, status, says in (
-                (mixed * 34, 400, "102 queries; 100 are the most"),
+                (mixed * 34, 400, "102 queries; the limit is 100"),
                 ([], 400, '"queries" must be'),
                 ([{}], 400, "JSON must be"),
                 ([{"vector": [1]}, {"vector": [True]}], 400, 'entry 1: "vector" must be a list'),
@@ -142,7 +142,7 @@ def test_many_items_come_together_or_not_at_all(served, empty, photos):
         (form([vectors[0]], images[:1]), 400, "without vectors"),
         (form([{"id": ""}], images[:1]), 400, '"id" must be text'),
         (form([{"id": "x\0"}], images[:1]), 400, "NUL"),
-        (plain(*({"id": f"w{n}"} for n in range(101))), 400, "100 are the most"),
+        (plain(*({"id": f"w{n}"} for n in range(101))), 400, "the limit is 100"),
         (plain({"id": "nobody", "label": "x"}), 422, "no item 'nobody'"),
         (plain({"id": "x", "vector": [1.0]}), 422, "has 16 numbers, not 1"),
         (plain(vectors[0] | {"id": "x"}, huge), 422, "beyond float32"),

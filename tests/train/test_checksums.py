@@ -71,8 +71,8 @@ def test_resume_evaluate_and_export_name_the_file_and_what_to_do(run, tmp_path):
             ["train", run / "recipe.toml", "--resume", "--output"],
             r"resume from the checkpoint before it",
         ),
-        ("best", ["evaluate"], r"Remove it to use last\.safetensors"),
-        ("best", ["export"], r"Remove it to use last\.safetensors"),
+        ("best", ["evaluate"], r"Remove the file to use last\.safetensors"),
+        ("best", ["export"], r"Remove the file to use last\.safetensors"),
     ):
         folder = tmp_path / command[0]
         shutil.copytree(run / "run", folder)

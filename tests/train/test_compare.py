@@ -341,7 +341,7 @@ def test_splits_are_drawn_and_each_has_a_search_of_its_own(write, tmp_path, monk
     assert len(found.contestants[-1].searches[0].trials[0].folds) == 4, "two folds, twice"
     given = (None, None, Split(by="given"))
     monkeypatch.setattr("retrieval.training.comparison.jobs._training_items", lambda *_: given)
-    with pytest.raises(DataError, match=r"takes the data's own\. Give splits=1"):
+    with pytest.raises(DataError, match=r"the split of the data\. Use splits=1"):
         drawn_splits(read_recipe(paths[0]), {}, 2)
 
 

@@ -93,5 +93,5 @@ def test_a_cluster_finds_the_same_and_goes_on_where_it_was_interrupted(address, 
     for one, other in zip(alone.contestants, there.contestants, strict=True):
         for mine, theirs in zip(one.metrics, other.metrics, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-6)
-    with pytest.raises(DataError, match="give only one of them"):
+    with pytest.raises(DataError, match="not both"):
         go(out, ray=address, workers=2)

@@ -152,7 +152,7 @@ def test_sentences_say_what_is_known_and_what_is_not():
     assert clear.sentences[0].startswith("a is better than b by 0.100 ± 0.0")
     assert len(clear.sentences) == 1, "baselines are described, not tested"
     close = result({"a": A[:3], "c": C[:3]})
-    assert close.conclusion == "Nothing can be said of which recipe is the best with 3 seeds."
+    assert close.conclusion == "With 3 seeds, it cannot be said which recipe is the best."
     three = result({"a": A, "b": B, "c": C})
     assert "with 5 seeds. It is one of a, c; b is worse" in three.conclusion
     undecided = three.sentences[-1]
@@ -186,7 +186,7 @@ def test_with_splits_a_split_is_what_counts():
     assert found.primary["a"] == pytest.approx([0.8, 0.7, 0.5])
     paired = stats.ttest_rel([0.8, 0.7, 0.5], [0.7, 0.6, 0.45])
     assert found.differences[0].p == pytest.approx(paired.pvalue)
-    assert "it holds split and seed" in found.notes[0]
+    assert "The interval covers splits and seeds" in found.notes[0]
     assert "of splits and seeds" in markdown(found)
     assert "of seeds only" in markdown(result({"a": A, "b": B}))
 

@@ -166,7 +166,7 @@ def test_no_tracker_stops_a_training(make, acme, tmp_path, monkeypatch):
         ("refused", "ConnectionError: nobody listens"),
         ("full", "No space left on device"),
         ("hangs", "has not finished within 0 seconds"),
-        ("leaves", "wanted to end the process"),
+        ("leaves", "tried to end the process"),
     ):
         assert any(f"The tracker acme.{name} " in line and why in line for line in warnings), (
             warnings

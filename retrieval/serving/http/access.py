@@ -15,7 +15,7 @@ _KEYLESS = re.compile(r"/|/page(?:-part|-edit)?\.(?:css|js)|/livez|/readyz|/v1/o
 _SEARCHES = re.compile(r"/v1(?:/indexes/[^/]+)?/search(?:/batch)?")
 _ADMIN = re.compile(r"/metrics|/v1(?:/indexes/[^/]+)?/snapshots")
 _CLOSE = {"Connection": "close"}
-_TASKS = {
+_TASKS = {  # what each role permits, in words for messages
     "read": "searching and looking",
     "write": "adding, changing and deleting",
     "admin": "snapshots and metrics",
@@ -23,12 +23,15 @@ _TASKS = {
 
 
 def is_free(method: str, path: str) -> bool:
-    """Return whether a request needs no key: health, the page and the OpenAPI document."""
+    """Return whether a request needs no key: for health, the web page or the OpenAPI document."""
     return method in ("GET", "HEAD") and _KEYLESS.fullmatch(path) is not None
 
 
 def needed_role(method: str, path: str, keyed: bool) -> Role:
-    """Return the role that a request needs; without keys, everybody may read metrics."""
+    """Return the role that a request needs.
+
+    Metrics need the role "admin", or only "read" if the server has no keys (`keyed` is False).
+    """
     if path == "/metrics" and not keyed:
         return "read"
     if _ADMIN.fullmatch(path):
@@ -42,10 +45,10 @@ class Caller(NamedTuple):
     """The sender of a request.
 
     Attributes:
-        name: name of the API key; empty without a key.
-        role: role of the sender; None permits nothing.
+        name: name of the sender's API key; empty without a key.
+        role: role of the sender; `None` permits nothing.
         address: IP address that the request came from.
-        indexes: names of the indexes that the sender may use; None permits all.
+        indexes: names of the indexes that the sender may use; `None` permits all.
         keyed: whether the server has keys.
     """
 
@@ -56,7 +59,7 @@ class Caller(NamedTuple):
     keyed: bool = True
 
     def require(self, role: Role) -> None:
-        """Raise a RequestError, 401 without a key and else 403, if the caller lacks a role."""
+        """Raise a RequestError if the caller lacks a role: 401 without a key, 403 with one."""
         if self.role is not None and ROLES.index(self.role) >= ROLES.index(role):
             return
         if not self.keyed:
@@ -70,7 +73,7 @@ class Caller(NamedTuple):
                 f"A key is needed for {_TASKS[role]}. Send one in the header: Authorization: Bearer"
                 " KEY."
             )
-        needed = f"{_TASKS[role]} takes a key with the role {role}"
+        needed = f"{_TASKS[role]} needs a key with the role {role}"
         sentence = f"This key has the role {self.role}; {needed}."
         scope = f'Bearer realm="retrieval", error="insufficient_scope", scope="{role}"'
         raise RequestError(403, sentence, headers={"WWW-Authenticate": scope})
@@ -81,7 +84,12 @@ class Caller(NamedTuple):
 
 
 class Access:
-    """Identifies the sender of a request by the keys of `source`, and checks its permissions."""
+    """Identifies the sender of a request by its API key, and checks the sender's permissions.
+
+    Args:
+        settings: settings of the server.
+        source: the server's keys, or `None`.
+    """
 
     def __init__(self, settings: Settings, source: KeySource | None) -> None:
         self._settings, self._source = settings, source
@@ -91,8 +99,9 @@ class Access:
         """Return the sender of an ASGI request.
 
         Raises:
-            RequestError: 400, 404 or 421 if the server does not serve the request's host or, on
-                the health port, its path; 401 or 403 if its sender lacks permission.
+            RequestError: 400 or 421 if the request has no host or one that the server does not
+                answer for; 404 for a path that the health port does not serve; 401 or 403 if the
+                sender lacks permission.
         """
         method, path, address = scope["method"], scope["path"], (scope.get("client") or ("",))[0]
         keyed = self._source is not None
@@ -102,7 +111,7 @@ class Access:
             raise RequestError(400, "The request has no Host.", headers=_CLOSE)
         health_port = self._settings.health_port
         if health_port is not None and scope["server"][1] == health_port:
-            # Any host name is allowed here: monitors use it, and it shows no item.
+            # Monitors use this port by any host name, and it shows no item.
             if path not in HEALTH:
                 sentence = f"This port answers {', '.join(HEALTH)} only."
                 raise RequestError(404, sentence, headers=_CLOSE)
@@ -135,7 +144,7 @@ class Access:
             raise RequestError(403, "The request comes from another site's page.", headers=_CLOSE)
 
     def _is_our_name(self, host: str) -> bool:
-        """Return whether the server answers for a host name, which prevents DNS rebinding."""
+        """Return whether the server answers for a host name; this prevents DNS rebinding."""
         known, name = self._settings.hosts, _name(host)
         return known is None or name in known or name == "localhost" or _is_address(name)
 
@@ -158,11 +167,11 @@ def _is_address(name: str) -> bool:
 def _holder(source: KeySource, address: str, authorization: list[bytes]) -> Caller:
     scheme, _, sent = authorization[0].partition(b" ")
     if len(authorization) > 1 or scheme.lower() != b"bearer" or len(sent) > MAX_SENT:
-        sentence = "The header Authorization cannot be read. Send it once, as: Bearer KEY."
+        sentence = "The header Authorization is invalid. Send one such header: Bearer KEY."
         raise _unauthorised(sentence, ', error="invalid_request"')
     key = source.keys.find(sent.strip().decode("latin-1"))
     if key is None:
-        sentence = "This key is not known here. Ask the server's operator for one."
+        sentence = "This server does not know this key. Ask its operator for a key."
         raise _unauthorised(sentence, ', error="invalid_token"')
     return Caller(key.name, key.role, address, key.indexes)
 

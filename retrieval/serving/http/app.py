@@ -44,6 +44,7 @@ from retrieval.serving.stages import TRAIL, Trail
 log = logging.getLogger("retrieval.serving.http")
 
 _KEYS_SECONDS = 0.5
+"""Seconds between two checks whether the file of keys has changed."""
 _PAGE = {
     "page.html": "text/html",
     "page.css": "text/css",
@@ -51,7 +52,7 @@ _PAGE = {
 }
 _SENTENCES = {
     404: "There is nothing at this address.",
-    405: "This method is not possible at this address.",
+    405: "This address does not support this method.",
 }
 # The page loads nothing from other sites, and other sites can neither embed nor read it.
 _HEADERS = [
@@ -76,13 +77,13 @@ class Application:
     Args:
         indexes: open indexes by name.
         settings: settings of the server.
-        keys: source of API keys, or None.
-        audit: record of changes, or None.
-        reopen: by name, a function that opens the index that is now at the place of a served one.
+        keys: source of API keys, or `None`.
+        audit: record of changes, or `None`.
+        reopen: by index name, a function that opens the index now at the served index's place.
 
     Attributes:
-        ends_process: whether the process exits in time when the server ends, even if a thread
-            hangs.
+        ends_process: whether the process exits within `GRACE_SECONDS` of the server's end, even if
+            a thread hangs.
     """
 
     ends_process = False
@@ -128,7 +129,7 @@ class Application:
         await self._observed(scope, receive, send)
 
     async def _observe(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle a request, with a request id, metrics, a log line and a response to any error."""
+        """Handle a request; add a request id, metrics, a log line and a response to any error."""
         began, trace = perf_counter(), _trace_id(scope["headers"])
         trail = Trail(new_request_id(trace), scope.get("retrieval.has_left", bool))
         scope["app"], scope["retrieval.request_id"] = self, trail.id
@@ -183,7 +184,7 @@ class Application:
         return JSONResponse({"status": "live"})
 
     async def _ready(self, request: Request) -> Response:
-        """Report whether all indexes can be searched, and what is wrong with each."""
+        """Report whether all indexes can be searched, and if not, what is wrong."""
         states = {name: readiness.state() for name, readiness in self.readiness.items()}
         is_one = len(states) == 1
         members: dict[str, Any] = next(iter(states.values())) if is_one else {"indexes": states}
@@ -248,7 +249,7 @@ def _log(scope: Any, trail: Trail, line: dict[str, Any], trace: str) -> None:
 
 
 def _refusal_of(error: BaseException) -> RequestError:
-    """Return the response to an error; log it if only the server can have caused it."""
+    """Return the error response for an exception; log the exception if the server caused it."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DataError):  # the image, vector or item in the request is invalid
@@ -260,7 +261,7 @@ def _refusal_of(error: BaseException) -> RequestError:
     if isinstance(error, asyncio.CancelledError):
         return RequestError(503, "The server is stopping. Try again in a moment.")
     report(error)
-    return RequestError(500, "The server failed on this request; its log says why.")
+    return RequestError(500, "The server failed to handle this request; its log says why.")
 
 
 def _static(name: str, media_type: str) -> NamedRoute:

@@ -1,8 +1,8 @@
 """The record of changes: a file with one line before and one line after each change.
 
 The first line is on the disk before the change is made, and the second before the response is
-sent. If the disk refuses the second line, the server logs that. A first line without a second is a
-change that a killed server may or may not have made.
+sent. If the second line cannot be written, the server logs that. If the file has only the first
+line of a change, the server was killed and may or may not have made the change.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Change:
         caller: sender of the request.
         request: id of the request.
         ids: ids of the items.
-        where: filter that selects the items instead.
-        count: number of changed items, set once the change is made.
+        where: filter that selects the items, instead of `ids`.
+        count: number of changed items, set after the change.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Change:
     count: int | None = None
 
     def line(self) -> dict[str, Any]:
-        """Return the members of the change's line, with ids and texts cut to their limits."""
+        """Return the members that describe the change in its lines; long ones are shortened."""
         line: dict[str, Any] = {
             "request": self.request,
             "key": self.caller.name or None,
@@ -78,7 +78,9 @@ class Change:
 
 
 class Audit:
-    """A file of JSON lines that only its owner can read. Safe for threads and processes.
+    """The file of changes: JSON lines that only the file's owner can read.
+
+    Several threads and processes can write to the file.
 
     Raises:
         RetrievalError: the file cannot be written to.
@@ -95,17 +97,19 @@ class Audit:
 
     @contextmanager
     def recording(self, change: Change) -> Iterator[None]:
-        """Context manager that records the change made in it. Blocks, so call it in a thread.
+        """Context manager that records the change that its block makes.
+
+        Writing blocks, so use this in a thread.
 
         Raises:
-            RequestError: 503 if the record cannot be written; the block does not run then.
+            RequestError: 503 if the first line cannot be written; the block then does not run.
         """
         line = change.line()
         if not self._write({**line, "outcome": "begun"}):
             raise RequestError(
                 503,
-                "The server cannot record changes now, and so makes none. Its log says why. Try"
-                " again in a moment.",
+                "The server cannot record changes at the moment, so it makes none. Its log says"
+                " why. Try again in a moment.",
                 "audit",
             )
         try:
@@ -115,7 +119,7 @@ class Audit:
             reason = str(error)[:_MAX_TEXT] if known else type(error).__name__
             self._write({**line, "outcome": "failed", "reason": reason})
             raise
-        # If the disk refuses this line, the change has still been made, and the client learns so.
+        # Even if this line cannot be written, the client is told that the change was made.
         self._write({**line, "outcome": "done", "count": change.count})
 
     def _open(self) -> int:
@@ -132,7 +136,7 @@ class Audit:
         return file
 
     def _write(self, line: dict[str, Any]) -> bool:
-        """Append a line and sync it; on failure append nothing, log the reason and return False."""
+        """Append a line, sync it and return True; on failure log the reason and return False."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         text = json.dumps({"time": now, **line}, ensure_ascii=False, separators=(",", ":"))
         content = text.encode("utf-8", "backslashreplace") + b"\n"
@@ -152,12 +156,13 @@ class Audit:
                         os.ftruncate(self._file, size)
                     raise
         except OSError as error:
-            log.error("The record of changes %s: %s", self._path, error.strerror or error)
+            reason = error.strerror or error
+            log.error("The record of changes %s cannot be written: %s", self._path, reason)
             return False
         return True
 
     def _is_current(self) -> bool:
-        """Return whether the open file still has its name."""
+        """Return whether the file at the path is still the open one."""
         with suppress(FileNotFoundError):
             return os.path.samestat(self._path.stat(), os.fstat(self._file))
         return False

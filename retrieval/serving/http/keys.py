@@ -1,8 +1,8 @@
 """Create API keys, store their hashes in a file, and verify them.
 
 A key is `rk_ID_SECRET`. The id is not secret; it identifies the key's line in the file. The secret
-has 256 random bits, so it cannot be found by trial, and a fast hash (salted HMAC-SHA256) suffices.
-A password would need a slow one.
+has 256 random bits, so it cannot be guessed, and a fast hash (salted HMAC-SHA256) is safe. Only
+passwords need a slow hash.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Key(BaseModel):
         salt: 16 random bytes, hexadecimal.
         hash: HMAC-SHA256 of the secret, keyed with the salt, hexadecimal.
         created: date and time of creation.
-        indexes: names of the indexes that the key opens; None opens all.
+        indexes: names of the indexes that the key opens; `None` opens all.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -78,7 +78,7 @@ class Keys(tuple[Key, ...]):
     """The keys of a file; names and ids are unique."""
 
     def find(self, sent: str) -> Key | None:
-        """Return the key that matches the text of a request, or None. Resists timing attacks."""
+        """Return the key whose text a request has sent, or `None`. Resists timing attacks."""
         parts = _KEY.fullmatch(sent) if len(sent) <= MAX_SENT else None
         for key in self:
             if parts is not None and key.id == parts[1]:
@@ -87,7 +87,7 @@ class Keys(tuple[Key, ...]):
 
 
 def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Key]:
-    """Create a key; return the text for its holder and the part to store.
+    """Create a key; return the text for its holder and the part to store in the file.
 
     Raises:
         RetrievalError: the name or an index name is invalid.
@@ -104,7 +104,7 @@ def new_key(name: str, role: Role, indexes: Iterable[str] = ()) -> tuple[str, Ke
             indexes=tuple(indexes) or None,
         )
     except ValidationError as error:
-        raise RetrievalError(f"This key cannot be made: {_problems(error)}.") from None
+        raise RetrievalError(f"This key cannot be created: {_problems(error)}.") from None
     return f"rk_{id}_{secret}", key
 
 
@@ -113,14 +113,14 @@ def _hash(salt: str, secret: str) -> str:
 
 
 def _problems(error: ValidationError) -> str:
-    """Describe pydantic's errors without the values, since one may be a misplaced key."""
+    """Describe pydantic's errors without the values, because a value may be a misplaced key."""
     problems = []
     for fault in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
         member, message = ".".join(map(str, fault["loc"][:1])) or "it", fault["msg"]
         if member == "name" and fault["type"] == "string_pattern_mismatch":
             message = (
-                "it has letters, digits and . _ @ -, at most 64 of them, and begins with a letter"
-                " or digit"
+                "it must have at most 64 characters, only letters, digits and . _ @ -, and begin"
+                " with a letter or digit"
             )
         problems.append(f"{member}: {message}")
     return "; ".join(problems)
@@ -132,16 +132,16 @@ def _problems(error: ValidationError) -> str:
 def parse_keys(text: bytes, where: str) -> Keys:
     """Parse keys from text with one JSON object per line; lines that begin with `#` are comments.
 
-    An empty text is refused, since it may be a file that is just being written.
+    An empty text is refused, because its file may just be being written.
 
     Raises:
         RetrievalError: lines are invalid; the message names all of them without their content.
     """
     if len(text) > MAX_FILE_BYTES:
         limit = f"the limit is {MAX_FILE_BYTES:,} bytes"
-        raise RetrievalError(f"{where} is too large for a file of keys: {limit}.")
+        raise RetrievalError(f"{where} is too large for keys: {limit}.")
     if not text.strip():
-        advice = "Make a key with: retrieval keys add NAME --output FILE"
+        advice = "Create a key with: retrieval keys add NAME --output FILE"
         raise RetrievalError(f"{where} is empty. {advice}")
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if _is_key(line)]
     if len(lines) > MAX_KEYS:
@@ -157,7 +157,7 @@ def parse_keys(text: bytes, where: str) -> Keys:
         else:
             for value in (f"name {key.name}", f"id {key.id}"):
                 if value in seen:
-                    problems.append(f"line {number} has the {value} of line {seen[value]} again.")
+                    problems.append(f"line {number} repeats the {value} of line {seen[value]}.")
                 seen[value] = number
             keys.append(key)
     if problems:
@@ -215,7 +215,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_plain(Path(os.path.realpath(path)), MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        advice = f"Make one with: retrieval keys add NAME --output {path}"
+        advice = f"Create it with: retrieval keys add NAME --output {path}"
         raise RetrievalError(f"There is no file of keys {path}. {advice}") from None
     except OSError as error:
         raise RetrievalError(f"{path} cannot be read: {error.strerror or error}.") from None
@@ -223,25 +223,25 @@ def _read(path: Path) -> bytes:
 
 def _write(path: Path, text: bytes) -> None:
     """Replace the file atomically; keep its owner and mode, so that a server can still read it."""
-    place = Path(os.path.realpath(path))
-    with whole_file(place, RetrievalError, private=True) as temporary:
+    real_path = Path(os.path.realpath(path))
+    with whole_file(real_path, RetrievalError, private=True) as temporary:
         temporary.write_bytes(text)
-        if place.exists() and os.name == "posix":
-            state = place.stat()
+        if real_path.exists() and os.name == "posix":
+            state = real_path.stat()
             if (state.st_uid, state.st_gid) != (os.getuid(), os.getgid()):
                 os.chown(temporary, state.st_uid, state.st_gid)
             temporary.chmod(stat.S_IMODE(state.st_mode))
 
 
 class KeySource:
-    """The keys of a server; a changed file is read again unless it is invalid.
+    """The keys of a server, which follow changes of their file.
 
     Args:
-        path: file of keys, or None to use `text`.
+        path: file of keys, or `None` to use `text`.
         text: value of the environment variable.
 
     Attributes:
-        keys: the current keys.
+        keys: the current keys. If a changed file is invalid, they stay as they were.
 
     Raises:
         RetrievalError: the file or text is invalid.
@@ -253,9 +253,10 @@ class KeySource:
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
-        """Read the file if it has changed and was the same in two calls, so that it is complete.
+        """Read the file again if it has changed.
 
-        Blocks, so call it in a thread.
+        A changed file is read at the second call that finds it in the same state, because it is
+        then completely written. Reading blocks, so call this in a thread.
         """
         before, self._seen = self._seen, self._stamp()
         if self._path is None or self._seen != before or self._seen == self._read:
@@ -278,16 +279,20 @@ class KeySource:
 
 
 def key_source(path: Path | None) -> KeySource | None:
-    """Return the source of keys: a file, RETRIEVAL_KEYS (a path or the keys themselves), or None.
+    """Return the source of keys, or `None` if there are none.
+
+    Args:
+        path: file of keys. `None` uses the environment variable RETRIEVAL_KEYS, if it is set, which
+            holds the file's path or the keys themselves.
 
     Raises:
-        RetrievalError: both are given, or the keys are invalid.
+        RetrievalError: both `path` and the variable are set, or the keys are invalid.
     """
     text = os.environ.get(VARIABLE, "")
     if path is not None and text:
         raise RetrievalError(
-            f"Keys are given twice: by --keys and by the environment variable {VARIABLE}. Give one"
-            " of them."
+            f"Keys are set twice: by --keys and by the environment variable {VARIABLE}. Use only"
+            " one of them."
         )
     if text and not text.lstrip().startswith(("{", "#")):
         path = Path(text)

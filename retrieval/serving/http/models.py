@@ -56,7 +56,10 @@ _KINDS: Mapping[str, Kind] = {
 _FORM_BYTES_BESIDES_IMAGES = 65_536
 _RELEASED_BYTES_BEFORE_TRIM = 16_000_000
 _DRAINED = 4
-"""Read and discard up to this many times the limit, so that the sender sees the response."""
+"""A body that is too large is read to its end, up to this many times the limit.
+
+Many clients read the error response only after they have sent the whole body.
+"""
 
 
 Vector = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=1)]
@@ -80,12 +83,12 @@ class JsonBody(BaseModel):
     @model_validator(mode="after")
     def _has_one(self) -> Self:
         if self.one_of and sum(getattr(self, name) is not None for name in self.one_of) != 1:
-            raise ValueError("give one")
+            raise ValueError("exactly one is needed")  # `_sentence` writes the message
         return self
 
     @classmethod
     def of(cls, content: object) -> Self:
-        """Return the body of a JSON value."""
+        """Return the body of a JSON value; raise a RequestError 400 if it is invalid."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -213,7 +216,10 @@ def _sentence(model: type[JsonBody], kind: str, place: tuple[int | str, ...]) ->
 
 
 def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
-    """Parse JSON without duplicate keys and with at most 64 levels."""
+    """Parse JSON; raise a RequestError with `sentence` if it is invalid.
+
+    Duplicate keys and more than 64 levels are refused.
+    """
     try:
         return strict_loads(text, finite=False)
     except (ValueError, RecursionError):
@@ -221,18 +227,19 @@ def loads(text: bytes | str, sentence: str = "The request is not JSON.") -> Any:
 
 
 def filter_of(form: str | Mapping[str, Any] | None) -> Filter | None:
-    """Return a filter from its text or its JSON form."""
+    """Return a filter from its text or its JSON form; raise a RequestError if it is invalid."""
     try:
         where = as_filter(form)
     except DataError as error:
         raise RequestError(400, str(error)) from None
     if where and (where.size.conditions > MAX_CONDITIONS or where.size.values > MAX_VALUES):
         limits = f"{MAX_CONDITIONS} conditions and {MAX_VALUES:,} values"
-        raise RequestError(400, f"The filter is too large: the server takes {limits}.")
+        raise RequestError(400, f"The filter is too large: the limits are {limits}.")
     return where
 
 
-# Text of forms and URLs. Text that cannot be converted is kept, so that the model refuses it.
+# Values of form fields and URL parameters. Text that cannot be converted stays text, so that the
+# model refuses it.
 
 
 def _filter(text: str) -> Any:
@@ -321,7 +328,7 @@ def _query(inputs: Sequence[QueryInput], options: Options) -> Query:
 
 def _check_number(what: str, number: int, most: int) -> None:
     if number > most:
-        raise RequestError(400, f"The request has {number:,} {what}; {most:,} are the most.")
+        raise RequestError(400, f"The request has {number:,} {what}; the limit is {most:,}.")
 
 
 class NewItem(NamedTuple):
@@ -371,12 +378,12 @@ def items_of(body: Body, most: int, max_bytes: int) -> list[NewItem]:
         if len(items) != len(images) or any(item.vector is not None for item in items):
             raise RequestError(
                 400,
-                f'The field "items" must list what each of the {len(images)} images is, in their'
-                " order, without vectors.",
+                f'The field "items" must be a list with one item for each of the {len(images)}'
+                " images, in their order, without vectors.",
             )
     _check_number("items", len(items), most)
     if len({item.id for item in items}) < len(items):
-        raise RequestError(400, "The request names an id twice.")
+        raise RequestError(400, "The request contains an id twice.")
     return [_new_item(item.id, item, image) for item, image in zip(items, images, strict=True)]
 
 
@@ -392,7 +399,7 @@ class Body(NamedTuple):
 
 
 class BodyMemory:
-    """Limits the memory of the bodies of all current requests. Use it in the event loop only."""
+    """Limits the memory of the bodies of all current requests; only for the event loop's thread."""
 
     def __init__(self) -> None:
         self.held = self._released = 0
@@ -430,7 +437,7 @@ class BodyMemory:
         return Body(kind, content_type, chunks[0] if len(chunks) == 1 else b"".join(chunks))
 
     def release(self, size: int) -> None:
-        """Stop counting bytes; after many, return free memory to the system."""
+        """Subtract bytes that are no longer held; after many, return free memory to the system."""
         self.held -= size
         self._released += size
         if self._released > _RELEASED_BYTES_BEFORE_TRIM and not self.held:
@@ -458,7 +465,7 @@ def read_form(
 ) -> tuple[list[bytes], dict[str, str]]:
     """Parse a form; return the files of its field `image`, in order, and its other fields as text.
 
-    Blocks, so call it in a thread if the body is large.
+    Parsing blocks, so call this in a thread if the body is large.
     """
     images, fields = list[bytes](), dict[str, str]()
     parts = _parts(body, max_images, len(names))
@@ -511,7 +518,7 @@ def _parts(body: Body, max_images: int, max_fields: int) -> list[tuple[str, str 
     except MultiPartException as error:
         if error.message.startswith("Too many files"):
             limit = "one" if max_images == 1 else f"{max_images:,} at most"
-            sentence = f'Too many files: give {limit}, in the field "image".'
+            sentence = f'Too many files: send {limit}, in the field "image".'
             raise RequestError(400, sentence) from None
         reason = error.message.rstrip(".")
     except FormParserError as error:  # Starlette before 1.10 does not convert it

@@ -51,7 +51,7 @@ _TRACES = (
 
 
 class _Lines(QueueHandler):
-    """Formats log lines and queues them for a thread, so that a slow reader blocks nobody."""
+    """Formats log lines and queues them for a thread, so that a slow reader delays no request."""
 
     def __init__(self, form: str, names_process: bool) -> None:
         super().__init__(queue.Queue(_WAITING_LINES))
@@ -64,7 +64,7 @@ class _Lines(QueueHandler):
             self.queue.put_nowait(record)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Replace a record's message by the whole formatted line."""
+        """Replace a record's message with the whole formatted line."""
         fields: dict[str, Any] = dict(getattr(record, "request", None) or {})
         message = ""
         if not fields:
@@ -97,7 +97,15 @@ def _as_text(record: logging.LogRecord, message: str, fields: dict[str, Any]) ->
 
 
 def start_log(form: Literal["text", "json"], names_process: bool = False) -> QueueListener:
-    """Log to standard error from a background thread; `stop` writes the remaining lines."""
+    """Start logging to standard error from a background thread.
+
+    Args:
+        form: "text" or "json".
+        names_process: whether lines contain the process id.
+
+    Returns:
+        The listener; its method `stop` writes the remaining lines.
+    """
     handler = _Lines(form, names_process)
     levels = {LOG: logging.INFO, "uvicorn.error": logging.ERROR, "asyncio": logging.ERROR}
     for name, level in levels.items():
@@ -159,7 +167,7 @@ class Metrics:
             self._refused.labels(trail.reason or str(status)).inc()
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's format. Blocks on the disk, so call it in a thread."""
+        """Return all metrics in Prometheus's format; reads the disk, so call this in a thread."""
         registry = self._registry
         if self._has_siblings:
             registry = CollectorRegistry()
@@ -170,7 +178,7 @@ class Metrics:
 
 
 class _Gauges(Collector):
-    """Gauges that are computed on each scrape, by the process that answers it."""
+    """Gauges that are computed when Prometheus asks for them, by the process that it asks."""
 
     def __init__(self, indexes: Mapping[str, Served]) -> None:
         self._indexes = indexes
@@ -226,11 +234,12 @@ _INDEX_METRICS = {
 def traced(app: Any) -> Any:
     """Wrap an application in OpenTelemetry's instrumentation if its variables name an exporter.
 
-    OTEL_TRACES_EXPORTER names it (`otlp`, `console`, `none`); an endpoint alone selects `otlp`. The
-    SDK itself reads sampler, resource, headers and limits.
+    OTEL_TRACES_EXPORTER names the exporter (`otlp`, `console`, `none`); if only an endpoint is set,
+    the exporter is `otlp`. OpenTelemetry's SDK reads the variables of sampler, resource, headers
+    and limits itself.
 
     Raises:
-        MissingDependency: a package of the extra `otel` is not installed, or no such exporter.
+        MissingDependency: a package of the extra `otel`, or the exporter, is not installed.
         StoreError: the exporter cannot be set up.
     """
     variable = next(filter(os.environ.get, _TRACES), None)
@@ -247,17 +256,17 @@ def traced(app: Any) -> Any:
         (exporter,) = entry_points(group=group, name=entry)
     except (ImportError, ValueError):
         raise MissingDependency(
-            f"{variable} asks for traces by the exporter '{name}', which is not installed. Install"
+            f"{variable} requests traces by the exporter '{name}', which is not installed. Install"
             f" it with: pip install 'embedding-retrieval[otel]', or unset {variable}."
         ) from None
     provider = TracerProvider()
     try:
         provider.add_span_processor(BatchSpanProcessor(exporter.load()()))
     except Exception as error:
-        raise StoreError(f"The exporter '{name}' of traces cannot be set up: {error}") from None
+        raise StoreError(f"The trace exporter '{name}' cannot be set up: {error}") from None
     return OpenTelemetryMiddleware(
         app,
         tracer_provider=provider,
         exclude_spans=["receive", "send"],
-        default_span_details=lambda scope: (scope["method"], {}),  # a path would name items
+        default_span_details=lambda scope: (scope["method"], {}),  # paths contain items' ids
     )

@@ -73,17 +73,18 @@ def _form(*required: str, **fields: Any) -> dict[str, Any]:
 
 
 class Operation(NamedTuple):
-    """One path and method, from which both the server's route and the document are made.
+    """One path and method, from which the server's route and its part of the document are built.
 
     Attributes:
         method: HTTP method in lower case.
-        path: path relative to `/v1` and, with `of_index`, also to `/v1/indexes/{index}`.
-        handler: name of the method of `Routes` that handles it; its docstring is the summary.
-        answer: type of the response; None for an image.
+        path: path relative to `/v1` and, if `of_index`, also to `/v1/indexes/{index}`.
+        handler: name of the method of `Routes` that handles requests; the method's docstring is
+            the operation's summary.
+        answer: type of the response; `None` for an image.
         query: schemas of the query parameters by name; only `id` is required.
         bodies: schemas of the body by content type.
         status: HTTP status of success.
-        of_index: whether the operation is one on an index.
+        of_index: whether the operation belongs to an index.
     """
 
     method: str
@@ -149,7 +150,10 @@ OPERATIONS = (
 
 @cache
 def document(handlers: type) -> dict[str, Any]:
-    """Return the document, with the docstrings of `handlers` as summaries. Do not modify it."""
+    """Return the document, with the docstrings of `handlers` as summaries.
+
+    The document is cached, so do not modify it.
+    """
     types = [
         *(models.ItemBody, models.ItemChangeBody, models.ItemsBody, models.DeleteBody),
         *(models.SearchBody, models.BatchBody, answers.Problem),

@@ -24,12 +24,13 @@ MEDIA_TYPE = "application/problem+json"
 
 
 class RequestError(RetrievalError):
-    """A request fails with an HTTP status and a sentence.
+    """Raised to answer a request with an HTTP error status.
 
     Args:
-        status: HTTP status, 4xx or 503.
+        status: HTTP status, 4xx, 500 or 503.
         sentence: message to the person who sent the request.
-        reason: label of the error in the metrics, one of a few words; by default the status.
+        reason: label of the error in the metrics, which must be one of a few; by default the
+            status.
         members: further members of the problem document.
         headers: further headers of the response.
     """
@@ -48,12 +49,12 @@ class RequestError(RetrievalError):
 
 
 def busy(why: str, reason: str = "queue") -> RequestError:
-    """Return the error of a busy server; `why` is such as "too many searches are waiting"."""
+    """Return the error of a busy server, with a reason such as "too many searches are waiting"."""
     return RequestError(503, f"The server is busy: {why}. Try again in a moment.", reason)
 
 
 def no_item(where: str = "There") -> RequestError:
-    """Return the error for an unknown id."""
+    """Return the error for an unknown id; `where` begins its sentence, such as "Query 2: there"."""
     return RequestError(404, f"{where} is no such item.")
 
 
@@ -73,7 +74,7 @@ def problem(scope: Any, error: RequestError) -> Response:
 
 
 def new_request_id(trace: str = "") -> str:
-    """Return the URN of a request, made from its W3C trace id or else at random."""
+    """Return a request's id, a URN made from its W3C trace id, or at random without one."""
     id = trace or os.urandom(16).hex()
     return f"urn:uuid:{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}"
 
@@ -94,7 +95,7 @@ def report(error: BaseException) -> None:
 def store_failed(error: StoreError, sentence: str) -> RequestError:
     """Log an error of an index's store, and return the error for the client."""
     if isinstance(error, TooSlow):
-        return RequestError(503, "The filter takes too long here. Ask for less.", "deadline")
+        return RequestError(503, "The filter takes too long. Use a simpler one.", "deadline")
     report(error)
     if isinstance(error, StoreUnavailable):
         return RequestError(503, UNREACHABLE, "unreachable")

@@ -1,4 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol, hardened against upgrades, long headers and ambiguous framing."""
+"""uvicorn's HTTP/1.1 protocol with protection against abuse.
+
+It refuses upgrades, long or slow headers, and requests whose length is ambiguous.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,10 @@ class Protocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(HEADER_SECONDS, self._header_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timer and notify the current request; uvicorn notifies only the last one."""
+        """Cancel the timer and notify the request that is being answered.
+
+        uvicorn notifies only the last request of the connection.
+        """
         self._timer.cancel()
         self._disconnect()
         super().connection_lost(exc)
@@ -48,7 +54,7 @@ class Protocol(HttpToolsProtocol):
             self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data; a request to upgrade is parsed again without its upgrade headers."""
+        """Parse data; a request for an upgrade is parsed again without its upgrade headers."""
         if self.transport.is_closing():
             return
         self._unset_keepalive_if_required()
@@ -57,7 +63,7 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             kept = [header for header in self.headers if header[0] not in _UPGRADES]
             if len(kept) == len(self.headers):  # CONNECT, or the preface of HTTP/2
-                self._refuse(400, "The server is no proxy, and speaks HTTP/1.1.")
+                self._refuse(400, "The server is not a proxy, and speaks HTTP/1.1 only.")
                 return
             lines = [b"%b: %b\r\n" % header for header in kept]
             line = b"%b %b HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
@@ -96,11 +102,12 @@ class Protocol(HttpToolsProtocol):
         names = [name for name, _ in self.headers]
         encoding = dict(self.headers).get(b"transfer-encoding", b"chunked").lower()
         if encoding != b"chunked" or {b"transfer-encoding", b"content-length"} <= set(names):
-            self._fail(400, "Give a Content-Length or one Transfer-Encoding, chunked; not both.")
+            sentence = "Send either a Content-Length or one Transfer-Encoding, which is chunked."
+            self._fail(400, sentence)
         if any(names.count(name) > 1 for name in _SINGLE_HEADERS):
-            self._fail(400, "The request repeats a header that it may give once.")
+            self._fail(400, "The request repeats a header that is allowed only once.")
         if len(self.pipeline) >= PIPELINED_REQUESTS:
-            self._fail(400, "Too many requests were sent without waiting for an answer.")
+            self._fail(400, "Too many requests were sent without waiting for responses.")
         if not self.parser.should_upgrade():
             super().on_headers_complete()
 
@@ -124,7 +131,7 @@ class Protocol(HttpToolsProtocol):
 
     def _header_is_late(self) -> None:
         if self._header_bytes:
-            self._refuse(408, f"No complete header came within {HEADER_SECONDS:g} seconds.")
+            self._refuse(408, f"No complete header arrived within {HEADER_SECONDS:g} seconds.")
         self.transport.close()
 
     def _refuse(self, status: int, sentence: str) -> None:

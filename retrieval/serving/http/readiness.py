@@ -26,13 +26,13 @@ from retrieval.serving.store.contract import StoreUnavailable, Superseded
 log = logging.getLogger("retrieval.serving.http")
 
 _NEW = "The first search has not been run yet."
-_CHANGED = "The files of the index are no longer those that are served. Start the server again."
+_CHANGED = "The files of the index are no longer those that are served. Restart the server."
 _FREE_BYTES = 16_000_000
-"""Minimum free space, enough for a transaction of many items with SQLite's log."""
+"""Minimum free space on the disk, enough to add many items in one transaction of SQLite."""
 
 
 class Readiness:
-    """Probes one index regularly: its files, its disk, a complete search and its encoder."""
+    """Checks one index regularly: its files, its disk, a complete search and its encoder."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._logged_change = served, False
@@ -46,7 +46,10 @@ class Readiness:
         self._fallback: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the result of the last probe; `fallback` is why the encoder runs on the CPU."""
+        """Return the result of the last check.
+
+        The member `fallback` exists if the encoder runs on the CPU for want of a GPU, and says why.
+        """
         fallback = {"fallback": self._fallback} if self._fallback else {}
         return {"items": self._items, "bundle": self._bundle, **fallback, "checks": self.checks()}
 
@@ -61,7 +64,7 @@ class Readiness:
         return next((state for state in self.checks().values() if state != "ok"), None)
 
     async def watch(self) -> None:
-        """Probe regularly, forever."""
+        """Check all parts every few seconds, forever."""
         while True:
             await self.probe()
             await asyncio.sleep(PROBE_SECONDS)
@@ -94,16 +97,16 @@ class Readiness:
         except TimeoutError:
             return late
         except RequestError as error:
-            return f"A search of the server's own was refused: {error}"
+            return f"The server's test search was refused: {error}"
         except StoreUnavailable:
             return UNREACHABLE
         except Exception as error:
             report(error)
             name = type(error).__name__
-            return f"A search of the server's own failed ({name}); the log says why."
+            return f"The server's test search failed ({name}); the log says why."
 
     async def _files(self) -> str | None:
-        """Serve a new index that has replaced this one; if that fails, return a sentence."""
+        """If another index has replaced this one, serve it; return a sentence if that fails."""
         changed = await self._served.workers.pictures.run(self._served.take_up)
         if changed is not None and not self._logged_change:
             log.warning("%s", changed)  # only the log may show the path
@@ -111,7 +114,7 @@ class Readiness:
         return changed and _CHANGED
 
     async def _disk(self) -> str | None:
-        """Return why an index that was writable when it was opened no longer is, or None."""
+        """Return why an index that was writable when it was opened no longer is, or `None`."""
         if self._folder is None:
             return None
         return await self._served.workers.pictures.run(partial(disk_fault, self._folder))
@@ -119,7 +122,7 @@ class Readiness:
     async def _search(self) -> str | None:
         served = self._served
         bundle, items = await served.read(lambda index: (index.follow(), len(index)), DAMAGED)
-        if self._sample[0] is not bundle:  # making a photo's sample takes as long as its search
+        if self._sample[0] is not bundle:  # creating a sample image takes as long as its search
             self._sample = bundle, await self._served.workers.pictures.run(lambda: sample(bundle))
         query = self._sample[1]
         hits = await served.search(query, lambda query, hits, index: bytes(len(hits[0])))
@@ -133,10 +136,10 @@ class Readiness:
                 report(error)
                 return DAMAGED
             served.failed = None
-        return None if hits or not items else "A search of the server's own found nothing."
+        return None if hits or not items else "The server's test search found nothing."
 
     async def _model(self) -> str | None:
-        """Return why the encoder no longer agrees with its bundle's probe, or None."""
+        """Return why the encoder no longer agrees with its bundle's probe, or `None`."""
         bundle = self._served.index.bundle
         return await self._served.workers.searches.run(lambda: probe_fault(bundle))
 
@@ -151,17 +154,17 @@ def sample(bundle: Bundle) -> Query:
 
 
 def disk_fault(folder: Path, least: int = _FREE_BYTES) -> str | None:
-    """Return why a folder cannot be written to or has little free space, or None.
+    """Return why a folder cannot be written to or has too little free space, or `None`.
 
-    Writes nothing. Call it in a thread, since the storage may hang.
+    Nothing is written. Call this in a thread, because the storage may hang.
     """
     if not os.access(folder, os.W_OK):
-        return "The disk of the index is read-only, or its folder may not be written to any more."
+        return "The disk of the index is read-only, or its folder is no longer writable."
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        return f"The disk of the index cannot be looked at: {error.strerror or error}."
+        return f"The disk of the index cannot be read: {error.strerror or error}."
     if free < least:
-        room = f"{free:,} bytes are free, and writing needs {least:,}"
-        return f"The disk of the index is full: {room}. Make room."
+        room = f"{free:,} bytes are free, but writing needs {least:,}"
+        return f"The disk of the index is full: {room}. Free some space."
     return None

@@ -54,7 +54,7 @@ _PARSED_AT_ONCE_BYTES = 16_384
 """Larger form and JSON bodies are parsed in a thread."""
 _EXPLAINED = ("rows", "deleted", "covered")
 _MAX_CURSOR = 8192
-_NO_CURSOR = "The cursor is not one that this server gave for this list. Begin again without one."
+_NO_CURSOR = "This cursor does not belong to this list. Start again without a cursor."
 _BROWSERS = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "BMP", "WEBP")}
 """Media types of the formats that browsers show."""
 
@@ -273,8 +273,8 @@ class Routes:
         if folder is None:
             raise RequestError(
                 403,
-                "This server writes no snapshots. Its operator can name a folder: --snapshots"
-                " FOLDER.",
+                "This server writes no snapshots. Its operator can set a folder for them:"
+                " --snapshots FOLDER.",
             )
         name = f"{served.name}-{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
         await served.snapshot(folder / name, _change(request, served, "snapshot"))
@@ -297,10 +297,10 @@ class Routes:
         if name is None and len(self.indexes) == 1:
             (name,) = self.indexes
         if name is not None and not caller.may_use(name):
-            raise RequestError(403, "This key is for other indexes.")
+            raise RequestError(403, "This key does not permit the use of this index.")
         if name is not None and name in self.indexes:
             return self.indexes[name]
-        sentence = "This server has no index of this name."
+        sentence = "This server has no index with this name."
         if name is None:
             sentence = (
                 "This server has several indexes: name one in the address, as in"
@@ -315,7 +315,7 @@ class Routes:
     async def _body(
         self, request: Request, limits: Mapping[Kind, int], types: str
     ) -> AsyncIterator[Body]:
-        """Context manager that yields a request's body, and bounds time and memory."""
+        """Context manager that yields a request's body, within limits of memory and time."""
         with stage("read", 0):
             body = await self._memory.read(request, limits, types)
         try:
@@ -337,14 +337,14 @@ class Routes:
             )
             if request.method not in ("GET", "HEAD") and "/search" not in request.url.path:
                 sentence += (
-                    " What was to be written may have been written or not: sent again, it changes"
-                    " nothing more."
+                    " The change may or may not have been made; it is safe to send the request"
+                    " again."
                 )
             raise RequestError(503, sentence, "deadline") from None
 
 
 async def _parsed(served: Served, body: Body, read: Callable[[Body], T]) -> T:
-    """Return `read(body)`, run in a thread if the body is large."""
+    """Return `read(body)`, which runs in a thread if the body is large."""
     if len(body.content) <= _PARSED_AT_ONCE_BYTES:
         return read(body)
     return await served.workers.searches.run(partial(read, body))
@@ -383,15 +383,15 @@ def parameters_of(request: Request, *known: str) -> dict[str, str]:
         return {}
     pairs = request.query_params.multi_items()
     if pairs and not known:
-        sentence = "The address takes no query string (?…); fields go into the request's body."
+        sentence = "This address takes no query string (?…); send fields in the request's body."
         raise RequestError(400, sentence)
     parameters = dict(pairs)
     if unknown := [name for name in parameters if name not in known]:
         name = f"{unknown[0][:40]!a}"
-        sentence = f"The address takes no parameter {name}. It takes: {', '.join(known)}."
+        sentence = f"This address takes no parameter {name}. It takes: {', '.join(known)}."
         raise RequestError(400, sentence)
     if len(parameters) < len(pairs):
-        raise RequestError(400, "The address gives a parameter twice.")
+        raise RequestError(400, "The address contains a parameter twice.")
     return parameters
 
 
@@ -402,7 +402,7 @@ def _id_of(request: Request, *options: str) -> str:
         return unquote(request.path_params["id"], errors="surrogateescape")
     id = parameters_of(request, "id", *options).get("id")
     if not id:
-        raise RequestError(400, "The address names no item: add ?id=, and the id percent-encoded.")
+        raise RequestError(400, "The address names no item: add ?id= and the id, percent-encoded.")
     return id
 
 
@@ -476,7 +476,7 @@ def _urls(served: Served, prefix: str, id: str, keep: str, path: Any) -> dict[st
 
 
 def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) -> dict[str, Any]:
-    """Return a hit as JSON, with the metadata fields `names` or, for None, all."""
+    """Return a hit as JSON, with the metadata fields in `names`; `None` means all fields."""
     return {
         "id": hit.id,
         "key": hit.id,
@@ -490,7 +490,7 @@ def _hit_json(hit: Hit, served: Served, prefix: str, names: list[str] | None) ->
 def _item_json(
     served: Served, item: Item, prefix: str, names: list[str] | None = None
 ) -> dict[str, Any]:
-    """Return an item as JSON, with the metadata fields `names` or, for None, all."""
+    """Return an item as JSON, with the metadata fields in `names`; `None` means all fields."""
     return {
         "id": item.id,
         "key": item.id,
@@ -547,12 +547,12 @@ def _description(name: str, index: Index) -> dict[str, Any]:
 
 
 def _cursor_after(after: str, where: Filter | None) -> str:
-    """Return the cursor of the page after an id, in the list of one filter."""
+    """Return the cursor of the page that follows an id in the list of a filter's items."""
     return base64.urlsafe_b64encode(json.dumps([after, _digest(where)]).encode()).decode()
 
 
 def _after_cursor(cursor: str | None, where: Filter | None) -> str | None:
-    """Return the id that a page comes after; raise RequestError 400 for another list's cursor."""
+    """Return the id that a cursor's page follows; raise a RequestError for a wrong cursor."""
     if cursor is None:
         return None
     try:
@@ -567,6 +567,6 @@ def _after_cursor(cursor: str | None, where: Filter | None) -> str | None:
 
 
 def _digest(where: Filter | None) -> str:
-    """Return a digest that identifies the list of one filter."""
+    """Return a digest that identifies a filter."""
     text = "" if where is None else json.dumps(filter_to_json(where))
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]

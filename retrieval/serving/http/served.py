@@ -47,23 +47,31 @@ DAMAGED = (
 )
 _UNREADABLE = "The item cannot be read. The server's log says why."
 _NOT_WRITTEN = (
-    "The index cannot be written to now: another process writes to it, it is read-only, or its disk"
-    " refuses. The server's log says which."
+    "The index cannot be written to at the moment: another process writes to it, it is read-only,"
+    " or its disk fails. The server's log says which."
 )
-_CHANGING = "The index changes its bundle again and again. Try again in a moment."
+_CHANGING = "The index's bundle keeps changing. Try again in a moment."
 _TRIES = 5
+"""Number of attempts at a request while the index or its bundle is being replaced."""
 _BATCH = 32
 _TOGETHER = 16
 """Largest number of requests' vectors that are searched at once."""
 _COPIED_BYTES = 64_000_000
-"""Maximum bytes of originals that one change of labels or metadata may copy."""
+"""Limit on the bytes of stored images that one change of labels or metadata copies."""
 T = TypeVar("T")
 Finish = Callable[[Query, list[list[Hit]], Index], bytes]
 
 
 @dataclass(eq=False, slots=True)
 class _Vector:
-    """A waiting query of one vector; `hits` is set if another query's batch searched it too."""
+    """A waiting query of one vector.
+
+    Attributes:
+        query: the query.
+        options: bundle, k and candidates; vectors with equal options can be searched together.
+        hits: the vector's hits, if it was searched together with another request's vector.
+        seconds: duration of that search's stages.
+    """
 
     query: Query
     options: tuple[Any, ...]
@@ -92,13 +100,13 @@ class Served:
         self.failed: Callable[[], object] | None = None
         self.index, self._lock = index, threading.Lock()
         self._users = Counter({index: 1})
-        """Users of each open index; being the current one counts as a user."""
+        """Number of users of each open index; the current index has one user more."""
         self._audit, self._reopen, self._vectors = audit, reopen, list[_Vector]()
         self._folders = [Path(os.path.realpath(folder)) for folder in settings.images]
 
     @contextmanager
     def use(self) -> Iterator[Index]:
-        """Context manager that keeps the current index open; for threads, not the event loop."""
+        """Context manager that yields the current index and keeps it open; call it in a thread."""
         with self._lock:
             index = self.index
             self._users[index] += 1
@@ -109,7 +117,7 @@ class Served:
             self._release(index)
 
     def _release(self, index: Index) -> None:
-        """Count one user less, and close the index after its last."""
+        """Count one user less; close the index if it has no users left."""
         with self._lock:
             self._users[index] -= 1
             if self._users[index]:
@@ -140,9 +148,9 @@ class Served:
     # Searching
 
     async def search(self, query: Query | Callable[[], Query], finish: Finish) -> bytes:
-        """Search and return the response, which `finish` makes in the same thread.
+        """Search and return the response, which `finish` builds in the same thread.
 
-        `query` may be a function that parses a query of one image; it runs in that thread, too.
+        `query` may be a function that parses a query of one image; it runs in that thread too.
         """
 
         async def ask() -> bytes:
@@ -176,9 +184,9 @@ class Served:
         return await self._again(ask, DAMAGED)
 
     def _together(self, own: _Vector, index: Index) -> list[list[Hit]]:
-        """Return the hits of a vector, and search waiting ones of equal options along with it.
+        """Return the hits of a vector; search waiting vectors with equal options together with it.
 
-        Eight queries in one search take at most half the time of eight searches.
+        A search of eight vectors takes at most half the time of eight searches.
         """
         trail = TRAIL.get() or Trail()
         for name, seconds in own.seconds.items():
@@ -229,7 +237,10 @@ class Served:
         return await self._again(lambda: turns.run(used), sentence)
 
     async def _again(self, ask: Callable[[], Awaitable[T]], sentence: str) -> T:
-        """Return the result of `ask`, repeated if the index or its bundle was replaced."""
+        """Return the result of `ask`, which is called again if the index or bundle was replaced.
+
+        If the index's store fails, `sentence` is the message to the client.
+        """
         for _ in range(_TRIES):
             index = self.index
             try:
@@ -243,7 +254,7 @@ class Served:
         raise RequestError(503, _CHANGING)
 
     def _replaced(self, failed: Index) -> bool:
-        """Return whether an index failed because another one, now served, replaced it."""
+        """Return whether an index failed because another one has replaced it and is served now."""
         if self.index is not failed:
             return True
         return failed.changed() is not None and self.take_up() is None
@@ -311,14 +322,14 @@ class Served:
         return keep in ("copy", "thumbnail") or (path is not None and bool(self._folders))
 
     async def picture(self, id: str, small: bool) -> bytes:
-        """Return an item's image: the index's copy, or the file that the item was indexed from."""
+        """Return an item's image: the index's copy, or the file from which the item was indexed."""
 
         def work(index: Index) -> bytes:
             item = index.get(id).get(id)
             if item is None:
                 raise no_item()
             if item.keep == "thumbnail" and not small:
-                with suppress(RequestError):  # else the stored thumbnail is the best image
+                with suppress(RequestError):  # without the file, the thumbnail is the best image
                     return self._file(item)
             kept = index.store.original(id) if item.keep in ("copy", "thumbnail") else None
             return kept if kept is not None else self._file(item)
@@ -326,7 +337,7 @@ class Served:
         return await self._read(work, self.workers.pictures, _UNREADABLE)
 
     def _file(self, item: Item) -> bytes:
-        """Return the content of the file that an item was indexed from."""
+        """Return the content of the file from which an item was indexed."""
         if item.path is None:
             raise RequestError(
                 404,
@@ -347,14 +358,15 @@ class Served:
 
 
 def _is_plain(query: Query, bundle: Bundle) -> bool:
-    """Return whether a query is one vector that may be searched along with others."""
+    """Return whether a query is one vector that can be searched together with other requests'."""
     vector, options = query.inputs[0].vector, query.options
     return (
         len(query.inputs) == 1
         and vector is not None
         and len(vector) == bundle.manifest.vector
         and np.abs(vector).max() < np.finfo(np.float32).max
-        and bundle.manifest.input.kind != "features"  # encoded in batches, their last bits change
+        # features would have to be encoded in a batch, which changes the last bits of the result
+        and bundle.manifest.input.kind != "features"
         and query.where is None
         and not options.explain
     )
@@ -381,7 +393,7 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
     if pixels is None:
         vectors = [query.vector for query in queries if query.vector is not None]
         if len({len(vector) for vector in vectors}) > 1:
-            raise DataError("The vectors of one request must have the same number of numbers.")
+            raise DataError("The vectors of one request must have the same length.")
         stacked = np.stack(vectors)
         if bundle.manifest.input.kind != "features":
             width, length = bundle.manifest.vector, stacked.shape[1]
@@ -393,7 +405,7 @@ def _encoded(bundle: Bundle, queries: Sequence[QueryInput], pixels: NDArray[Any]
 
 
 def _stored(index: Index, queries: Sequence[QueryInput]) -> Encoded:
-    """Return stored items of the index, encoded as queries."""
+    """Return the stored vectors of items, as queries."""
     bundle, ids = index.bundle, [str(query.id) for query in queries]
     if bundle.manifest.query_vectors:
         raise DataError(
@@ -461,8 +473,8 @@ def _rows(
         inputs = _vectors(items, manifest.vector, "numbers")
         if set(widths) != {VECTOR}:
             raise DataError(
-                "This index stores more of an item than its vector. Send the image instead, or"
-                " features if the bundle takes features."
+                "This index stores further outputs of the model besides an item's vector. Send the"
+                " image instead, or features if the bundle takes features."
             )
         with np.errstate(over="ignore"):
             return [{VECTOR: row} for row in inputs.astype(np.float32)]
@@ -482,22 +494,22 @@ def _vectors(items: Sequence[NewItem], width: int, what: str) -> NDArray[np.floa
 def _write(
     index: Index, bundle: Bundle, new_items: Sequence[NewItem], items: Mapping[str, Item]
 ) -> int:
-    """Write items in one transaction; return how many existed. Runs in the writing thread.
+    """Write items in one transaction and return how many existed; runs in the thread for changes.
 
-    New items that are missing in `items`, the embedded ones, change label or metadata of existing
-    items.
+    `items` holds the embedded items by id. A new item that is not among them changes the label or
+    metadata of an existing item.
     """
     changes = [new for new in new_items if new.id not in items]
     stored = index.get([new.id for new in changes], arrays=True) if changes else {}
     if missing := [new.id for new in changes if new.id not in stored]:
-        more = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
-        advice = f"send an image or a vector for it{more}"
+        count = f" ({len(missing):,} such items)" if len(missing) > 1 else ""
+        advice = f"send an image or a vector for it{count}"
         raise DataError(f"There is no item {missing[0][:80]!a} yet: {advice}.")
     size = sum(item.bytes or 0 for item in stored.values() if item.keep == "copy")
     if len(changes) > 1 and size > _COPIED_BYTES:
         raise DataError(
-            f"The originals of these items have more than {_COPIED_BYTES:,} bytes. Change fewer"
-            " items at a time."
+            f"The stored images of these items have more than {_COPIED_BYTES:,} bytes together."
+            " Change fewer items at a time."
         )
     with stage("write", len(new_items)):
         whole = [items.get(new.id) or _changed(index, stored[new.id], new) for new in new_items]

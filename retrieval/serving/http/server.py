@@ -1,4 +1,4 @@
-"""Run a server: check its settings, open sockets, start one or several processes, and stop."""
+"""Run a server: check its settings, open sockets, start one or several processes, and stop them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ if TYPE_CHECKING:
     import uvicorn
 
 KEEP_ALIVE_SECONDS = 150
-"""Longer than the idle time-outs of nginx (60 s) and Caddy (120 s), so that the proxy closes first.
+"""Seconds until an idle connection is closed.
+
+They are more than the idle time-outs of nginx (60 s) and Caddy (120 s), so that a proxy closes the
+connection first.
 """
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -64,20 +67,20 @@ def serve(
     """Serve an index until SIGINT or SIGTERM, then finish running requests.
 
     In a notebook, where an event loop runs already, the server runs in a background thread and
-    this returns at once.
+    this function returns at once.
 
     Args:
-        index: an open index, its folder or its address; or a mapping of several by name.
+        index: an open index, its folder or its address; or a mapping from names to indexes.
         host: address to listen on.
-        port: port to listen on; 0 chooses a free one and prints it.
-        settings: limits and permissions. By default one search per core runs at a time.
-        plugins: files or modules of a third-party store that is not installed.
+        port: port to listen on; 0 chooses a free port and prints it.
+        settings: limits and permissions. By default, one search per core runs at a time.
+        plugins: plugin files or modules that provide the index's store, if it is not installed.
         device: where the encoder runs.
         wait: whether to return only after the server has ended. `None` waits unless an event loop
             is running.
 
     Returns:
-        The running server, or None after waiting for its end.
+        The running server, or `None` after waiting for its end.
 
     Raises:
         MissingDependency: the extra `serve` is not installed.
@@ -94,12 +97,12 @@ def serve(
     multiprocess = settings.processes > 1
     if multiprocess and beside:
         raise StoreError(
-            "Several processes serve in the foreground only: start them with `retrieval serve"
-            " --processes N`."
+            "A server of several processes runs in the foreground only: start it with `retrieval"
+            " serve --processes N`."
         )
     if multiprocess and any(isinstance(source, Index) for source in sources.values()):
         raise StoreError(
-            "Several processes cannot share an opened index: give its folder or its address."
+            "Several processes cannot share an opened index: pass its folder or its address."
         )
     with ExitStack() as stack:
         listeners = [stack.enter_context(listen(host, port, "port"))]
@@ -150,8 +153,8 @@ class Serving:
     def run(self) -> None:
         """Serve until a signal or `close`."""
         if threading.current_thread() is threading.main_thread():
-            # uvicorn handles signals while it serves and raises them again at its end. These
-            # handlers ignore that repetition, and end a server that does not listen yet.
+            # uvicorn handles signals while it serves and raises them again at its end. This handler
+            # makes the repetition harmless, and ends a server that does not listen yet.
 
             def leave(number: int, frame: Any) -> None:
                 self._server.should_exit = True
@@ -161,7 +164,7 @@ class Serving:
         self._server.run(sockets=self._listeners)
         for name, served in self._app.served.items():
             if not isinstance(self._sources[name], Index) and self._app.workers.idle:
-                served.index.close()  # closing it during a hanging search would crash
+                served.index.close()  # closing an index during a hanging search would crash
         self._log.stop()
 
     def start(self) -> None:
@@ -182,9 +185,9 @@ class Serving:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one server process: open indexes or their places by name, and settings.
+    """What one server process needs: indexes by name, open or as places to open, and settings.
 
-    With several processes, each gets a pickled copy.
+    If there are several processes, each gets a pickled copy.
     """
 
     sources: Mapping[str, Any]
@@ -194,7 +197,7 @@ class Parts:
 
     @property
     def threads(self) -> int:
-        """Number of threads of one encoder: its share of the cores if all searches run at once."""
+        """Number of threads of an encoder: a search's share of the cores if all run at once."""
         searches = self.settings.workers * self.settings.processes
         return max(1, min(default_threads(), cores() // searches))
 
@@ -240,7 +243,7 @@ class Parts:
             app = self.application()
         except RetrievalError as error:
             logging.getLogger("retrieval.serving.http").error("%s", error)
-            raise SystemExit(3) from None  # uvicorn does not restart it then
+            raise SystemExit(3) from None  # uvicorn does not restart a process with this status
         app.ends_process = True
         return app
 
@@ -251,7 +254,7 @@ def _serve_several(parts: Parts, host: str, listeners: list[socket.socket]) -> N
 
     items = 0
     for place in parts.sources.values():
-        with parts.open(place) as index:  # reports errors once, before processes start
+        with parts.open(place) as index:  # so that an error is reported once, not by each process
             items += len(index)
     with tempfile.TemporaryDirectory(prefix="retrieval-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
@@ -294,15 +297,15 @@ def checked(settings: Settings, host: str) -> Settings:
         for folder in folders:
             if folder is not None and not folder.is_dir():
                 named = f"{folder}, which {option} names"
-                raise StoreError(f"There is no folder {named}. Make it first.")
+                raise StoreError(f"There is no folder {named}. Create it first.")
     proxies = tuple(_proxy(text) for text in settings.proxies)
     if key_source(settings.keys) is None and settings.open is None:
         where = "through a proxy (--proxy-header-from)" if proxies else f"at {host}"
         if proxies or not _is_loopback(host):
             raise StoreError(
-                f"This server has no keys, and others could reach it {where}. Make keys (retrieval"
-                " keys add NAME --output KEYS) and name them with --keys KEYS, or say with --open"
-                " read what everybody may do."
+                f"This server has no keys, but others could reach it {where}. Create keys"
+                " (retrieval keys add NAME --output KEYS) and use them with --keys KEYS, or permit"
+                " everybody to search with --open read."
             )
     names = {_host(text) for text in settings.hosts or ()}
     return replace(
@@ -348,7 +351,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     """Return a listening socket; raise a StoreError that names the port's `option` on failure."""
     if not isinstance(port, int) or not 0 <= port < 2**16:
         raise StoreError(
-            f"{option} is a whole number from 0, which takes a free port, to 65535, not {port!r}."
+            f"{option} must be a whole number from 0 (any free port) to 65535, not {port!r}."
         )
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -380,7 +383,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def named(texts: Iterable[str]) -> dict[str, str]:
-    """Parse indexes given as `PATH` (named after its folder) or `NAME=PATH`; return paths by name.
+    """Return the paths of indexes by name, from texts `NAME=PATH` or `PATH` (the folder's name).
 
     Raises:
         StoreError: a name is invalid or used twice.
@@ -423,7 +426,7 @@ def require_packages() -> None:
 
 
 def announce(host: str, listeners: list[socket.socket], items: int, end: str) -> str:
-    """Print where the server is, and return its URL."""
+    """Print the server's address, and return its URL; `end` says how to stop the server."""
     health = f", health at port {listeners[1].getsockname()[1]}" if len(listeners) > 1 else ""
     url = f"http://{f'[{host}]' if ':' in host else host}:{listeners[0].getsockname()[1]}/"
     print(f"Serving {items:,} items at {url} ({end}){health}", flush=True)

@@ -1,4 +1,4 @@
-"""Settings of a server for its operator, and its fixed limits."""
+"""Settings that a server's operator chooses, and limits that are fixed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 Role = Literal["read", "write", "admin"]
-"""Permissions of a caller, each including those before it.
-
-"read" searches and reads, "write" changes items, "admin" takes snapshots and reads metrics.
+"""Permissions of a caller: "read" for searching and reading items, "write" also for changing them,
+and "admin" also for snapshots and metrics.
 """
 
 ROLES: tuple[Role, ...] = ("read", "write", "admin")
@@ -38,21 +37,21 @@ class Settings:
     Attributes:
         workers: number of concurrent searches per process.
         processes: number of server processes.
-        hosts: names that a request's `Host` may have besides localhost and IP addresses. `None`
-            allows any.
+        hosts: names that a request's header `Host` may hold besides localhost and IP addresses.
+            `None` allows any name.
         health_port: additional port that answers only `HEALTH`. `None` opens no such port.
         images: folders whose files the server may show as images of items.
         snapshots: folder for snapshots. `None` permits no snapshots.
-        keys: file of API keys. `None` reads the environment variable RETRIEVAL_KEYS, if it is set.
-        open: role of everybody without a key. `None` is "read" if the server has no keys, and no
-            role otherwise.
+        keys: file of API keys. `None` uses the environment variable RETRIEVAL_KEYS, if it is set.
+        open: role of everybody without a key. `None` means "read" if the server has no keys, and
+            no role otherwise.
         audit: file that records changes. `None` records none.
         proxies: addresses and networks of proxies whose X-Forwarded-For header is trusted.
         log_format: format of a log line per request, "text" or "json". `None` logs only problems.
         max_pixels: maximum number of pixels of an uploaded image.
         max_bytes: maximum size of an uploaded image file in bytes.
         batch: maximum number of images, vectors or items per request.
-        deadline: time limit in seconds from a complete request to its response.
+        deadline: time limit in seconds from the receipt of a whole request to its response.
     """
 
     workers: int = 1

@@ -1,4 +1,8 @@
-"""Thread pools with bounded queues for searches, images, pictures, changes and snapshots."""
+"""Thread pools with bounded queues for a server's work.
+
+Uploaded images, searches, changes, snapshots and pictures (images of items, to show) have a pool
+each.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A thread pool with a bounded queue, which refuses further jobs.
+    """A thread pool with a bounded queue; jobs that do not fit into the queue are refused.
 
     Args:
         what: the kind of jobs, for error messages, such as "searches".
@@ -90,7 +94,7 @@ class Turns:
 
 
 def _search_alone() -> None:
-    """Let FAISS use only the current thread, since several search at the same time."""
+    """Let FAISS use only the current thread, because several threads search at the same time."""
     load_faiss().omp_set_num_threads(1)
 
 
@@ -108,9 +112,9 @@ class Workers:
         self.decoders = Decoders(Limits(settings.max_pixels, settings.max_bytes), DECODE_SECONDS)
 
     def decode(self, kind: Kind, content: bytes, bundle: Bundle | None = None) -> Any:
-        """Decode an image: to `Decoded` for a bundle, or to the bytes of another file.
+        """Decode an image: to `Decoded` for a bundle, or to the bytes of a PNG or thumbnail.
 
-        Blocks, so call it in a thread.
+        Decoding blocks, so call this in a thread.
         """
         preprocessing = None
         if bundle is not None:
@@ -123,7 +127,7 @@ class Workers:
                 return self.decoders.decode(kind, content, preprocessing)
         except Undecodable as error:
             report(error)
-            sentence = "The server decodes no images now. Its log says why."
+            sentence = "The server cannot decode images at the moment. Its log says why."
             raise RequestError(503, sentence, "decode") from None
 
     async def decoded(self, kind: Kind, content: bytes) -> bytes:
@@ -132,7 +136,7 @@ class Workers:
         return picture
 
     async def pixels(self, bundle: Bundle, images: Sequence[bytes]) -> list[Decoded]:
-        """Decode images; see `decode`. Among several, an error names the invalid one."""
+        """Decode images; see `decode`. If there are several, an error names the invalid image."""
         turn = asyncio.Semaphore(2)  # leaves room for the images of other requests
 
         async def decoded(number: int, image: bytes) -> Decoded:

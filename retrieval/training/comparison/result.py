@@ -17,7 +17,7 @@ from retrieval.training.comparison.statistics import Difference, Mean, mean_of
 
 @dataclass(frozen=True)
 class Contestant:
-    """A row of the table.
+    """A recipe or baseline, one row of the table.
 
     Attributes:
         name: the name of the recipe or baseline.
@@ -46,7 +46,7 @@ class Comparison:
         contestants: baselines, then recipes.
         plan: seeds, splits, trials and folds.
         different: one sentence for each allowed difference between the recipes.
-        missing: the baseline that is missing, and why; `None` if none is.
+        missing: the end of a sentence on the baseline that is missing and why, or `None`.
         base: the name of the recipe whose data and net the baselines use.
         against: the contestant that all recipes are compared with; `None` compares all pairs.
         test_baselines: whether recipes are also compared with baselines.
@@ -89,7 +89,7 @@ class Comparison:
         return [float(value) for value in (table[0] if len(table) == 1 else table.mean(1))]
 
     def mean(self, contestant: Contestant, metric: str) -> Mean:
-        """Return a metric's mean over blocks and its interval."""
+        """Return a metric's mean and its interval over seeds or, if there are several, splits."""
         return mean_of(self.values(contestant, metric))
 
     @cached_property
@@ -116,7 +116,7 @@ class Comparison:
         return list(dict.fromkeys(pairs))
 
     def _fair(self, name: str, baseline: str) -> tuple[str, str]:
-        """Return the pair, with raw items as the baseline of a learner, which trains no net."""
+        """Return a pair to test; for a learner, raw items replace the untrained net as baseline."""
         kinds = {row.name: row.kind for row in self.contestants}
         if kinds[name] == "learner" and kinds[baseline] == "untrained":
             baseline = next(row.name for row in self.contestants if row.kind == "raw")
@@ -140,12 +140,12 @@ class Comparison:
         plan = self.plan
         interval = (
             f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each the"
-            f" mean over {plan.seeds} seeds: it holds split and seed. Splits share classes or"
-            " items, so it is somewhat too narrow."
+            f" mean over {plan.seeds} seeds. The interval covers splits and seeds. Splits share"
+            " classes or items, so it is somewhat too narrow."
             if plan.splits > 1
             else f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.seeds} seeds, which"
             " all rows share. The seed sets the initial weights and the batches. The split is"
-            " fixed, so the interval covers seeds only. Several splits cover other test items."
+            " fixed, so the interval covers seeds only; for other test items, use several splits."
         )
         notes = [interval, self._tuning()]
         if any(difference.p is not None for difference in self.differences):
@@ -153,7 +153,10 @@ class Comparison:
             notes.append(f"p values: {tests}")
         fixed = [name for name in self.recipes if np.ptp(self.primary[name]) < statistics.SAME]
         if fixed and self.plan.splits == 1:
-            notes.append(f"{', '.join(fixed)}: the same with every seed, so there is no interval.")
+            notes.append(
+                f"{', '.join(fixed)}: the value is the same with every seed, so there is no"
+                " interval."
+            )
         notes.append(f"Baselines use the data and the net of {self.base}.")
         if self.missing:
             notes.append(f"There is no row {self.missing}.")
@@ -167,15 +170,15 @@ class Comparison:
         plan = self.plan
         if not plan.trials:
             return (
-                "Nothing was tuned: each recipe was taken as it is. How much each was tuned before"
-                " is not known."
+                "Nothing was tuned: each recipe was used as it is. How much it was tuned before is"
+                " not known."
             )
         divided = "its classes" if plan.fold_by == "class" else "the items of each class"
         times = f", {plan.repeats} times" if plan.repeats > 1 else ""
         return (
             f"{plan.trials} settings were tried for each recipe (Optuna's TPE), each judged by"
-            f" MAP@R on the training side alone, {divided} divided into {plan.folds} folds{times};"
-            " no item of the test side was within reach."
+            f" MAP@R on the training side alone, with {divided} divided into {plan.folds}"
+            f" folds{times}; no item of the test side was used."
         )
 
     def as_dict(self) -> dict[str, Any]:

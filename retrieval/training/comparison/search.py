@@ -1,8 +1,8 @@
 """The search for a recipe's settings: Optuna proposes them, folds of the training side judge them.
 
-Each trial is kept in a file. All trials of a recipe share one sampler and its random state. A
-resumed search replays the known trials and their scores, so that it continues exactly as if it had
-not been interrupted. The trials do not depend on the number of workers.
+Each trial is kept in a folder. All trials of a recipe share one Optuna sampler and its random
+state. A resumed search first replays the finished trials and their scores, so that it continues
+exactly as if it had not been interrupted. The trials do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class Search:
     trials: Sequence[Trial]
 
     def notes(self, name: str) -> list[str]:
-        """Return sentences: whether the folds agree and, if so, which best values are at an edge.
+        """Return sentences on whether the folds agree and which best values are at a range's edge.
 
-        An edge needs three different values, because of two values each is at an edge.
+        Edges are reported only if the folds agree and at least three different values were tried;
+        of two values, each is at an edge.
         """
         folds = agreement(self.trials)
         if folds is not None and not folds[1]:
             return [
-                f"{name}: the folds do not agree (ρ = {folds[0]:.2f}): the search could not tell"
-                " trials apart. More repeats divide anew; with few classes, fold_by=item holds out"
-                " items."
+                f"{name}: the folds do not agree (ρ = {folds[0]:.2f}), so the search could not tell"
+                " trials apart. Use more repeats or, with few classes, hold out items"
+                " (fold_by=item)."
             ]
         lines = []
         if folds is not None:
@@ -88,7 +89,7 @@ def require_optuna() -> None:
 
 
 class Proposals:
-    """Proposes settings by the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
+    """Proposes settings with the tree-structured Parzen estimator (Bergstra et al., NIPS 2011).
 
     Args:
         name: the recipe's name, which seeds the sampler.
@@ -116,7 +117,7 @@ class Proposals:
         return self._values
 
     def tell(self, score: float | None) -> None:
-        """Report the trial's score; `None` means that it diverged."""
+        """Report the score of the last proposed trial; `None` means that training diverged."""
         from optuna.trial import TrialState, create_trial
 
         state = TrialState.FAIL if score is None else TrialState.COMPLETE
@@ -187,7 +188,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
             f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite."
             " Narrow [search], above all the learning rate."
         )
-    best = max(scored, key=lambda trial: trial.score or 0.0)  # the first among equals
+    best = max(scored, key=lambda trial: trial.score or 0.0)  # of equal scores, the first
     return Search(best.values, trials)
 
 
@@ -221,5 +222,5 @@ def _values(file: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
-            f"{file} is damaged: {error}. Remove its folder, and the same command tries anew."
+            f"{file} is damaged: {error}. Remove its folder; the same command then tries again."
         ) from None

@@ -1,4 +1,4 @@
-"""The table `[search]`: which values a comparison may try, and their check."""
+"""The recipe's table `[search]`: the values that a comparison may try, and their check."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def tried(values: Range) -> list[Any]:
-    """Return all choices, or both ends of a range."""
+    """Return the values of a range to check: all choices, or both ends."""
     return list(values.choices) or [values.low, values.high]
 
 
@@ -50,15 +50,15 @@ def faults(recipe: Tables) -> list[str]:
     """
     if not recipe.search:
         return [
-            "it has no [search]: say which values may be tried, as in loss.margin = { low = 0.01,"
-            " high = 1.0 }."
+            "it has no [search]. Add one with the values to try, such as loss.margin = { low ="
+            " 0.01, high = 1.0 }."
         ]
     table, problems = table_of(recipe), []
     for key, values in recipe.search.items():
         if (key.partition(".")[0] not in SEARCHED and key not in WEIGHTS) or "." not in key:
             problems.append(
-                f"[search] {key}: data, split, batches, epochs and backbone are the same for all"
-                " that is compared. A search may change keys of"
+                f"[search] {key}: data, split, batches, epochs and backbone must stay the same in a"
+                " comparison. A search may change keys of"
                 f" {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
             )
             continue

@@ -1,17 +1,19 @@
 """Statistics over several seeds: intervals, paired tests, and conclusions in words.
 
-A *block* is the unit of a test, shared by all contestants: a seed or, with several splits, a split,
-whose value is the mean over its seeds.
+A *contestant* is a recipe or baseline. A *block* is the unit of a test, and all contestants share
+the blocks: seeds or, if there are several splits, the splits, whose values are means over seeds. R
+counts recipes and B blocks.
 
 - **Pooled test**: if Bartlett's test finds the recipes' variances comparable, all pairs use the
   residual variance of the two-way ANOVA (recipe, block), with (R − 1)(B − 1) degrees of freedom
   (Montgomery, Design and Analysis of Experiments, §4.1). Otherwise each pair has its own paired t
   test.
-- **Deterministic recipes** have the same value in all blocks. Another recipe is compared with one
-  by a one-sample t test. The difference of two deterministic recipes is exact on that split, so
-  there is nothing to test.
+- **Deterministic recipes** have the same value in all blocks. A one-sample t test compares another
+  recipe with a deterministic one. The difference of two deterministic recipes is exact on that
+  split, so there is nothing to test.
 - **Correction**: Holm's step-down method. The interval of a difference has the level at which
-  Holm's method tests it, so it excludes 0 exactly if the corrected p value is below .05.
+  Holm's method tests the difference, so the interval excludes 0 exactly if the corrected p value is
+  below .05.
 """
 
 from __future__ import annotations
@@ -29,9 +31,10 @@ LEVEL = 0.05
 COMPARABLE = 0.25
 """Variances are pooled if the p value of Bartlett's test is at least this.
 
-In simulations of 3 to 5 seeds with standard deviations of 1 : 3, the rate of false alarms stays
-within one percentage point of 5 % (7 % with a threshold of .05). If one recipe of eight has four
-times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for 5.
+In simulations of 3 to 5 seeds and standard deviations in the ratio 1 : 3, the rate of false alarms
+stays within one percentage point of 5 % (with a threshold of .05 it would be 7 %). If one recipe of
+eight has four times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for
+5.
 """
 LEAST_POOLED = 3
 """Smallest number of blocks for Bartlett's test; with fewer, variances are not pooled."""
@@ -61,8 +64,8 @@ class Difference:
     """The difference of two contestants over the same blocks.
 
     Attributes:
-        contestant: the contestant.
-        reference: the contestant that is subtracted.
+        contestant: name of the first contestant.
+        reference: name of the contestant whose value is subtracted.
         mean: the mean difference and its interval, at the level of Holm's step.
         test: "pooled", "paired" or "one-sample"; "none" if every block has the same difference, so
             that there is nothing to test.
@@ -110,8 +113,8 @@ def mean_of(values: Sequence[float]) -> Mean:
 def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return p values after Holm's step-down correction, and the level of each step.
 
-    Source: Scandinavian Journal of Statistics 6, 1979. All steps after the first one that rejects
-    nothing have the level of that step.
+    Source: Holm, Scandinavian Journal of Statistics 6, 1979. All steps after the first step that
+    does not reject have the level of that step.
     """
     corrected, levels = [0.0] * len(values), [LEVEL] * len(values)
     highest, level = 0.0, LEVEL
@@ -156,8 +159,8 @@ def method(
 def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
     """Return the standard error of a difference from the blocked ANOVA's residual variance.
 
-    `None` for fewer than three recipes or blocks, or if the variances are not comparable. The
-    values of a recipe must not be constant.
+    The result is `None` for fewer than three recipes or blocks, or if the variances are not
+    comparable. No recipe may have the same value in all blocks.
     """
     table = np.array(list(values.values()))
     if len(table) < 3 or table.shape[1] < LEAST_POOLED:
@@ -238,9 +241,9 @@ def _blocks_needed(test: Difference, blocks: int, level: float) -> int:
 
 
 def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
-    """Return a sentence for each decided or untested difference, and one for all undecided ones.
+    """Return one sentence per decided or untested difference, and one for all undecided ones.
 
-    `blocks` is their number and kind, such as "5 seeds".
+    `blocks` is the number and kind of the blocks, such as "5 seeds".
     """
     count = sum(test.p is not None for test in tests)
     after = f" after Holm's correction for {count} tests" if count > 1 else ""
@@ -256,9 +259,8 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
             lines.append(f"{better} and {worse} have the same MAP@R in every run.")
         else:
             lines.append(
-                f"{better} is {apart} above {worse} on this split: the difference does not depend"
-                " on the seed, so seeds cannot say how certain it is of other splits (several"
-                " can)."
+                f"{better} is {apart} above {worse} on this split. The difference does not depend"
+                " on the seed; only several splits can say how certain it is on other splits."
             )
     undecided = [test for test in tests if test.corrected is not None and not test.decided]
     if undecided:
@@ -281,7 +283,7 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
 def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
     """Return the conclusion about all recipes, as a sentence."""
     if len(recipes) == 1:
-        return f"{recipes[0]} with {blocks}: one recipe, and nothing to compare it with."
+        return f"{recipes[0]} with {blocks}: there is nothing to compare this recipe with."
     tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
     worse = {test.ranked[1] for test in tests if test.decided}
     rest = [name for name in recipes if name not in worse]
@@ -291,7 +293,7 @@ def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str)
             where = " on this split" if any(test.p is None for test in own) else ""
             return f"{name} has the highest MAP@R of all recipes compared{where}."
     if not worse:
-        return f"Nothing can be said of which recipe is the best with {blocks}."
+        return f"With {blocks}, it cannot be said which recipe is the best."
     return (
         f"No recipe is shown to be the best with {blocks}. It is one of {', '.join(rest)};"
         f" {', '.join(name for name in recipes if name in worse)}"

@@ -30,9 +30,12 @@ from retrieval.training.comparison.jobs import Do, Figures, Job, known, perform
 PATIENCE = 30.0
 """Seconds that stopped trainings on a cluster have to write their checkpoints."""
 TRIES = 3
-"""Number of times that a job is restarted after its node or process was lost."""
+"""Number of times that Ray restarts a job whose node or process was lost."""
 Answer: TypeAlias = tuple[Figures, str, int]
-"""A job's metrics, or an error message and exit code, because not every error can be pickled."""
+"""A job's metrics, error message ("" on success) and exit code.
+
+A message and a code stand for an error, because not every error can be pickled.
+"""
 
 
 class Worker:
@@ -43,7 +46,7 @@ class Worker:
         self.counting = threading.Lock()
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
-        """Return the metrics of jobs, in order; those done before are not done again."""
+        """Return the metrics of jobs, in order; finished jobs are not repeated."""
         return [self.counted(perform(job)) for job in jobs]
 
     def counted(self, metrics: Figures) -> Figures:
@@ -77,7 +80,7 @@ class Parallel(Worker):
         raise NotImplementedError
 
     def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
-        """Return the metrics of jobs, in order; those done before are not done again."""
+        """Return the metrics of jobs, in order; finished jobs are not repeated."""
         pending: list[Figures | Future[Answer]] = []
         for job in jobs:
             before = known(job)
@@ -136,8 +139,8 @@ class Processes(Parallel):
         if not isinstance(error, BrokenProcessPool):
             return error
         return DataError(
-            "A worker process ended before its work was done, perhaps for want of memory. The same"
-            " command goes on; fewer workers take less memory."
+            "A worker process ended before its work was done, perhaps for lack of memory. The same"
+            " command continues; fewer workers need less memory."
         )
 
 
@@ -186,8 +189,8 @@ class OnRay(Parallel):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
         return DataError(
-            f"A training on the cluster was lost: {reason}. The same command goes on; more cpus"
-            " leave each training more of its node's memory."
+            f"A training on the cluster was lost: {reason}. The same command continues; with more"
+            " cpus per training, each training gets more of its node's memory."
         )
 
 
@@ -270,12 +273,12 @@ def _perform_on_node(job: Job, version: str, plan: Path, checksum: str, cpus: in
     node, sentence = socket.gethostname(), ""
     if version != installed_version():
         sentence = (
-            f"Node {node} has retrieval {installed_version()}, this machine {version}: install the"
-            " same on every node."
+            f"Node {node} has retrieval {installed_version()}, this machine {version}. Install the"
+            " same version on every node."
         )
     elif not plan.is_file() or _checksum(plan) != checksum:
         sentence = (
-            f"Node {node} does not see {plan.parent}: on a cluster, the output lies in a folder"
+            f"Node {node} does not see {plan.parent}. On a cluster, the output must be in a folder"
             " that all nodes share."
         )
     if sentence:

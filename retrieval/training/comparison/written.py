@@ -26,9 +26,9 @@ class Latex:
     """Options of the LaTeX table.
 
     Attributes:
-        columns: its metrics; empty means all.
-        caption: its caption; `None` describes how the metrics were computed.
-        label: its label.
+        columns: the metrics to show; empty means all.
+        caption: the caption; `None` describes how the metrics were computed.
+        label: the label.
     """
 
     columns: Sequence[str] = ()
