@@ -224,10 +224,10 @@ class LANML(NeighborhoodLearner):
         tol: L-BFGS stops when an iteration improves the objective by less than this share.
         seed: seed of the random choice of queries; 0 by default.
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
-        k1: K₁α₁ of Eq 6, instead of γ₁: the mean distance of the k1 nearest items of S_i, or of the
-            −k1 farthest items if k1 is negative. `None` uses the log-exp mean.
-        k2: K₂ of Eq 11, instead of γ₂: the mean distance of the k2 nearest dissimilar items. `None`
-            uses the log-exp mean.
+        k1: K₁α₁ of Eq 6, instead of γ₁: the mean distance of the k1 nearest items of S_i (at most
+            all of them), or of the −k1 farthest if k1 is negative. `None` uses the log-exp mean.
+        k2: K₂ of Eq 11, instead of γ₂: the mean distance of the k2 nearest dissimilar items (at
+            most all of them). `None` uses the log-exp mean.
 
     Example:
         >>> from sklearn.datasets import load_wine

@@ -54,7 +54,7 @@ def image_folder(
 
     Raises:
         DataError: the folder does not exist, has no image, or has images outside the class
-            folders; or `label` is not one of `levels`.
+            folders; or `levels` are empty or repeated, or `label` is not one of them.
     """
     if not folder.is_dir():
         raise DataError(

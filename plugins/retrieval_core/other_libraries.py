@@ -60,7 +60,7 @@ def torchvision_dataset(
     if wrong := sorted({*arguments} - {*takes}):
         raise DataError(
             f"[data] options: torchvision's {dataset} has no parameter {', '.join(wrong)}. It has"
-            f" {', '.join(takes)}."
+            f" {', '.join(takes) or 'none'}."
         )
     if "download" in takes:
         arguments["download"] = download

@@ -36,7 +36,7 @@ def features(file: Path) -> Dataset:
     problems = []
     for name in ("features", "labels"):
         if name not in arrays:
-            problems.append(f"there is no array '{name}', only: {', '.join(arrays) or 'none'}.")
+            problems.append(f"there is no array '{name}' (it has: {', '.join(arrays) or 'none'}).")
     if problems:
         refuse(str(file), problems)
     vectors, faults = _vectors(arrays["features"])

@@ -279,7 +279,7 @@ class Discriminator(LocalMetrics):
     features x, y (2F → H → K, Eq 13). Γ is symmetric in x and y. The code of an item includes A x +
     c₁ and B x + c₂, so a server needs no features, and the cost per pair grows with H instead of F.
 
-    V and v start at zero unless `start` is above 0. Then Γ = 1/K until a training phase trains the
+    Unless `start` is above 0, V and v start at zero, and Γ = 1/K until a training phase trains the
     combiner (Algorithm 2, line 1). `objective` is μ J_dis + ρ ‖mean Γ − 1/K‖² with J_dis = −mean ‖Γ
     − 1/K‖² over the pairs of the batch (Eq 16, with its 1/K), which is between −(1 − 1/K) and 0.
     With K = 1, results are bit for bit those without a combiner.

@@ -204,7 +204,7 @@ class OAHU(OnlineLearner):
         ):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)!r} and must be {', '.join(known)}."
+                    f"{name} is {getattr(self, name)!r} and must be one of {', '.join(known)}."
                 )
         warn_tau(self.tau)
         network = Network.random(

@@ -124,7 +124,7 @@ def read_table(
     else:
         table = _parsed(path)
     before = table.get("plugins")
-    before = before if isinstance(before, list) else []
+    before = [*before] if isinstance(before, list) else []  # overrides change the list itself
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):

@@ -154,7 +154,7 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
         learner.adversarial_pairs(pairs, similar.astype(int)),
         learner.adversarial_pairs(pairs, similar),
     )
-    with pytest.raises(ValueError, match="have 12 features, and AML was fitted on 13"):
+    with pytest.raises(ValueError, match="have 12 features, but AML was fitted on 13"):
         learner.adversarial_pairs(pairs[:, :, 1:], similar)
     with pytest.raises(NotFittedError):
         AML().adversarial_pairs(pairs, similar)

@@ -192,7 +192,7 @@ def test_refuses_data(wine: Any) -> None:
             ValueError, match="L must have as many rows as X has columns, 13, not 12"
         ):
             learner.objective(np.eye(12), x, y)
-        with pytest.raises(ValueError, match="178 items and 3 labels"):
+        with pytest.raises(ValueError, match="178 items, but 3 labels"):
             learner.objective(np.eye(13), x, y[:3])
         for call in (
             lambda n=learner: n.transform(x),

@@ -120,7 +120,7 @@ def test_theorem_3() -> None:
 
 def test_theorem_3_refuses() -> None:
     for k in (0, 4):
-        with pytest.raises(ValueError, match="between 1 and"):
+        with pytest.raises(ValueError, match="must be from 1 to"):
             gamma_for_mean_of_k_smallest([1, 2, 3], k)
     with pytest.raises(ValueError, match="ties"):
         gamma_for_mean_of_k_smallest([1, 1, 2], 2)

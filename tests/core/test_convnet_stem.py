@@ -97,7 +97,7 @@ def test_a_bundle_gives_what_torch_gives(
         (
             {"size": 28, "stem": 4, "depth": 4},
             [
-                "size 28 cannot be halved 3 times after a stem of 4; make depth or stem smaller or"
+                "size 28 cannot be halved 3 times after a stem of 4. Make depth or stem smaller, or"
                 " size larger"
             ],
         ),

@@ -49,8 +49,7 @@ def test_monitoring(reader, root, blocks, capfd):
     shown: dict[str, set[str]] = {}
     for names, labels, _ in rows(text, "## Metrics"):
         first, *more = re.findall(r"`(\w+)`", names)
-        stem = "retrieval_index"
-        for name in (first, *(stem + end for end in more)):
+        for name in (first, *more):
             shown[name.removesuffix("_total")] = set(re.findall(r"`(\w+)`", labels))
     assert set(shown) == set(families)
     for name, family in families.items():

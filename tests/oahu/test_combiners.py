@@ -213,7 +213,7 @@ def test_the_three_uses_work_from_a_bundle(search: str, tmp_path: Path) -> None:
     p = queries.similar(items[:12], 0.3)
     assert np.allclose(p, learner.similar(QUERIES, X[:12], 0.3), atol=1e-5)
     if search == "sum":
-        with pytest.raises(ValueError, match="how many equal spaces"):
+        with pytest.raises(ValueError, match="Set spaces to the number of equal spaces"):
             Spaces.of_bundle(bundle, X)
 
 

@@ -135,7 +135,7 @@ def test_contradictory_and_repeated_triplets_do_no_harm() -> None:
     [
         (np.full((2, 3, 6), np.nan), "NaN or infinity"),
         (np.ones((2, 2, 6)), "shape"),
-        (np.ones((3, 3, 5)), "5 features, and OAHU learns from 6"),
+        (np.ones((3, 3, 5)), "5 features, but OAHU learns from 6"),
         (np.array([["a"] * 6] * 3), "real numbers"),
         (np.ones(6), "shape"),
     ],
@@ -213,7 +213,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
     from safetensors.numpy import save_file
 
     save_file({"x": np.zeros(2)}, path)
-    with pytest.raises(DataError, match="holds no learner"):
+    with pytest.raises(DataError, match="has no learner"):
         OAHU.load(path)
 
 
@@ -272,7 +272,7 @@ def test_uses_refuse_what_does_not_fit() -> None:
     spaces = learner.spaces(x)
     for call, words in (
         (lambda: learner.classify(x, spaces, y[:5]), "5 labels for 90"),
-        (lambda: learner.retrieve(x, spaces, 0), "k is 0"),
+        (lambda: learner.retrieve(x, spaces, 0), "must be at least 1, not 0"),
         (lambda: learner.similar(x, x[:3]), "same number of items"),
         (lambda: learner.similar(x, x, 1.0), "threshold"),
         (

@@ -155,5 +155,5 @@ def test_chunks_hold_the_features_of_the_rows() -> None:
 
 def test_parameters_are_checked() -> None:
     for wrong in ({"per_seed": -1.0}, {"memory": 1}):
-        with pytest.raises(ValueError, match=r"per_seed is .* memory is"):
+        with pytest.raises(ValueError, match=r"per_seed must .* memory must"):
             with_closure([], **wrong)

@@ -179,7 +179,7 @@ class TestMultiple:
     @pytest.mark.parametrize(
         ("values", "sentence"),
         [
-            ({"weights": [1.0]}, "2 losses and 1 weights"),
+            ({"weights": [1.0]}, "2 losses, but 1 weights"),
             ({"miners": ["pml.hdc"]}, "need different losses"),
             ({"miners": ["pml.hdc"], "miner_for": [2]}, "need different losses"),
             ({"miner_for": [0]}, "there are no miners"),

@@ -50,7 +50,7 @@ def test_its_gradient_is_that_of_finite_differences_and_labels_are_checked():
         torch.tensor([0, 3, 3, 4]),
     )
     assert torch.autograd.gradcheck(lambda x, _: loss(x, labels), (codes, loss.weight))
-    with pytest.raises(ValueError, match="labels go from 0 to 5, and there are 5 classes"):
+    with pytest.raises(ValueError, match="labels must be from 0 to 4, not from 0 to 5"):
         loss(codes, torch.tensor([0, 1, 2, 5]))
 
 

@@ -295,11 +295,12 @@ class ItemCases(Bench):
         store.upsert(rounds[0], opened().sha256)
         queries, ids = normal(2, WIDTH, 1), [entry.id for entry in rounds[0]]
         seen: list[set[object]] = []
-        stop = threading.Event()
+        stop, began = threading.Event(), threading.Event()
 
         def read() -> None:
             while not stop.is_set():
                 answers = store.search(queries, 30, opened().sha256)
+                began.set()
                 equal([len(answer) for answer in answers], [30, 30], "items found")
                 seen.append({entry.metadata["round"] for answer in answers for entry in answer})
                 seen.append({entry.metadata["round"] for entry in store.get(ids).values()})
@@ -308,6 +309,7 @@ class ItemCases(Bench):
 
         def write() -> None:
             try:
+                began.wait(30)  # on a busy machine, readers start late
                 for items in rounds[1:]:
                     store.upsert(items, opened().sha256)
             finally:
