@@ -149,6 +149,17 @@ def test_progress_off_prints_nothing_and_lines_go_to_report(cache, photos, tmp_p
     assert any(line.startswith("epoch 1: loss") for line in lines)
 
 
+def test_each_step_of_a_run_tells_its_own_progress(trained):
+    for step, options in (
+        (trained.evaluate, {}),
+        (trained.verify, {"draw": 40, "folds": 2}),
+        (trained.encode, {"images": "test"}),
+    ):
+        told: list[tuple[str, int, int]] = []
+        step(progress=lambda *words, told=told: told.append(words), **options)
+        assert any(done == total > 0 for _, done, total in told), step
+
+
 def test_progress_is_told_to_a_function(cache, photos, tmp_path):
     told = []
     whole_path(tmp_path, photos, lambda *step: told.append(step))

@@ -278,6 +278,19 @@ def test_a_folder_that_may_only_be_read_is_searched_and_refuses_writes(frozen, b
         assert copy.count() == 20
 
 
+def test_whoever_may_only_read_sees_what_an_open_writer_wrote(frozen, bundle, tmp_path):
+    writable = tmp_path / "outer" / "index"
+    LocalStore(writable, upkeep=False).close()
+    with LocalStore(frozen) as reader:
+        for count in (20, 30):
+            with LocalStore(writable, upkeep=False) as writer:  # its log holds the new rows
+                writer.upsert(items(range(count)), bundle.sha256)
+                assert reader.count() == count
+                last = VECTORS[count - 1 : count]
+                assert reader.search(last, 1, bundle.sha256)[0][0].id == f"id{count - 1}"
+            assert reader.count() == count
+
+
 # A process that forks after a search: the child searches, whatever threads the parent had.
 
 

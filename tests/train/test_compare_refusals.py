@@ -52,7 +52,14 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path
     with pytest.raises(DataError) as caught:
         go([write("triplet", search=wrong), write("proxy", search=None)], out)
     same = "sampler.classes: data, split, batches, epochs and backbone are the same"
-    for said in ("margin", same, 'optimizer.name = "Adm"', "optimizer.lr = 0", "has no [search]"):
+    for said in (
+        "margin",
+        same,
+        'optimizer.name = "Adm"',
+        "optimizer.lr = 0",
+        "proxy.toml",
+        "has no [search]",
+    ):
         assert said in str(caught.value)
     checked = cli("check", tmp_path / "triplet.toml")
     assert checked.code == 2 and "triplet.toml has 5 problems:" in checked.err

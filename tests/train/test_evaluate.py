@@ -61,6 +61,10 @@ def test_a_metric_with_parameters_reaches_log_table_and_json(make, tmp_path):
     asked = evaluate(run, metrics=[{"name": "core.precision_at", "k": 3}, "precision_at_3"])
     found = asked.metrics["trained"]
     assert found["core.precision_at(k=3)"] == found["precision_at_3"] > 0
-    run.splits.__dict__["validation"] = np.empty(0, np.int64)
+
+
+def test_a_run_that_keeps_no_validation_items_says_so(make, tmp_path):
+    recipe = make(split={"by": "class", "validation": 0.0}, train={"epochs": 1})
+    run = Run.open(fit(tmp_path, recipe))
     with pytest.raises(DataError, match="has no validation items"):
         evaluate(run, side="validation")
