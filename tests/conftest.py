@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Outcome:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def isolated(tmp_path_factory):
     """Keep cached features and notes in folders of this session, whatever the user has set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RETRIEVAL_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -75,7 +75,7 @@ def isolated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def makers() -> Any:
+def makers():
     """tests/helpers/makers.py: real bundles and images on demand."""
     import makers as module
 
@@ -83,7 +83,7 @@ def makers() -> Any:
 
 
 @pytest.fixture(scope="session")
-def killed() -> Callable[[Callable[[], object]], None]:
+def killed():
     """Run a call in a child, which must die of SIGKILL in it.
 
     A child of a process that has searched with several threads would wait for threads it has not.
@@ -101,9 +101,7 @@ def killed() -> Callable[[Callable[[], object]], None]:
 
 
 @pytest.fixture
-def cli(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Outcome]:
+def cli(capsys, monkeypatch):
     """The command line in this process: `cli("plugins", "list")`."""
 
     def run(*arguments: str | Path) -> Outcome:
@@ -123,7 +121,7 @@ def cli(
 
 
 @pytest.fixture
-def shown() -> Callable[..., None]:
+def shown():
     """Compare a picture that code made with the one in `docs/`: as large, at most 60 KB, and alike.
 
     With RETRIEVAL_PICTURES=write in the environment the picture is put there instead, in 64
@@ -168,7 +166,7 @@ QUIET = [
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser():
     """A real Chromium, driven by playwright; skipped where either is not."""
     program = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -183,7 +181,7 @@ def browser() -> Iterator[Any]:
 
 
 @pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
+def page(browser):
     """A page of the browser's, in a context of its own; `faults` and `asked` say what went wrong in
     it and which addresses it asked for.
     """
@@ -199,7 +197,7 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 @pytest.fixture
-def process() -> Callable[..., Outcome]:
+def process():
     """A Python of its own: `process("-m", "retrieval.cli", "--help", path=folder)`, with `path`
     first on its path.
     """
@@ -231,7 +229,7 @@ def process() -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def install() -> Callable[..., None]:
+def install():
     """Lay a distribution with a plugin into a folder, as pip would: its metadata and one module."""
 
     def write(

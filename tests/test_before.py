@@ -13,7 +13,7 @@ EXPECTED = json.loads((BEFORE / "expected.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
-def before(tmp_path: Path) -> Path:
+def before(tmp_path):
     """A copy that a command may write to."""
     return Path(shutil.copytree(BEFORE, tmp_path / "before"))
 

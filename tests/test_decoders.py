@@ -37,7 +37,7 @@ def photo(height: int = 60, width: int = 80) -> bytes:
 
 
 @pytest.fixture
-def pool() -> Iterator[Decoders]:
+def pool():
     made = Decoders(seconds=60)
     yield made
     made.close()

@@ -63,13 +63,13 @@ each_seeded = pytest.mark.parametrize("name", SEEDED)
 
 
 @pytest.fixture(scope="module")
-def wine() -> tuple[Any, Any]:
+def wine():
     x, y = load_wine(return_X_y=True)
     return StandardScaler().fit_transform(x), y
 
 
 @pytest.fixture(scope="module")
-def fitted(wine: Any) -> Any:
+def fitted(wine):
     """A learner by name, fitted once."""
     made: dict[str, Any] = {}
 

@@ -99,7 +99,7 @@ class Bundle:
         self.variant = variant
         self.device, self.fallback = sessions.device, sessions.fallback
         self.sha256 = hashlib.sha256(text).hexdigest()
-        self._text, self._sessions = text, sessions
+        self._text, self._sessions, self._widths = text, sessions, manifest.outputs
 
     @classmethod
     def open(
@@ -182,7 +182,7 @@ class Bundle:
                 infinity.
         """
         manifest, graph = self.manifest, self._sessions.encoder
-        return self._encoded(self._run(graph, manifest.outputs, inputs, manifest.input, batch))
+        return self._encoded(self._run(graph, self._widths, inputs, manifest.input, batch))
 
     def _run(
         self,
@@ -243,7 +243,7 @@ class Bundle:
             return self.encode(features, batch=batch)
         _, width, head = self._split()
         input = Input(kind="features", dtype="float32", shape=(width,))
-        return self._encoded(self._run(head, self.manifest.outputs, features, input, batch))
+        return self._encoded(self._run(head, self._widths, features, input, batch))
 
     def _split(self) -> tuple[Runs, int, Runs]:
         """Return the backbone, the width of its features, and the head."""
@@ -325,7 +325,7 @@ class Bundle:
                     yield np.stack(rows)
                     meter.update(len(rows))
 
-            encoder, widths = self._sessions.encoder, self.manifest.outputs
+            encoder, widths = self._sessions.encoder, self._widths
             return self._encoded(run_batches(encoder, widths, batches(), len(images)))
 
     def preprocess(self, image: ImageLike) -> NDArray[np.uint8]:

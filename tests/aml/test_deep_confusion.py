@@ -4,7 +4,6 @@ leave alone.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,9 +50,7 @@ class Unit(Normalize):
 class TestLinearHead:
     @pytest.mark.parametrize("beta", BETAS)
     @pytest.mark.parametrize("codes", [2, 5, 8])  # M = WᵀW is singular in the first case
-    def test_its_pair_is_eq_9s_by_an_explicit_solve_and_stationary(
-        self, beta: float, codes: int
-    ) -> None:
+    def test_its_pair_is_eq_9s_by_an_explicit_solve_and_stationary(self, beta, codes):
         head = linear(codes)
         a, p, n = points()
         built = bound(head, beta)(a, p, n).numpy()
@@ -73,16 +70,14 @@ class TestLinearHead:
                 # which is where staying on the anchor costs least
                 assert np.abs(m @ (z - x) + beta / 2 * m @ (z - x2)).max() < 1e-9 * scale
 
-    def test_the_limits_of_beta(self) -> None:
+    def test_the_limits_of_beta(self):
         a, p, n = points()
         head = linear(3)
         torch.testing.assert_close(bound(head, 1e-9)(a, p, n), a)
         torch.testing.assert_close(bound(head, 1e9)(a, p, n), n)
         torch.testing.assert_close(bound(head, 2.0)(a, p, n), (a + n) / 2)
 
-    def test_the_adversarial_pair_is_nearer_by_exactly_the_factor_of_the_learners_objective(
-        self,
-    ) -> None:
+    def test_the_adversarial_pair_is_nearer_by_exactly_the_factor_of_the_learners_objective(self):
         a, p, n = points()
         head = linear(3)
         z = bound(head, 0.7)(a, p, n)
@@ -93,7 +88,7 @@ class TestLinearHead:
 class TestSphere:
     @pytest.mark.parametrize("beta", BETAS)
     @pytest.mark.parametrize("bias", [True, False])
-    def test_the_code_is_the_best_on_the_sphere(self, beta: float, bias: bool) -> None:
+    def test_the_code_is_the_best_on_the_sphere(self, beta, bias):
         head = linear(4, bias, unit=True)
         a, p, n = points()
         codes = head(bound(head, beta)(a, p, n)).detach().numpy()
@@ -108,7 +103,7 @@ class TestSphere:
                 other = c + np.random.default_rng(seed).normal(size=4) * 10.0 ** -(seed % 4)
                 assert cost(c) <= cost(other / np.linalg.norm(other)) + 1e-12
 
-    def test_it_follows_the_head_as_that_is_trained(self) -> None:
+    def test_it_follows_the_head_as_that_is_trained(self):
         head = linear(4, unit=True)
         generator, built = bound(head), points()
         before = generator(*built)
@@ -116,7 +111,7 @@ class TestSphere:
             head[0].weight[:, 0] *= 3
         assert (generator(*built) - before).abs().max() > 1e-3
 
-    def test_a_hidden_layer_misleads_more_than_the_real_negative(self) -> None:
+    def test_a_hidden_layer_misleads_more_than_the_real_negative(self):
         torch.manual_seed(0)
         head = build_head(5, 4, hidden=[32])
         a, p, n = (x.float() for x in points(rows=200))
@@ -138,7 +133,7 @@ class TestSphere:
             reached
         )  # whatever the features: no point of the sphere is better
 
-    def test_opposite_codes_and_zero_codes_stay_finite(self) -> None:
+    def test_opposite_codes_and_zero_codes_stay_finite(self):
         head = nn.Sequential(Normalize())
         a = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0], [1.0, 0.0]])
         n = torch.tensor([[-2.0, -4.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
@@ -151,7 +146,7 @@ class TestSphere:
 
 
 class TestWhatItLeavesAlone:
-    def test_gradients_reach_the_two_points_by_their_shares_and_nothing_by_the_shares(self) -> None:
+    def test_gradients_reach_the_two_points_by_their_shares_and_nothing_by_the_shares(self):
         torch.manual_seed(0)
         head = build_head(5, 4)
         a, p, n = (x.float().requires_grad_() for x in points())
@@ -170,7 +165,7 @@ class TestWhatItLeavesAlone:
         torch.testing.assert_close(z, share * a + (1 - share) * n)
         assert ((share > 0) & (share < 1)).all()
 
-    def test_batch_statistics_dropout_and_random_numbers(self) -> None:
+    def test_batch_statistics_dropout_and_random_numbers(self):
         torch.manual_seed(0)
         head = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Normalize())
         head[1].eval()
@@ -186,21 +181,21 @@ class TestWhatItLeavesAlone:
         assert [m.training for m in head] == [True, False, True, True]
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_half_precision(self, dtype: torch.dtype) -> None:
+    def test_half_precision(self, dtype):
         head, built = build_head(5, 4), [x.to(dtype) for x in points()]
         z = bound(head.to(dtype))(*built)
         exact = bound(head.float())(*(x.float() for x in built))
         assert z.dtype == dtype
         torch.testing.assert_close(z.float(), exact, atol=0.05, rtol=0.05)
 
-    def test_no_triplets(self) -> None:
+    def test_no_triplets(self):
         none = torch.zeros(0, 5)
         assert bound(build_head(5, 4))(none, none, none).shape == (0, 5)
 
 
 class TestRefusals:
     @pytest.mark.parametrize("beta", [0.0, -1.0, float("nan"), float("inf")])
-    def test_beta(self, beta: float) -> None:
+    def test_beta(self, beta):
         with pytest.raises(ValueError, match=r"beta is .* must be a number above 0"):
             Confusion(beta)
         plugins = load_plugins()
@@ -208,11 +203,11 @@ class TestRefusals:
             with pytest.raises(RecipeError, match="beta"):
                 plugins.build("generators", {"name": "aml.confusion", "beta": beta})
 
-    def test_without_a_head(self) -> None:
+    def test_without_a_head(self):
         with pytest.raises(ValueError, match=r"call bind\(head\) first"):
             Confusion()(*points())
 
-    def test_shapes(self) -> None:
+    def test_shapes(self):
         a, p, n = points()
         with pytest.raises(ValueError, match=r"\(6, 5\) and \(5, 5\)"):
             bound(linear(3))(a, p, n[:5])
@@ -234,7 +229,7 @@ def made(**tables: Any) -> Any:
 
 @pytest.mark.parametrize("miner", [None, {"name": "pml.triplet_margin"}])
 @pytest.mark.parametrize("loss", ["pml.triplet_margin", "anml.danml", "aml.geometric_mean"])
-def test_a_recipe_trains(tmp_path: Path, loss: str, miner: dict[str, Any] | None) -> None:
+def test_a_recipe_trains(tmp_path, loss, miner):
     recipe = made(loss={"name": loss}, miner=miner) if miner else made(loss={"name": loss})
     train(tmp_path / "run", recipe)
     state = checkpoint.load(tmp_path / "run" / "checkpoints" / "last.safetensors")

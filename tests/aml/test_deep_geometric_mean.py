@@ -23,16 +23,14 @@ CASES = [(0.0, 1.0, 0.0), (1.0, 1.0, 0.0), (0.3, 5.0, 0.1), (20.0, 0.2, 1.0)]
 
 class TestByLoops:
     @pytest.mark.parametrize(("alpha", "beta", "ridge"), CASES)
-    def test_fixed_scale_is_eq_11(self, alpha: float, beta: float, ridge: float) -> None:
+    def test_fixed_scale_is_eq_11(self, alpha, beta, ridge):
         embeddings = batch()
         loss = GeometricMeanLoss(alpha, beta, ridge, "fixed")(embeddings, LABELS)
         expected = eq_11(embeddings.numpy(), every_pair(LABELS.tolist()), alpha, beta, ridge)
         assert float(loss) == pytest.approx(expected, rel=1e-10)
 
     @pytest.mark.parametrize(("alpha", "beta", "ridge"), CASES)
-    def test_free_scale_is_its_minimum_over_multiples_of_the_metric(
-        self, alpha: float, beta: float, ridge: float
-    ) -> None:
+    def test_free_scale_is_its_minimum_over_multiples_of_the_metric(self, alpha, beta, ridge):
         embeddings = batch()
         loss = GeometricMeanLoss(alpha, beta, ridge)(embeddings, LABELS)
         pairs = every_pair(LABELS.tolist())
@@ -46,7 +44,7 @@ class TestByLoops:
         )
         assert float(loss) == pytest.approx(float(actual.fun), rel=1e-9)
 
-    def test_a_miners_pairs_and_a_reference_set(self) -> None:
+    def test_a_miners_pairs_and_a_reference_set(self):
         embeddings, reference = batch(), batch(9, seed=5)
         ref_labels = torch.arange(9) % 4
         loss = GeometricMeanLoss(1.0, 2.0, 0.1, "fixed")
@@ -67,7 +65,7 @@ class TestByLoops:
             eq_11(embeddings.numpy(), pairs, 1.0, 2.0, 0.1), rel=1e-10
         )
 
-    def test_the_adversarial_similar_pair_is_nearer_not_farther(self) -> None:
+    def test_the_adversarial_similar_pair_is_nearer_not_farther(self):
         """What the paper's Fig. 2 shows the other way round: both kinds of Eq 9's pairs are shorter
         than the real ones.
         """
@@ -81,14 +79,12 @@ class TestByLoops:
 class TestGradient:
     @pytest.mark.parametrize("scale", ["free", "fixed"])
     @pytest.mark.parametrize(("alpha", "beta", "ridge"), CASES)
-    def test_against_finite_differences(
-        self, alpha: float, beta: float, ridge: float, scale: Any
-    ) -> None:
+    def test_against_finite_differences(self, alpha, beta, ridge, scale):
         loss = GeometricMeanLoss(alpha, beta, ridge, scale)
         self.assert_gradient(lambda e: loss(e, LABELS), batch())
 
     @pytest.mark.parametrize("scale", ["free", "fixed"])
-    def test_where_all_eigenvalues_are_equal(self, scale: Any) -> None:
+    def test_where_all_eigenvalues_are_equal(self, scale):
         corners = torch.eye(3, dtype=torch.float64)
         embeddings = torch.cat([corners, -corners, corners, -corners]) * 1.5
         loss = GeometricMeanLoss(1.0, 1.0, 0.1, scale)
@@ -97,7 +93,7 @@ class TestGradient:
         labels = torch.tensor([0, 1, 0, 2, 1, 1, 2, 0, 2, 1, 0, 2])
         self.assert_gradient(lambda e: loss(e, labels), embeddings)
 
-    def test_of_the_reference_set_and_a_miners_pairs(self) -> None:
+    def test_of_the_reference_set_and_a_miners_pairs(self):
         embeddings, listed = (
             batch(),
             tuple(map(torch.tensor, ([0, 2, 2, 0], [4, 1, 5, 4], [3, 9], [2, 0]))),
@@ -115,7 +111,7 @@ class TestGradient:
 
 class TestOddBatches:
     @pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["alike", "distinct"])
-    def test_one_kind_of_pair_only(self, labels: list[int]) -> None:
+    def test_one_kind_of_pair_only(self, labels):
         embeddings, numbers = batch().requires_grad_(), torch.tensor(labels)
         free = GeometricMeanLoss()(embeddings, numbers)
         free.backward()
@@ -126,7 +122,7 @@ class TestOddBatches:
         expected = eq_11(embeddings.detach().numpy(), every_pair(labels), 1.0, 1.0, 0.1)
         assert fixed == pytest.approx(expected, rel=1e-10)
 
-    def test_fewer_items_than_dimensions(self) -> None:
+    def test_fewer_items_than_dimensions(self):
         embeddings = batch(size=40).requires_grad_()
         value = GeometricMeanLoss()(embeddings, LABELS)
         value.backward()
@@ -134,7 +130,7 @@ class TestOddBatches:
         with pytest.raises(DataError, match=r"12 embeddings of 40 dimensions .* Set ridge above 0"):
             GeometricMeanLoss(ridge=0.0)(embeddings, LABELS)
 
-    def test_a_memory_of_earlier_batches(self) -> None:
+    def test_a_memory_of_earlier_batches(self):
         """The covariance is then of batch and memory; gradients reach the batch."""
         memory = {
             "name": "pml.cross_batch_memory",
@@ -151,7 +147,7 @@ class TestOddBatches:
                 and embeddings.grad.any()
             )
 
-    def test_a_sum_of_pairs(self) -> None:
+    def test_a_sum_of_pairs(self):
         pairs = every_pair(LABELS.tolist())
         value = GeometricMeanLoss(0.0, ridge=0.1, scale="fixed", reducer=SumReducer())(
             batch(), LABELS
@@ -177,12 +173,12 @@ class TestRefusals:
             ({"scale": "best"}, 'scale is "best" and must be "free" or "fixed"'),
         ],
     )
-    def test_parameters(self, values: dict[str, Any], sentence: str) -> None:
+    def test_parameters(self, values, sentence):
         with pytest.raises(ValueError, match=sentence):
             GeometricMeanLoss(**values)
 
 
-def test_the_best_scale_is_where_the_objective_is_flat() -> None:
+def test_the_best_scale_is_where_the_objective_is_flat():
     a, eigenvalues = torch.tensor([0.3, 2.0, 1.0]), torch.tensor([0.1, 1.0, 30.0])
     for alpha, beta, d in (
         (0.0, 1.0, 4.0),

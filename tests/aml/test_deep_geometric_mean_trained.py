@@ -5,7 +5,6 @@ can do anything become.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,7 +64,7 @@ def trained(x: Matrix, y: Matrix, loss: GeometricMeanLoss, codes: int | None = N
 class TestReachesTheLearnersOptimum:
     """Training a linear head reaches the estimators' metric, which they find by other ways."""
 
-    def test_gmml(self) -> None:
+    def test_gmml(self):
         x, y = features()
         weight = trained(x, y, GeometricMeanLoss(0.0, 1.0, 0.0, "fixed"))
         expected = GMML(t=0.5).fit(x, y).get_mahalanobis_matrix()
@@ -82,13 +81,13 @@ class TestReachesTheLearnersOptimum:
         assert reached == pytest.approx(2 * float(np.trace(sqrtm(root @ b @ root).real)), rel=1e-8)
 
     @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (5.0, 0.5), (0.2, 20.0)])
-    def test_aml(self, alpha: float, beta: float) -> None:
+    def test_aml(self, alpha, beta):
         x, y = features()
         weight = trained(x, y, GeometricMeanLoss(alpha, beta, 0.0, "fixed"))
         expected = AML(alpha=alpha, beta=beta, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
         np.testing.assert_allclose(weight.T @ weight, expected, rtol=1e-4, atol=1e-5)
 
-    def test_a_free_scale_finds_it_up_to_its_scale(self) -> None:
+    def test_a_free_scale_finds_it_up_to_its_scale(self):
         x, y = features()
         weight = trained(x, y, GeometricMeanLoss(1.0, 1.0, 0.0, "free"))
         expected = AML(alpha=1.0, beta=1.0, tol=1e-8).fit(x, y).get_mahalanobis_matrix()
@@ -97,7 +96,7 @@ class TestReachesTheLearnersOptimum:
             actual / np.trace(actual), expected / np.trace(expected), rtol=1e-4, atol=1e-6
         )
 
-    def test_features_that_are_not_white_are_whitened_by_it(self) -> None:
+    def test_features_that_are_not_white_are_whitened_by_it(self):
         x, y = features()
         mix = np.array([[2.0, 1, 0, 0], [0, 0.5, 0, 1], [1, 0, 3, 0], [0, 0, 1, 1]])
         weight = trained(x @ mix.T, y, GeometricMeanLoss(1.0, 1.0, 0.0, "fixed")).numpy()
@@ -106,7 +105,7 @@ class TestReachesTheLearnersOptimum:
 
 
 class TestTrainableFeatures:
-    def test_with_a_ridge_directions_that_part_no_classes_fade(self) -> None:
+    def test_with_a_ridge_directions_that_part_no_classes_fade(self):
         """Three classes lie in a plane: two of five directions are left, all without a ridge."""
         x, y = features()
         noise = np.random.default_rng(0).normal(size=(len(x), 1))
@@ -117,7 +116,7 @@ class TestTrainableFeatures:
             left.append(int((torch.linalg.svdvals(codes - codes.mean(0)) > 1e-3).sum()))
         assert left == [5, 2]
 
-    def test_a_recipe_trains_end_to_end(self, tmp_path: Path) -> None:
+    def test_a_recipe_trains_end_to_end(self, tmp_path):
         built = check_recipe(
             {
                 "name": "deep",

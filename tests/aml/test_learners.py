@@ -33,14 +33,14 @@ def again(learner: Any, **changes: Any) -> Any:
 
 
 @each
-def test_keeps_scikit_learns_rules(learner: Any) -> None:
+def test_keeps_scikit_learns_rules(learner):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # some checks fit on next to nothing
         check_estimator(again(learner), on_skip=None)
 
 
 @each
-def test_the_result_is_a_metric_and_a_map(learner: Any, wine: Any) -> None:
+def test_the_result_is_a_metric_and_a_map(learner, wine):
     x, y = wine
     learner.fit(x + 100, y)
     m, codes = learner.get_mahalanobis_matrix(), learner.transform(x + 100)
@@ -53,7 +53,7 @@ def test_the_result_is_a_metric_and_a_map(learner: Any, wine: Any) -> None:
 
 
 @each
-def test_learning_helps_where_scales_mislead(learner: Any) -> None:
+def test_learning_helps_where_scales_mislead(learner):
     random = np.random.default_rng(0)
     y = np.repeat([0, 1, 2], 60)
     x = np.hstack(
@@ -68,7 +68,7 @@ def test_learning_helps_where_scales_mislead(learner: Any) -> None:
 
 
 @each
-def test_all_pairs_listed_give_what_labels_give(learner: Any, wine: Any) -> None:
+def test_all_pairs_listed_give_what_labels_give(learner, wine):
     x, y = wine[0][::3], wine[1][::3]
     learner = again(learner, n_pairs=None, prior=None, standardize=False)
     pairs = np.array([[x[i], x[j]] for i, j in itertools.combinations(range(len(x)), 2)])
@@ -86,7 +86,7 @@ def test_all_pairs_listed_give_what_labels_give(learner: Any, wine: Any) -> None
     assert actual.transform(x).shape == (60, 13) and actual.n_features_in_ == 13
 
 
-def test_pairs_count_as_often_as_they_are_given(wine: Any) -> None:
+def test_pairs_count_as_often_as_they_are_given(wine):
     x = wine[0]
     pairs = np.stack([x[:100], x[20:120]], axis=1)
     similar = np.arange(100) % 3 == 0
@@ -101,7 +101,7 @@ def test_pairs_count_as_often_as_they_are_given(wine: Any) -> None:
     assert np.abs(more.get_mahalanobis_matrix() - once).max() > 1e-3
 
 
-def test_pairs_are_drawn_by_seed(wine: Any) -> None:
+def test_pairs_are_drawn_by_seed(wine):
     x, y = wine
     first, other = (GMML(n_pairs=500, seed=seed).fit(x, y) for seed in (4, 5))
     assert not np.array_equal(first.components_, other.components_)
@@ -116,14 +116,14 @@ def test_pairs_are_drawn_by_seed(wine: Any) -> None:
     )
 
 
-def test_sums_only_make_gmmls_metric_larger_but_change_amls(wine: Any) -> None:
+def test_sums_only_make_gmmls_metric_larger_but_change_amls(wine):
     x, y = wine
     even, sums = (AML(balance=b).fit(x, y).get_mahalanobis_matrix() for b in (True, False))
     assert np.trace(sums) > 1.1 * np.trace(even)
     assert np.abs(sums / np.trace(sums) - even / np.trace(even)).max() > 1e-4
 
 
-def test_standardizing_is_taken_into_the_map(wine: Any) -> None:
+def test_standardizing_is_taken_into_the_map(wine):
     x, y = wine
     scales = 10.0 ** np.arange(-6, 7)
     for learner in (GMML(0.3), AML(), AML(n_pairs=1000)):
@@ -137,7 +137,7 @@ def test_standardizing_is_taken_into_the_map(wine: Any) -> None:
 
 
 @pytest.mark.parametrize("standardize", [False, True])
-def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> None:
+def test_adversarial_pairs_of_a_fitted_learner(standardize, wine):
     x, y = wine
     scales = np.linspace(0.1, 3, 13) if standardize else np.ones(13)
     learner = AML(1.0, 0.7, standardize=standardize).fit(x * scales, y)
@@ -160,7 +160,7 @@ def test_adversarial_pairs_of_a_fitted_learner(standardize: bool, wine: Any) -> 
         AML().adversarial_pairs(pairs, similar)
 
 
-def test_fits_without_torch() -> None:
+def test_fits_without_torch():
     code = (
         "import sys; import numpy as np; from retrieval_aml import AML, GMML; "
         "x = np.random.default_rng(0).normal(size=(30, 3)); y = np.arange(30) % 3; "

@@ -54,7 +54,7 @@ metrics = pytest.mark.parametrize("m", METRICS.values(), ids=METRICS)
 
 @metrics
 @pytest.mark.parametrize("beta", [1e-3, 0.7, 1e3])
-def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
+def test_eq_9_is_where_the_confusion_is_stationary(m, beta):
     actual = adversarial_pairs(m, PAIRS, SIMILAR, beta)
     inverse = np.linalg.inv(m)
     for pair, alike, points in zip(PAIRS, SIMILAR, actual, strict=True):
@@ -71,7 +71,7 @@ def test_eq_9_is_where_the_confusion_is_stationary(m: Any, beta: float) -> None:
         assert np.abs(-opposite @ d + beta * m @ (points[1] - pair[1])).max() < 1e-10 * scale
 
 
-def test_adversarial_pairs_of_both_kinds_move_together() -> None:
+def test_adversarial_pairs_of_both_kinds_move_together():
     for m in METRICS.values():
         actual = adversarial_pairs(m, PAIRS, SIMILAR, 2.0)
         np.testing.assert_allclose(actual.mean(axis=1), PAIRS.mean(axis=1), rtol=1e-12)
@@ -80,7 +80,7 @@ def test_adversarial_pairs_of_both_kinds_move_together() -> None:
             assert e @ m @ e < d @ m @ d
 
 
-def test_moments_of_classes_are_those_of_all_pairs() -> None:
+def test_moments_of_classes_are_those_of_all_pairs():
     a, b = loops.moments(PAIRS, SIMILAR)
     for actual in (
         moments_of_classes(X, Y),
@@ -94,7 +94,7 @@ def test_moments_of_classes_are_those_of_all_pairs() -> None:
     np.testing.assert_allclose(far.dissimilar, b, rtol=1e-7)
 
 
-def test_drawn_pairs_tend_to_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawn_pairs_tend_to_all_pairs(monkeypatch):
     monkeypatch.setattr("retrieval_aml.gmml.BLOCK", 1000)
     many = moments_of_drawn_pairs(X, Y, 400_000, 3)
     a, b = loops.moments(PAIRS, SIMILAR)
@@ -105,7 +105,7 @@ def test_drawn_pairs_tend_to_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @metrics
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1e-3, 1e3), (1e3, 1e-3), (5.0, 0.2)])
-def test_the_objective_is_the_sum_over_explicit_pairs(m: Any, alpha: float, beta: float) -> None:
+def test_the_objective_is_the_sum_over_explicit_pairs(m, alpha, beta):
     moments = moments_of_classes(X, Y)
     value, _ = Objective(moments.similar, moments.dissimilar, alpha, beta)(m)
     assert value == pytest.approx(loops.whole(m, PAIRS, SIMILAR, alpha, beta), rel=1e-10)
@@ -130,9 +130,7 @@ def by_autograd(m: Any, alpha: float, beta: float) -> Any:
 
 @metrics
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (1e-2, 1e3), (1e3, 1e-2)])
-def test_the_gradient_is_autograds_and_that_of_differences(
-    m: Any, alpha: float, beta: float
-) -> None:
+def test_the_gradient_is_autograds_and_that_of_differences(m, alpha, beta):
     moments = moments_of_classes(X, Y)
     objective = Objective(moments.similar, moments.dissimilar, alpha, beta)
     gradient = objective(m)[1]
@@ -149,7 +147,7 @@ def test_the_gradient_is_autograds_and_that_of_differences(
         )
 
 
-def test_the_divided_difference_keeps_its_digits() -> None:
+def test_the_divided_difference_keeps_its_digits():
     values = np.array([1e-6, 0.3, 0.3 + 1e-13, 1.0, 5.0, 1e6])
     for beta in (1e-3, 1.0, 1e3):
         actual = divided_difference(values[:, None], values[None, :], beta)
@@ -170,7 +168,7 @@ def riccati(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.parametrize("spread", [0.5, 3.0])
-def test_gmml_is_the_geometric_mean(spread: float) -> None:
+def test_gmml_is_the_geometric_mean(spread):
     a, b = spd(6, spread, 1), spd(6, spread, 2)
     m = geodesic(a, b, 0.5)
     np.testing.assert_allclose(m, riccati(a, b), rtol=1e-7, atol=1e-7 * np.abs(m).max())
@@ -182,7 +180,7 @@ def test_gmml_is_the_geometric_mean(spread: float) -> None:
     np.testing.assert_allclose(geodesic(a, b, 0.25), quarter, atol=1e-8 * np.abs(quarter).max())
 
 
-def test_gmml_with_a_prior() -> None:
+def test_gmml_with_a_prior():
     prior, weight = spd(4, 1.0, 5), 0.3
     a, b = loops.moments(PAIRS, SIMILAR)
     learner = GMML(0.5, weight, prior).fit(X, Y)
@@ -207,14 +205,14 @@ def test_gmml_with_a_prior() -> None:
     ("alpha", "beta"), [(1e-9, 1.0), (1.0, 1e-7), (1.0, 1e9)], ids=["α → 0", "β → 0", "β → ∞"]
 )
 @pytest.mark.parametrize("t", [0.5, 0.2])
-def test_limits_are_gmml_up_to_scale(alpha: float, beta: float, t: float) -> None:
+def test_limits_are_gmml_up_to_scale(alpha, beta, t):
     m = AML(alpha, beta, t).fit(X, Y).get_mahalanobis_matrix()
     g = GMML(t).fit(X, Y).get_mahalanobis_matrix()
     np.testing.assert_allclose(m / np.trace(m), g / np.trace(g), atol=2e-6)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (10.0, 0.1), (100.0, 100.0)])
-def test_the_optimum_solves_its_equation(alpha: float, beta: float) -> None:
+def test_the_optimum_solves_its_equation(alpha, beta):
     x, y = load_wine(return_X_y=True)
     x = (x - x.mean(0)) / x.std(0)
     learner = AML(alpha, beta, tol=1e-9, max_iter=3000).fit(x, y)
@@ -234,7 +232,7 @@ def test_the_optimum_solves_its_equation(alpha: float, beta: float) -> None:
     np.testing.assert_allclose(slid, along, atol=1e-4 * np.abs(along).max())
 
 
-def test_no_start_finds_less() -> None:
+def test_no_start_finds_less():
     """From random metrics, an independent descent ends no lower than the search from GMML."""
     moments = moments_of_classes(X, Y)
     learner = AML(3.0, 0.5, tol=1e-10).fit(X, Y)
@@ -266,7 +264,7 @@ def test_no_start_finds_less() -> None:
         assert value().item() > learner.objective_ - 1e-7 * learner.objective_
 
 
-def test_eigenvalues_are_lifted_only_where_they_must_be() -> None:
+def test_eigenvalues_are_lifted_only_where_they_must_be():
     regular = spd(4, 3.0)
     assert lifted(regular, 1.0) is regular
     flat = np.diag([1.0, 1.0, 0.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ SINGULAR = {
 
 @pytest.mark.parametrize("make", SINGULAR.values(), ids=SINGULAR)
 @pytest.mark.parametrize("t", [0.0, 0.5, 1.0])
-def test_positive_definite_whatever_the_weights_and_ranks(make: Any, t: float) -> None:
+def test_positive_definite_whatever_the_weights_and_ranks(make, t):
     x, y = make(np.random.default_rng(0))
     assert_spd(GMML(t).fit(x, y).get_mahalanobis_matrix())
     with warnings.catch_warnings():
@@ -46,7 +45,7 @@ def test_positive_definite_whatever_the_weights_and_ranks(make: Any, t: float) -
             assert np.isfinite(learner.objective_) and learner.objective_ > 0
 
 
-def test_odd_data_give_finite_maps(wine: Any) -> None:
+def test_odd_data_give_finite_maps(wine):
     x, y = wine
     odd = {
         "constant feature": (np.hstack([x, np.full((178, 1), 3.0)]), y),
@@ -65,7 +64,7 @@ def test_odd_data_give_finite_maps(wine: Any) -> None:
     np.testing.assert_array_equal(text.components_, numbers.components_)
 
 
-def test_a_constant_feature_takes_no_part(wine: Any) -> None:
+def test_a_constant_feature_takes_no_part(wine):
     x, y = wine
     wide = np.hstack([x, np.full((178, 1), 3.0)])
     for learner in (GMML(), AML(5.0, 2.0)):
@@ -75,7 +74,7 @@ def test_a_constant_feature_takes_no_part(wine: Any) -> None:
         np.testing.assert_allclose(actual[13, :13], 0, atol=1e-6)
 
 
-def test_pairs_of_identical_points(wine: Any) -> None:
+def test_pairs_of_identical_points(wine):
     x = wine[0]
     similar = np.arange(60) < 30
     pairs = np.stack([x[:60], x[60:120]], axis=1)
@@ -129,12 +128,12 @@ def test_pairs_of_identical_points(wine: Any) -> None:
     ],
     ids=str,
 )
-def test_refuses_parameters(learner: Any, said: str, wine: Any) -> None:
+def test_refuses_parameters(learner, said, wine):
     with pytest.raises(ValueError, match=said):
         learner.fit(*wine)
 
 
-def test_refuses_data(wine: Any) -> None:
+def test_refuses_data(wine):
     x, y = wine
     pairs, similar = np.stack([x[:80], x[80:160]], axis=1), np.arange(80) % 2
     for learner in (GMML(), AML()):
@@ -172,7 +171,7 @@ def test_refuses_data(wine: Any) -> None:
                 call()
 
 
-def test_says_when_it_stopped_early(wine: Any) -> None:
+def test_says_when_it_stopped_early(wine):
     with pytest.warns(
         ConvergenceWarning, match="AML stopped at a relative slope of .* after 1 iterations"
     ):
@@ -182,7 +181,7 @@ def test_says_when_it_stopped_early(wine: Any) -> None:
 
 
 @pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
-def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t: float, wine: Any) -> None:
+def test_where_no_pair_differs_the_metric_is_its_own_geometric_mean(t, wine):
     """Without that, t = .1 would make M a hundred million times larger there, for the first new
     item that does differ.
     """

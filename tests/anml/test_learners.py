@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
 
 
 @pytest.fixture(scope="module")
-def wine() -> tuple[Any, Any]:
+def wine():
     x, y = load_wine(return_X_y=True)
     return StandardScaler().fit_transform(x), y
 
@@ -34,14 +33,14 @@ def wine() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "learner", [LANML(max_iter=5), LANML(1.0, max_iter=5), PNCA(max_iter=5)], ids=str
 )
-def test_keeps_scikit_learns_rules(learner: Any) -> None:
+def test_keeps_scikit_learns_rules(learner):
     with warnings.catch_warnings():
         # some of its checks fit on pure noise
         warnings.filterwarnings("ignore", message=".* learned the zero map")
         check_estimator(learner, on_skip=None)
 
 
-def test_beats_euclid_where_a_feature_misleads() -> None:
+def test_beats_euclid_where_a_feature_misleads():
     random = np.random.default_rng(0)
     y = np.repeat([0, 1, 2], 60)
     x = np.hstack(
@@ -57,7 +56,7 @@ def test_beats_euclid_where_a_feature_misleads() -> None:
 
 
 @each
-def test_the_fit_goes_down_to_where_the_gradient_is_small(learner: Any, wine: Any) -> None:
+def test_the_fit_goes_down_to_where_the_gradient_is_small(learner, wine):
     x, y = wine
     learner = type(learner)(**learner.get_params()).set_params(tol=1e-10, max_iter=500).fit(x, y)
     value, gradient = learner.objective(learner.components_.T, x, y)
@@ -68,7 +67,7 @@ def test_the_fit_goes_down_to_where_the_gradient_is_small(learner: Any, wine: An
     assert 1 <= learner.n_iter_ <= 500 and learner.n_queries_ == len(x)
 
 
-def test_the_same_twice_and_queries_by_seed(wine: Any) -> None:
+def test_the_same_twice_and_queries_by_seed(wine):
     x, y = wine
     first, second = (LANML(max_queries=60, seed=4).fit(x, y) for _ in range(2))
     np.testing.assert_array_equal(first.components_, second.components_)
@@ -82,7 +81,7 @@ def test_the_same_twice_and_queries_by_seed(wine: Any) -> None:
     assert LANML(max_queries=100, max_iter=1).fit(many, [0, 1] * 500 + [2, 2]).n_queries_ == 101
 
 
-def test_odd_data_give_finite_maps(wine: Any) -> None:
+def test_odd_data_give_finite_maps(wine):
     x, y = wine
     odd = {
         "constant feature": (np.hstack([x, np.full((178, 1), 3.0)]), y),
@@ -115,7 +114,7 @@ def test_odd_data_give_finite_maps(wine: Any) -> None:
 
 
 @each
-def test_scales_of_features_do_not_matter(learner: Any, wine: Any) -> None:
+def test_scales_of_features_do_not_matter(learner, wine):
     x, y = wine
     scales = 10.0 ** np.arange(-6, 7)
     plain, scaled = (type(learner)(**learner.get_params()).fit(f, y) for f in (x, 7 + x * scales))
@@ -126,7 +125,7 @@ def test_scales_of_features_do_not_matter(learner: Any, wine: Any) -> None:
     )
 
 
-def test_a_lone_member_is_nobodys_query_but_pushed_away(wine: Any) -> None:
+def test_a_lone_member_is_nobodys_query_but_pushed_away(wine):
     x, y = wine[0][:60, :3], wine[1][:60] * 0
     y[:2] = 1, 2
     y[2:30] = 3
@@ -138,7 +137,7 @@ def test_a_lone_member_is_nobodys_query_but_pushed_away(wine: Any) -> None:
     assert learner.objective(L, moved, y)[0] != learner.objective(L, x, y)[0]
 
 
-def test_too_much_regularization_is_told(wine: Any) -> None:
+def test_too_much_regularization_is_told(wine):
     with pytest.warns(UserWarning, match="zero map"):
         LANML(regularization=1e3, max_iter=300, tol=1e-12).fit(*wine)
 
@@ -171,12 +170,12 @@ def test_too_much_regularization_is_told(wine: Any) -> None:
     ],
     ids=str,
 )
-def test_refuses_parameters(learner: Any, said: str, wine: Any) -> None:
+def test_refuses_parameters(learner, said, wine):
     with pytest.raises(ValueError, match=said):
         learner.fit(*wine)
 
 
-def test_refuses_data(wine: Any) -> None:
+def test_refuses_data(wine):
     x, y = wine
     for learner in (LANML(), PNCA()):
         with pytest.raises(ValueError, match="All 178 items are of one class"):

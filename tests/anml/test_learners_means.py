@@ -43,16 +43,16 @@ def both(a: Any, gamma: float) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("gamma", [-20.0, -1.0, -0.1, 0.3, 2.0, 40.0])
-def test_against_a_loop(gamma: float) -> None:
+def test_against_a_loop(gamma):
     assert both(NUMBERS, gamma) == pytest.approx([by_loop(NUMBERS, gamma)] * 2, rel=1e-13)
 
 
 @pytest.mark.parametrize("gamma", [1e-4, -1e-5, 1e-8, -1e-12, 1e-100, 1e-300])
-def test_keeps_its_digits_near_0(gamma: float) -> None:
+def test_keeps_its_digits_near_0(gamma):
     assert both(NUMBERS, gamma) == pytest.approx([by_series(NUMBERS, gamma)] * 2, rel=1e-11)
 
 
-def test_limits() -> None:
+def test_limits():
     assert both(NUMBERS, 0) == pytest.approx([1.8, 1.8], rel=1e-15)
     for gamma, limit in ((math.inf, -1.5), (-math.inf, 7.0)):
         assert both(NUMBERS, gamma) == (limit, limit)
@@ -61,7 +61,7 @@ def test_limits() -> None:
 
 
 @pytest.mark.parametrize("gamma", [-3.0, 3.0])
-def test_numbers_that_would_overflow(gamma: float) -> None:
+def test_numbers_that_would_overflow(gamma):
     shifted = both([v + 1e4 for v in NUMBERS], gamma)
     assert shifted == pytest.approx([by_loop(NUMBERS, gamma) + 1e4] * 2, rel=1e-13)
     assert both([1e300, 1e300], gamma) == (1e300, 1e300)
@@ -72,7 +72,7 @@ def test_numbers_that_would_overflow(gamma: float) -> None:
     st.lists(st.floats(-5, 5), min_size=1, max_size=8),
     st.lists(st.floats(-9, 9), min_size=2, max_size=2),
 )
-def test_decreases_within_its_bounds(a: list[float], gammas: list[float]) -> None:
+def test_decreases_within_its_bounds(a, gammas):
     low, high = sorted(gammas)
     left, right = both(a, low), both(a, high)
     for x, y in zip(left, right, strict=True):
@@ -80,7 +80,7 @@ def test_decreases_within_its_bounds(a: list[float], gammas: list[float]) -> Non
 
 
 @pytest.mark.parametrize("gamma", [-4.0, -1e-3, 0.0, 1e-6, 0.5, 50.0, math.inf])
-def test_gradient_in_torch(gamma: float) -> None:
+def test_gradient_in_torch(gamma):
     a = torch.tensor([NUMBERS, [1.0, 2.0, 3.0, 4.0, 6.0]], dtype=torch.float64, requires_grad=True)
     log_exp_mean(a, gamma, axis=1).sum().backward()
     assert a.grad is not None and a.grad.isfinite().all()
@@ -89,7 +89,7 @@ def test_gradient_in_torch(gamma: float) -> None:
         assert torch.autograd.gradcheck(lambda v: log_exp_mean(v, gamma, axis=0), (a,))
 
 
-def test_axes_types_and_a_single_number() -> None:
+def test_axes_types_and_a_single_number():
     a = np.arange(12, dtype=np.float32).reshape(3, 4)
     assert log_exp_mean(a, 1.0, axis=0).shape == (4,) and log_exp_mean(a, 1.0).dtype == np.float32
     assert log_exp_mean(torch.from_numpy(a), -1.0, axis=0).shape == (4,)
@@ -97,7 +97,7 @@ def test_axes_types_and_a_single_number() -> None:
     assert both([4.0], 3.0) == both([4.0], -math.inf) == (4.0, 4.0)
 
 
-def test_refuses() -> None:
+def test_refuses():
     with pytest.raises(ValueError, match="NaN"):
         log_exp_mean([1.0], math.nan)
     for nothing in (np.zeros((2, 0)), torch.zeros(2, 0)):
@@ -105,7 +105,7 @@ def test_refuses() -> None:
             log_exp_mean(nothing, 1.0)
 
 
-def test_theorem_3() -> None:
+def test_theorem_3():
     a = np.random.default_rng(0).normal(size=10)
     ordered = sorted(a.tolist())
     actual = [gamma_for_mean_of_k_smallest(a, k) for k in range(1, 11)]
@@ -118,7 +118,7 @@ def test_theorem_3() -> None:
         assert by_loop(ordered, gamma) == pytest.approx(sum(ordered[-k:]) / k, abs=1e-10)
 
 
-def test_theorem_3_refuses() -> None:
+def test_theorem_3_refuses():
     for k in (0, 4):
         with pytest.raises(ValueError, match="must be from 1 to"):
             gamma_for_mean_of_k_smallest([1, 2, 3], k)
@@ -130,7 +130,7 @@ def test_theorem_3_refuses() -> None:
         gamma_for_mean_of_k_smallest([1, math.nan, 2], 2)
 
 
-def test_neither_the_mean_nor_a_fit_imports_torch() -> None:
+def test_neither_the_mean_nor_a_fit_imports_torch():
     code = (
         "import sys, numpy as np; from retrieval_anml import LANML, PNCA, log_exp_mean;"
         " log_exp_mean([1.0, 2.0], 3.0);x = np.random.default_rng(0).normal(size=(30, 3)); y ="

@@ -39,7 +39,7 @@ each = pytest.mark.parametrize("learner", SETTINGS, ids=str)
 
 
 @pytest.fixture
-def data() -> tuple[Floats, NDArray[np.int64], Floats]:
+def data():
     """Four classes, one with a single member, one with two, far from the origin; and a map to three
     numbers.
     """
@@ -127,9 +127,7 @@ def differences(f: Any, L: Floats, step: float = 1e-5) -> Floats:
 @each
 @pytest.mark.parametrize("is_small", [False, True], ids=["by class", "classes together"])
 @pytest.mark.parametrize("block", [1, 40, 1 << 20])
-def test_against_loops_and_differences(
-    learner: Any, block: int, is_small: bool, data: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_against_loops_and_differences(learner, block, is_small, data, monkeypatch):
     monkeypatch.setattr(module, "BLOCK", block)
     monkeypatch.setattr(module, "is_small", lambda *sizes: is_small)
     x, y, L = data
@@ -143,9 +141,7 @@ def test_against_loops_and_differences(
 
 
 @pytest.mark.parametrize("learner", [LANML(), LANML(2.0, 30.0), LANML(k1=2, k2=4)], ids=str)
-def test_small_classes_together_are_what_they_are_one_by_one(
-    learner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_classes_together_are_what_they_are_one_by_one(learner, monkeypatch):
     """Beside a large class, which goes alone."""
     random = np.random.default_rng(4)
     y = np.concatenate([np.repeat(np.arange(40), random.integers(1, 6, 40)), np.full(90, 40)])
@@ -160,9 +156,7 @@ def test_small_classes_together_are_what_they_are_one_by_one(
 
 @pytest.mark.parametrize("k1", [2, 4, -2, -4])
 @pytest.mark.parametrize("k2", [2, 7, 13])
-def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_ones(
-    k1: int, k2: int
-) -> None:
+def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_ones(k1, k2):
     """Theorem 3 and Eq 17: with γs of its own, a query's term of Eq 19 is its term of Eq 11."""
     random = np.random.default_rng(k1 + 10 * k2)
     y = np.array([0] * 9 + [1] * 14)
@@ -186,7 +180,7 @@ def test_each_query_has_one_gamma_under_which_the_log_exp_means_are_the_hard_one
             )
 
 
-def test_the_hard_form_is_the_limit_of_the_soft_one(data: Any) -> None:
+def test_the_hard_form_is_the_limit_of_the_soft_one(data):
     x, y, L = data
     hard = [
         LANML(k1=k1, k2=k2, neighbors="all").objective(L, x, y)
@@ -202,13 +196,13 @@ def test_the_hard_form_is_the_limit_of_the_soft_one(data: Any) -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [({"k1": 0}, "k1 is 0"), ({"k2": 0}, "k2 is 0")])
-def test_no_neighbour_is_refused(given: dict[str, int], said: str, data: Any) -> None:
+def test_no_neighbour_is_refused(given, said, data):
     x, y, _ = data
     with pytest.raises(ValueError, match=said):
         LANML(**given).fit(x, y)
 
 
-def test_sparse_weights_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_weights_are_the_dense_ones(monkeypatch):
     """A sharp γ₂ leaves most exponentials out; all are put back by a lower limit."""
     random = np.random.default_rng(1)
     x, y = random.normal(size=(120, 3)), random.integers(0, 3, 120)
@@ -226,7 +220,7 @@ def test_sparse_weights_are_the_dense_ones(monkeypatch: pytest.MonkeyPatch) -> N
     np.testing.assert_allclose(gradient, dense_gradient, rtol=1e-12, atol=1e-13)
 
 
-def test_alpha_1_is_scikit_learns_nca(data: Any) -> None:
+def test_alpha_1_is_scikit_learns_nca(data):
     x, y, L = data
     same = (y[:, None] == y).astype(float)
     nca = NeighborhoodComponentsAnalysis()
@@ -247,7 +241,7 @@ def rows(x: Floats, y: Any, L: Floats, gamma1: float, gamma2: float) -> float:
     return Neighborhoods(x, codes, gamma1=gamma1, gamma2=gamma2, outer=Outer("identity"))(L)[0]
 
 
-def test_limits_of_gamma(data: Any) -> None:
+def test_limits_of_gamma(data):
     x, y, L = data
     near = [
         [squared(x, L, i, j) for j in range(len(x)) if j != i and y[j] == y[i]]
@@ -288,7 +282,7 @@ def gaps(learner: LANML, x: Floats, y: Any, segments: int = 25) -> list[float]:
 
 
 @pytest.mark.parametrize("loss", ["hinge", "smooth_hinge", "logistic"])
-def test_convex_for_gamma1_below_0_and_only_then(loss: Any, data: Any) -> None:
+def test_convex_for_gamma1_below_0_and_only_then(loss, data):
     x, y, _ = data
     for gamma1 in (-3.0, -0.2, 0.0):
         actual = gaps(LANML(gamma1, 2.0, 0.1, loss=loss, neighbors="all"), x, y)

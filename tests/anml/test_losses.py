@@ -68,7 +68,7 @@ def check_gradient(call: Any, *inputs: Tensor) -> None:
     ids=str,
 )
 class TestDANML:
-    def test_value_and_gradient(self, gamma: Any, thresholds: Any) -> None:
+    def test_value_and_gradient(self, gamma, thresholds):
         loss = DANMLoss(*gamma, *thresholds)
         x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), *gamma, *thresholds)
         assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "logistic"), rel=1e-10)
@@ -79,7 +79,7 @@ class TestDANML:
                 lambda e: loss(e, Y), leaf, eps=1e-6, atol=1e-7, rtol=1e-5
             )
 
-    def test_reference_set(self, gamma: Any, thresholds: Any) -> None:
+    def test_reference_set(self, gamma, thresholds):
         loss = DANMLoss(*gamma, *thresholds)
         x = loops.gaps(loops.cosines(X, R), loops.by_label(LABELS, REFERENCES), *gamma, *thresholds)
         assert loss(X, Y, None, R, YR).item() == pytest.approx(
@@ -87,7 +87,7 @@ class TestDANML:
         )
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
-    def test_fused_is_the_miner_then_the_loss(self, gamma: Any, thresholds: Any) -> None:
+    def test_fused_is_the_miner_then_the_loss(self, gamma, thresholds):
         s = loops.cosines(X, X)
         x = loops.gaps(s, loops.mined(s, loops.by_label(LABELS), 0.1), *gamma, *thresholds)
         fused, apart = MinedDANMLoss(*gamma, *thresholds), DANMLoss(*gamma, *thresholds)
@@ -102,7 +102,7 @@ class TestDANML:
 @pytest.mark.parametrize(
     ("outer", "margin"), [("identity", 0.0), ("hinge", 0.4), ("logistic", -0.3)]
 )
-def test_outer_functions_and_margin(outer: Any, margin: float) -> None:
+def test_outer_functions_and_margin(outer, margin):
     x = loops.gaps(loops.cosines(X, X), loops.by_label(LABELS), 2, 30, 0.5, 0.5)
     loss = DANMLoss(outer=outer, margin=margin)
     assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, outer, margin), rel=1e-10)
@@ -111,11 +111,11 @@ def test_outer_functions_and_margin(outer: Any, margin: float) -> None:
     )
 
 
-def test_only_the_size_of_gamma1_matters() -> None:
+def test_only_the_size_of_gamma1_matters():
     assert DANMLoss(-2.0)(X, Y).item() == DANMLoss(2.0)(X, Y).item() != DANMLoss(3.0)(X, Y).item()
 
 
-def test_triplets_and_pairs_count_each_pair_once() -> None:
+def test_triplets_and_pairs_count_each_pair_once():
     anchor, positive, negative = [0, 0, 1, 4, 0], [2, 2, 4, 8, 5], [1, 3, 2, 7, 3]
     sets: Any = [([], []) for _ in LABELS]
     for i, j, k in zip(anchor, positive, negative, strict=True):
@@ -132,7 +132,7 @@ def test_triplets_and_pairs_count_each_pair_once() -> None:
 class TestLifted:
     @pytest.mark.parametrize(("gamma1", "gamma2"), [(2.0, 30.0), (1.0, 1.0), (0.01, 100.0)])
     @pytest.mark.parametrize("thresholds", [(0.5, 0.5), (None, None), (0.7, None)], ids=str)
-    def test_equation_25(self, gamma1: float, gamma2: float, thresholds: Any) -> None:
+    def test_equation_25(self, gamma1, gamma2, thresholds):
         loss = ImprovedLiftedLoss(gamma1, gamma2, *thresholds, margin=0.3)
         x = loops.gaps(
             loops.cosines(X, X),
@@ -145,7 +145,7 @@ class TestLifted:
         assert loss(X, Y).item() == pytest.approx(loops.mean_loss(x, "hinge", 0.3), rel=1e-10)
         check_gradient(lambda e: loss(e, Y), X)
 
-    def test_equation_23(self) -> None:
+    def test_equation_23(self):
         s, total = loops.cosines(X, X), 0.0
         for i, (same, different) in enumerate(loops.by_label(LABELS)):
             if same:
@@ -167,14 +167,14 @@ class TestNPair:
         ]
 
     @pytest.mark.parametrize(("gamma", "offset"), [(1.0, 0.0), (8.0, 0.1), (0.5, -0.4)])
-    def test_equation_31(self, gamma: float, offset: float) -> None:
+    def test_equation_31(self, gamma, offset):
         x = made(6, 3)
         loss = ImprovedNPairLoss(gamma, offset)
         expected = loops.npair(self.similarity(x.tolist()), gamma, offset)  # type: ignore[arg-type]
         assert loss(x, self.LABELS).item() == pytest.approx(expected, rel=1e-10)
         check_gradient(lambda e: loss(e, self.LABELS), x)
 
-    def test_further_items_are_further_rounds(self) -> None:
+    def test_further_items_are_further_rounds(self):
         first, second = made(6, 3), made(4, 4)
         labels = torch.cat([self.LABELS, torch.tensor([0, 2, 2, 0])])
         # the fifth item of a class is left out, and so is a class with one
@@ -186,7 +186,7 @@ class TestNPair:
         parts = 3 * loss(first, self.LABELS) + 2 * loss(second, torch.tensor([0, 2, 2, 0]))
         assert loss(x, labels).item() == pytest.approx(parts.item() / 5, rel=1e-10)
 
-    def test_reference_set_holds_the_positives(self) -> None:
+    def test_reference_set_holds_the_positives(self):
         x = made(6, 3)
         order = torch.tensor([2, 0, 1])
         loss = ImprovedNPairLoss(3.0, 0.1)
@@ -194,7 +194,7 @@ class TestNPair:
         got = loss(anchors, torch.arange(3), None, positives[order], torch.arange(3)[order])
         assert got.item() == pytest.approx(loss(x, self.LABELS).item(), rel=1e-10)
 
-    def test_miner_gives_the_negatives(self) -> None:
+    def test_miner_gives_the_negatives(self):
         anchor, positive, negative = [0, 0, 1, 0, 3], [4, 4, 2, 4, 5], [1, 2, 3, 1, 0]
         x, gamma, offset = made(6, 3), 3.0, 0.1
         s = (x @ x.T).tolist()
@@ -215,7 +215,7 @@ class TestNPair:
 
 
 @pytest.mark.parametrize("thresholds", [(None, None), (0.6, 0.4)], ids=str)
-def test_improved_proxy_nca(thresholds: Any) -> None:
+def test_improved_proxy_nca(thresholds):
     loss = ImprovedProxyNCALoss(4, 5, 1.5, 3.0, *thresholds).double()
     distances = [[2 - 2 * s for s in row] for row in loops.cosines(X, loss.proxies.detach())]
     levels = [None if t is None else 2 - 2 * t for t in thresholds]
@@ -243,14 +243,14 @@ class TestDistances:
             return (q[:, None] - r).square().sum(2).add(1e-30).sqrt()
 
     @pytest.mark.parametrize("cls", [DANMLoss, MinedDANMLoss, LiftedLoss, ImprovedLiftedLoss])
-    def test_combiner_of_unit_vectors_is_the_cosine(self, cls: Any) -> None:
+    def test_combiner_of_unit_vectors_is_the_cosine(self, cls):
         assert cls(distance=self.Euclidean())(X, Y).item() == pytest.approx(
             cls()(X, Y).item(), rel=1e-9
         )
         loss = cls(distance=self.Euclidean())
         check_gradient(lambda e, r: loss(e, Y, None, r, YR), X, R)
 
-    def test_similarity_of_each_distance(self) -> None:
+    def test_similarity_of_each_distance(self):
         from pytorch_metric_learning.distances import (
             CosineSimilarity,
             DotProductSimilarity,
@@ -277,7 +277,7 @@ class TestDistances:
         assert torch.allclose(similarities(snr, X, R), 1 - snr(X, R) ** 2 / 2)
 
 
-def test_float32_at_extreme_gammas() -> None:
+def test_float32_at_extreme_gammas():
     x = X.float()
     s = loops.cosines(x, x)
     for gamma in (1e-8, 1e-4, 0.0999, 0.4999, 0.5001, 50.0, 1e4, 1e8):

@@ -36,7 +36,7 @@ def gradient(loss: Any, x: Tensor = X, y: Tensor = Y, *more: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("mining", [False, True])
-def test_multi_similarity_is_the_identity_and_equal_thresholds(mining: bool) -> None:
+def test_multi_similarity_is_the_identity_and_equal_thresholds(mining):
     alpha, beta, m = 2.0, 50.0, 0.45
     upstream = MultiSimilarityLoss(alpha=alpha, beta=beta, base=m)
     indices = MultiSimilarityMiner(epsilon=0.1)(X, Y) if mining else None
@@ -53,7 +53,7 @@ def test_multi_similarity_is_the_identity_and_equal_thresholds(mining: bool) -> 
     assert wrong(X, Y).item() + constant != pytest.approx(upstream(X, Y, indices).item(), rel=1e-3)
 
 
-def test_improved_lifted_at_infinity_is_the_hardest_triplet() -> None:
+def test_improved_lifted_at_infinity_is_the_hardest_triplet():
     s, hardest = loops.cosines(X, X), 0.0
     for row, (same, different) in zip(s, loops.by_label(Y.tolist()), strict=True):
         hardest += max(0.0, max(row[j] for j in different) - min(row[j] for j in same) + 0.2)
@@ -75,7 +75,7 @@ def test_improved_lifted_at_infinity_is_the_hardest_triplet() -> None:
 
 
 @pytest.mark.parametrize("thresholds", [(0.5, 0.45), (None, None)], ids=str)
-def test_gamma_to_0_is_the_mean(thresholds: Any) -> None:
+def test_gamma_to_0_is_the_mean(thresholds):
     s, expected = loops.cosines(X, X), 0.0
     for row, (same, different) in zip(s, loops.by_label(Y.tolist()), strict=True):
         near, far = ([row[j] for j in side] for side in (same, different))
@@ -95,7 +95,7 @@ class TestNPair:
     y = torch.arange(8).repeat(2)
     x = torch.randn(16, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
-    def test_is_pytorch_metric_learnings(self) -> None:
+    def test_is_pytorch_metric_learnings(self):
         upstream = NPairsLoss(distance=DotProductSimilarity(normalize_embeddings=False))
         assert NPairLoss()(self.x, self.y).item() == pytest.approx(
             upstream(self.x, self.y).item(), rel=1e-10
@@ -105,7 +105,7 @@ class TestNPair:
         )
 
 
-def test_proxy_nca_up_to_the_number_of_classes() -> None:
+def test_proxy_nca_up_to_the_number_of_classes():
     loss = ImprovedProxyNCALoss(5, 7, 3.0, 1.0, outer="identity").double()
     s, proxy_nca = loops.cosines(X, loss.proxies.detach()), 0.0
     for row, label in zip(s, Y.tolist(), strict=True):
@@ -115,7 +115,7 @@ def test_proxy_nca_up_to_the_number_of_classes() -> None:
     assert loss(X, Y).item() + math.log(6) == pytest.approx(proxy_nca / 24, rel=1e-10)
 
 
-def test_positives_pull_and_negatives_push() -> None:
+def test_positives_pull_and_negatives_push():
     """The sign of each weight, which no loss curve shows; a side's weights and its threshold's sum
     to 1.
     """

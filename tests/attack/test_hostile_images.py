@@ -3,7 +3,6 @@
 import contextlib
 import io
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import hostile_images as hostile
@@ -19,7 +18,7 @@ PREPROCESSING = Preprocessing((224, 224), resize=256)
 
 
 @pytest.fixture
-def pool() -> Iterator[Decoders]:
+def pool():
     decoders = Decoders(seconds=SECONDS)
     yield decoders
     decoders.close()

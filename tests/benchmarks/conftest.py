@@ -8,6 +8,6 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(autouse=True)
-def scripts(monkeypatch) -> Path:
+def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     return SCRIPTS

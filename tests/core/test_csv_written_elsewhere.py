@@ -18,7 +18,7 @@ Read = Callable[[Path], list[tuple[str, str | None]]]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for name in PATHS:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / name)
@@ -55,7 +55,7 @@ readers = pytest.mark.parametrize("read", [trained, indexed])
 
 
 @readers
-def test_capitals_blanks_and_backslashes_are_read(read: Read, folder: Path) -> None:
+def test_capitals_blanks_and_backslashes_are_read(read, folder):
     assert read(written(folder, "path,label", lambda n, path, label: f"{path},{label}")) == PLAIN
     assert (
         read(written(folder, "Path, LABEL", lambda n, path, label: f" {path} ,{label} ")) == PLAIN
@@ -67,14 +67,14 @@ def test_capitals_blanks_and_backslashes_are_read(read: Read, folder: Path) -> N
 
 
 @readers
-def test_a_backslash_in_a_files_own_name_stays(read: Read, folder: Path) -> None:
+def test_a_backslash_in_a_files_own_name_stays(read, folder):
     (folder / "photos/a/0.png").rename(folder / "odd\\0.png")
     (folder / "m.csv").write_text("path,label\nodd\\0.png,a\n")
     assert read(folder / "m.csv") == [("odd\\0.png", "a")]
 
 
 @readers
-def test_a_column_without_a_name_says_how_to_write_the_file(read: Read, folder: Path) -> None:
+def test_a_column_without_a_name_says_how_to_write_the_file(read, folder):
     with pytest.raises(
         DataError, match=r"line 1: .*without a name.*row numbers.*to_csv\(…, index=False\)"
     ):
@@ -88,7 +88,7 @@ def test_a_column_without_a_name_says_how_to_write_the_file(read: Read, folder: 
 
 
 @readers
-def test_a_column_of_another_name_is_to_be_renamed(read: Read, folder: Path) -> None:
+def test_a_column_of_another_name_is_to_be_renamed(read, folder):
     with pytest.raises(
         DataError, match=r"no column 'path' \(it has: paths, label\)\. Rename 'paths'"
     ):
@@ -105,7 +105,7 @@ def test_a_column_of_another_name_is_to_be_renamed(read: Read, folder: Path) -> 
         ("C:\\data\\", "path begins with a Windows drive"),
     ],
 )
-def test_the_cause_is_told_once(read: Read, folder: Path, start: str, cause: str) -> None:
+def test_the_cause_is_told_once(read, folder, start, cause):
     with pytest.raises(
         DataError, match=rf"m\.csv: line 2: {cause}.*\(and 5 more lines\)$"
     ) as error:
@@ -114,14 +114,14 @@ def test_the_cause_is_told_once(read: Read, folder: Path, start: str, cause: str
 
 
 @pytest.mark.parametrize("missing", ["", "nan", "NaN", "<NA>"])
-def test_a_missing_label_is_no_class(folder: Path, missing: str) -> None:
+def test_a_missing_label_is_no_class(folder, missing):
     file = written(folder, "path,label", lambda n, path, label: f"{path},{label if n else missing}")
     with pytest.raises(DataError, match=r"line 2: photos/a/0\.png has no label"):
         trained(file)
     assert indexed(file) == [(PATHS[0], None), *PLAIN[1:]]
 
 
-def test_sides_and_roles_by_their_usual_names(folder: Path) -> None:
+def test_sides_and_roles_by_their_usual_names(folder):
     sides = ["Train", "val", "VALID", "validation", "TEST", "test"]
     data = dataset(
         written(
@@ -134,7 +134,7 @@ def test_sides_and_roles_by_their_usual_names(folder: Path) -> None:
     assert list(data.roles or ()) == [*[""] * 5, "query"] and data.metadata is None
 
 
-def test_true_and_false_of_excel_and_pandas() -> None:
+def test_true_and_false_of_excel_and_pandas():
     values = ["TRUE", "False", "", "true"]
     assert [row["x"] for row in typed([{"x": value} for value in values])] == [
         True,
@@ -145,7 +145,7 @@ def test_true_and_false_of_excel_and_pandas() -> None:
     assert typed([{"x": "TRUE"}, {"x": "yes"}]) == [{"x": "TRUE"}, {"x": "yes"}]
 
 
-def test_the_column_id_is_an_items_id(folder: Path) -> None:
+def test_the_column_id_is_an_items_id(folder):
     actual = items(
         written(folder, "Id,path,label,price", lambda n, path, label: f"p{n},{path},{label},{n}")
     )
@@ -155,7 +155,7 @@ def test_the_column_id_is_an_items_id(folder: Path) -> None:
     assert both[1].key == "k1" and both[1].metadata == {"id": "p1"}
 
 
-def test_one_number_in_several_forms_is_likely_one_class(folder: Path) -> None:
+def test_one_number_in_several_forms_is_likely_one_class(folder):
     forms = ["1", "1.0", "01", "2", "2", "-1"]
     file = written(folder, "path,label", lambda n, path, label: f"{path},{forms[n]}")
     actual = retrieval.check_data(file, progress=False)

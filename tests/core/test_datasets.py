@@ -26,12 +26,12 @@ PRE = Preprocessing((6, 6))
 
 
 @pytest.fixture(scope="module")
-def plugins() -> Plugins:
+def plugins():
     return load_plugins(block=["pml"])
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path_factory, monkeypatch):
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("RETRIEVAL_CACHE", str(folder))
     return folder
@@ -49,7 +49,7 @@ def picture(path: Path, grey: int = 100, size: tuple[int, int] = (7, 9)) -> Path
     return path
 
 
-def test_digits(plugins: Plugins) -> None:
+def test_digits(plugins):
     data = build(plugins, "digits")
     actual = load_digits()
     assert data.labels == [str(label) for label in actual.target]
@@ -68,7 +68,7 @@ def idx(*shape: int, content: np.ndarray[Any, Any]) -> bytes:
 
 
 @pytest.fixture
-def fashion(tmp_path: Path) -> Path:
+def fashion(tmp_path):
     """A folder in Fashion-MNIST's layout, of 30 and 20 images."""
     folder = tmp_path / "fashion"
     folder.mkdir()
@@ -83,7 +83,7 @@ def fashion(tmp_path: Path) -> Path:
     return folder
 
 
-def test_fashion_mnist_layout(plugins: Plugins, fashion: Path) -> None:
+def test_fashion_mnist_layout(plugins, fashion):
     data = build(plugins, "fashion_mnist", folder=fashion)
     assert len(data) == 50 and data.keys[30] == "test/0"
     assert data.labels[:12] == [*"0123456789", "0", "1"]
@@ -93,9 +93,7 @@ def test_fashion_mnist_layout(plugins: Plugins, fashion: Path) -> None:
     assert actual.train.tolist() == list(range(30)) and actual.query.tolist() == list(range(30, 50))
 
 
-def test_fashion_mnist_faults(
-    plugins: Plugins, fashion: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fashion_mnist_faults(plugins, fashion, monkeypatch):
     labels = fashion / "t10k-labels-idx1-ubyte"
     labels.write_bytes(idx(9, content=np.arange(9)))
     with pytest.raises(DataError, match=r"test images and labels .* do not belong together"):
@@ -116,7 +114,7 @@ def test_fashion_mnist_faults(
 @pytest.mark.skipif(
     not DEBIAN.is_dir(), reason="Debian's package dataset-fashion-mnist is not installed"
 )
-def test_fashion_mnist_itself(plugins: Plugins) -> None:
+def test_fashion_mnist_itself(plugins):
     data = build(plugins, "fashion_mnist")
     assert data.arrays is not None and data.arrays.shape == (70_000, 28, 28)
     actual = make_splits(data, Split(by="class"))
@@ -125,7 +123,7 @@ def test_fashion_mnist_itself(plugins: Plugins) -> None:
     assert abs(data.arrays[:60_000].mean() / 255 - 0.2860) < 1e-4  # the mean that is usually quoted
 
 
-def test_image_folder(plugins: Plugins, tmp_path: Path) -> None:
+def test_image_folder(plugins, tmp_path):
     for i, name in enumerate(
         ["cat/1.png", "cat/2.PNG", "cat/more/3.jpg", "dog 2/x.png", "dog 10/y.webp"]
     ):
@@ -145,7 +143,7 @@ def test_image_folder(plugins: Plugins, tmp_path: Path) -> None:
     assert x.shape == (1, 3, 6, 6) and (x == 30).all()
 
 
-def test_image_folder_with_a_split(plugins: Plugins, tmp_path: Path) -> None:
+def test_image_folder_with_a_split(plugins, tmp_path):
     for name in ("train/a/1.png", "train/b/1.png", "val/a/2.png", "test/a/3.png"):
         picture(tmp_path / name)
     data = build(plugins, "image_folder", folder=tmp_path)
@@ -167,15 +165,13 @@ def test_image_folder_with_a_split(plugins: Plugins, tmp_path: Path) -> None:
     assert actual["train/a/1.png"] == ("train", "")
 
 
-def test_classes_that_are_called_like_sides(plugins: Plugins, tmp_path: Path) -> None:
+def test_classes_that_are_called_like_sides(plugins, tmp_path):
     for name in ("train/1.png", "test/1.png"):  # toys, and exams
         picture(tmp_path / name)
     assert sorted(build(plugins, "image_folder", folder=tmp_path).labels) == ["test", "train"]
 
 
-def test_image_folder_faults(
-    plugins: Plugins, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_image_folder_faults(plugins, tmp_path, caplog):
     with pytest.raises(DataError, match=r"is not a folder\. Relative paths start at"):
         build(plugins, "image_folder", folder=tmp_path / "none")
     with pytest.raises(DataError, match="holds no image"):
@@ -190,7 +186,7 @@ def test_image_folder_faults(
 
 
 @pytest.fixture
-def damaged(tmp_path: Path) -> Path:
+def damaged(tmp_path):
     """Three sound images, one cut short behind a sound header, one empty, one no image, one too
     large.
     """
@@ -207,16 +203,14 @@ def damaged(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_bad_image_is_named_when_it_is_met(plugins: Plugins, damaged: Path) -> None:
+def test_a_bad_image_is_named_when_it_is_met(plugins, damaged):
     data = build(plugins, "image_folder", folder=damaged)
     assert len(data) == 7
     with pytest.raises(DataError, match=r"skip_bad = true"):
         list(inputs(data, range(7), PRE, 2))
 
 
-def test_skip_bad_names_and_leaves_out(
-    plugins: Plugins, damaged: Path, cache: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_skip_bad_names_and_leaves_out(plugins, damaged, cache, caplog):
     for _ in range(2):  # looked at, then remembered
         caplog.clear()
         data = build(plugins, "image_folder", folder=damaged, skip_bad=True)
@@ -240,15 +234,13 @@ def torch_sum(data: Dataset) -> int:
     return sum(int(x.sum()) for x in inputs(data, range(len(data)), PRE, 2))
 
 
-def test_skip_bad_without_a_cache(
-    plugins: Plugins, damaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skip_bad_without_a_cache(plugins, damaged, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "file"))
     assert len(build(plugins, "image_folder", folder=damaged, skip_bad=True)) == 3
 
 
-def test_csv(plugins: Plugins, tmp_path: Path) -> None:
+def test_csv(plugins, tmp_path):
     for name in ("x/1.png", "x/2.png", "x/a, b.png", "x/4.png"):
         picture(tmp_path / name)
     manifest = tmp_path / "list.csv"
@@ -266,7 +258,7 @@ def test_csv(plugins: Plugins, tmp_path: Path) -> None:
     assert next(inputs(data, [2], PRE, 1)).shape == (1, 3, 6, 6)
 
 
-def test_csv_of_two_columns_and_a_root(plugins: Plugins, tmp_path: Path) -> None:
+def test_csv_of_two_columns_and_a_root(plugins, tmp_path):
     absolute = picture(tmp_path / "elsewhere" / "1.png")
     picture(tmp_path / "root" / "2.png")
     manifest = tmp_path / "list.csv"
@@ -276,7 +268,7 @@ def test_csv_of_two_columns_and_a_root(plugins: Plugins, tmp_path: Path) -> None
     assert torch_sum(data) == 2 * 3 * 36 * 100
 
 
-def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None:
+def test_all_problems_of_a_csv_at_once(plugins, tmp_path):
     picture(tmp_path / "1.png")
     manifest = tmp_path / "list.csv"
     manifest.write_text(
@@ -318,15 +310,13 @@ def test_all_problems_of_a_csv_at_once(plugins: Plugins, tmp_path: Path) -> None
         (b"path,label\n" + b"x" * 5000 + b",a\n", "list.csv"),
     ],
 )
-def test_csv_files_that_are_wrong(
-    plugins: Plugins, tmp_path: Path, content: bytes, sentence: str
-) -> None:
+def test_csv_files_that_are_wrong(plugins, tmp_path, content, sentence):
     (tmp_path / "list.csv").write_bytes(content)
     with pytest.raises(DataError, match=sentence):
         build(plugins, "csv", manifest=tmp_path / "list.csv")
 
 
-def test_features(plugins: Plugins, tmp_path: Path) -> None:
+def test_features(plugins, tmp_path):
     vectors = np.random.default_rng(0).normal(size=(6, 4))
     file = tmp_path / "vectors.npz"
     np.savez(file, features=vectors, labels=np.array([3, 1, 1, 2, 2, 3]), other=np.zeros(3))
@@ -383,9 +373,7 @@ GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", 
         ),
     ],
 )
-def test_features_that_are_wrong(
-    plugins: Plugins, tmp_path: Path, arrays: dict[str, Any], sentences: list[str]
-) -> None:
+def test_features_that_are_wrong(plugins, tmp_path, arrays, sentences):
     file = tmp_path / "vectors.npz"
     np.savez(file, **{k: v for k, v in (GOOD | arrays).items() if v is not None})
     with pytest.raises(DataError) as error:
@@ -394,7 +382,7 @@ def test_features_that_are_wrong(
         assert sentence in str(error.value)
 
 
-def test_feature_files_that_are_damaged(plugins: Plugins, tmp_path: Path) -> None:
+def test_feature_files_that_are_damaged(plugins, tmp_path):
     file = tmp_path / "vectors.npz"
     np.savez(file, **GOOD)
     whole = file.read_bytes()
@@ -443,7 +431,7 @@ def test_parquet_reads_tables_and_folders_of_embeddings(plugins, tmp_path):
         build(plugins, "parquet", path=tmp_path / "none")
 
 
-def test_image_folder_with_levels(plugins: Plugins, tmp_path: Path) -> None:
+def test_image_folder_with_levels(plugins, tmp_path):
     for name in ("audi/a3/1.png", "audi/a3/2.png", "audi/gt/1.png", "ford/gt/side/1.png"):
         picture(tmp_path / "cars" / name)
     levels = ["brand", "model"]
@@ -463,7 +451,7 @@ def test_image_folder_with_levels(plugins: Plugins, tmp_path: Path) -> None:
     assert data.splits == ["test"] * 4 + ["train"] * 4 and data.labels[0] == "a3"
 
 
-def test_levels_that_do_not_fit(plugins: Plugins, tmp_path: Path) -> None:
+def test_levels_that_do_not_fit(plugins, tmp_path):
     picture(tmp_path / "audi" / "1.png")
     for values, said in (
         ({"levels": ["brand", "model"]}, r"1 image is in fewer than 2 folders.*audi/1\.png"),
@@ -476,7 +464,7 @@ def test_levels_that_do_not_fit(plugins: Plugins, tmp_path: Path) -> None:
             build(plugins, "image_folder", folder=tmp_path, **values)
 
 
-def test_csv_with_columns_of_other_names(plugins: Plugins, tmp_path: Path) -> None:
+def test_csv_with_columns_of_other_names(plugins, tmp_path):
     picture(tmp_path / "a.png")
     picture(tmp_path / "b.png")
     file = tmp_path / "m.csv"
@@ -491,7 +479,7 @@ def test_csv_with_columns_of_other_names(plugins: Plugins, tmp_path: Path) -> No
         build(plugins, "csv", manifest=file, path="File", label="class")
 
 
-def test_csv_of_oml(plugins: Plugins, tmp_path: Path) -> None:
+def test_csv_of_oml(plugins, tmp_path):
     for i in range(4):
         picture(tmp_path / f"{i}.png", 40 * i)
     file = tmp_path / "df.csv"
@@ -514,7 +502,7 @@ def test_csv_of_oml(plugins: Plugins, tmp_path: Path) -> None:
         build(plugins, "csv", manifest=file)
 
 
-def test_check_says_how_deep_it_read(tmp_path: Path) -> None:
+def test_check_says_how_deep_it_read(tmp_path):
     for number in range(16):
         name = f"{'ab'[number % 2]}/{'cd'[number // 2 % 2]}/{number}.png"
         picture(tmp_path / "photos" / name, 10 * number)
@@ -534,7 +522,7 @@ def test_check_says_how_deep_it_read(tmp_path: Path) -> None:
     )
 
 
-def test_csv_skip_bad(plugins: Plugins, damaged: Path) -> None:
+def test_csv_skip_bad(plugins, damaged):
     names = sorted(p.relative_to(damaged).as_posix() for p in damaged.rglob("*.*"))
     manifest = damaged / "list.csv"
     manifest.write_text("path,label\n" + "".join(f"{name},{name[0]}\n" for name in names))
@@ -545,7 +533,7 @@ def test_csv_skip_bad(plugins: Plugins, damaged: Path) -> None:
     ]
 
 
-def test_csv_that_is_not_there(plugins: Plugins, tmp_path: Path) -> None:
+def test_csv_that_is_not_there(plugins, tmp_path):
     with pytest.raises(DataError, match=r"does not exist\. Relative paths start at"):
         build(plugins, "csv", manifest=tmp_path / "list.csv")
     with pytest.raises(DataError, match="cannot be read"):

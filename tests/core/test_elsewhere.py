@@ -30,7 +30,7 @@ def encoded(number: int) -> bytes:
     return out.getvalue()
 
 
-def test_torchvision_with_two_sides(tmp_path: Path) -> None:
+def test_torchvision_with_two_sides(tmp_path):
     # GTSRB keeps its training side in folders and its test side in a list: files, and labels that
     # are known without decoding.
     base = tmp_path / "gtsrb"
@@ -59,7 +59,7 @@ def test_torchvision_with_two_sides(tmp_path: Path) -> None:
         data[4]
 
 
-def test_torchvision_of_named_classes_in_one_folder(tmp_path: Path) -> None:
+def test_torchvision_of_named_classes_in_one_folder(tmp_path):
     for name in ("cat", "dog", "emu"):
         (tmp_path / name).mkdir()
         for i in range(3):
@@ -73,7 +73,7 @@ def test_torchvision_of_named_classes_in_one_folder(tmp_path: Path) -> None:
     assert len(make_splits(data, Split(by="class", validation=0, test=["dog"])).query) == 3
 
 
-def test_torchvision_in_memory(tmp_path: Path) -> None:
+def test_torchvision_in_memory(tmp_path):
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     random = np.random.default_rng(0)
@@ -96,7 +96,7 @@ def test_torchvision_in_memory(tmp_path: Path) -> None:
     )
 
 
-def test_torchvision_refusals(tmp_path: Path) -> None:
+def test_torchvision_refusals(tmp_path):
     def refused(*arguments: Any, **values: Any) -> str:
         with pytest.raises(DataError) as error:
             torchvision_dataset(*arguments, **values)
@@ -111,7 +111,7 @@ def test_torchvision_refusals(tmp_path: Path) -> None:
     assert "cannot be read from" in text and "Set [data] download = true" in text
 
 
-def test_what_torchvision_unpickles_is_refused() -> None:
+def test_what_torchvision_unpickles_is_refused():
     """By torchvision's own source, whichever version is installed."""
     from torchvision import datasets
 
@@ -139,13 +139,13 @@ def test_what_torchvision_unpickles_is_refused() -> None:
             torchvision_dataset(name, Path("/nowhere"))
 
 
-def test_hugging_face_is_asked_for_only_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hugging_face_is_asked_for_only_when_it_is_used(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingDependency, match="embedding-retrieval\\[huggingface\\]"):
         huggingface("somewhere")
 
 
-def test_hugging_face_saved_on_disk(tmp_path: Path) -> None:
+def test_hugging_face_saved_on_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])}

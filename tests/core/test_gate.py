@@ -53,7 +53,7 @@ def bad_vectors() -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("read", [npz, parquet])
-def test_vectors_that_are_not_finite_are_refused(read: Write, tmp_path: Path) -> None:
+def test_vectors_that_are_not_finite_are_refused(read, tmp_path):
     with pytest.raises(
         DataError,
         match=r"2 rows of features hold NaN, infinity or numbers too large for 32 bits: 5, 7\. Rem",
@@ -69,7 +69,7 @@ def test_vectors_that_are_not_finite_are_refused(read: Write, tmp_path: Path) ->
         )
 
 
-def test_null_inside_a_vector_is_refused(tmp_path: Path) -> None:
+def test_null_inside_a_vector_is_refused(tmp_path):
     rows: list[list[float | None]] = VECTORS.tolist()
     rows[4][2] = None
     with pytest.raises(DataError, match=r"1 row of features holds NaN.*: 4"):
@@ -77,14 +77,14 @@ def test_null_inside_a_vector_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [npz, parquet])
-def test_equal_keys_are_refused(read: Write, tmp_path: Path) -> None:
+def test_equal_keys_are_refused(read, tmp_path):
     keys = [f"k{i}" for i in range(N - 2)] + ["k0", "k0"]
     with pytest.raises(DataError, match="'k0' is the key of 3 items"):
         read(tmp_path, {"features": VECTORS, "label": LABELS, "key": keys})
 
 
 @pytest.mark.parametrize("missing", [None, float("nan"), ""])
-def test_missing_labels_of_a_table_are_refused(missing: Any, tmp_path: Path) -> None:
+def test_missing_labels_of_a_table_are_refused(missing, tmp_path):
     labels: list[Any] = list(range(N)) if missing != "" else list(LABELS)
     if isinstance(missing, float):
         labels = [float(label) for label in labels]
@@ -93,14 +93,14 @@ def test_missing_labels_of_a_table_are_refused(missing: Any, tmp_path: Path) -> 
         parquet(tmp_path, {"features": VECTORS, "label": labels})
 
 
-def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path: Path) -> None:
+def test_a_missing_value_among_texts_of_npz_is_refused(tmp_path):
     with pytest.raises(DataError, match="1 of 12 items has no label: 0"):
         npz(tmp_path, {"features": VECTORS, "label": np.array([float("nan"), *LABELS[1:]])})
     items = collect([tmp_path / "v.npz"], "features").items
     assert [items[0].label, items[1].label] == [None, "class 1"]
 
 
-def test_an_index_takes_a_nan_label_for_none(tmp_path: Path) -> None:
+def test_an_index_takes_a_nan_label_for_none(tmp_path):
     labels = [float("nan"), *map(float, range(N - 1))]
     pq.write_table(
         pa.table({"features": VECTORS.tolist(), "label": labels}), tmp_path / "v.parquet"
@@ -111,7 +111,7 @@ def test_an_index_takes_a_nan_label_for_none(tmp_path: Path) -> None:
     ]
 
 
-def test_hugging_face_labels_pass_the_gate(tmp_path: Path) -> None:
+def test_hugging_face_labels_pass_the_gate(tmp_path):
     datasets = pytest.importorskip("datasets")
     images = [Image.new("RGB", (8, 8), (i, 0, 0)) for i in range(4)]
     for name, labels, feature in (
@@ -139,7 +139,7 @@ class Own(retrieval.plugin.Dataset):
         return VECTORS[index]
 
 
-def test_a_plugins_own_dataset_passes_it_too() -> None:
+def test_a_plugins_own_dataset_passes_it_too():
     with pytest.raises(
         DataError, match=r"(?s)has 2 problems.*1 of 5 items has no label: z.*'x' is the key of 2"
     ):
@@ -156,14 +156,14 @@ def test_a_plugins_own_dataset_passes_it_too() -> None:
         build_dataset(recipe)
 
 
-def test_what_is_missing() -> None:
+def test_what_is_missing():
     pandas = pytest.importorskip("pandas")
     missing = [None, "", "  ", float("nan"), np.float32("nan"), pandas.NA, pandas.NaT]
     assert all(map(is_missing, missing))
     assert not any(map(is_missing, ["nan", 0, 0.0, False, np.int64(0), "a"]))
 
 
-def test_long_arrays_are_looked_through_in_blocks() -> None:
+def test_long_arrays_are_looked_through_in_blocks():
     vectors = np.zeros((200_000, 2), np.float32)
     vectors[199_999, 1] = np.inf
     with pytest.raises(DataError, match="32 bits: 199999"):
@@ -173,7 +173,7 @@ def test_long_arrays_are_looked_through_in_blocks() -> None:
 
 
 @pytest.mark.parametrize("read", [npz, parquet])
-def test_sides_are_known_by_their_usual_names(read: Write, tmp_path: Path) -> None:
+def test_sides_are_known_by_their_usual_names(read, tmp_path):
     split = ["Train", "val", "TEST", "valid"] * 3
     data = read(tmp_path, {"features": VECTORS, "label": LABELS, "split": split})
     assert list(data.splits or ()) == ["train", "validation", "test", "validation"] * 3

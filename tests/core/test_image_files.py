@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +19,14 @@ from sklearn.datasets import load_digits
 
 
 @pytest.fixture(scope="module")
-def digits() -> list[Image.Image]:
+def digits():
     return [
         Image.fromarray((image * 15.9).astype(np.uint8)) for image in load_digits().images[:120]
     ]
 
 
 @pytest.fixture
-def photos(tmp_path: Path, digits: list[Image.Image]) -> Path:
+def photos(tmp_path, digits):
     labels = load_digits().target
     folder = tmp_path / "photos"
     for i, image in enumerate(digits):
@@ -42,7 +40,7 @@ def photos(tmp_path: Path, digits: list[Image.Image]) -> Path:
     return folder
 
 
-def test_every_format_is_known_by_its_content(tmp_path: Path, digits: list[Image.Image]) -> None:
+def test_every_format_is_known_by_its_content(tmp_path, digits):
     for name in FORMATS:
         try:
             digits[0].convert("RGB").resize((32, 32)).save(tmp_path / name.lower(), format=name)
@@ -55,7 +53,7 @@ def test_every_format_is_known_by_its_content(tmp_path: Path, digits: list[Image
     assert len(actual.images) >= 7 and not actual.left_out
 
 
-def test_what_is_left_out_is_counted_with_its_reason(photos: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_with_its_reason(photos, tmp_path):
     os.mkfifo(photos / "2" / "pipe.png")
     (photos / "2" / "old.psd").write_bytes(b"8BPS" + bytes(60))
     (photos / "2" / ".hidden").write_text("x")
@@ -74,9 +72,7 @@ def test_what_is_left_out_is_counted_with_its_reason(photos: Path, tmp_path: Pat
         find_images(tmp_path / "empty")
 
 
-def test_the_dataset_says_so_and_lists_what_cannot_be_read(
-    photos: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_dataset_says_so_and_lists_what_cannot_be_read(photos, caplog):
     for name in ("0/cut", "1/torn"):
         (photos / name).write_bytes(b"\xff\xd8\xff\xe0 no more")
     plugins = load_plugins()
@@ -89,9 +85,7 @@ def test_the_dataset_says_so_and_lists_what_cannot_be_read(
     assert any("JPEG 2000" in note for note in data.notes)
 
 
-def test_the_run_and_the_index_keep_it(
-    photos: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_run_and_the_index_keep_it(photos, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (photos / "0" / "cut").write_bytes(b"\xff\xd8\xff\xe0 no more")
     Path("r.toml").write_text(

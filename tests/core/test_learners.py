@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from retrieval.plugin import LinearMap
 from sklearn.datasets import load_digits
 from sklearn.decomposition import PCA as SklearnPCA
@@ -26,7 +25,7 @@ each = pytest.mark.parametrize("learner", LEARNERS, ids=str)
 
 
 @pytest.fixture(scope="module")
-def digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+def digits():
     actual = load_digits()
     return actual.data[:400], actual.target[:400]
 
@@ -52,7 +51,7 @@ def scikit(learner: LinearMap) -> Any:
 
 
 @each
-def test_codes_are_scikit_learns(learner: LinearMap, digits: Any) -> None:
+def test_codes_are_scikit_learns(learner, digits):
     x, y = digits
     theirs = scikit(learner).fit(x, y)
     expected = theirs.transform(x)
@@ -63,11 +62,11 @@ def test_codes_are_scikit_learns(learner: LinearMap, digits: Any) -> None:
 
 
 @pytest.mark.parametrize("learner", [PCA(1), LDA(), NCA(max_iter=5)], ids=str)
-def test_keeps_scikit_learns_rules(learner: LinearMap) -> None:
+def test_keeps_scikit_learns_rules(learner):
     check_estimator(learner, on_skip=None)
 
 
-def test_too_many_components(digits: Any) -> None:
+def test_too_many_components(digits):
     x, y = digits
     for learner in (PCA(65), LDA(10), NCA(65)):
         with pytest.raises(ValueError, match="components"):

@@ -29,12 +29,12 @@ def net(**values: Any) -> Backbone:
 
 
 @pytest.fixture(scope="module")
-def levels() -> Backbone:
+def levels():
     return net(levels=LEVELS)
 
 
 @pytest.fixture(scope="module")
-def images() -> Tensor:
+def images():
     return torch.rand(3, 3, 64, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
 
 
@@ -43,9 +43,7 @@ def rooted(maps: Tensor, grid: int) -> Tensor:
     return functional.normalize(cells.sign() * cells.abs().sqrt())
 
 
-def test_each_level_is_the_nets_own_map_averaged_over_its_grid(
-    levels: Backbone, images: Tensor
-) -> None:
+def test_each_level_is_the_nets_own_map_averaged_over_its_grid(levels, images):
     network: Any = levels.network.network
     seen: dict[str, Tensor] = {}
     hooks = [
@@ -64,7 +62,7 @@ def test_each_level_is_the_nets_own_map_averaged_over_its_grid(
     torch.testing.assert_close(actual.double(), torch.cat(expected, dim=1), rtol=1e-3, atol=1e-4)
 
 
-def test_gradients_are_finite_where_a_map_is_zero(levels: Backbone) -> None:
+def test_gradients_are_finite_where_a_map_is_zero(levels):
     black = torch.full((1, 3, 64, 64), -127 / 128, requires_grad=True)
     levels(black).sum().backward()
     assert black.grad is not None and torch.isfinite(black.grad).all()
@@ -87,17 +85,17 @@ def test_gradients_are_finite_where_a_map_is_zero(levels: Backbone) -> None:
         ({"crop": 1.5}, "crop"),
     ],
 )
-def test_what_it_refuses(values: dict[str, Any], sentence: str) -> None:
+def test_what_it_refuses(values, sentence):
     with pytest.raises(RecipeError, match=sentence):
         net(**values)
 
 
-def test_the_crop_is_a_share_of_the_image() -> None:
+def test_the_crop_is_a_share_of_the_image():
     assert net().preprocessing.resize == 73
     assert net(crop=1.0).preprocessing.resize == 64
 
 
-def test_its_bundle_gives_the_same_codes(tmp_path: Path) -> None:
+def test_its_bundle_gives_the_same_codes(tmp_path):
     from retrieval.export.export_model import export_model
     from retrieval.model.model import Model, build_head
     from retrieval.serving.images import from_array
@@ -116,7 +114,7 @@ def test_its_bundle_gives_the_same_codes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
-def test_the_recipe_is_the_chosen_one(name: str) -> None:
+def test_the_recipe_is_the_chosen_one(name):
     root = Path(__file__).parents[2]
     recipe = tomllib.loads((root / "models" / name / "recipe.toml").read_text(encoding="utf-8"))
     kept = json.loads(
@@ -129,7 +127,7 @@ def test_the_recipe_is_the_chosen_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits-levels", "fashion-levels"])
-def test_the_card_has_the_pages_table(name: str) -> None:
+def test_the_card_has_the_pages_table(name):
     root = Path(__file__).parents[2]
     page = (root / "benchmarks" / "results" / "levels.md").read_text(encoding="utf-8")
     card = (root / "models" / name / "README.md").read_text(encoding="utf-8")
@@ -138,7 +136,7 @@ def test_the_card_has_the_pages_table(name: str) -> None:
     assert len(rows) == 7 and all(line in part.splitlines() for line in rows)
 
 
-def test_frozen_features_are_exported_though_lengths_do_not_divide() -> None:
+def test_frozen_features_are_exported_though_lengths_do_not_divide():
     """By TorchScript, as the cache of features does it: 64 rows of pixels on a grid of 14."""
     from retrieval.data.features import OnnxBackbone
     from retrieval.model.model import Model

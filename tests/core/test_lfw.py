@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,12 @@ The last one of each fold has a single image.
 
 
 @pytest.fixture(scope="module")
-def plugins() -> Plugins:
+def plugins():
     return load_plugins(block=["pml"])
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(tmp_path_factory):
     """Digits as people's images, with all six lists beside their folder."""
     root = tmp_path_factory.mktemp("lfw")
     digits = load_digits()
@@ -73,7 +72,7 @@ def pairs(names: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def faces(made: Path, tmp_path: Path) -> Path:
+def faces(made, tmp_path):
     """A copy to spoil; the folder of the images."""
     shutil.copytree(made, tmp_path / "lfw")
     return tmp_path / "lfw" / "faces"
@@ -98,7 +97,7 @@ def refused(plugins: Plugins, folder: Path, **values: Any) -> str:
     return str(error.value)
 
 
-def test_view_1(plugins: Plugins, made: Path) -> None:
+def test_view_1(plugins, made):
     data = build(plugins, made / "faces")
     assert len(data) == 9 * 5 + 3 * 1
     assert data.keys[0] == "Person_00/Person_00_0001.jpg" and data.labels[0] == "Person_00"
@@ -109,13 +108,13 @@ def test_view_1(plugins: Plugins, made: Path) -> None:
 
 
 @pytest.mark.parametrize("fold", [1, 2, 3])
-def test_view_2(plugins: Plugins, made: Path, fold: int) -> None:
+def test_view_2(plugins, made, fold):
     data = build(plugins, made / "faces", view="folds", fold=fold)
     tested = set(NAMES[4 * fold - 4 : 4 * fold])
     assert len(data) == 48 and sides(data) == {"train": set(NAMES) - tested, "test": tested}
 
 
-def test_the_restricted_views_have_only_images_of_pairs(plugins: Plugins, made: Path) -> None:
+def test_the_restricted_views_have_only_images_of_pairs(plugins, made):
     data = build(plugins, made / "faces", restricted=True)
     assert sides(data) == {"train": {"Person_00", "Person_01"}, "test": {"Person_09", "Person_10"}}
     assert len(data) == 16 and not any(key.endswith("_0005.jpg") for key in data.keys)
@@ -123,13 +122,13 @@ def test_the_restricted_views_have_only_images_of_pairs(plugins: Plugins, made: 
     assert sides(data)["test"] == {"Person_04", "Person_05"} and len(data) == 24
 
 
-def test_no_view_needs_no_list(plugins: Plugins, made: Path) -> None:
+def test_no_view_needs_no_list(plugins, made):
     data = build(plugins, made / "faces", view="none")
     assert len(data) == 48 and data.splits is None
     assert len(make_splits(data, Split(by="class", test=0.5, validation=0.0)).query) > 10
 
 
-def test_where_the_lists_are(plugins: Plugins, faces: Path, tmp_path: Path) -> None:
+def test_where_the_lists_are(plugins, faces, tmp_path):
     lists = tmp_path / "elsewhere"
     lists.mkdir()
     for name in ("peopleDevTrain.txt", "peopleDevTest.txt"):
@@ -142,7 +141,7 @@ def test_where_the_lists_are(plugins: Plugins, faces: Path, tmp_path: Path) -> N
     assert "people.txt is in none of" in refused(plugins, faces, view="folds", lists=str(lists))
 
 
-def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces: Path) -> None:
+def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
     (faces / "Person_00" / "Person_00_0002.jpg").unlink()
     (faces / "Person_09" / "Person_09_0001.jpg").rename(faces / "Person_09" / "portrait.jpg")
     shutil.copy(
@@ -190,14 +189,12 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins: Plugins, faces
         ),
     ],
 )
-def test_a_list_of_people_that_is_wrong(
-    plugins: Plugins, faces: Path, text: str, says: str
-) -> None:
+def test_a_list_of_people_that_is_wrong(plugins, faces, text, says):
     (faces.parent / "people.txt").write_text(text)
     assert says in refused(plugins, faces, view="folds")
 
 
-def test_lists_that_do_not_fit_the_view(plugins: Plugins, faces: Path) -> None:
+def test_lists_that_do_not_fit_the_view(plugins, faces):
     lists = faces.parent
     assert "fold = 4: people.txt has 3 folds." in refused(plugins, faces, view="folds", fold=4)
     assert "view = 'none'" in refused(plugins, faces, view="none", restricted=True)
@@ -224,7 +221,7 @@ def test_lists_that_do_not_fit_the_view(plugins: Plugins, faces: Path) -> None:
     )
 
 
-def test_skip_bad(plugins: Plugins, faces: Path) -> None:
+def test_skip_bad(plugins, faces):
     (faces / "Person_00" / "Person_00_0002.jpg").write_text("no image")
     data = build(plugins, faces, skip_bad=True)
     assert len(data) == 47 and "Person_00/Person_00_0002.jpg" not in data.keys
@@ -233,9 +230,7 @@ def test_skip_bad(plugins: Plugins, faces: Path) -> None:
         build(plugins, faces)[1]
 
 
-def test_trained_on_one_view_and_verified_by_the_lists_of_both(
-    cli: Callable[..., Any], made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trained_on_one_view_and_verified_by_the_lists_of_both(cli, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("faces.toml").write_text(
         f'name = "faces"\n[data]\nname = "core.lfw"\nfolder = "{made / "faces"}"\nview ='

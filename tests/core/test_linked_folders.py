@@ -34,7 +34,7 @@ def found_by(folder: Path) -> dict[str, list[str]]:
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     """Four classes of three images."""
     random = np.random.default_rng(0)
     for label in "0123":
@@ -46,7 +46,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def linked(photos: Path) -> Path:
+def linked(photos):
     """The same, where three classes are links, one of which leads over a second link."""
     folder = photos.parent / "linked"
     folder.mkdir()
@@ -63,7 +63,7 @@ def checked(folder: Path) -> Findings:
     return retrieval.check_data(folder, progress=False)
 
 
-def test_every_reader_follows_links_as_torchvision_does(photos: Path, linked: Path) -> None:
+def test_every_reader_follows_links_as_torchvision_does(photos, linked):
     expected = [f"{label}/{number}.png" for label in "0123" for number in range(3)]
     theirs = torchvision.datasets.ImageFolder(str(linked)).samples
     assert [Path(path).relative_to(linked).as_posix() for path, _ in theirs] == expected
@@ -73,7 +73,7 @@ def test_every_reader_follows_links_as_torchvision_does(photos: Path, linked: Pa
     assert actual.clean and len(actual.subjects) == 12 and actual.as_dict()["labels"] == 4
 
 
-def test_sides_that_are_links_are_the_split(photos: Path) -> None:
+def test_sides_that_are_links_are_the_split(photos):
     folder = photos.parent / "split"
     folder.mkdir()
     (folder / "train").symlink_to(photos)
@@ -83,7 +83,7 @@ def test_sides_that_are_links_are_the_split(photos: Path) -> None:
     assert checked(folder).counts()["leaks"] == 12
 
 
-def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos: Path) -> None:
+def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos):
     cats = photos.parent / "cats"
     cats.symlink_to(photos / "0")
     assert {item.label for item in collect([cats], "image").items} == {"cats"}
@@ -96,7 +96,7 @@ def test_a_folder_that_is_itself_a_link_keeps_its_own_name(photos: Path) -> None
     ]
 
 
-def test_a_circle_of_links_ends(photos: Path) -> None:
+def test_a_circle_of_links_ends(photos):
     plain = sorted(files_below(photos))
     (photos / "0" / "up").symlink_to(photos)
     (photos / "1" / "here").symlink_to(".")
@@ -107,7 +107,7 @@ def test_a_circle_of_links_ends(photos: Path) -> None:
     assert len(list(files_below(photos))) == 12 + 3 + 3
 
 
-def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path: Path) -> None:
+def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path):
     names = [f"folder{number}" for number in range(12)]
     for name in names:
         (tmp_path / name).mkdir()
@@ -117,7 +117,7 @@ def test_folders_that_all_link_to_one_another_are_refused_in_time(tmp_path: Path
         list(files_below(tmp_path))
 
 
-def test_a_link_that_leads_nowhere_is_named(linked: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_that_leads_nowhere_is_named(linked, caplog):
     (linked / "4").symlink_to(linked / "gone")
     (linked / "3" / "9.png").symlink_to(linked / "9.png")
     (linked / "3" / "loop.png").symlink_to("loop.png")
@@ -137,7 +137,7 @@ def test_a_link_that_leads_nowhere_is_named(linked: Path, caplog: pytest.LogCapt
     assert {"4", "9.png", "loop.png"} <= pushed
 
 
-def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path: Path) -> None:
+def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "0").symlink_to("gone")
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_a_folder_of_nothing_but_lost_links_says_so(tmp_path: Path) -> None:
         find_images(tmp_path / "photos")
 
 
-def test_published_layouts_follow_links_and_name_lost_ones(linked: Path) -> None:
+def test_published_layouts_follow_links_and_name_lost_ones(linked):
     root = linked.parent / "101_ObjectCategories"
     root.symlink_to(linked)
     values = {"folder": str(linked.parent), "counts": "any"}

@@ -57,7 +57,7 @@ def contrastive(rows: list[list[float]], labels: list[int], width: int, unit: bo
 
 
 @pytest.mark.parametrize("unit", [True, False])
-def test_is_the_weighted_sum_of_the_loss_at_each_width(unit: bool) -> None:
+def test_is_the_weighted_sum_of_the_loss_at_each_width(unit):
     loss, embeddings = make(weights=WEIGHTS, normalize=unit), batch()
     value = loss(embeddings, LABELS)
     rows, labels = embeddings.tolist(), LABELS.tolist()
@@ -83,7 +83,7 @@ def test_is_the_weighted_sum_of_the_loss_at_each_width(unit: bool) -> None:
             )
 
 
-def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it() -> None:
+def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it():
     """Not every loss normalises what it is given."""
     seen: list[Tensor] = []
 
@@ -104,7 +104,7 @@ def test_prefixes_are_at_unit_length_where_the_loss_looks_at_it() -> None:
 
 
 @pytest.mark.parametrize("name", list(PLUGINS.factories("losses")))
-def test_every_loss_trains_prefixes(name: str) -> None:
+def test_every_loss_trains_prefixes(name):
     """Proxies and class weights are of each width, and each gets a gradient."""
     torch.manual_seed(0)
     factory = PLUGINS.find("losses", name)
@@ -131,14 +131,14 @@ def test_every_loss_trains_prefixes(name: str) -> None:
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
 
 
-def test_proxies_are_made_for_each_width() -> None:
+def test_proxies_are_made_for_each_width():
     shapes = [
         [tuple(p.shape) for p in value.parameters()] for value in make("pml.proxy_anchor").losses
     ]
     assert shapes == [[(4, 2)], [(4, 5)], [(4, 12)]]
 
 
-def test_a_miner_outside_and_a_reference_set_serve_each_width() -> None:
+def test_a_miner_outside_and_a_reference_set_serve_each_width():
     loss, embeddings, reference = make(), batch(), batch(20).detach()
     triplets = (torch.tensor([0, 3, 3]), torch.tensor([1, 4, 5]), torch.tensor([4, 8, 0]))
     names = torch.arange(20) % 4
@@ -168,12 +168,12 @@ def test_a_miner_outside_and_a_reference_set_serve_each_width() -> None:
         ({"weights": [0.0, 0.0, 0.0]}, "not all 0"),
     ],
 )
-def test_what_cannot_be_is_refused(values: dict[str, Any], fault: str) -> None:
+def test_what_cannot_be_is_refused(values, fault):
     with pytest.raises(RecipeError, match=fault):
         make(**values)
 
 
-def test_a_combiner_is_refused_beside_it() -> None:
+def test_a_combiner_is_refused_beside_it():
     combiner = next(iter(PLUGINS.factories("combiners")))
     recipe = {
         "data": {"name": "core.digits"},

@@ -33,7 +33,7 @@ def write_emnist(folder: Path) -> tuple[Any, Any]:
     return images, labels
 
 
-def test_emnist_is_turned_upright(tmp_path: Path) -> None:
+def test_emnist_is_turned_upright(tmp_path):
     images, labels = write_emnist(tmp_path)
     data = emnist(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images) and list(data.labels) == [str(n) for n in labels]
@@ -47,7 +47,7 @@ def test_emnist_is_turned_upright(tmp_path: Path) -> None:
         emnist(tmp_path, counts="any")
 
 
-def test_emnist_that_is_incomplete_is_refused(tmp_path: Path) -> None:
+def test_emnist_that_is_incomplete_is_refused(tmp_path):
     with pytest.raises(DataError, match="not a folder"):
         emnist(tmp_path / "none")
     with pytest.raises(DataError, match="neither emnist-balanced-train-images"):
@@ -76,7 +76,7 @@ def write_cifar(folder: Path) -> tuple[Any, list[int]]:
     return images, labels
 
 
-def test_cifar10_binary_version(tmp_path: Path) -> None:
+def test_cifar10_binary_version(tmp_path):
     images, labels = write_cifar(tmp_path)
     data = cifar10(tmp_path, counts="any")
     assert np.array_equal(data.arrays, images)
@@ -91,7 +91,7 @@ def test_cifar10_binary_version(tmp_path: Path) -> None:
     assert len(labels) == 12
 
 
-def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path: Path) -> None:
+def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path):
     with pytest.raises(DataError, match="not a folder"):
         cifar10(tmp_path / "none")
     (tmp_path / "data_batch_1").write_bytes(b"\x80\x04pickle")
@@ -109,7 +109,7 @@ def test_cifar10_that_is_damaged_or_pickled_is_refused(tmp_path: Path) -> None:
             cifar10(tmp_path, counts="any")
 
 
-def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path) -> None:
+def test_other_numbers_than_the_published_ones_are_refused(tmp_path):
     write_emnist(tmp_path)
     with pytest.raises(
         DataError,

@@ -60,7 +60,7 @@ def recall_by_loops(
 
 
 @pytest.mark.parametrize(("ks", "tau2", "tau1"), [([1, 2, 4], 0.05, 1.0), ([2], 0.3, 0.2)])
-def test_recall_at_k(ks: list[int], tau2: float, tau1: float) -> None:
+def test_recall_at_k(ks, tau2, tau1):
     embeddings, labels = batch()
     loss = create("loss", "core.recall_at_k", k=ks, rank_temperature=tau2, recall_temperature=tau1)
     wanted = recall_by_loops(cosines(embeddings), LABELS, ks, tau2, tau1)
@@ -68,7 +68,7 @@ def test_recall_at_k(ks: list[int], tau2: float, tau1: float) -> None:
     assert torch.autograd.gradcheck(lambda x: loss(x, labels), embeddings)
 
 
-def test_recall_at_k_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recall_at_k_in_blocks(monkeypatch):
     embeddings, labels = batch()
     loss = create("loss", "core.recall_at_k")
     whole = loss(embeddings, labels)
@@ -79,7 +79,7 @@ def test_recall_at_k_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(torch.autograd.grad(parts, embeddings)[0], gradient)
 
 
-def test_recall_at_k_with_virtual_items() -> None:
+def test_recall_at_k_with_virtual_items():
     """SiMix mixes similarities: those of two virtual items are mixed on both sides."""
     embeddings, labels = batch()
     loss = create("loss", "core.recall_at_k", k=[1, 2], rank_temperature=0.1, mix=True)
@@ -123,7 +123,7 @@ def contextual_by_loops(s: list[list[float]], k: int, epsilon: float) -> list[li
 
 
 @pytest.mark.parametrize("k", [2, 4, 9])
-def test_contextual(k: int) -> None:
+def test_contextual(k):
     embeddings, labels = batch()
     loss = create("loss", "core.contextual", neighbors=k, epsilon=0.05, negative_margin=0.1)
     s = cosines(embeddings)
@@ -142,7 +142,7 @@ def test_contextual(k: int) -> None:
     assert loss(embeddings, labels).item() == pytest.approx(wanted, abs=1e-12)
 
 
-def test_the_slope_of_a_step_is_ten() -> None:
+def test_the_slope_of_a_step_is_ten():
     from retrieval_core.contextual_loss import contextual
 
     embeddings, _ = batch()
@@ -234,7 +234,7 @@ METRIX: dict[str, tuple[Any, dict[str, float]]] = {
 
 @pytest.mark.parametrize("mined", [False, True])
 @pytest.mark.parametrize("name", METRIX)
-def test_metrix(name: str, mined: bool) -> None:
+def test_metrix(name, mined):
     embeddings, labels = batch()
     by_loops, options = METRIX[name]
     loss = create("loss", name, **options)
@@ -254,7 +254,7 @@ def test_metrix(name: str, mined: bool) -> None:
     assert value == pytest.approx(by_loops(embeddings, triplets, pairs, part), abs=1e-9)
 
 
-def test_metrix_of_proxies() -> None:
+def test_metrix_of_proxies():
     embeddings, labels = batch()
     loss = create("loss", "core.metrix_proxy_anchor", classes=5, embedding_size=6, scale=8.0)
     torch.manual_seed(3)
@@ -281,7 +281,7 @@ def test_metrix_of_proxies() -> None:
     assert loss(embeddings, labels).item() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_barlow_twins() -> None:
+def test_barlow_twins():
     embeddings, labels = batch()
     value = create("loss", "core.barlow_twins", weight=0.1)(embeddings, labels).item()
     # class 0 has 0, 2, 5, 9; class 1 has 1, 4, 7; class 2 has 3, 6; class 3 has one item
@@ -300,7 +300,7 @@ def test_barlow_twins() -> None:
     assert value == pytest.approx(wanted, abs=1e-9)
 
 
-def test_weights_that_leave_nothing_are_refused() -> None:
+def test_weights_that_leave_nothing_are_refused():
     with pytest.raises(RecipeError, match=r"weight \+ mean_weight is 1.2"):
         create("loss", "core.contextual", weight=0.9, mean_weight=0.3)
 
@@ -310,7 +310,7 @@ class TestGenerators:
         x = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         return tuple(x.unbind())
 
-    def test_symmetrical_synthesis(self) -> None:
+    def test_symmetrical_synthesis(self):
         anchor, positive, negative, mate = self.rows()
         synthetic = create("generator", "core.symmetrical_synthesis")(
             anchor, positive, negative, mate
@@ -328,7 +328,7 @@ class TestGenerators:
             nearest = min(points, key=lambda point: float((point - a).square().sum()))
             assert torch.allclose(row, nearest)
 
-    def test_embedding_expansion(self) -> None:
+    def test_embedding_expansion(self):
         anchor, positive, negative, mate = self.rows()
         expansion = create("generator", "core.embedding_expansion", inner=3)
         synthetic = expansion(anchor, positive, negative, mate)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ def by_hand(maps: Tensor, kind: str, cells: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["mean", "max", "gem", "grid"])
-def test_each_pool_is_its_formula_and_has_a_gradient(kind: Any) -> None:
+def test_each_pool_is_its_formula_and_has_a_gradient(kind):
     maps = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     maps[0, 0] = 0
     pool = Pool(kind, (5, 7), 3)
@@ -60,7 +59,7 @@ def test_each_pool_is_its_formula_and_has_a_gradient(kind: Any) -> None:
         ("core.torchvision", "resnet18", "mean"),
     ],
 )
-def test_the_pools_of_other_libraries_nets(name: str, model: str, pool: str) -> None:
+def test_the_pools_of_other_libraries_nets(name, model, pool):
     if name == "core.timm":
         pytest.importorskip("timm")
     built = net(name, model=model, size=64, pool=pool, cells=2)
@@ -81,7 +80,7 @@ def test_the_pools_of_other_libraries_nets(name: str, model: str, pool: str) -> 
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_levels_of_a_timm_net_are_its_own_maps() -> None:
+def test_levels_of_a_timm_net_are_its_own_maps():
     timm = pytest.importorskip("timm")
     built = net("core.timm", model="resnet10t", size=64, levels={"image": 8, "3": 2, "last": 1})
     images = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
@@ -133,7 +132,7 @@ def test_levels_of_a_timm_net_are_its_own_maps() -> None:
         ),
     ],
 )
-def test_what_a_net_lacks(name: str, values: dict[str, Any], sentence: str) -> None:
+def test_what_a_net_lacks(name, values, sentence):
     if name == "core.timm":
         pytest.importorskip("timm")
     with pytest.raises(RecipeError, match=sentence):
@@ -149,7 +148,7 @@ def test_what_a_net_lacks(name: str, values: dict[str, Any], sentence: str) -> N
         ("core.timm", {"model": "resnet10t", "size": 32, "levels": {"2": 3, "4": 1}}),
     ],
 )
-def test_a_bundle_gives_the_same(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+def test_a_bundle_gives_the_same(name, values, tmp_path):
     if name == "core.timm":
         pytest.importorskip("timm")
     built = net(name, **values)
@@ -162,7 +161,7 @@ def test_a_bundle_gives_the_same(name: str, values: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 224), (1, 240), (2, 260)])
-def test_lite_nets_know_what_they_see(number: int, size: int) -> None:
+def test_lite_nets_know_what_they_see(number, size):
     """The classifier of the package's weights, put back, sees ImageNet's palace; of the second
     photo, a dahlia, which is none of its classes, Lite0 makes a daisy, the others a honeycomb.
     """

@@ -34,7 +34,7 @@ Make = Callable[..., Trainer]
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(tmp_path_factory):
     """A trainer on the digits' pixels as vectors, before its first step."""
     digits = load_digits()
     file = tmp_path_factory.mktemp("data") / "digits.npz"
@@ -66,16 +66,14 @@ def disturb(of: Trainer, scale: float) -> None:
         torch.nn.init.normal_(parameter, std=scale, generator=torch.Generator().manual_seed(seed))
 
 
-def test_there_are_some_of_every_plugin() -> None:
+def test_there_are_some_of_every_plugin():
     assert len(TAKES) >= 25
     assert {name.partition(".")[0] for name in TAKES} >= {"daml", "pml", "anml"}
 
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
 @pytest.mark.parametrize("name", TAKES)
-def test_synthetic_samples_enter_the_loss_and_its_gradient(
-    make: Make, name: str, generator: str
-) -> None:
+def test_synthetic_samples_enter_the_loss_and_its_gradient(make, name, generator):
     of = make(name, generator={"name": generator})
     inputs, labels = next(iter(of.batches.epoch(0)))
     values = []
@@ -95,7 +93,7 @@ def test_synthetic_samples_enter_the_loss_and_its_gradient(
 
 
 @pytest.mark.parametrize("name", [name for name in TAKES if FACTORIES[name].takes("distance")])
-def test_beside_a_discriminator_it_trains_both(make: Make, name: str) -> None:
+def test_beside_a_discriminator_it_trains_both(make, name):
     combiner = {"name": "daml.discriminator", "metrics": 2, "hidden": 4, "start": 1.0}
     of = make(name, combiner=combiner)
     disturb(of, 0.1)
@@ -112,7 +110,7 @@ def test_beside_a_discriminator_it_trains_both(make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT)
-def test_any_other_is_refused_with_what_to_use(make: Make, name: str) -> None:
+def test_any_other_is_refused_with_what_to_use(make, name):
     with pytest.raises(
         RecipeError,
         match=rf"{name} (takes no `ref_emb`|picks its own pairs). Use a loss that .*: \w+\.",

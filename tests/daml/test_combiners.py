@@ -47,7 +47,7 @@ def embed(head: nn.Module, features: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("metrics", [1, 3])
-def test_in_double_precision_throughout(metrics: int) -> None:
+def test_in_double_precision_throughout(metrics):
     combiner, head = made(metrics)
     features = items(6).requires_grad_()
     distances = combiner.compute_mat(head(features), head(features))
@@ -70,7 +70,7 @@ def loop_local(head: Any, metrics: int, x: list[float], y: list[float]) -> list[
     return local_distances(affine(*weights, x), affine(*weights, y), metrics)
 
 
-def test_distances_weights_and_similarities_are_the_papers() -> None:
+def test_distances_weights_and_similarities_are_the_papers():
     combiner, head = made()
     x, y = items(6), items(9, 2)
     codes = embed(head, x), embed(head, y)
@@ -94,7 +94,7 @@ def test_distances_weights_and_similarities_are_the_papers() -> None:
 
 
 @pytest.mark.parametrize("power", [1, 2])
-def test_uniform_is_the_mean_of_the_local_distances(power: int) -> None:
+def test_uniform_is_the_mean_of_the_local_distances(power):
     torch.manual_seed(0)
     combiner = UniformMetrics(D, 3, power)  # type: ignore[arg-type]
     head = combiner.build_head(F).double()
@@ -115,7 +115,7 @@ def test_uniform_is_the_mean_of_the_local_distances(power: int) -> None:
     assert torch.allclose(paired, distances[:, :5].diagonal(), atol=1e-10)
 
 
-def test_uniforms_candidates_are_exact_with_squares_and_not_without() -> None:
+def test_uniforms_candidates_are_exact_with_squares_and_not_without():
     torch.manual_seed(0)
     mean, squares = UniformMetrics(D, 3), UniformMetrics(D, 3, 2)
     assert not mean.exact and squares.exact and UniformMetrics(D, 1).exact
@@ -129,7 +129,7 @@ def test_uniforms_candidates_are_exact_with_squares_and_not_without() -> None:
 # --- J_dis
 
 
-def test_objective_is_the_papers_term_with_its_mean_and_the_balance() -> None:
+def test_objective_is_the_papers_term_with_its_mean_and_the_balance():
     combiner, head = made(mu=0.3, rho=2.0)
     x = items(6)
     codes = embed(head, x)
@@ -156,7 +156,7 @@ def test_objective_is_the_papers_term_with_its_mean_and_the_balance() -> None:
 
 
 @pytest.mark.parametrize("metrics", [2, 3, 4, 6])
-def test_j_dis_lies_between_its_bounds_and_reaches_both(metrics: int) -> None:
+def test_j_dis_lies_between_its_bounds_and_reaches_both(metrics):
     lowest = -(1 - 1 / metrics)
     for seed in range(20):
         combiner, _ = made(metrics, seed)
@@ -187,7 +187,7 @@ def test_j_dis_lies_between_its_bounds_and_reaches_both(metrics: int) -> None:
     assert numbers["balance"].item() == pytest.approx(1 - 1 / metrics)
 
 
-def test_weights_start_even_and_are_learned_from_there() -> None:
+def test_weights_start_even_and_are_learned_from_there():
     torch.manual_seed(0)
     combiner = Discriminator(F, D, 4, H)
     codes = combiner.build_head(F)(items(6).float())
@@ -208,7 +208,7 @@ def test_weights_start_even_and_are_learned_from_there() -> None:
 # --- order and gradients
 
 
-def test_weights_do_not_depend_on_the_order_of_a_pair() -> None:
+def test_weights_do_not_depend_on_the_order_of_a_pair():
     combiner, head = made(4)
     x, y = embed(head, items(20)), embed(head, items(30, 2))
     present, back = combiner.weights(x, y), combiner.weights(y, x)
@@ -228,9 +228,7 @@ def test_weights_do_not_depend_on_the_order_of_a_pair() -> None:
     "what", ["compute_mat", "pairwise_distance", "weights", "similarities", "objective"]
 )
 @pytest.mark.parametrize("small_blocks", [False, True])
-def test_gradients_agree_with_finite_differences(
-    what: str, small_blocks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_agree_with_finite_differences(what, small_blocks, monkeypatch):
     if small_blocks:
         monkeypatch.setattr(blocks, "DIRECT", 0)
         monkeypatch.setattr(blocks, "BLOCK", 3 * H)  # several rows and columns of blocks
@@ -253,7 +251,7 @@ def test_gradients_agree_with_finite_differences(
     assert torch.autograd.gradcheck(value, tensors, atol=1e-6, rtol=1e-5)
 
 
-def test_equal_items_are_at_distance_zero_with_finite_gradients() -> None:
+def test_equal_items_are_at_distance_zero_with_finite_gradients():
     combiner, head = made(4)
     x = embed(head, items(3)).detach().requires_grad_()
     distances = combiner.compute_mat(x, x)
@@ -264,7 +262,7 @@ def test_equal_items_are_at_distance_zero_with_finite_gradients() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("metrics", [1, 3])
-def test_half_precision_codes_are_measured_in_float32(dtype: torch.dtype, metrics: int) -> None:
+def test_half_precision_codes_are_measured_in_float32(dtype, metrics):
     torch.manual_seed(0)
     for combiner in (Discriminator(F, D, metrics, H), UniformMetrics(D, metrics)):
         codes = combiner.build_head(F)(items(6).float()).to(dtype)
@@ -277,7 +275,7 @@ def test_half_precision_codes_are_measured_in_float32(dtype: torch.dtype, metric
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
 @pytest.mark.parametrize("metrics", [0, 5, 24])
-def test_metrics_that_do_not_divide_the_embedding_are_refused(name: str, metrics: int) -> None:
+def test_metrics_that_do_not_divide_the_embedding_are_refused(name, metrics):
     values = {"name": name, "metrics": metrics}
     with pytest.raises(RetrievalError) as refused:
         load_plugins().build("combiners", values, {"features": F, "embedding_size": D})
@@ -290,7 +288,7 @@ def test_metrics_that_do_not_divide_the_embedding_are_refused(name: str, metrics
 
 
 @pytest.mark.parametrize("name", ["mu", "rho", "start"])
-def test_negative_weights_are_refused(name: str) -> None:
+def test_negative_weights_are_refused(name):
     for value in (-0.1, math.nan):
         with pytest.raises(RecipeError, match=name):
             Discriminator(F, D, **{name: value})
@@ -302,12 +300,12 @@ def test_negative_weights_are_refused(name: str) -> None:
         )
 
 
-def test_a_head_of_other_features_is_refused() -> None:
+def test_a_head_of_other_features_is_refused():
     with pytest.raises(ValueError, match="built for 5 features, not 6"):
         Discriminator(F, D).build_head(F + 1)
 
 
-def test_low_loads_are_warned_of() -> None:
+def test_low_loads_are_warned_of():
     combiner = Discriminator(F, D, 3)
     assert combiner.warnings({"load_1": 0.5, "load_2": 0.45, "load_3": 0.05}) == []
     (warning,) = combiner.warnings({"load_1": 0.5, "load_2": 0.46, "load_3": 0.04})

@@ -42,11 +42,11 @@ def make(folder: Path, name: str = "run", **tables: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adversarial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adversarial(tmp_path_factory):
     return make(tmp_path_factory.mktemp("adversarial"))
 
 
-def test_the_report_has_every_panel_of_such_a_run_alone(adversarial: Path, tmp_path: Path) -> None:
+def test_the_report_has_every_panel_of_such_a_run_alone(adversarial, tmp_path):
     actual = panels(Run.open(adversarial))
     titles = [
         "Losses of metric and generator (DAML)",
@@ -67,7 +67,7 @@ def test_the_report_has_every_panel_of_such_a_run_alone(adversarial: Path, tmp_p
     assert list(panels(Run.open(plain))) == ["Curves of training"]
 
 
-def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
+def test_the_curves_are_the_logs_figures(adversarial):
     epochs = [json.loads(line) for line in (adversarial / "metrics.jsonl").read_text().splitlines()]
     figure = Figure()
     report.draw_losses(figure, epochs)
@@ -92,7 +92,7 @@ def test_the_curves_are_the_logs_figures(adversarial: Path) -> None:
             } <= edges
 
 
-def test_the_shifts_are_the_logs_figures(adversarial: Path) -> None:
+def test_the_shifts_are_the_logs_figures(adversarial):
     epochs, figure = report.read_log(Run.open(adversarial)), Figure()
     report.draw_shifts(figure, epochs)
     line = figure.axes[0].lines[0]
@@ -100,7 +100,7 @@ def test_the_shifts_are_the_logs_figures(adversarial: Path) -> None:
     assert list(line.get_ydata()) == [epoch["synthetic_shift"] for epoch in epochs[1:]]
 
 
-def test_a_log_that_a_crash_cut_off_is_drawn(adversarial: Path, tmp_path: Path) -> None:
+def test_a_log_that_a_crash_cut_off_is_drawn(adversarial, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(adversarial, run)
     whole = (run / "metrics.jsonl").read_text()

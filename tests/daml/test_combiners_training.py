@@ -29,7 +29,7 @@ Both = pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Make:
+def make(tmp_path):
     """A checked recipe on the digits' pixels as vectors, changed by tables."""
     digits = load_digits()
     file = tmp_path / "digits.npz"
@@ -69,9 +69,7 @@ def log(run: Run) -> list[dict[str, Any]]:
 
 @Both
 @pytest.mark.parametrize("loss", ["daml.contrastive"])
-def test_one_metric_is_the_plain_case_bit_for_bit(
-    name: str, loss: str, make: Make, tmp_path: Path
-) -> None:
+def test_one_metric_is_the_plain_case_bit_for_bit(name, loss, make, tmp_path):
     left = fit(tmp_path, make(combiner={"name": name, "metrics": 1}, loss={"name": loss}), "one")
     plain = fit(tmp_path, make(combiner=None, loss={"name": loss}), "plain")
     ours, theirs = last(left), last(plain)
@@ -83,7 +81,7 @@ def test_one_metric_is_the_plain_case_bit_for_bit(
     assert metrics[0] == metrics[1]
 
 
-def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
+def test_one_metric_called_from_python_is_lp_distance_bit_for_bit():
     torch.manual_seed(0)
     for combiner in (Discriminator(6, 12, 1), UniformMetrics(12, 1)):
         head = combiner.build_head(6)
@@ -104,9 +102,7 @@ def test_one_metric_called_from_python_is_lp_distance_bit_for_bit() -> None:
 # --- whose objective, whose weights
 
 
-def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
-    make: Make, tmp_path: Path
-) -> None:
+def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(make, tmp_path):
     from accelerate import Accelerator
     from retrieval.run.open import build_run
     from retrieval.training.trainer import Trainer
@@ -135,9 +131,7 @@ def test_the_objective_joins_the_loss_where_the_combiner_trains_and_only_there(
     assert "load_1" in without.metrics and "combiner_loss" not in without.metrics
 
 
-def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(
-    make: Make, tmp_path: Path
-) -> None:
+def test_what_the_head_shares_with_the_discriminator_is_the_discriminators(make, tmp_path):
     """Algorithm 2: the local metrics first, Γ = 1/K and still; then the discriminator alone."""
     metric = {"name": "metric", "epochs": 1, "train": ["head"]}
     weights = {"name": "weights", "epochs": 1, "train": ["combiner"]}
@@ -172,9 +166,7 @@ def last_of_none(make: Make, tmp_path: Path) -> dict[str, Tensor]:
 # --- the log
 
 
-def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
-    make: Make, tmp_path: Path
-) -> None:
+def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(make, tmp_path):
     """The paper's μ, without balance, leaves one metric in use."""
     lines: list[str] = []
     paper = {"name": "daml.discriminator", "metrics": 3, "hidden": 8, "mu": 1e5, "rho": 0.0}
@@ -216,7 +208,7 @@ def test_loads_are_in_every_epochs_log_and_low_ones_are_warned_of(
 
 
 @Both
-def test_a_loss_without_distance_is_refused_with_what_to_use(name: str, make: Make) -> None:
+def test_a_loss_without_distance_is_refused_with_what_to_use(name, make):
     with pytest.raises(RecipeError) as refused:
         make(combiner={"name": name}, loss={"name": "pml.arc_face"})
     assert (
@@ -226,7 +218,7 @@ def test_a_loss_without_distance_is_refused_with_what_to_use(name: str, make: Ma
     assert "Use one that does" in str(refused.value)
 
 
-def test_the_combiner_of_the_docs_trains_exports_and_warns(make: Make, tmp_path: Path) -> None:
+def test_the_combiner_of_the_docs_trains_exports_and_warns(make, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "daml.md").read_text(encoding="utf-8")
     body = page.split(":caption: my_parts.py", 1)[1].split("```", 1)[0]
     (tmp_path / "my_parts.py").write_text(body, encoding="utf-8")

@@ -93,9 +93,7 @@ def objective_by_loops(generator: Any, anchors: Any, positives: Any, negatives: 
 
 
 @pytest.mark.parametrize(("cls", "args"), GENERATORS)
-def test_output_and_objective_by_loops_and_gradient_by_differences(
-    cls: type[Any], args: dict[str, Any]
-) -> None:
+def test_output_and_objective_by_loops_and_gradient_by_differences(cls, args):
     generator = made(cls, args)
     synthetic = generator(A, P, N)
     for row in range(T):
@@ -118,21 +116,21 @@ def test_output_and_objective_by_loops_and_gradient_by_differences(
         )
 
 
-def test_a_residual_generator_begins_with_the_real_samples() -> None:
+def test_a_residual_generator_begins_with_the_real_samples():
     torch.testing.assert_close(HardNegativeGenerator(F).double()(A, P, N), N)
     torch.testing.assert_close(HardPositiveGenerator(F).double()(A, P, N), P)
     assert not torch.allclose(HardNegativeGenerator(F, residual=False).double()(A, P, N), N)
 
 
 @pytest.mark.parametrize("cls", [HardNegativeGenerator, HardPositiveGenerator])
-def test_normalised_output_keeps_the_length_of_what_it_replaces(cls: type[Any]) -> None:
+def test_normalised_output_keeps_the_length_of_what_it_replaces(cls):
     source = N if cls is HardNegativeGenerator else P
     torch.testing.assert_close(made(cls, {})(A, P, N).norm(dim=1), source.norm(dim=1))
     unit = [x / x.norm(dim=1, keepdim=True) for x in (A, P, N)]
     torch.testing.assert_close(made(cls, {})(*unit).norm(dim=1), torch.ones(T, dtype=torch.float64))
 
 
-def test_the_contrastive_form_sees_no_positive() -> None:
+def test_the_contrastive_form_sees_no_positive():
     generator = made(HardNegativeGenerator, {"form": "contrastive"})
     left, other = generator(A, P, N), generator(A, 2 * P, N)
     assert torch.equal(left, other)
@@ -142,7 +140,7 @@ def test_the_contrastive_form_sees_no_positive() -> None:
     )
 
 
-def test_without_the_adversarial_term_the_optimum_lies_between_anchor_and_negative() -> None:
+def test_without_the_adversarial_term_the_optimum_lies_between_anchor_and_negative():
     """(a + λ₁ n)/(1 + λ₁), as the first two terms have it: the midpoint with the paper's λ₁."""
     for reg in (1.0, 4.0):
         generator = HardNegativeGenerator(F, lambda_reg=reg, lambda_adv=0.0)
@@ -154,12 +152,12 @@ def test_without_the_adversarial_term_the_optimum_lies_between_anchor_and_negati
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), atol=1e-12, rtol=0)
 
 
-def test_layers_are_those_of_the_paper() -> None:
+def test_layers_are_those_of_the_paper():
     widths = [tuple(p.shape) for p in HardNegativeGenerator(1024).parameters() if p.ndim == 2]
     assert widths == [(1024, 3072), (1024, 1024)]
 
 
-def test_presets() -> None:
+def test_presets():
     assert PRESETS["paper"] == (1.0, 50.0)
     assert PRESETS["default"] == (50.0, 50.0)
     generator = HardNegativeGenerator(F, preset="paper", lambda_reg=2.0)
@@ -168,7 +166,7 @@ def test_presets() -> None:
 
 @pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive"])
 @pytest.mark.parametrize("value", [{"lambda_reg": -1.0}, {"lambda_adv": -0.1}, {"preset": "papr"}])
-def test_wrong_parameters_are_refused_in_a_recipe(name: str, value: dict[str, Any]) -> None:
+def test_wrong_parameters_are_refused_in_a_recipe(name, value):
     problems = load_plugins().check("generators", {"name": name, **value}, "[generator]")
     assert len(problems) == 1
     assert next(iter(value)) in problems[0]
@@ -178,12 +176,12 @@ def test_wrong_parameters_are_refused_in_a_recipe(name: str, value: dict[str, An
 @pytest.mark.parametrize(
     "value", [{"lambda_reg": -1.0}, {"lambda_adv": math.nan}, {"margin": math.inf}]
 )
-def test_wrong_parameters_are_refused_in_code(cls: type[Any], value: dict[str, Any]) -> None:
+def test_wrong_parameters_are_refused_in_code(cls, value):
     with pytest.raises(ValueError, match=f"{next(iter(value))} is"):
         cls(F, **value)
 
 
-def test_hard_positives_without_bound_are_refused() -> None:
+def test_hard_positives_without_bound_are_refused():
     with pytest.raises(
         RecipeError, match="lambda_reg is 1, and without normalize it must be above 1"
     ):
@@ -199,7 +197,7 @@ Y = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3])
 
 @pytest.mark.parametrize("anchors", ["all", "one"])
 @pytest.mark.parametrize("negatives", [0, 1, 2])
-def test_one_triplet_for_each_anchor_and_other_class(anchors: Any, negatives: int) -> None:
+def test_one_triplet_for_each_anchor_and_other_class(anchors, negatives):
     codes = torch.randn(len(Y), 3)
     seen: set[tuple[int, int, int]] = set()
     for _ in range(60):
@@ -216,7 +214,7 @@ def test_one_triplet_for_each_anchor_and_other_class(anchors: Any, negatives: in
     assert {p for a, p, _ in seen if a == 5} == {6, 7, 8}
 
 
-def test_one_per_class_from_a_reference_set() -> None:
+def test_one_per_class_from_a_reference_set():
     ref_labels = torch.tensor([5, 3, 3, 0])
     a, p, n = OnePerClass()(torch.randn(len(Y), 3), Y, torch.randn(4, 3), ref_labels)[:3]
     assert (ref_labels[p] == Y[a]).all() and (ref_labels[n] != Y[a]).all()
@@ -224,7 +222,7 @@ def test_one_per_class_from_a_reference_set() -> None:
     assert len(a) == 4 * 2
 
 
-def test_semi_hard_negatives_are_farther_than_the_positive_by_less_than_the_margin() -> None:
+def test_semi_hard_negatives_are_farther_than_the_positive_by_less_than_the_margin():
     codes = torch.nn.functional.normalize(
         torch.randn(len(Y), 3, generator=torch.Generator().manual_seed(0))
     )
@@ -248,13 +246,13 @@ def test_semi_hard_negatives_are_farther_than_the_positive_by_less_than_the_marg
 
 
 @pytest.mark.parametrize("value", [{"margin": 0.0}, {"margin": math.nan}])
-def test_semi_hard_needs_a_margin(value: dict[str, float]) -> None:
+def test_semi_hard_needs_a_margin(value):
     with pytest.raises(ValueError, match="must be a number above 0"):
         SemiHard(**value)
 
 
 @pytest.mark.parametrize("margin", [0.3, 2.0])
-def test_the_hardest_semi_hard_negative_by_loops(margin: float) -> None:
+def test_the_hardest_semi_hard_negative_by_loops(margin):
     labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
     codes = torch.randn(8, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     rows = codes.tolist()

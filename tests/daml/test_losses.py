@@ -157,9 +157,7 @@ def expected_pairs(name: str, query: Tensor, reference: Tensor | None) -> Lists:
 
 @pytest.mark.parametrize(("name", "args"), CASES)
 @pytest.mark.parametrize("reference", [False, True], ids=["batch", "reference"])
-def test_value_and_gradient_without_a_miner(
-    name: str, args: dict[str, Any], reference: bool
-) -> None:
+def test_value_and_gradient_without_a_miner(name, args, reference):
     loss = LOSSES[name](**args)
     lists = expected_pairs(name, Y, REF_Y if reference else None)
     x, z = X.clone().requires_grad_(), (REF if reference else X).clone().requires_grad_()
@@ -191,7 +189,7 @@ negatives.
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)
-def test_value_with_synthetic_negatives_after_the_batch(name: str, args: dict[str, Any]) -> None:
+def test_value_with_synthetic_negatives_after_the_batch(name, args):
     z = torch.cat([X, REF])
     value = LOSSES[name](**args)(X, Y, TRIPLETS, z, torch.cat([Y, REF_Y]))
     rows = list(zip(*(t.tolist() for t in TRIPLETS), strict=True))
@@ -203,7 +201,7 @@ def test_value_with_synthetic_negatives_after_the_batch(name: str, args: dict[st
 
 
 @pytest.mark.parametrize(("name", "args"), CASES)
-def test_a_combiner_measures_and_is_trained(name: str, args: dict[str, Any]) -> None:
+def test_a_combiner_measures_and_is_trained(name, args):
     combiner = Weighted()
     loss = LOSSES[name](distance=combiner, **args)
     value = loss(X, Y)
@@ -216,7 +214,7 @@ def test_a_combiner_measures_and_is_trained(name: str, args: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_distances_that_mean_the_same_give_the_same(name: str) -> None:
+def test_distances_that_mean_the_same_give_the_same(name):
     """Of unit vectors: Euclidean with or without normalising, squared, cosine, inner product."""
     same: list[Any] = [
         LpDistance(normalize_embeddings=False),
@@ -234,7 +232,7 @@ def test_distances_that_mean_the_same_give_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     "name", sorted(set(LOSSES) - {"triplet"})
 )  # a triplet listed twice is two triplets
-def test_pairs_listed_twice_count_once_and_order_does_not_matter(name: str) -> None:
+def test_pairs_listed_twice_count_once_and_order_does_not_matter(name):
     pairs = (
         torch.tensor([0, 2, 0]),
         torch.tensor([1, 3, 6]),
@@ -249,7 +247,7 @@ def test_pairs_listed_twice_count_once_and_order_does_not_matter(name: str) -> N
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("labels", [range(9), [0] * 9], ids=["distinct", "one class"])
-def test_a_batch_without_negatives_or_positives(name: str, labels: Any) -> None:
+def test_a_batch_without_negatives_or_positives(name, labels):
     x = X.clone().requires_grad_()
     value = LOSSES[name]()(x, torch.tensor(list(labels)))
     value.backward()
@@ -267,7 +265,7 @@ def test_a_batch_without_negatives_or_positives(name: str, labels: Any) -> None:
         ({"name": "daml.lifted", "form": "squared"}, "printed|original"),
     ],
 )
-def test_wrong_parameters_are_refused(values: dict[str, Any], words: str) -> None:
+def test_wrong_parameters_are_refused(values, words):
     plugins = load_plugins()
     problems = plugins.check("losses", values, "[loss]")
     assert len(problems) == 1

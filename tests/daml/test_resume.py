@@ -118,7 +118,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def killed(tmp_path_factory):
     """A folder of runs: undisturbed ones, and those that were killed and resumed."""
     folder = tmp_path_factory.mktemp("killed")
     for name, (tables, _) in RUNS.items():
@@ -137,9 +137,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(
-    killed: Path, name: str
-) -> None:
+def test_killed_in_any_phase_and_resumed_it_ends_the_same_bit_for_bit(killed, name):
     tables, kills = RUNS[name]
     whole = checkpoint.load(killed / name / "whole" / "checkpoints" / "last.safetensors")
     assert set(whole["optimizers"]) == {"metric", "generator"}
@@ -187,9 +185,7 @@ def retrieval_generators():
 
 
 @pytest.mark.parametrize("stop", [1, 3, 6])
-def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
-) -> None:
+def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(tmp_path, monkeypatch, stop):
     """In the first step, the first epoch and the second; resumed, it ends as the run that never had
     one.
     """
@@ -244,9 +240,7 @@ def test_what_a_nan_leaves_is_evaluated_reported_and_resumed(
     ],
     ids=["output", "weights"],
 )
-def test_a_generator_that_becomes_nan_stops_with_the_steps_number(
-    tmp_path: Path, rate: float, words: str
-) -> None:
+def test_a_generator_that_becomes_nan_stops_with_the_steps_number(tmp_path, rate, words):
     tables = {
         "miner": None,
         "generator": {"name": "daml.hard_negative", "residual": False, "normalize": False},

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +80,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def served(tmp_path_factory):
     """A model by the name of its combiner, made once."""
     built: dict[str, Served] = {}
 
@@ -93,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-def test_the_bundle_holds_what_the_discriminator_needs(served: Any) -> None:
+def test_the_bundle_holds_what_the_discriminator_needs(served):
     soft = served("soft")
     manifest = soft.manifest
     assert manifest.vector == 32 and manifest.code == 32 + 2 * 16 and not manifest.distance.exact
@@ -108,7 +107,7 @@ def test_the_bundle_holds_what_the_discriminator_needs(served: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["soft", "sharp", "views", "uniform"])
-def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None:
+def test_onnx_gives_the_distances_of_plain_loops(served, name):
     """From the item's vector to its distance in float64, with the trained weights, and no code of
     the plugin.
     """
@@ -142,7 +141,7 @@ def test_onnx_gives_the_distances_of_plain_loops(served: Any, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["soft", "sharp", "uniform"])
-def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name: str) -> None:
+def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served, name):
     built = served(name)
     size = len(built.items)
     expected = {}
@@ -177,7 +176,7 @@ def test_five_hundred_candidates_keep_the_exhaustive_first_ten(served: Any, name
     )
 
 
-def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served: Any) -> None:
+def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served):
     actual = {}
     for name in ("soft", "sharp"):
         built = served(name)
@@ -194,7 +193,7 @@ def test_the_number_of_candidates_is_chosen_by_how_sharp_the_weights_are(served:
     assert fixed.choose_candidates(fixed.build_head(64)(torch.randn(9, 64))) == 77
 
 
-def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
+def test_squares_of_equal_weight_need_no_rescorer(served):
     built = served("squares")
     assert (
         built.manifest.distance.exact
@@ -209,7 +208,7 @@ def test_squares_of_equal_weight_need_no_rescorer(served: Any) -> None:
         assert [hit.distance / 2 for hit in actual] == pytest.approx(distances.tolist(), abs=1e-3)
 
 
-def test_the_command_line_searches_it(served: Any, cli: Any, tmp_path: Path) -> None:
+def test_the_command_line_searches_it(served, cli, tmp_path):
     built, query = served("soft"), tmp_path / "query.npz"
     np.savez(query, features=built.items[7:8], labels=["?"])
     outcome = cli("search", built.index_path, query, "-k", "3", "--candidates", "300", "--json")

@@ -24,7 +24,7 @@ Make = Callable[..., Made]
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+def make(tmp_path_factory):
     """A checked recipe on the digits' pixels as vectors, changed by tables."""
     digits = load_digits()
     file = tmp_path_factory.mktemp("data") / "digits.npz"
@@ -70,9 +70,7 @@ def trainer(folder: Path, made: Made) -> Trainer:
     ],
     ids=["negative", "contrastive", "positive"],
 )
-def test_the_generators_objective_has_the_weighed_distance(
-    make: Make, tmp_path: Path, generator: dict[str, Any]
-) -> None:
+def test_the_generators_objective_has_the_weighed_distance(make, tmp_path, generator):
     of = trainer(
         tmp_path, make(generator=generator, sampler={"classes": 3, "items": 3, "batches": 1})
     )
@@ -107,8 +105,8 @@ def test_the_generators_objective_has_the_weighed_distance(
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
 @pytest.mark.parametrize("weight", [0.25, 3.0])
 def test_loss_weight_is_lambda_in_what_each_side_steps_on(
-    make: Make, tmp_path: Path, coupling: str, weight: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    make, tmp_path, coupling, weight, monkeypatch
+):
     """Eq 15: J_gen + μ J_dis + λ J_m.
 
     Differences of the three objectives, each taken by itself, along random directions.
@@ -163,9 +161,7 @@ def test_loss_weight_is_lambda_in_what_each_side_steps_on(
             )  # type: ignore[operator]
 
 
-def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_own(
-    make: Make, tmp_path: Path
-) -> None:
+def test_the_loss_is_added_up_of_synthetic_and_real_samples_and_the_combiners_own(make, tmp_path):
     values = []
     for weight in (0.0, 1.0, 2.5, 2.5):
         of = trainer(tmp_path, make(train={"device": "cpu", "real_weight": weight}))

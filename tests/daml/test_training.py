@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,7 @@ from retrieval.training.trainer import train
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
 @pytest.mark.parametrize("coupling", ["separate", "joint"])
-def test_gradients_are_those_of_the_couplings_objectives(
-    tmp_path: Path, tables: dict[str, Any], coupling: str
-) -> None:
+def test_gradients_are_those_of_the_couplings_objectives(tmp_path, tables, coupling):
     """Separate: J_m's for the metric, through what the generator made too, J_gen's for the
     generator, bit for bit. Joint: the sum's for all.
     """
@@ -59,7 +56,7 @@ def test_gradients_are_those_of_the_couplings_objectives(
 
 
 @pytest.mark.parametrize("name", ["daml.hard_negative", "daml.hard_positive"])
-def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path, name: str) -> None:
+def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path, name):
     """A triplet: the backbone has the gradient of the loss written out, with the generator's
     weights as constants.
     """
@@ -91,7 +88,7 @@ def test_the_loss_trains_the_backbone_through_what_was_generated(tmp_path: Path,
 
 
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
-def test_a_rate_of_zero_leaves_either_side_bit_identical(tmp_path: Path, generator: str) -> None:
+def test_a_rate_of_zero_leaves_either_side_bit_identical(tmp_path, generator):
     table = {"name": generator, "margin": 0.0}
     still = dict.fromkeys(METRIC, 0.0)
     recipe = made(generator=table, optimizer={"lr_factor": still})
@@ -109,7 +106,7 @@ def test_a_rate_of_zero_leaves_either_side_bit_identical(tmp_path: Path, generat
 # --- phases
 
 
-def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
+def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path):
     recipe = made(phase=ALGORITHM)
     seen: list[tuple[str, set[str]]] = []
     before = start(tmp_path, recipe)
@@ -132,7 +129,7 @@ def test_the_phases_of_algorithm_1_train_what_they_say(tmp_path: Path) -> None:
     assert {"loss", "generator_loss", "synthetic_shift", "triplets"} <= lines[2].keys()
 
 
-def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path: Path) -> None:
+def test_a_phase_trains_both_while_the_metric_sees_real_samples_only(tmp_path):
     """`synthetic = false` where the generator trains too: J_gen for it, the plain loss for the
     metric, bit for bit.
     """

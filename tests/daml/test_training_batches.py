@@ -27,9 +27,7 @@ SEMI_HARD = [
 @pytest.mark.parametrize("miner", SEMI_HARD, ids=lambda t: t["name"])
 @pytest.mark.parametrize("generator", ["daml.hard_negative", "daml.hard_positive"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_miner_picks_before_or_after_generation(
-    tmp_path: Path, miner: dict[str, Any], generator: str, when: str
-) -> None:
+def test_a_miner_picks_before_or_after_generation(tmp_path, miner, generator, when):
     of = trainer(
         tmp_path,
         miner=miner,
@@ -54,7 +52,7 @@ def test_a_miner_picks_before_or_after_generation(
         assert losses.metrics["triplets"] == 36  # each positive pair of the batch
 
 
-def test_what_is_mined_after_generation_by_loops() -> None:
+def test_what_is_mined_after_generation_by_loops():
     """Semi-hard triplets among real and synthetic negatives, no synthetic positive, nobody its own
     positive.
     """
@@ -120,7 +118,7 @@ def test_what_is_mined_after_generation_by_loops() -> None:
         ),
     ],
 )
-def test_what_cannot_go_together_is_refused(tables: dict[str, Any], words: str) -> None:
+def test_what_cannot_go_together_is_refused(tables, words):
     with pytest.raises(RecipeError, match=words):
         made(**tables)
 
@@ -130,9 +128,7 @@ def test_what_cannot_go_together_is_refused(tables: dict[str, Any], words: str) 
 
 @pytest.mark.parametrize("tables", LOSSES, ids=lambda t: t["loss"]["name"])
 @pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
-def test_a_batch_without_triplets_trains_nothing(
-    tmp_path: Path, tables: dict[str, Any], labels: list[int]
-) -> None:
+def test_a_batch_without_triplets_trains_nothing(tmp_path, tables, labels):
     of = trainer(tmp_path, **tables)
     inputs, _ = batch(of)
     before = {
@@ -153,7 +149,7 @@ def test_a_batch_without_triplets_trains_nothing(
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path: Path) -> None:
+def test_the_generator_of_the_docs_walks_towards_the_anchor_and_trains(tmp_path):
     page = (ROOT / "docs" / "daml.md").read_text(encoding="utf-8")
     body = page.split(":caption: my_steps.py", 1)[1].split("```", 1)[0]
     (tmp_path / "my_steps.py").write_text(body, encoding="utf-8")

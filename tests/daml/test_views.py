@@ -4,7 +4,6 @@ views out.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ def built(name: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-def test_a_metric_sees_its_view_alone(name: str) -> None:
+def test_a_metric_sees_its_view_alone(name):
     combiner = built(name, views=True)
     head = combiner.build_head(VIEWS * WIDTH)
     x = torch.randn(5, VIEWS * WIDTH)
@@ -41,7 +40,7 @@ def test_a_metric_sees_its_view_alone(name: str) -> None:
         assert changed == [j == k for j in range(VIEWS)]
 
 
-def test_each_view_has_a_map_of_its_own_and_the_distance_is_their_mean() -> None:
+def test_each_view_has_a_map_of_its_own_and_the_distance_is_their_mean():
     combiner = built("daml.uniform", views=True)
     head = combiner.build_head(VIEWS * WIDTH).double()
     x, y = torch.randn(2, 6, VIEWS * WIDTH, dtype=torch.float64).unbind()
@@ -57,7 +56,7 @@ def test_each_view_has_a_map_of_its_own_and_the_distance_is_their_mean() -> None
             assert float(actual[i, j]) == pytest.approx(total, abs=1e-6)
 
 
-def test_the_discriminator_sees_all_views() -> None:
+def test_the_discriminator_sees_all_views():
     combiner = built("daml.discriminator", views=True, start=1.0)
     head = combiner.build_head(VIEWS * WIDTH)
     x = torch.randn(3, VIEWS * WIDTH)
@@ -69,7 +68,7 @@ def test_the_discriminator_sees_all_views() -> None:
 
 
 @pytest.mark.parametrize("name", ["daml.discriminator", "daml.uniform"])
-def test_features_that_are_not_so_many_views_are_refused(name: str) -> None:
+def test_features_that_are_not_so_many_views_are_refused(name):
     arguments = {"features": 30, "embedding_size": 12}
     combiner = load_plugins().build(
         "combiners", {"name": name, "metrics": 4, "views": True}, arguments
@@ -97,7 +96,7 @@ def spoilt_views(rng: np.random.Generator) -> tuple[NDArray[np.float32], list[st
     return x.reshape(len(x), -1).astype(np.float32), [str(label) for label in labels]
 
 
-def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path: Path) -> None:
+def test_learned_weights_leave_spoilt_views_out_and_even_ones_cannot(tmp_path):
     x, y = spoilt_views(np.random.default_rng(0))
     np.savez(tmp_path / "views.npz", features=x, labels=y)
     actual = {}

@@ -12,7 +12,6 @@ import torch
 from batches import batches, digits_dataset
 from PIL import Image
 from retrieval.data.augment import Changes, Drawing
-from retrieval.data.datasets import ArrayDataset
 from retrieval.errors import DataError, RecipeError
 from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import Recipe, read_recipe
@@ -59,7 +58,7 @@ def noise(channels: int) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def digits() -> ArrayDataset:
+def digits():
     return digits_dataset()
 
 

@@ -45,7 +45,7 @@ def compute(net: Any, data: Dataset, folder: Path | None, **options: Any) -> NDA
 
 
 @pytest.fixture
-def data() -> ArrayDataset:
+def data():
     pixels = np.random.default_rng(0).integers(0, 256, (37, 6, 6), dtype=np.uint8)
     return ArrayDataset(pixels, ["a"] * 37)
 

@@ -27,7 +27,7 @@ SIZE = 96
 
 
 @pytest.fixture(scope="module")
-def parts() -> list[Image.Image]:
+def parts():
     """20 parts of two photographs, none of which is in another."""
     made = []
     for photo in load_sample_images().images:
@@ -40,7 +40,7 @@ def parts() -> list[Image.Image]:
 
 
 @pytest.fixture
-def photos(parts, tmp_path, monkeypatch) -> Path:
+def photos(parts, tmp_path, monkeypatch):
     """`photos/train/CLASS` and `photos/test/CLASS`: five classes a side, two images each, all
     different.
     """
@@ -53,7 +53,7 @@ def photos(parts, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bundle() -> Bundle:
+def bundle():
     """A trained model of grey digits, which has no business with photographs, and measures them all
     the same.
     """

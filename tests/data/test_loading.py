@@ -28,12 +28,12 @@ CHANGES = Augmentation(crop_scale=(0.3, 1.0), horizontal_flip=0.5)
 
 
 @pytest.fixture(scope="module")
-def digits() -> ArrayDataset:
+def digits():
     return digits_dataset()
 
 
 @pytest.fixture(scope="module")
-def photos(tmp_path_factory) -> FileDataset:
+def photos(tmp_path_factory):
     """48 colour images of several sizes, six classes of eight."""
     folder = tmp_path_factory.mktemp("photos")
     generator = np.random.default_rng(0)

@@ -1,7 +1,6 @@
 """`as_dataset`: what people have becomes a dataset with the same pixels, labels and sides."""
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ def pixels(dataset: Any) -> NDArray[np.uint8]:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> list[Path]:
+def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for number, image in enumerate(PIXELS):
         Image.fromarray(image).save(folder / f"{number}.png")

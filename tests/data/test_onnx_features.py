@@ -1,7 +1,6 @@
 """Frozen features by ONNX Runtime are torch's; torch stands in where it cannot serve."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +64,7 @@ class Refused(Net):
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch, tmp_path) -> Iterator[None]:
+def small(monkeypatch, tmp_path):
     """However few the items, and four at once."""
     monkeypatch.setattr(features, "LEAST", 1)
     monkeypatch.setattr(features, "_MOST", 4)
@@ -82,7 +81,7 @@ def model(backbone: type[Backbone] = Net) -> Model:
 
 
 @pytest.fixture
-def photos(tmp_path) -> FileDataset:
+def photos(tmp_path):
     rng = np.random.default_rng(0)
     files = [tmp_path / f"{i}.jpg" for i in range(27)]
     for i, file in enumerate(files):

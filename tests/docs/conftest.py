@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,25 +229,25 @@ def shape(value: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
-def root() -> Path:
+def root():
     """The repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
-def blocks() -> Callable[[Path], list[Block]]:
+def blocks():
     """`read_blocks`."""
     return read_blocks
 
 
 @pytest.fixture(scope="session")
-def commands_in() -> Callable[[str], list[str]]:
+def commands_in():
     """`command_lines`, as a list."""
     return lambda text: list(command_lines(text))
 
 
 @pytest.fixture
-def reader(tmp_path) -> Iterator[Reader]:
+def reader(tmp_path):
     """A reader in an empty folder."""
     made = Reader(tmp_path)
     yield made
@@ -255,7 +255,7 @@ def reader(tmp_path) -> Iterator[Reader]:
 
 
 @pytest.fixture(scope="session")
-def tutorial(tmp_path_factory, isolated) -> Reader:
+def tutorial(tmp_path_factory, isolated):
     """A reader who has finished the tutorial."""
     if shutil.which("curl") is None:
         pytest.skip("the pages talk to the server by curl, which is not here")
@@ -268,7 +268,7 @@ def tutorial(tmp_path_factory, isolated) -> Reader:
 
 
 @pytest.fixture
-def after_tutorial(tutorial, tmp_path) -> Iterator[Reader]:
+def after_tutorial(tutorial, tmp_path):
     """A reader in a copy of the folder that the tutorial left, with the server running."""
     folder = tmp_path / "copy"
     shutil.copytree(tutorial.folder, folder)

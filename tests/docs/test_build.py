@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import retrieval
@@ -24,7 +23,7 @@ def test_every_page_is_in_the_contents(root):
 
 
 @pytest.fixture(scope="module")
-def site(root, tmp_path_factory) -> Path:
+def site(root, tmp_path_factory):
     """The built site; a warning is an error."""
     for module in ("sphinx", "myst_parser", "furo", "math_core"):
         pytest.importorskip(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,7 @@ import retrieval
 from matplotlib.figure import Figure
 from PIL import Image
 from retrieval.errors import DataError, MissingDependency
-from retrieval.serving.index.index import Index, create_index, open_index
+from retrieval.serving.index.index import create_index, open_index
 from sklearn.datasets import load_iris
 
 EPOCHS = [
@@ -30,7 +27,7 @@ EPOCHS = [
 
 
 @pytest.fixture(scope="module")
-def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(makers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plot")
     makers.write_digits(folder / "digits", 60)
     bundle = makers.make_bundle(folder / "bundle")
@@ -39,7 +36,7 @@ def made(makers: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def index(made: Path) -> Iterator[Index]:
+def index(made):
     with open_index(made / "index") as opened:
         yield opened
 

@@ -169,7 +169,7 @@ metrics = ["recall_at_1", "ndcg_at_5"]
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     random = np.random.default_rng(0)
     rows = ["path,label,split,vendor,genus,tags"]

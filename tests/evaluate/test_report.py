@@ -60,7 +60,7 @@ def retrieval_report_panels(run):
 
 
 @pytest.fixture(scope="module")
-def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory):
     """A run of digits; 100 test items of five classes. Not to be changed."""
     folder = tmp_path_factory.mktemp("report")
     (folder / "mine.py").write_text(PLUGIN, encoding="utf-8")
@@ -78,12 +78,12 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(run_folder: Path) -> measured.Measured:
+def found(run_folder):
     return measured.measure(Run.open(run_folder), queries=1000, sample=100)
 
 
 @pytest.fixture(scope="module")
-def file(run_folder: Path) -> Path:
+def file(run_folder):
     output = run_folder.parent / "out" / "report.html"
     return write.report([run_folder], output, map="pca", progress=False)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ RECIPE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(tmp_path_factory):
     """One quick run of each kind."""
     folder = tmp_path_factory.mktemp("runs")
     learner = {"learner": {"name": "core.pca", "n_components": 8}}
@@ -52,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def fresh(runs: dict[str, Path], tmp_path: Path) -> Callable[[str], Path]:
+def fresh(runs, tmp_path):
     """A copy of a run."""
 
     def copy(name: str) -> Path:

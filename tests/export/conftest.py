@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,7 +114,7 @@ class Inner(Combiner):
 
 
 @pytest.fixture(scope="package", autouse=True)
-def older_exporter() -> Iterator[None]:
+def older_exporter():
     """torch's older exporter, whose graphs are the same and take a thirtieth of the time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("retrieval.export.verify.EXPORTERS", ("torchscript",))
@@ -124,13 +122,13 @@ def older_exporter() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def parts() -> SimpleNamespace:
+def parts():
     """The classes above: test modules cannot import them."""
     return SimpleNamespace(Net=Net, Vectors=Vectors, Sum=Sum, Inner=Inner)
 
 
 @pytest.fixture(scope="session")
-def digits() -> tuple[np.ndarray, np.ndarray]:
+def digits():
     """Real raw pixels (300, 1, 16, 16) and their labels."""
     from sklearn.datasets import load_digits
 
@@ -141,7 +139,7 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture(scope="session")
-def vectors() -> tuple[np.ndarray, np.ndarray]:
+def vectors():
     """Real feature vectors (300, 64) and their labels."""
     from sklearn.datasets import load_digits
 
@@ -169,7 +167,7 @@ def photographs():
 
 
 @pytest.fixture
-def exported(tmp_path: Path) -> Callable[..., Manifest]:
+def exported(tmp_path):
     """Export a model into the folder `b`: `exported(model, items, variants=…)`."""
 
     def export(model: Model, items: np.ndarray, **options: Any) -> Manifest:
@@ -179,7 +177,7 @@ def exported(tmp_path: Path) -> Callable[..., Manifest]:
 
 
 @pytest.fixture
-def refused(exported: Callable[..., Manifest], tmp_path: Path) -> Callable[..., None]:
+def refused(exported, tmp_path):
     """Check that a model is not exported, for a reason that is said, and that nothing is left."""
 
     def check(model: Model, items: np.ndarray, says: str, **options: Any) -> None:
@@ -191,7 +189,7 @@ def refused(exported: Callable[..., Manifest], tmp_path: Path) -> Callable[..., 
 
 
 @pytest.fixture
-def net() -> Model:
+def net():
     """A small convolutional model of digits, in training mode, with batch statistics that are not
     the initial ones.
     """
@@ -204,7 +202,7 @@ def net() -> Model:
 
 
 @pytest.fixture
-def linear() -> Model:
+def linear():
     """Vectors through one linear map, as a learner gives it."""
     torch.manual_seed(1)
     return Model(Vectors(), nn.Sequential(nn.Linear(64, 8), Normalize()))

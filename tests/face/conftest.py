@@ -1,10 +1,7 @@
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import retrieval
-from retrieval.results import BundleEncoder
 from torch import Tensor, nn
 
 SMALL: dict[str, Any] = {
@@ -33,7 +30,7 @@ class Net(nn.Module):
 
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory) -> Iterator[Path]:
+def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("RETRIEVAL_CACHE", str(folder))
@@ -41,19 +38,19 @@ def cache(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def trained(cache, tmp_path_factory) -> retrieval.Run:
+def trained(cache, tmp_path_factory):
     """A run of the small recipe, trained once."""
     return retrieval.train(SMALL, tmp_path_factory.mktemp("runs") / "small", progress=False)
 
 
 @pytest.fixture(scope="session")
-def bundle(trained, tmp_path_factory) -> BundleEncoder:
+def bundle(trained, tmp_path_factory):
     """The bundle of that run, exported once."""
     return trained.export(tmp_path_factory.mktemp("bundles") / "bundle", progress=False)
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory) -> Path:
+def photos(tmp_path_factory):
     """Digits as PNG files, one folder per class."""
     from PIL import Image
     from sklearn.datasets import load_digits

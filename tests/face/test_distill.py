@@ -1,7 +1,6 @@
 """Distillation: its loss by plain loops, a student like its teacher, and refusals."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory) -> Path:
+def digits(tmp_path_factory):
     """300 digits in a folder per class."""
     folder = tmp_path_factory.mktemp("digits")
     images, labels = load_digits(return_X_y=True)

@@ -12,7 +12,7 @@ FACTS = Facts(Path("photos"), 5000, 400, (2, 9, 80), 300, grey=False, divided=Fa
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path):
     """Three classes of noise: one photo is in two of them, another cannot be read."""
     random = np.random.default_rng(0)
     for label in ("cup", "pot", "jug"):

@@ -2,7 +2,6 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from .conftest import SMALL, Net
 
 
 @pytest.fixture
-def index(bundle, photos, tmp_path) -> Iterator[retrieval.Index]:
+def index(bundle, photos, tmp_path):
     with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
         yield opened
 

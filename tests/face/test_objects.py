@@ -47,7 +47,7 @@ TABLES = {key: SMALL[key] for key in ("name", "split", "sampler", "head", "train
 
 
 @pytest.fixture(scope="module")
-def own(cache, tmp_path_factory) -> retrieval.Run:
+def own(cache, tmp_path_factory):
     return retrieval.train(
         TABLES, tmp_path_factory.mktemp("own") / "run", progress=False, **objects()
     )

@@ -1,7 +1,6 @@
 """What may be encoded, added and searched; what comes back; progress."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from .conftest import SMALL
 
 
 @pytest.fixture
-def index(bundle, photos, tmp_path) -> Any:
+def index(bundle, photos, tmp_path):
     with retrieval.Index.create(tmp_path / "index", photos, model=bundle, progress=False) as opened:
         yield opened
 

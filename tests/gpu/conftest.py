@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from retrieval.recipe.read import Recipe, check_recipe
 from retrieval.serving.index.faiss_backends import gpus_found
 from retrieval.serving.runtime import load_faiss, load_libraries, load_onnxruntime
@@ -24,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def device() -> str:
+def device():
     """Where torch trains."""
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
@@ -32,7 +30,7 @@ def device() -> str:
 
 
 @pytest.fixture(scope="session")
-def index_gpus() -> int:
+def index_gpus():
     """How many GPUs FAISS finds."""
     if not hasattr(load_faiss(), "StandardGpuResources"):
         pytest.skip("this FAISS is built without a GPU: pip install faiss-gpu-cuvs")
@@ -42,7 +40,7 @@ def index_gpus() -> int:
 
 
 @pytest.fixture
-def encoder_device() -> str:
+def encoder_device():
     """Where ONNX Runtime runs a bundle."""
     runtime = load_onnxruntime()
     if "CUDAExecutionProvider" not in runtime.get_available_providers():
@@ -54,7 +52,7 @@ def encoder_device() -> str:
 
 
 @pytest.fixture(scope="session")
-def make() -> Callable[..., Recipe]:
+def make():
     """A checked recipe for a device: handwritten digits and a small convolutional network, changed
     by tables.
     """
@@ -75,7 +73,7 @@ def make() -> Callable[..., Recipe]:
 
 
 @pytest.fixture(scope="session")
-def vectors() -> NDArray[np.float32]:
+def vectors():
     """Clustered vectors (20,000, 64): what images of classes look like."""
     random = np.random.default_rng(0)
     centres = random.normal(size=(200, 64))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -20,7 +18,7 @@ from retrieval.training.trainer import train
 
 
 @pytest.fixture(scope="module")
-def bundles(make: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def bundles(make, tmp_path_factory):
     """A trained run's bundle, in one graph and in two."""
     folder = tmp_path_factory.mktemp("bundles")
     run = train(folder / "run", make("auto", train={"epochs": 1}))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import load_plugins
 
 EVERYTHING = Path(__file__).with_name("plugins_for_tests") / "everything.py"
 
@@ -21,19 +20,19 @@ TABLE: dict[str, Any] = {
 
 
 @pytest.fixture(scope="session")
-def everything() -> Plugins:
+def everything():
     """All plugins, and the one with one of everything."""
     return load_plugins([str(EVERYTHING)])
 
 
 @pytest.fixture
-def table() -> dict[str, Any]:
+def table():
     """A recipe that is right."""
     return deepcopy(TABLE)
 
 
 @pytest.fixture
-def problems() -> Callable[..., tuple[str, ...]]:
+def problems():
     """Every problem of a recipe."""
     from retrieval.errors import RecipeError
     from retrieval.recipe.read import check_recipe

@@ -44,7 +44,7 @@ train.epochs = 1
 
 
 @pytest.fixture(autouse=True)
-def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def stranger(tmp_path, monkeypatch):
     """A user who allows nothing yet, in a folder with a stranger's recipe."""
     monkeypatch.delenv("RETRIEVAL_ALLOW_PLUGINS")
     folder = tmp_path / "stranger"

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,7 +68,7 @@ def sentence(outcome: Any) -> str:
 
 
 @pytest.fixture
-def shout(tmp_path: Path, install: Callable[..., None]) -> Path:
+def shout(tmp_path, install):
     install(tmp_path / "site", "retrieval-shout", "shout", "host_shout", COMMAND)
     return tmp_path / "site"
 

@@ -30,7 +30,7 @@ def tree(root: Path, groups: str, files: dict[str, str]) -> Path:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch):
     """Sixteen cores, all of which this process may use."""
     monkeypatch.setattr(of_cores, "_affinity", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

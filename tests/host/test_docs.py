@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from retrieval.host import hookspecs
@@ -16,7 +15,7 @@ HOOKS = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
 
 
 @pytest.fixture(scope="module")
-def generate() -> ModuleType:
+def generate():
     spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,7 +24,7 @@ def generate() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def generated(generate: ModuleType) -> dict[str, str]:
+def generated(generate):
     pages: dict[str, str] = generate.pages()
     return pages
 

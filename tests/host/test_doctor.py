@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 
 @pytest.fixture
-def run(tmp_path: Path, process: Callable[..., Any]) -> Callable[..., Any]:
+def run(tmp_path, process):
     """The command with its folder before everything else on the path."""
     where = {"path": tmp_path, "cwd": tmp_path, "OMP_NUM_THREADS": "1"}
     return lambda *options: process("-m", "retrieval.cli", "doctor", *options, **where)

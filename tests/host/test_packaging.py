@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def config() -> ConfigParser:
+def config():
     parser = ConfigParser()
     parser.read(ROOT / "setup.cfg", encoding="utf-8")
     return parser

@@ -32,7 +32,7 @@ def changed(*changes: str) -> list[str]:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "r.toml"
     path.write_text(RECIPE)

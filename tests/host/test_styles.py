@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from retrieval.errors import RecipeError
 from retrieval.host.describe import show_text
-from retrieval.host.plugins import Plugins, load_plugins
+from retrieval.host.plugins import load_plugins
 from retrieval.recipe.read import check_recipe
 
 from .conftest import EVERYTHING
@@ -27,7 +27,7 @@ PROXIES = {"nb_classes": 3, "sz_embed": 4}
 
 
 @pytest.fixture(scope="module")
-def styles() -> Plugins:
+def styles():
     return load_plugins([str(STYLES), str(EVERYTHING)])
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -50,17 +49,17 @@ each = pytest.mark.parametrize("learner", SMALL, ids=str)
 
 
 @pytest.fixture(scope="module")
-def wine() -> tuple[Any, Any]:
+def wine():
     x, y = load_wine(return_X_y=True)
     return StandardScaler().fit_transform(x), y
 
 
-def test_every_one_is_tried() -> None:
+def test_every_one_is_tried():
     assert {type(learner) for learner in SMALL} == set(LEARNERS.values())
 
 
 @each
-def test_learns_a_map(learner: Any, wine: Any) -> None:
+def test_learns_a_map(learner, wine):
     x, y = wine
     assert isinstance(learner, Learner)
     names = np.array(["barolo", "grignolino", "barbera"])[y]
@@ -79,7 +78,7 @@ def test_learns_a_map(learner: Any, wine: Any) -> None:
             assert isinstance(value, np.ndarray | int | float), name
 
 
-def test_lmnn_is_metric_learns_gradient_descent(wine: Any) -> None:
+def test_lmnn_is_metric_learns_gradient_descent(wine):
     """Its own loop, run step by step: the adapter changes what is checked, and no number."""
     x, y = wine
     learner = LMNN(3, init="identity", learn_rate=1e-3, max_iter=4, min_iter=1).fit(x, y)
@@ -103,7 +102,7 @@ def test_lmnn_is_metric_learns_gradient_descent(wine: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["weighted", "orthonormalized", "plain"])
-def test_lfda_takes_the_first_of_all_directions(kind: Any, wine: Any) -> None:
+def test_lfda_takes_the_first_of_all_directions(kind, wine):
     x, y = wine
     theirs = learners.adapted("LFDA")(n_components=4, embedding_type=kind).fit(x, y).components_
     ours = LFDA(4, embedding_type=kind).fit(x, y).components_
@@ -115,7 +114,7 @@ def test_lfda_takes_the_first_of_all_directions(kind: Any, wine: Any) -> None:
     [ITML(max_iter=5), LFDA(), LMNN(1, max_iter=3, min_iter=1), LSML(max_iter=5), RCA(n_chunks=5)],
     ids=str,
 )
-def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner: Any) -> None:
+def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner):
     for result in check_estimator(learner, on_fail=None, on_skip=None):
         if result["status"] == "failed":
             # data that metric-learn itself cannot fit must end in our sentence
@@ -124,7 +123,7 @@ def test_keeps_scikit_learns_rules_but_for_what_metric_learn_cannot_fit(learner:
             ), result
 
 
-def test_refuses(wine: Any) -> None:
+def test_refuses(wine):
     x, y = wine
     small = np.where(np.arange(178) < 2, 7, y)
     with pytest.raises(ValueError, match="each class needs 4 items, but the smallest has 2"):
@@ -155,9 +154,7 @@ def test_refuses(wine: Any) -> None:
 @pytest.mark.filterwarnings(
     "ignore:Only generated", "ignore:As no value", "ignore:k >= N:RuntimeWarning"
 )
-def test_answers_are_those_of_metric_learns_own_estimator(
-    learner: Any, wine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_are_those_of_metric_learns_own_estimator(learner, wine, monkeypatch):
     x, y = wine
     # its own check of the pairs calls scikit-learn with an argument that is gone
     monkeypatch.setattr("metric_learn.base_metric.check_input", lambda pairs, **checks: pairs)
@@ -181,7 +178,7 @@ def test_answers_are_those_of_metric_learns_own_estimator(
         assert ours(a, b, squared=True) == pytest.approx(other(a, b, squared=True), rel=1e-6)
 
 
-def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> None:
+def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine):
     x, y = wine
     doubled = np.hstack([x, x[:, :1]])
     with pytest.raises(np.linalg.LinAlgError):
@@ -193,7 +190,7 @@ def test_a_singular_matrix_is_a_lin_alg_error_as_in_metric_learn(wine: Any) -> N
         ITML(prior="covariance").fit(doubled, y)
 
 
-def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> None:
+def test_without_metric_learn(monkeypatch, wine):
     learners.adapted.cache_clear()
     monkeypatch.setitem(sys.modules, "metric_learn", None)
     with pytest.raises(
@@ -204,7 +201,7 @@ def test_without_metric_learn(monkeypatch: pytest.MonkeyPatch, wine: Any) -> Non
     learners.adapted.cache_clear()
 
 
-def test_the_plugin_imports_neither_metric_learn_nor_torch() -> None:
+def test_the_plugin_imports_neither_metric_learn_nor_torch():
     code = (
         "import retrieval_metric_learn, sys; assert not {'torch', 'metric_learn', 'sklearn'} &"
         " set(sys.modules)"

@@ -43,10 +43,10 @@ def of_single_precision(learner: Any) -> dict[str, str]:
 
 
 @parametrize_with_checks(LEARNERS, expected_failed_checks=expected_failures, xfail_strict=True)  # type: ignore[untyped-decorator]
-def test_scikit_learns_checks(estimator: Any, check: Any) -> None:
+def test_scikit_learns_checks(estimator, check):
     check(estimator)
 
 
 @parametrize_with_checks([SINGLE], expected_failed_checks=of_single_precision)  # type: ignore[untyped-decorator]
-def test_scikit_learns_checks_of_single_precision(estimator: Any, check: Any) -> None:
+def test_scikit_learns_checks_of_single_precision(estimator, check):
     check(estimator)

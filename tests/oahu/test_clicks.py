@@ -24,7 +24,7 @@ def log(folder: Path, text: str, header: str = HEADER) -> ClickLog:
     return ClickLog(path, IDS)
 
 
-def test_what_was_shown_and_passed_over_is_negative(tmp_path: Path) -> None:
+def test_what_was_shown_and_passed_over_is_negative(tmp_path):
     clicks = log(
         tmp_path, '2024-05-01T10:00:00,a,b|c|d,c\n2024-05-01T10:00:05,"e f.jpg",a| b |e f.jpg,a|b\n'
     )
@@ -33,7 +33,7 @@ def test_what_was_shown_and_passed_over_is_negative(tmp_path: Path) -> None:
     assert list(log(tmp_path, "7.5,a,b|c|d,b|c\n")) == [(0, 1, 3), (0, 2, 3)]
 
 
-def test_what_cannot_be_used_is_counted(tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_counted(tmp_path):
     clicks = log(
         tmp_path,
         "5,a,b|nowhere|c,c\n"  # an id that does not exist: the rest is used
@@ -51,7 +51,7 @@ def test_what_cannot_be_used_is_counted(tmp_path: Path) -> None:
     )
 
 
-def test_contradictions_of_users_are_found(tmp_path: Path) -> None:
+def test_contradictions_of_users_are_found(tmp_path):
     stream = with_closure(log(tmp_path, "1,a,b|c,b\n2,a,b|c,c\n3,a,b|c,b\n"), per_seed=0)
     assert list(stream) == [(0, 1, 2)]
     assert stream.contradictions == 1 and stream.duplicates == 1
@@ -61,12 +61,12 @@ def test_contradictions_of_users_are_found(tmp_path: Path) -> None:
     ("header", "words"),
     [("query,shown,chosen\n", "no column time"), ("", "no column query, shown, chosen, time")],
 )
-def test_columns_that_are_missing_are_named(header: str, words: str, tmp_path: Path) -> None:
+def test_columns_that_are_missing_are_named(header, words, tmp_path):
     with pytest.raises(DataError, match=words):
         list(log(tmp_path, "", header))
 
 
-def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path):
     with pytest.raises(DataError, match="cannot be read as a click log: No such file"):
         list(ClickLog(tmp_path / "none.csv", IDS))
     (tmp_path / "binary.csv").write_bytes(b"query,shown,chosen,time\n\xff\xfe\x00")
@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
         list(ClickLog(tmp_path / "binary.csv", IDS))
 
 
-def test_it_follows_a_file_that_is_being_written(tmp_path: Path) -> None:
+def test_it_follows_a_file_that_is_being_written(tmp_path):
     path = tmp_path / "clicks.csv"
     path.write_text(
         HEADER + "1,a,b|c,b\n2,a,c|", encoding="utf-8"

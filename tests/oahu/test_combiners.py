@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def triplets(labels: list[int]) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("tau", [0.1, 0.5, 1.9])
 @pytest.mark.filterwarnings("ignore:tau is")
-def test_abtl_and_its_gradient_are_those_of_a_loop(tau: float) -> None:
+def test_abtl_and_its_gradient_are_those_of_a_loop(tau):
     def distances(rows: list[list[float]]) -> list[tuple[float, float]]:
         unit = [[v / sum(c * c for c in row) ** 0.5 for v in row] for row in rows]
         return [
@@ -79,7 +78,7 @@ def test_abtl_and_its_gradient_are_those_of_a_loop(tau: float) -> None:
 
 
 @pytest.mark.parametrize("kind", [HedgeScore, HedgeSum])
-def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind: Any) -> None:
+def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind):
     combiner = kind(embedding=2, depth=1, beta=0.5)
     combiner.get_buffer("alpha").copy_(torch.tensor([0.3, 0.7]))
     loss = ABTL(0.4, distance=combiner)
@@ -116,7 +115,7 @@ def test_with_the_combiner_it_is_the_weighted_sum_and_moves_the_weights(kind: An
         assert [s.weight for s in other.subspaces] == pytest.approx(before.tolist())
 
 
-def test_a_similarity_is_refused_and_so_is_nan() -> None:
+def test_a_similarity_is_refused_and_so_is_nan():
     from pytorch_metric_learning.distances import CosineSimilarity
     from retrieval.errors import DataError
 
@@ -149,7 +148,7 @@ def indexed(bundle: Bundle, folder: Path) -> Index:
 
 
 @pytest.mark.parametrize("k", [1, 5, 17])
-def test_served_answers_are_eq_27_exactly(k: int, tmp_path: Path) -> None:
+def test_served_answers_are_eq_27_exactly(k, tmp_path):
     learner = learned("score")
     bundle = exported(learner, tmp_path / "bundle")
     assert bundle.manifest.merge == "score" and len(bundle.manifest.subspaces) == 3
@@ -169,7 +168,7 @@ def test_served_answers_are_eq_27_exactly(k: int, tmp_path: Path) -> None:
             )  # the last may be a tie in float32
 
 
-def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_path: Path) -> None:
+def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_path):
     learner = learned("sum")
     bundle = exported(learner, tmp_path / "one")
     assert not bundle.manifest.subspaces and bundle.manifest.query_vectors
@@ -200,7 +199,7 @@ def test_the_weighted_sum_is_exact_and_its_weights_change_without_a_rebuild(tmp_
 
 
 @pytest.mark.parametrize("search", ["score", "sum"])
-def test_the_three_uses_work_from_a_bundle(search: str, tmp_path: Path) -> None:
+def test_the_three_uses_work_from_a_bundle(search, tmp_path):
     learner = learned(search)
     bundle = exported(learner, tmp_path / "bundle")
     items, queries = (Spaces.of_bundle(bundle, x, 3) for x in (X, QUERIES))
@@ -217,7 +216,7 @@ def test_the_three_uses_work_from_a_bundle(search: str, tmp_path: Path) -> None:
             Spaces.of_bundle(bundle, X)
 
 
-def test_trained_exported_trained_on_and_exported_again(tmp_path: Path) -> None:
+def test_trained_exported_trained_on_and_exported_again(tmp_path):
     from retrieval_oahu import from_labels, in_chunks, with_closure
 
     learner = OAHU(**SMALL, search="score").prepare(X)
@@ -242,7 +241,7 @@ def test_trained_exported_trained_on_and_exported_again(tmp_path: Path) -> None:
     assert learner.n_triplets_ == 600 and np.abs(seen[0] - seen[2]).max() > 0.01
 
 
-def test_oasis_and_warm_are_served_too(tmp_path: Path) -> None:
+def test_oasis_and_warm_are_served_too(tmp_path):
     rng = np.random.default_rng(0)
     columns, rows = rng.lognormal(0, 1.5, X.shape[1]), rng.lognormal(0, 1.5, (len(X), 1))
     for name, learner, features in (
@@ -309,7 +308,7 @@ epochs = 1
     ],
     ids=["learner", "hedge", "hedge_sum"],
 )
-def test_from_recipe_to_answers(part: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_from_recipe_to_answers(part, cli, tmp_path):
     def run(*words: str | Path) -> str:
         outcome = cli(*words)
         assert outcome.code == 0, outcome.err

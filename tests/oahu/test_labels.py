@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from retrieval_oahu.streams import from_labels
 
 
 @pytest.mark.parametrize("labels", [["a", "a", float("nan"), "b"], [1, 1, None, 2]])
-def test_a_missing_label_is_refused(labels: Any) -> None:
+def test_a_missing_label_is_refused(labels):
     with pytest.raises(ValueError, match=r"1 of 4 labels is missing .* row 2"):
         next(from_labels(labels))
     references = Spaces(np.ones((2, 4, 3)), np.full(2, 0.5))

@@ -5,7 +5,6 @@ its three uses.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ def clouds(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("prepared", [True, False])
-def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepared: bool) -> None:
+def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype, prepared):
     triplets = stream_of(clouds(), 40)
     triplets[7, 2] = triplets[7, 0]  # one is left out
     learners = []
@@ -52,7 +51,7 @@ def test_chunks_give_what_single_triplets_give_to_the_last_bit(dtype: str, prepa
     assert learners[0].input_layer_.dtype == dtype
 
 
-def test_a_stream_is_learned_as_by_plain_loops() -> None:
+def test_a_stream_is_learned_as_by_plain_loops():
     x, _ = clouds()
     learner = OAHU(**SMALL, dtype="float64", tau=0.3).prepare(x)
     h = learner.hidden
@@ -78,14 +77,14 @@ def test_a_stream_is_learned_as_by_plain_loops() -> None:
     ) and learner.weights_at_.tolist() == list(range(13))
 
 
-def test_running_standardisation_is_that_of_all_vectors_so_far() -> None:
+def test_running_standardisation_is_that_of_all_vectors_so_far():
     triplets = stream_of(clouds(), 30)
     learner = OAHU(**SMALL).partial_fit(triplets)
     rows = triplets.reshape(-1, triplets.shape[2])
     assert np.allclose(learner.mean_, rows.mean(0)) and np.allclose(learner.scale_, rows.std(0))
 
 
-def test_constant_features_and_quiet_ones_stay_finite() -> None:
+def test_constant_features_and_quiet_ones_stay_finite():
     x, y = clouds()
     x[:, 0], x[:, 1] = 5.0, 0.0
     x[3, 1] = 1e-9
@@ -96,7 +95,7 @@ def test_constant_features_and_quiet_ones_stay_finite() -> None:
     ).all()
 
 
-def test_utilisation_is_exactly_one_and_seeds_decide_everything() -> None:
+def test_utilisation_is_exactly_one_and_seeds_decide_everything():
     x, y = clouds()
     left, two, other = (OAHU(**SMALL, seed=s).fit(x, y) for s in (4, 4, 5))
     same(left, two)
@@ -105,7 +104,7 @@ def test_utilisation_is_exactly_one_and_seeds_decide_everything() -> None:
 
 
 @pytest.mark.parametrize("tau", [0.1, 0.3, 0.6])
-def test_two_classes_are_parted_as_theorem_3_1_says(tau: float) -> None:
+def test_two_classes_are_parted_as_theorem_3_1_says(tau):
     x, y = clouds(2, 20, apart=2.0)
     learner = OAHU(
         depth=1, hidden=32, embedding=8, tau=tau, learning_rate=0.1, seeds=3000, closure=0
@@ -117,7 +116,7 @@ def test_two_classes_are_parted_as_theorem_3_1_says(tau: float) -> None:
         assert d[~alike].min() >= 2 - 3 * tau > 0  # Eq 18
 
 
-def test_contradictory_and_repeated_triplets_do_no_harm() -> None:
+def test_contradictory_and_repeated_triplets_do_no_harm():
     rng = np.random.default_rng(0)
     a, b, c = rng.standard_normal((3, 6))
     learner = OAHU(**SMALL).prepare(rng.standard_normal((50, 6)))
@@ -140,9 +139,7 @@ def test_contradictory_and_repeated_triplets_do_no_harm() -> None:
         (np.ones(6), "shape"),
     ],
 )
-def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(
-    triplets: Any, words: str
-) -> None:
+def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(triplets, words):
     learner = OAHU(**SMALL).prepare(clouds()[0])
     before = copy.deepcopy(fitted(learner))
     with pytest.raises(ValueError, match=words):
@@ -168,17 +165,17 @@ def test_bad_triplets_are_refused_and_nothing_of_the_chunk_is_learned(
         ("search", "best"),
     ],
 )
-def test_parameters_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+def test_parameters_out_of_range_are_refused_by_name(name, value):
     with pytest.raises(ValueError, match=name):
         OAHU(**{**SMALL, name: value}).prepare(clouds()[0])
 
 
-def test_tau_beyond_the_theorem_is_allowed_with_a_warning() -> None:
+def test_tau_beyond_the_theorem_is_allowed_with_a_warning():
     with pytest.warns(UserWarning, match="2/3"):
         OAHU(**SMALL, tau=1.9).prepare(clouds()[0])
 
 
-def test_labels_without_triplets_are_refused() -> None:
+def test_labels_without_triplets_are_refused():
     x, _ = clouds()
     for labels, words in (
         (np.zeros(len(x)), "one class"),
@@ -189,7 +186,7 @@ def test_labels_without_triplets_are_refused() -> None:
             OAHU(**SMALL).fit(x, labels)
 
 
-def test_saved_and_loaded_it_goes_on_as_if_never_interrupted(tmp_path: Path) -> None:
+def test_saved_and_loaded_it_goes_on_as_if_never_interrupted(tmp_path):
     triplets = stream_of(clouds(), 60)
     learner = OAHU(**SMALL, rule="linear").partial_fit(triplets[:30])
     learner.save(tmp_path / "learner.safetensors")
@@ -200,7 +197,7 @@ def test_saved_and_loaded_it_goes_on_as_if_never_interrupted(tmp_path: Path) -> 
     assert [p.name for p in tmp_path.iterdir()] == ["learner.safetensors"]
 
 
-def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
+def test_damaged_and_foreign_files_are_refused(tmp_path):
     path = tmp_path / "learner.safetensors"
     with pytest.raises(DataError, match="does not exist"):
         OAHU.load(path)
@@ -217,7 +214,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         OAHU.load(path)
 
 
-def test_copies_learn_apart() -> None:
+def test_copies_learn_apart():
     triplets = stream_of(clouds(), 20)
     left = OAHU(**SMALL).partial_fit(triplets[:10])
     two = copy.deepcopy(left)
@@ -228,7 +225,7 @@ def test_copies_learn_apart() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 200])
-def test_the_three_uses_are_those_of_plain_loops(k: int) -> None:
+def test_the_three_uses_are_those_of_plain_loops(k):
     x, y = clouds(apart=0.7)
     names = np.array(["coat", "bag", "dress"])[y]
     learner = OAHU(**SMALL, dtype="float64").fit(x, y)
@@ -255,7 +252,7 @@ def test_the_three_uses_are_those_of_plain_loops(k: int) -> None:
         )
 
 
-def test_ties_count_as_nearest_and_scores_are_merged_by_maximum() -> None:
+def test_ties_count_as_nearest_and_scores_are_merged_by_maximum():
     e = np.zeros((2, 3, 2))
     e[0], e[1] = [1, 0], [[1, 0], [0, 1], [0, -1]]
     references = Spaces(e, np.array([0.4, 0.6]))
@@ -266,7 +263,7 @@ def test_ties_count_as_nearest_and_scores_are_merged_by_maximum() -> None:
     assert rows.tolist() == [[1, 0, 2]] and np.allclose(scores, [[0.6, 0.4, 0.4]])
 
 
-def test_uses_refuse_what_does_not_fit() -> None:
+def test_uses_refuse_what_does_not_fit():
     x, y = clouds()
     learner = OAHU(**SMALL).fit(x, y)
     spaces = learner.spaces(x)
@@ -284,7 +281,7 @@ def test_uses_refuse_what_does_not_fit() -> None:
             call()
 
 
-def test_memory_does_not_grow_with_the_stream() -> None:
+def test_memory_does_not_grow_with_the_stream():
     learner = OAHU(**SMALL)
     triplets = stream_of(clouds(), 1000)
     learner.partial_fit(triplets)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ ALL = [LEGO, RDML, OASIS, OPML, Warm]
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("prepared", [True, False])
-def test_chunks_save_and_load_change_nothing(kind: Any, prepared: bool, tmp_path: Path) -> None:
+def test_chunks_save_and_load_change_nothing(kind, prepared, tmp_path):
     triplets = stream_of(clouds(), 300)
     triplets[5, 2] = triplets[5, 0]
     left, two, three = kind(), kind(), kind()
@@ -43,7 +42,7 @@ def test_chunks_save_and_load_change_nothing(kind: Any, prepared: bool, tmp_path
 
 
 @pytest.mark.parametrize("kind", [LEGO, RDML, OPML, Warm])
-def test_they_find_what_tells_classes_apart(kind: Any) -> None:
+def test_they_find_what_tells_classes_apart(kind):
     x, y = clouds()
     learner = (OPML(gamma=0.1) if kind is OPML else kind()).fit(x, y)
     assert 0 < learner.constraint_utilization_ <= 1
@@ -59,7 +58,7 @@ def test_they_find_what_tells_classes_apart(kind: Any) -> None:
     assert errors(learner.transform(x)) < errors(x)
 
 
-def test_lego_is_that_of_a_loop_and_minimises_what_it_says() -> None:
+def test_lego_is_that_of_a_loop_and_minimises_what_it_says():
     triplets = stream_of(clouds(), 40)
     learner = LEGO(0.2, 30, 70).prepare(clouds()[0])
     m = np.eye(6)
@@ -86,7 +85,7 @@ def test_lego_is_that_of_a_loop_and_minimises_what_it_says() -> None:
     assert np.allclose(learner.matrix_, m, atol=1e-9) and learner.n_used_ == used and 0 < used < 40
 
 
-def test_rdml_is_that_of_a_loop_and_stays_positive_definite() -> None:
+def test_rdml_is_that_of_a_loop_and_stays_positive_definite():
     triplets = stream_of(clouds(), 60)
     for rate in (0.05, 0.5):
         learner = RDML(rate).prepare(clouds()[0])
@@ -103,7 +102,7 @@ def test_rdml_is_that_of_a_loop_and_stays_positive_definite() -> None:
         assert np.allclose(learner.matrix_ @ learner.inverse_, np.eye(6), atol=1e-6)
 
 
-def test_oasis_is_that_of_a_loop() -> None:
+def test_oasis_is_that_of_a_loop():
     triplets = stream_of(clouds(), 80)
     learner = OASIS(0.1, 0.03).partial_fit(triplets)
     w, used = np.eye(6), 0
@@ -123,7 +122,7 @@ def test_oasis_is_that_of_a_loop() -> None:
     assert np.allclose(s, unit[:4] @ w @ unit.T)
 
 
-def test_opml_is_that_of_a_loop() -> None:
+def test_opml_is_that_of_a_loop():
     triplets = stream_of(clouds(), 60)
     for gamma in (1e-3, 5.0):
         learner = OPML(gamma).prepare(clouds()[0])
@@ -138,7 +137,7 @@ def test_opml_is_that_of_a_loop() -> None:
         assert np.allclose(learner.matrix_, m, rtol=1e-6) and learner.n_used_ == used
 
 
-def test_opml_makes_one_pass() -> None:
+def test_opml_makes_one_pass():
     labels = np.array([0, 0, 1, 1, 0, 2])
     assert list(one_pass(labels, np.arange(6))) == [
         Triplet(3, 2, 1),  # 0 and 1 have no other class before them, 2 none of its own
@@ -165,13 +164,13 @@ def test_opml_makes_one_pass() -> None:
         (Warm(doubt=1.0), "doubt"),
     ],
 )
-def test_parameters_out_of_range_are_refused_by_name(learner: Any, words: str) -> None:
+def test_parameters_out_of_range_are_refused_by_name(learner, words):
     with pytest.raises(ValueError, match=words):
         learner.prepare(clouds()[0])
 
 
 @pytest.mark.parametrize("kind", [*ALL, OAHU])
-def test_to_be_asked_changes_nothing(kind: Any) -> None:
+def test_to_be_asked_changes_nothing(kind):
     x, y = clouds()
     learner = kind(seed=0).fit(x, y)
     before = dict(vars(learner))
@@ -188,7 +187,7 @@ def test_to_be_asked_changes_nothing(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ALL)
-def test_equal_items_and_constant_features_stay_finite(kind: Any) -> None:
+def test_equal_items_and_constant_features_stay_finite(kind):
     x, _ = clouds()
     x[:, 0] = 3.0
     learner = kind().prepare(x)

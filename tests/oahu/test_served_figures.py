@@ -4,8 +4,6 @@ other ranking.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,7 +54,7 @@ def ranking(
     ]
 
 
-def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_bundles_figures_are_of_eq_27(cli, tmp_path):
     digits = load_digits()
     np.savez(
         tmp_path / "d.npz", features=digits.data[:300] / 16, labels=digits.target[:300].astype(str)
@@ -92,7 +90,7 @@ def test_a_bundles_figures_are_of_eq_27(cli: Callable[..., Any], tmp_path: Path)
     assert (theirs[whole[:, 0]] == labels[query]).mean() != actual["recall_at_1"]
 
 
-def test_a_variants_drift_is_of_eq_27() -> None:
+def test_a_variants_drift_is_of_eq_27():
     rng = np.random.default_rng(1)
     labels = np.repeat(np.arange(6), 5)
     x = rng.standard_normal((30, 6)) + rng.standard_normal((6, 6))[labels]

@@ -24,7 +24,7 @@ TAUS = (0.01, 0.1, 0.5, 2 / 3, 1.0, 1.9)
 
 
 @pytest.mark.parametrize("tau", TAUS)
-def test_thresholds_are_monotone_bounded_and_on_the_right_side(tau: float) -> None:
+def test_thresholds_are_monotone_bounded_and_on_the_right_side(tau):
     d = np.linspace(0, 2, 401)
     near, far = similar_threshold(d, tau), dissimilar_threshold(d, tau)
     assert (np.diff(near) > 0).all() and (np.diff(far) > 0).all()  # the paper has d_dis decreasing
@@ -38,7 +38,7 @@ def test_thresholds_are_monotone_bounded_and_on_the_right_side(tau: float) -> No
 
 
 @pytest.mark.parametrize("tau", TAUS)
-def test_loss_and_slopes_are_those_of_a_loop(tau: float) -> None:
+def test_loss_and_slopes_are_those_of_a_loop(tau):
     rng = np.random.default_rng(0)
     positive, negative = rng.uniform(0, 2, 50), rng.uniform(0, 2, 50)
     loss, slope_p, slope_n = bounds_loss(positive, negative, tau)
@@ -57,7 +57,7 @@ def test_loss_and_slopes_are_those_of_a_loop(tau: float) -> None:
 
 
 @pytest.mark.parametrize("rule", ["exp", "linear", "paper"])
-def test_hedge_is_that_of_a_loop(rule: Any) -> None:
+def test_hedge_is_that_of_a_loop(rule):
     rng = np.random.default_rng(1)
     kinds = set()
     for beta in (0.99, 0.5, 0.1):
@@ -77,7 +77,7 @@ def test_hedge_is_that_of_a_loop(rule: Any) -> None:
     assert kinds == {True, False}  # both branches of Eq 20 were taken
 
 
-def test_the_best_level_wins_and_the_guaranteed_minimum_is_met_exactly() -> None:
+def test_the_best_level_wins_and_the_guaranteed_minimum_is_met_exactly():
     alpha = np.full(5, 0.2)
     for _ in range(3000):
         alpha = hedge_update(alpha, np.array([0.1, 0.9, 0.9, 0.9, 0.9]), 0.9, 0.1)
@@ -95,7 +95,7 @@ def parts(network: Network) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_step_moves_every_weight_down_the_numerical_gradient(depth: int) -> None:
+def test_a_step_moves_every_weight_down_the_numerical_gradient(depth):
     rng = np.random.default_rng(3)
     network = Network.random(4, depth, 3, 2, 5, np.float64)
     triplet = rng.standard_normal((3, 4))
@@ -124,7 +124,7 @@ def test_a_step_moves_every_weight_down_the_numerical_gradient(depth: int) -> No
     assert not network.levels[-1][:, : network.hidden].any()  # the last level has no next layer
 
 
-def test_zero_and_equal_embeddings_have_no_gradient_and_stay_finite() -> None:
+def test_zero_and_equal_embeddings_have_no_gradient_and_stay_finite():
     z = np.zeros((2, 3, 4))
     z[1] = 1.0  # all three equal
     loss, gradient = triplet_gradient(z, np.array([0.5, 0.5]), 0.1)
@@ -133,7 +133,7 @@ def test_zero_and_equal_embeddings_have_no_gradient_and_stay_finite() -> None:
     assert not triplet_gradient(z, np.array([0.5, 0.5]), 0.1)[1].any()
 
 
-def test_embedding_is_that_of_a_loop_and_float32_follows_it() -> None:
+def test_embedding_is_that_of_a_loop_and_float32_follows_it():
     network = Network.random(6, 3, 5, 4, 1, np.float64)
     x = np.random.default_rng(0).standard_normal((7, 6))
     actual = network.embed(x)
@@ -146,7 +146,7 @@ def test_embedding_is_that_of_a_loop_and_float32_follows_it() -> None:
     assert single.dtype == np.float32 and np.abs(single - actual).max() < 1e-5
 
 
-def test_history_is_bounded_and_keeps_equal_steps() -> None:
+def test_history_is_bounded_and_keeps_equal_steps():
     kept: NDArray[Any] = np.zeros((1, 1))
     place, stride = np.zeros(1, np.int64), 1
     for step in range(1, 20_000):

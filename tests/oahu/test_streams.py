@@ -36,7 +36,7 @@ def brute(similar: set[Any], dissimilar: set[Any], items: int) -> tuple[set[Any]
         s, d = more_s, more_d
 
 
-def test_the_closure_is_what_the_four_rules_give() -> None:
+def test_the_closure_is_what_the_four_rules_give():
     rng = np.random.default_rng(1)
     refused = 0
     for _ in range(15):
@@ -71,7 +71,7 @@ def test_the_closure_is_what_the_four_rules_give() -> None:
     assert refused > 5
 
 
-def test_labels_give_right_triplets_forever_and_the_same_ones_for_a_seed() -> None:
+def test_labels_give_right_triplets_forever_and_the_same_ones_for_a_seed():
     first = list(itertools.islice(from_labels(LABELS, seed=3), 5000))
     for a, p, n in first:
         assert LABELS[a] == LABELS[p] != LABELS[n] and a != p
@@ -87,12 +87,12 @@ def test_labels_give_right_triplets_forever_and_the_same_ones_for_a_seed() -> No
 
 
 @pytest.mark.parametrize("labels", [[1, 1, 1], [1, 2, 3], []])
-def test_labels_that_give_no_triplet_are_refused(labels: list[int]) -> None:
+def test_labels_that_give_no_triplet_are_refused(labels):
     with pytest.raises(ValueError, match="two classes"):
         from_labels(labels)
 
 
-def test_no_pair_of_an_evaluation_set_is_ever_used() -> None:
+def test_no_pair_of_an_evaluation_set_is_ever_used():
     rng = np.random.default_rng(0)
     pairs = rng.integers(0, 35, (150, 2))
     held = HeldOut(pairs)
@@ -113,14 +113,14 @@ def test_no_pair_of_an_evaluation_set_is_ever_used() -> None:
         next(from_labels(LABELS, held_out=everything))
 
 
-def test_contradictions_and_duplicates_are_left_out_and_counted() -> None:
+def test_contradictions_and_duplicates_are_left_out_and_counted():
     stream = with_closure([(0, 1, 2), (0, 1, 2), (1, 2, 3), (4, 5, 0), (2, 2, 2)], per_seed=0)
     assert list(stream) == [(0, 1, 2), (4, 5, 0)]
     assert (stream.seeds, stream.duplicates, stream.contradictions) == (2, 1, 2)
     assert stream.last_contradiction == (2, 2, 2)
 
 
-def test_closure_follows_its_seeds_and_gives_only_what_follows() -> None:
+def test_closure_follows_its_seeds_and_gives_only_what_follows():
     stream = with_closure(from_labels(LABELS), per_seed=2.0, memory=1000)
     seen = list(itertools.islice(stream, 900))
     assert stream.closed > 400 and len(set(seen)) == 900
@@ -128,7 +128,7 @@ def test_closure_follows_its_seeds_and_gives_only_what_follows() -> None:
     assert stream.contradictions == 0
 
 
-def test_it_never_ends_and_holds_a_window_only() -> None:
+def test_it_never_ends_and_holds_a_window_only():
     labels = np.arange(200_000) % 1000
     stream = with_closure(from_labels(labels), memory=200)
     for _ in itertools.islice(stream, 5000):
@@ -137,7 +137,7 @@ def test_it_never_ends_and_holds_a_window_only() -> None:
     assert stream.seeds + stream.closed == 5000 and stream.closed > 2000
 
 
-def test_the_papers_stream_is_seeds_then_closure() -> None:
+def test_the_papers_stream_is_seeds_then_closure():
     labels = np.arange(3000) % 10
     triplets = list(paper_stream(labels, 400, 400, seed=1))
     assert len(triplets) == 800 and len(set(triplets[400:]) - set(triplets[:400])) == 400
@@ -146,14 +146,14 @@ def test_the_papers_stream_is_seeds_then_closure() -> None:
     assert list(paper_stream([0, 0, 1], 1, 3, seed=0))  # hardly anything follows: it repeats
 
 
-def test_chunks_hold_the_features_of_the_rows() -> None:
+def test_chunks_hold_the_features_of_the_rows():
     x = np.arange(40.0).reshape(20, 2)
     chunks = list(in_chunks([(0, 1, 2), (3, 4, 5), (6, 7, 8)], x, 2))
     assert [c.shape for c in chunks] == [(2, 3, 2), (1, 3, 2)]
     assert np.array_equal(chunks[1][0], x[[6, 7, 8]])
 
 
-def test_parameters_are_checked() -> None:
+def test_parameters_are_checked():
     for wrong in ({"per_seed": -1.0}, {"memory": 1}):
         with pytest.raises(ValueError, match=r"per_seed must .* memory must"):
             with_closure([], **wrong)

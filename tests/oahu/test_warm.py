@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,7 @@ def correct(codes: Any, y: Any) -> float:
     return float((y[d.argmin(1)] == y).mean())
 
 
-def test_euclid_before_the_first_triplet_and_until_refuted() -> None:
+def test_euclid_before_the_first_triplet_and_until_refuted():
     x, y = clouds()
     for components in (None, 6, 256):
         learner = Warm(components=components).prepare(x)
@@ -56,7 +55,7 @@ def test_euclid_before_the_first_triplet_and_until_refuted() -> None:
             assert np.allclose(np.linalg.norm(learner.transform(x), axis=1), 1)
 
 
-def test_what_orders_triplets_but_not_neighbours_is_not_served() -> None:
+def test_what_orders_triplets_but_not_neighbours_is_not_served():
     """Angles order these classes better than distances do; their neighbours mix near and far."""
     x, y = sectors()
     learner = Warm(components=None).prepare(x)
@@ -66,7 +65,7 @@ def test_what_orders_triplets_but_not_neighbours_is_not_served() -> None:
     assert correct(learner.transform(x), y) >= correct(x, y) > 0.98
 
 
-def test_the_bound_holds_at_every_time() -> None:
+def test_the_bound_holds_at_every_time():
     """Of streams without a difference, at most `doubt` ever leave Euclid for any of the experts, at
     any of 2,000 differing votes.
     """
@@ -115,7 +114,7 @@ def loop_votes(
     return total / 5
 
 
-def test_warm_is_that_of_a_loop() -> None:
+def test_warm_is_that_of_a_loop():
     x, y = clouds()
     rows = list(itertools.islice(from_labels(y), 448))
     learner = Warm(components=None, prior=5.0, ridge=0.2).prepare(x).partial_fit(x[np.array(rows)])
@@ -183,7 +182,7 @@ def test_warm_is_that_of_a_loop() -> None:
         assert squares[j] == pytest.approx(2 + 2 * expected if EXPERTS[served].angle else expected)
 
 
-def test_back_to_euclid_when_the_stream_turns() -> None:
+def test_back_to_euclid_when_the_stream_turns():
     x, _ = clouds()
     learner = Warm().prepare(x).partial_fit(stream_of(clouds(), 600))
     assert learner.left_
@@ -193,7 +192,7 @@ def test_back_to_euclid_when_the_stream_turns() -> None:
 
 
 @pytest.mark.parametrize("components", [3, 256])
-def test_components_come_from_the_stream(components: int) -> None:
+def test_components_come_from_the_stream(components):
     triplets = stream_of(clouds(), SETTLE + 50)
     learner = Warm(components=components)
     learner.partial_fit(triplets[: SETTLE - 1])
@@ -206,7 +205,7 @@ def test_components_come_from_the_stream(components: int) -> None:
     assert learner.learned_ + len(learner.waiting_) == 50 and not learner.products_.size
 
 
-def test_judges_by_the_distances_of_its_codes() -> None:
+def test_judges_by_the_distances_of_its_codes():
     """With fewer components than features, too: an expert is credited with what it would serve if
     all pairs had taught it.
     """
@@ -254,24 +253,24 @@ def leavers(kind: type[Warm], closure: bool, streams: int) -> int:
     return count
 
 
-def test_votes_of_items_that_taught_the_experts_do_not_count() -> None:
+def test_votes_of_items_that_taught_the_experts_do_not_count():
     """A closure stream's first triplets reuse few items, and in 40 dimensions any labels fit."""
     assert leavers(TaughtByWhatItJudges, closure=True, streams=10) >= 5
 
 
 @pytest.mark.parametrize("closure", [False, True])
-def test_labels_that_mean_nothing_leave_euclid_in_few_streams(closure: bool) -> None:
+def test_labels_that_mean_nothing_leave_euclid_in_few_streams(closure):
     assert leavers(Warm, closure, streams=24) <= 1  # 5 %
 
 
-def test_a_closure_stream_finds_a_better_geometry() -> None:
+def test_a_closure_stream_finds_a_better_geometry():
     x, y = clouds()
     triplets = itertools.islice(with_closure(from_labels(y)), 1500)
     learner = Warm().prepare(x).learn_from(in_chunks(triplets, x))
     assert learner.left_ and correct(learner.transform(x), y) > correct(x, y) + 0.1
 
 
-def test_an_expert_is_served_only_while_its_proof_stands() -> None:
+def test_an_expert_is_served_only_while_its_proof_stands():
     x, y = clouds()
     shuffled = np.random.default_rng(0).permutation(y)
     learner, proofs = Warm().prepare(x), []
@@ -298,7 +297,7 @@ def memory(places: int) -> Memory:
     )
 
 
-def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:
+def test_the_memory_knows_what_follows_and_forgets_what_lies_longest():
     held = memory(6)
     vectors = np.arange(16.0).reshape(8, 2)
 
@@ -328,7 +327,7 @@ def test_the_memory_knows_what_follows_and_forgets_what_lies_longest() -> None:
     assert (held.parted == held.parted.T).all() and not held.parted.diagonal().any()
 
 
-def test_how_far_voters_may_lie() -> None:
+def test_how_far_voters_may_lie():
     held = memory(400)
     vectors = np.stack([np.arange(400.0), np.zeros(400)], axis=1)
     for vector in vectors:
@@ -348,7 +347,7 @@ def test_how_far_voters_may_lie() -> None:
     assert held.votes(np.array([0]), -distances, 1.0) == pytest.approx([(0 + 0.5 + 1 + 1 + 1) / 5])
 
 
-def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
+def test_a_contradiction_is_believed_and_its_items_known_by_it_alone():
     held = memory(6)
     places = [held.take(v, digest(v))[0] for v in np.arange(12.0).reshape(6, 2)]
     held.learn(0, 1, 2)
@@ -360,7 +359,7 @@ def test_a_contradiction_is_believed_and_its_items_known_by_it_alone() -> None:
     assert (held.parted == held.parted.T).all() and not held.parted.diagonal().any()
 
 
-def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path: Path) -> None:
+def test_a_small_memory_is_bounded_and_saves_and_loads(tmp_path):
     triplets = stream_of(clouds(200), 900)  # 600 items, places for 256
     learner = Warm(memory=256).prepare(clouds(200)[0]).partial_fit(triplets[:500])
     held = {

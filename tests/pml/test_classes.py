@@ -39,14 +39,14 @@ def codes() -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_half_precision_is_that_of_the_codes_alone(name: str, dtype: torch.dtype) -> None:
+def test_half_precision_is_that_of_the_codes_alone(name, dtype):
     loss, x = make(name).float(), codes().to(dtype)
     torch.testing.assert_close(loss(x, Y).float(), loss(x.float(), Y), rtol=1e-2, atol=1e-2)
     assert all(weights.dtype == torch.float32 for weights in loss.parameters())
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_short_codes_have_a_finite_gradient(name: str) -> None:
+def test_short_codes_have_a_finite_gradient(name):
     x = codes()
     x[2], x[3] = 0, x[3] * 1e-20
     x.requires_grad_()
@@ -136,7 +136,7 @@ def of_batch(name: str, x: list[list[float]], w: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_plain_loops(name: str) -> None:
+def test_plain_loops(name):
     ours = make(name)
     (weights,) = ours.parameters()
     rows = weights if weights.shape[0] != C else weights.t()

@@ -152,7 +152,7 @@ SET_BY_SUBCLASS = {  # fixed in a subclass's call of its base
 
 
 @pytest.mark.parametrize(("kind", "cls"), OFFERED, ids=lambda x: getattr(x, "__name__", x))
-def test_offered_with_every_parameter_and_default(kind: str, cls: type) -> None:
+def test_offered_with_every_parameter_and_default(kind, cls):
     factory = PLUGINS.find(kind, f"pml.{snake(cls.__name__)}")
     ours = {p.name: p for p in factory.parameters}
     left_out = {**PARAMETERS["*"], **PARAMETERS.get(cls.__name__, {})}
@@ -168,13 +168,13 @@ def test_offered_with_every_parameter_and_default(kind: str, cls: type) -> None:
             assert ours[name].default == default, name
 
 
-def test_nothing_is_offered_that_upstream_lacks() -> None:
+def test_nothing_is_offered_that_upstream_lacks():
     for kind in MODULES:
         known = {f"pml.{snake(cls.__name__)}" for k, cls in OFFERED if k == kind}
         assert {name for name in PLUGINS.factories(kind) if name.startswith("pml.")} == known
 
 
-def test_exclusions_exist_and_have_reasons() -> None:
+def test_exclusions_exist_and_have_reasons():
     every = {name: cls for module in MODULES.values() for name, cls in public(module).items()}
     assert set(CLASSES) <= set(every) and all(CLASSES.values())
     for name, left_out in PARAMETERS.items():
@@ -184,7 +184,7 @@ def test_exclusions_exist_and_have_reasons() -> None:
 
 
 @pytest.mark.parametrize(("kind", "cls"), OFFERED, ids=lambda x: getattr(x, "__name__", x))
-def test_makes_upstreams_class(kind: str, cls: type) -> None:
+def test_makes_upstreams_class(kind, cls):
     required = {
         "pml.multiple": (
             {"losses": ["pml.circle"]} if kind == "losses" else {"reducers": [], "names": []}
@@ -204,7 +204,7 @@ def test_makes_upstreams_class(kind: str, cls: type) -> None:
     assert type(built).__name__ == cls.__name__
 
 
-def test_names() -> None:
+def test_names():
     assert snake("NTXentLoss") == "nt_xent"
     assert snake("P2SGradLoss") == "p2s_grad"
     assert snake("MultipleLosses") == "multiple"
@@ -212,7 +212,7 @@ def test_names() -> None:
     assert pml.__version__
 
 
-def test_the_plugin_itself_imports_nothing_heavy() -> None:
+def test_the_plugin_itself_imports_nothing_heavy():
     code = (
         "import retrieval_pml, sys; assert not {'torch', 'pytorch_metric_learning'} &"
         " set(sys.modules)"

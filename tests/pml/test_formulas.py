@@ -232,7 +232,7 @@ ALONE: dict[str, tuple[dict[str, Any], Callable[[Batch], float]]] = {
 
 
 @pytest.mark.parametrize("name", [*BOTH, *ALONE])
-def test_batch(name: str) -> None:
+def test_batch(name):
     values, oracle = {**BOTH, **ALONE}[name]
     loss, x = make(name, **values), points(8, 1)
     assert loss(x, torch.tensor(LABELS)).item() == pytest.approx(oracle(Batch(x, None)), rel=1e-9)
@@ -240,7 +240,7 @@ def test_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_reference_set(name: str) -> None:
+def test_reference_set(name):
     values, oracle = BOTH[name]
     loss, x, r = make(name, **values), points(8, 1), points(6, 2)
 
@@ -253,7 +253,7 @@ def test_reference_set(name: str) -> None:
     assert torch.autograd.gradcheck(call, (x.requires_grad_(), r.requires_grad_()))
 
 
-def test_dynamic_soft_margin_over_two_batches() -> None:
+def test_dynamic_soft_margin_over_two_batches():
     loss, histogram = make("dynamic_soft_margin", momentum=0.3), [0.0] * 10
     for seed in (1, 2):
         x = points(8, seed).requires_grad_()
@@ -287,13 +287,13 @@ def test_dynamic_soft_margin_over_two_batches() -> None:
         assert loss.state_dict()["hist_"].tolist() == pytest.approx(histogram)
 
 
-def test_dynamic_soft_margin_counts_the_largest_difference() -> None:
+def test_dynamic_soft_margin_counts_the_largest_difference():
     # positives opposite, negatives equal: a difference of 2, in the bin that upstream lacks
     x = torch.tensor([[1.0, 0], [-1, 0], [1, 0]], dtype=torch.float64)
     assert make("dynamic_soft_margin")(x, torch.tensor([0, 0, 1])).isfinite()
 
 
-def test_one_triplet_counts() -> None:
+def test_one_triplet_counts():
     x, left = points(8, 1), torch.tensor([0])
     triplet = (left, torch.tensor([2]), torch.tensor([3]))
     b = Batch(x, None)
@@ -302,7 +302,7 @@ def test_one_triplet_counts() -> None:
     assert make("contrastive")(x, torch.tensor(LABELS), triplet).item() == pytest.approx(expected)
 
 
-def test_nca_keeps_items_whose_probability_rounds_to_zero() -> None:
+def test_nca_keeps_items_whose_probability_rounds_to_zero():
     x = torch.tensor([[1.0, 0], [-1, 0], [1, 0.01], [-1, 0.01]])
     value = make("nca", softmax_scale=100.0).float()(x, torch.tensor([0, 0, 1, 1]))
     assert value.item() == pytest.approx(400, rel=1e-2)  # 100 × (4 − 0)
@@ -311,9 +311,7 @@ def test_nca_keeps_items_whose_probability_rounds_to_zero() -> None:
 @pytest.mark.parametrize(
     "values", [{"K": 3}, {"K": 3, "lambdaC": 0.2, "alpha": 0.5, "margin": 0.1}]
 )
-def test_manifold_gives_all_items_of_a_class_one_proxy(
-    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
-) -> None:
+def test_manifold_gives_all_items_of_a_class_one_proxy(monkeypatch, values):
     torch.manual_seed(0)
     loss = make("manifold", **values)
     assert loss.meta_classes.shape == (4,) and set(loss.meta_classes.tolist()) == {0, 1, 2}
@@ -333,7 +331,7 @@ def test_manifold_gives_all_items_of_a_class_one_proxy(
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-def test_gradients_at_the_class_centre_are_finite() -> None:
+def test_gradients_at_the_class_centre_are_finite():
     for name in ("arc_face", "large_margin_softmax", "sphere_face", "sub_center_arc_face"):
         loss = make(name).float()
         weights = loss.W.detach().t().reshape(4, -1, 5)[:, 0]
@@ -361,7 +359,7 @@ SAME_AS_UPSTREAM = {
 
 @pytest.mark.filterwarnings("ignore:__array_wrap__")
 @pytest.mark.parametrize("name", SAME_AS_UPSTREAM)
-def test_value_and_gradient_equal_upstreams(name: str) -> None:
+def test_value_and_gradient_equal_upstreams(name):
     loss, cls = make(name).float(), SAME_AS_UPSTREAM[name]
     sizes = {"num_classes": 4, "embedding_size": 5} if list(loss.parameters()) else {}
     theirs = cls(**sizes)

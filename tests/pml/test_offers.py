@@ -24,7 +24,7 @@ class Example(losses.ProxyAnchorLoss):  # type: ignore[misc]
     """
 
 
-def test_a_factory_offers_what_the_docstring_describes() -> None:
+def test_a_factory_offers_what_the_docstring_describes():
     make = offer(Example, ref_emb=False, without=("embedding_regularizer",), alpha=Count)
     read = Factory.read("losses", "pml.x", make)
     known = {p.name: p for p in read.parameters}
@@ -47,7 +47,7 @@ def test_a_factory_offers_what_the_docstring_describes() -> None:
     assert known["classes"].by_host and known["reducer"].part == "reducers"
 
 
-def test_arguments_reach_the_constructor_and_wrong_ones_are_refused() -> None:
+def test_arguments_reach_the_constructor_and_wrong_ones_are_refused():
     make = offer(Example, weight_init_func=str)
     loss = make(3, 4, margin=0.5, weight_init_func="orthogonal")
     assert type(loss).__name__ == "Example" and loss.margin == 0.5 and loss.num_classes == 3
@@ -61,7 +61,7 @@ def test_arguments_reach_the_constructor_and_wrong_ones_are_refused() -> None:
 @pytest.mark.parametrize(
     "name", sorted(name for name in retrieval.names("loss") if name.startswith("pml."))
 )
-def test_a_label_of_no_class_is_refused(name: str, labels: list[int]) -> None:
+def test_a_label_of_no_class_is_refused(name, labels):
     options: dict[str, Any] = {"per_class": True} if name == "pml.margin" else {}
     try:
         loss = retrieval.create("loss", name, classes=4, embedding_size=8, **options)

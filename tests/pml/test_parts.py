@@ -47,7 +47,7 @@ ONE_PART = [
 
 class TestReducers:
     @pytest.mark.parametrize("loss", ONE_PART)
-    def test_class_weighted(self, loss: str) -> None:
+    def test_class_weighted(self, loss):
         values, indices = parts(loss)
         expected = sum(v * WEIGHTS[Y[i]] for v, i in zip(values, indices[0], strict=True)) / len(
             values
@@ -58,7 +58,7 @@ class TestReducers:
         )
 
     @pytest.mark.parametrize("loss", ["angular", "lifted_structure", "triplet_margin", "nt_xent"])
-    def test_per_anchor(self, loss: str) -> None:
+    def test_per_anchor(self, loss):
         values, indices = parts(loss)
         by_anchor: dict[int, list[float]] = {i: [] for i in range(12)}
         for value, anchor in zip(values, indices[0].tolist(), strict=True):
@@ -69,7 +69,7 @@ class TestReducers:
         assert built(X, Y, None, torch.randn(30, 6), torch.arange(30) % 4).isfinite()
 
     @pytest.mark.parametrize("loss", ONE_PART)
-    def test_plain_ones(self, loss: str) -> None:
+    def test_plain_ones(self, loss):
         values, _ = parts(loss)
         middle = sorted(values)[len(values) // 2]
         kept = [v for v in values if v > middle]
@@ -88,7 +88,7 @@ class TestReducers:
             number, rel=1e-4
         )
 
-    def test_multiple(self) -> None:
+    def test_multiple(self):
         reducer = {
             "name": "pml.multiple",
             "names": ["pos_loss"],
@@ -101,7 +101,7 @@ class TestReducers:
             expected.item()
         )
 
-    def test_sentences(self) -> None:
+    def test_sentences(self):
         with pytest.raises(ValueError, match=r"pml\.divisor needs a loss that defines"):
             make("losses", "contrastive", reducer="pml.divisor")(X, Y)
         with pytest.raises(RecipeError, match="3 weights, but 4 training classes"):
@@ -120,7 +120,7 @@ class TestRegularisers:
             ("zero_mean", lambda r: abs(sum(r))),
         ],
     )
-    def test_on_embeddings(self, name: str, wanted: Any) -> None:
+    def test_on_embeddings(self, name, wanted):
         plain = make("losses", "contrastive")(X, Y).item()
         built = make(
             "losses", "contrastive", embedding_regularizer=f"pml.{name}", embedding_reg_weight=0.5
@@ -132,7 +132,7 @@ class TestRegularisers:
         "loss", ["arc_face", "normalized_softmax", "proxy_anchor", "proxy_nca", "soft_triple"]
     )
     @pytest.mark.parametrize("name", ["center_invariant", "regular_face", "lp", "zero_mean"])
-    def test_on_weights(self, loss: str, name: str) -> None:
+    def test_on_weights(self, loss, name):
         built = make("losses", loss, weight_regularizer=f"pml.{name}", weight_reg_weight=0.5)
         (weights,) = built.parameters()
         rows = weights if weights.shape[1] == 6 else weights.t()
@@ -141,7 +141,7 @@ class TestRegularisers:
         penalty = 0.5 * make("regularizers", name)(rows)
         assert built(X, Y).item() == pytest.approx((plain(X, Y) + penalty).item(), rel=1e-5)
 
-    def test_sparse_centers(self) -> None:
+    def test_sparse_centers(self):
         built = make("regularizers", "sparse_centers", centers_per_class=2)
         rows = torch.nn.functional.normalize(
             torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
@@ -158,7 +158,7 @@ class TestRegularisers:
         )
         assert loss(X, Y).isfinite()
 
-    def test_sentences(self) -> None:
+    def test_sentences(self):
         for kind, name in (
             ("regularizers", "regular_face"),
             ("losses", "soft_triple"),
@@ -168,13 +168,13 @@ class TestRegularisers:
                 make(kind, name, distance="pml.lp")
 
 
-def test_proxies_begin_as_named() -> None:
+def test_proxies_begin_as_named():
     loss = make("losses", "proxy_anchor", weight_init_func="orthogonal")
     torch.testing.assert_close(loss.proxies @ loss.proxies.t(), torch.eye(4))
 
 
 class TestDistances:
-    def test_values(self) -> None:
+    def test_values(self):
         a, b = [x / x.norm() for x in X[:2]]
         expected = {
             "cosine_similarity": float(a @ b),
@@ -191,7 +191,7 @@ class TestDistances:
 
 
 class TestMiners:
-    def test_angular_measures_unit_vectors(self) -> None:
+    def test_angular_measures_unit_vectors(self):
         lengths = torch.linspace(0.2, 5, 12).unsqueeze(1)
         unit = torch.nn.functional.normalize(X).tolist()
         expected = set()
@@ -209,13 +209,13 @@ class TestMiners:
         assert set(zip(*(index.tolist() for index in actual), strict=True)) == expected
         assert 0 < len(expected) < 12 * 2 * 9
 
-    def test_packaged_triplets(self) -> None:
+    def test_packaged_triplets(self):
         miner = make("miners", "embeddings_already_packaged_as_triplets")
         assert [index.tolist() for index in miner(X[:6], Y[:6])] == [[0, 3], [1, 4], [2, 5]]
         with pytest.raises(ValueError, match="multiple of three items, not 4"):
             miner(X[:4], Y[:4])
 
-    def test_semihard_on_both_sides_is_refused(self) -> None:
+    def test_semihard_on_both_sides_is_refused(self):
         with pytest.raises(RecipeError, match="cannot both be"):
             make("miners", "batch_easy_hard", pos_strategy="semihard")
 
@@ -242,7 +242,7 @@ class TestMiners:
         ("losses", {"name": "pml.cross_batch_memory"}, "loss: is required"),
     ],
 )
-def test_values_out_of_range(kind: str, table: dict[str, Any], problem: str) -> None:
+def test_values_out_of_range(kind, table, problem):
     assert kind in KINDS
     problems = PLUGINS.check(kind, table, f"[{KINDS[kind]}]")
     assert len([p for p in problems if problem in p]) == 1, problems

@@ -70,7 +70,7 @@ OF_PAIRS: dict[str, Any] = {
 @pytest.mark.parametrize("mined", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("name", OF_PAIRS)
-def test_a_batch_and_a_reference_set(name: str, reference: bool, mined: bool) -> None:
+def test_a_batch_and_a_reference_set(name, reference, mined):
     x, ref = codes(28, 0), codes(9, 1) if reference else None
     arguments = (x, Y) if ref is None else (x, Y, ref, REF_Y)
     # a triplet that a miner lists twice counts twice
@@ -81,7 +81,7 @@ def test_a_batch_and_a_reference_set(name: str, reference: bool, mined: bool) ->
 @pytest.mark.parametrize("reduced_by", REDUCERS)
 @pytest.mark.parametrize("name", ["contrastive", "triplet_margin", "multi_similarity", "nt_xent"])
 @pytest.mark.parametrize("distance", [distances.LpDistance, distances.CosineSimilarity])
-def test_every_reducer_and_distance(distance: Any, name: str, reduced_by: str) -> None:
+def test_every_reducer_and_distance(distance, name, reduced_by):
     theirs = losses.__dict__[OF_PAIRS[name].__name__]
     if reduced_by == "per anchor" and name == "multi_similarity":
         pytest.skip("upstream's losses come as a column")
@@ -92,7 +92,7 @@ def test_every_reducer_and_distance(distance: Any, name: str, reduced_by: str) -
 
 @pytest.mark.parametrize("labels", [[0] * 12, list(range(12))], ids=["one class", "no positives"])
 @pytest.mark.parametrize("name", ["triplet_margin", "multi_similarity", "circle", "nt_xent"])
-def test_a_batch_without_pairs_of_one_kind(name: str, labels: list[int]) -> None:
+def test_a_batch_without_pairs_of_one_kind(name, labels):
     x, y = codes(12, 0), torch.tensor(labels)
     torch.testing.assert_close(OURS[name]()(x, y), OF_PAIRS[name]()(x, y), check_dtype=False)
 
@@ -101,9 +101,7 @@ def test_a_batch_without_pairs_of_one_kind(name: str, labels: list[int]) -> None
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("classes", [None, 6])
 @pytest.mark.parametrize("learn_beta", [False, True])
-def test_the_margin_loss_of_all_triplets(
-    learn_beta: bool, classes: int | None, reference: bool, reduced_by: str
-) -> None:
+def test_the_margin_loss_of_all_triplets(learn_beta, classes, reference, reduced_by):
     options = {"learn_beta": learn_beta, "nu": 0.3, "beta": 0.9}
     ours = OURS["margin"](**options, per_class=bool(classes), classes=classes)
     theirs = losses.MarginLoss(**options, num_classes=classes)
@@ -130,12 +128,12 @@ MARGIN_REDUCERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("variant", losses.PNPLoss.VARIANTS)
-def test_the_variants_of_pnp(variant: str) -> None:
+def test_the_variants_of_pnp(variant):
     options = {"variant": variant, "anneal": 0.1}
     assert_same(OURS["pnp"](**options), losses.PNPLoss(**options), codes(28, 0), None)
 
 
-def test_products_of_long_embeddings_do_not_overflow() -> None:
+def test_products_of_long_embeddings_do_not_overflow():
     distance = distances.DotProductSimilarity(normalize_embeddings=False)
     ours, theirs = OURS["nt_xent"](distance=distance), losses.NTXentLoss(distance=distance)
     x = 30 * codes(28, 0)
@@ -143,7 +141,7 @@ def test_products_of_long_embeddings_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("name", [*OF_PAIRS, "fast_ap", "angular", "smooth_ap", "histogram"])
-def test_a_gradient_of_a_gradient_is_finite(name: str) -> None:
+def test_a_gradient_of_a_gradient_is_finite(name):
     x = codes(28, 0).requires_grad_()
     (first,) = torch.autograd.grad(OURS[name]()(x, Y), x, create_graph=True)
     if first.requires_grad:
@@ -163,7 +161,7 @@ def test_a_gradient_of_a_gradient_is_finite(name: str) -> None:
         "histogram",
     ],
 )
-def test_memory_is_that_of_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_pairs(name, monkeypatch):
     """384 items of 48 classes have a million triplets."""
     monkeypatch.setattr(triplet_losses, "TRIPLETS", 2**16)
     x, y = codes(384, 0).float().requires_grad_(), torch.arange(384) % 48
@@ -199,9 +197,7 @@ MINERS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("distance", [distances.LpDistance, distances.CosineSimilarity])
 @pytest.mark.parametrize("name", MINERS)
-def test_a_miner_gives_upstreams_indices(
-    name: str, distance: Any, reference: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_miner_gives_upstreams_indices(name, distance, reference, monkeypatch):
     monkeypatch.setattr(pml_miners, "ENTRIES", 64)
     factory, options = MINERS[name]
     ours = OUR_MINERS[factory](distance=distance(), **options)
@@ -216,7 +212,7 @@ def test_a_miner_gives_upstreams_indices(
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_the_angular_miner_on_unit_vectors_gives_upstreams_triplets(reference: bool) -> None:
+def test_the_angular_miner_on_unit_vectors_gives_upstreams_triplets(reference):
     x, ref = (torch.nn.functional.normalize(codes(n, n)) for n in (28, 9))
     arguments = (x, Y, ref, REF_Y) if reference else (x, Y)
     expected = miners.AngularMiner()(*arguments)
@@ -226,7 +222,7 @@ def test_the_angular_miner_on_unit_vectors_gives_upstreams_triplets(reference: b
 
 
 @pytest.mark.parametrize("reduced_by", ["default", "sum"])
-def test_vic_reg_pairs_each_labels_items(reduced_by: str) -> None:
+def test_vic_reg_pairs_each_labels_items(reduced_by):
     labels = torch.tensor([4, 1, 0, 4, 2, 1, 2, 0, 9, 1, 3, 9, 1])  # 3 has one view
     first, second = [0, 1, 2, 4, 8, 9], [3, 5, 7, 6, 11, 12]
     x = codes(13, 0).requires_grad_()

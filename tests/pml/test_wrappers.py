@@ -5,7 +5,6 @@ views.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def train(
 
 class TestCrossBatchMemory:
     @pytest.mark.parametrize("stop", [1, 3, 5])  # before, at and after the queue of 20 is full
-    def test_resumes_identically(self, tmp_path: Path, stop: int) -> None:
+    def test_resumes_identically(self, tmp_path, stop):
         values = {"loss": "pml.contrastive", "memory_size": 20, "miner": "pml.multi_similarity"}
         torch.manual_seed(0)
         model, loss, data = nn.Linear(10, 6), make("cross_batch_memory", **values), batches(9)
@@ -64,7 +63,7 @@ class TestCrossBatchMemory:
         for key, tensor in loss.state_dict().items():
             assert torch.equal(resumed.state_dict()[key], tensor), key
 
-    def test_value_is_that_of_plain_loops(self) -> None:
+    def test_value_is_that_of_plain_loops(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=20)
         queue: list[tuple[Tensor, int, int]] = []
         for step, (x, y) in enumerate(batches(6)):
@@ -86,7 +85,7 @@ class TestCrossBatchMemory:
             assert loss(codes, y).item() == pytest.approx(expected, rel=1e-4)
         assert loss.has_been_filled and loss.queue_idx == 48 % 20
 
-    def test_outside_miner_points_at_the_batch(self) -> None:
+    def test_outside_miner_points_at_the_batch(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=20)
         for x, y in batches(2):
             loss(x[:, :6], y)
@@ -98,14 +97,14 @@ class TestCrossBatchMemory:
         places = [(16 + i) % 20 for i in range(8)]
         assert [index[-1].item() for index in actual] == [0, places[1], 0, places[2]]
 
-    def test_one_item_is_not_compared_with_itself(self) -> None:
+    def test_one_item_is_not_compared_with_itself(self):
         loss, y = (
             make("cross_batch_memory", loss="pml.contrastive", memory_size=4),
             torch.tensor([0]),
         )
         assert loss(torch.randn(1, 6), y).item() == 0
 
-    def test_trains_with_any_loss_that_takes_a_reference(self) -> None:
+    def test_trains_with_any_loss_that_takes_a_reference(self):
         for name, factory in PLUGINS.factories("losses").items():
             if name.startswith("pml.") and name not in ("pml.multiple", "pml.cross_batch_memory"):
                 if factory.supports_ref_emb:
@@ -119,7 +118,7 @@ class TestCrossBatchMemory:
                     with pytest.raises(RecipeError, match="accepts a reference set"):
                         make("cross_batch_memory", loss=name)
 
-    def test_enqueue_mask(self) -> None:
+    def test_enqueue_mask(self):
         ours = make("cross_batch_memory", loss="pml.triplet_margin", memory_size=20)
         theirs = upstream.CrossBatchMemory(upstream.TripletMarginLoss(), 6, 20)
         for x, y in batches(4):
@@ -127,7 +126,7 @@ class TestCrossBatchMemory:
             expected = theirs(x[:, :6], y, enqueue_mask=mask).item()
             assert ours(x[:, :6], y, enqueue_mask=mask).item() == pytest.approx(expected)
 
-    def test_sentences(self) -> None:
+    def test_sentences(self):
         loss = make("cross_batch_memory", loss="pml.contrastive", memory_size=4)
         with pytest.raises(
             ValueError, match=r"memory_size \(4\) must be at least the batch size \(8\)"
@@ -141,7 +140,7 @@ class TestMultiple:
     x = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
     y = torch.arange(4).repeat_interleave(3)
 
-    def test_weighted_sum_and_miners(self) -> None:
+    def test_weighted_sum_and_miners(self):
         loss = make(
             "multiple",
             losses=["pml.contrastive", {"name": "pml.triplet_margin", "margin": 0.3}],
@@ -158,7 +157,7 @@ class TestMultiple:
         with pytest.raises(ValueError, match="losses have miners"):
             loss(self.x, self.y, (self.y, self.y, self.y))
 
-    def test_reference_set_is_handed_on(self) -> None:
+    def test_reference_set_is_handed_on(self):
         reference: dict[str, Any] = {"ref_emb": self.x.flip(0) * 2, "ref_labels": self.y}
         expected = upstream.ContrastiveLoss()(self.x, self.y, **reference)
         expected += upstream.SupConLoss()(self.x, self.y, **reference)
@@ -169,7 +168,7 @@ class TestMultiple:
                 self.x, self.y, **reference
             )
 
-    def test_parameters_of_the_parts_are_its_own(self) -> None:
+    def test_parameters_of_the_parts_are_its_own(self):
         loss = make("multiple", losses=["pml.proxy_anchor", "pml.arc_face"])
         assert sorted(name for name, _ in loss.named_parameters()) == [
             "losses.0.proxies",
@@ -185,7 +184,7 @@ class TestMultiple:
             ({"miner_for": [0]}, "there are no miners"),
         ],
     )
-    def test_sentences(self, values: dict[str, Any], sentence: str) -> None:
+    def test_sentences(self, values, sentence):
         with pytest.raises(RecipeError, match=sentence):
             make("multiple", losses=["pml.contrastive", "pml.circle"], **values)
 
@@ -197,7 +196,7 @@ class TestViews:
     labels = torch.tensor([7, 7, 3, 3, 9, 9, 1, 1, 0, 0])
 
     @pytest.mark.parametrize("symmetric", [True, False])
-    def test_self_supervised_finds_the_views(self, symmetric: bool) -> None:
+    def test_self_supervised_finds_the_views(self, symmetric):
         expected = upstream.SelfSupervisedLoss(upstream.NTXentLoss(), symmetric)(
             self.first, self.second
         )

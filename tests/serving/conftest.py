@@ -18,7 +18,7 @@ PROGRAM = ("-m", "retrieval.cli")
 
 
 @pytest.fixture(scope="session")
-def photos(tmp_path_factory) -> Path:
+def photos(tmp_path_factory):
     """200 handwritten digits as PNG files, one folder per class. Not to be changed."""
     folder = tmp_path_factory.mktemp("photos") / "digits"
     makers.write_digits(folder, 200)
@@ -26,13 +26,13 @@ def photos(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundle_path(tmp_path_factory) -> Path:
+def bundle_path(tmp_path_factory):
     """A bundle of images without a rescorer. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle", variant=True)
 
 
 @pytest.fixture(scope="session")
-def index_path(tmp_path_factory, photos, bundle_path) -> Path:
+def index_path(tmp_path_factory, photos, bundle_path):
     """An index of `photos`. Not to be changed."""
     path = tmp_path_factory.mktemp("index") / "digits.index"
     create_index(path, bundle_path, [photos], progress=False)
@@ -40,20 +40,20 @@ def index_path(tmp_path_factory, photos, bundle_path) -> Path:
 
 
 @pytest.fixture
-def living(index_path, tmp_path) -> Path:
+def living(index_path, tmp_path):
     """A copy of that index, to be changed."""
     return Path(shutil.copytree(index_path, tmp_path / "i"))
 
 
 @pytest.fixture
-def empty(bundle_path, tmp_path) -> Path:
+def empty(bundle_path, tmp_path):
     """An index without items, to be changed."""
     create_index(tmp_path / "i", bundle_path, progress=False)
     return tmp_path / "i"
 
 
 @pytest.fixture(scope="session")
-def forker() -> Iterator[Forker]:
+def forker():
     """What servers are forked from."""
     started = Forker()
     yield started
@@ -61,7 +61,7 @@ def forker() -> Iterator[Forker]:
 
 
 @pytest.fixture
-def served(forker) -> Iterator[Callable[..., SimpleNamespace]]:
+def served(forker):
     """Start `retrieval serve` in a process of its own on a free port, and wait until it is ready;
     gives its url and process. One that is to start as a user starts it is given its `program`.
     """
@@ -69,7 +69,7 @@ def served(forker) -> Iterator[Callable[..., SimpleNamespace]]:
 
 
 @pytest.fixture(scope="module")
-def shared(forker) -> Iterator[Callable[..., SimpleNamespace]]:
+def shared(forker):
     """As `served`, but the tests of a module share one server for each index and its options. Not
     to be stopped.
     """

@@ -36,7 +36,7 @@ def log_of(server) -> str:
 
 
 @pytest.fixture
-def keys(tmp_path) -> Path:
+def keys(tmp_path):
     return tmp_path / "keys.jsonl"
 
 

@@ -16,7 +16,7 @@ from retrieval.serving.stages import TRAIL, Trail
 
 
 @pytest.fixture
-def queries(index_path) -> list[Query]:
+def queries(index_path):
     with Index.open(index_path) as index:
         width = index.bundle.manifest.vector
     vectors = np.random.default_rng(0).normal(size=(8, width))

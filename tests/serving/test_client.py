@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from urllib.parse import quote
 from urllib.request import urlopen
 
@@ -27,7 +26,7 @@ IDS += ["image", "é" * 900]
 
 
 @pytest.fixture
-def folder(photos, tmp_path) -> Path:
+def folder(photos, tmp_path):
     """40 images in two folders, among other files."""
     place = tmp_path / "pictures"
     for label in ("0", "1"):

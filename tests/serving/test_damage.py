@@ -215,7 +215,7 @@ def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path, pr
 
 
 @pytest.fixture
-def interrupted(folder, bundle_path, tmp_path, monkeypatch) -> Path:
+def interrupted(folder, bundle_path, tmp_path, monkeypatch):
     """Where an index of the folder was about to appear when Ctrl-C came."""
 
     def interrupt(*_: object, **__: object) -> None:

@@ -6,7 +6,6 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,7 +51,7 @@ def test_what_compose_and_docker_run_start_answers_prometheus_and_takes_keys(
 
 
 @pytest.fixture
-def proxied(served, index_path, tmp_path) -> Iterator[SimpleNamespace]:
+def proxied(served, index_path, tmp_path):
     """A server behind nginx with the configuration of `deploy/`, on free ports, with a certificate
     of its own.
     """

@@ -154,7 +154,7 @@ def test_it_ends_in_time_whatever_hangs(sleepy, photos):
 
 
 @pytest.fixture
-def writing(served, empty) -> SimpleNamespace:
+def writing(served, empty):
     """A server that is written to by four clients, each of which keeps what was acknowledged."""
     server, acknowledged, statuses = served(empty, "--open", "admin"), [], []
 

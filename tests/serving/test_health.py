@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def checked(readiness: Readiness) -> dict[str, str]:
 
 
 @pytest.fixture
-def probed(index_path) -> Iterator[SimpleNamespace]:
+def probed(index_path):
     with open_index(index_path, threads=1) as index, readiness_of(index) as readiness:
         decoders = readiness._served.workers.decoders
         yield SimpleNamespace(
@@ -121,7 +121,7 @@ def test_a_reader_needs_no_room(tmp_path):
 
 
 @pytest.fixture
-def probing(makers, tmp_path) -> Callable[..., Path]:
+def probing(makers, tmp_path):
     """Make a bundle with a probe, whose vector (of a variant) may be spoilt."""
 
     def make(name, spoil=0.0, of=None, **options):

@@ -23,7 +23,7 @@ LIVE = wire.get("/livez")
 
 
 @pytest.fixture(scope="module")
-def port(shared, index_path) -> int:
+def port(shared, index_path):
     return shared(index_path).port
 
 

@@ -5,7 +5,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr
 
 import pytest
@@ -69,7 +68,7 @@ def test_a_parent_is_taken_where_it_is_one():
 
 
 @pytest.fixture
-def loggers() -> Iterator[logging.Logger]:
+def loggers():
     """The server's logger; it and its like are put back as they were."""
     kept = list(map(logging.getLogger, ("retrieval.serving.http", "uvicorn.error", "asyncio")))
     before = [(logger.handlers, logger.propagate) for logger in kept]

@@ -21,7 +21,7 @@ sys.addaudithook(_hook)
 
 
 @pytest.fixture
-def watched(monkeypatch, tmp_path) -> Path:
+def watched(monkeypatch, tmp_path):
     """Every Python process that starts from here on writes what it opens and whom it calls into
     this file.
     """

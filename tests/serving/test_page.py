@@ -201,7 +201,7 @@ BOX = ("x", "y", "width", "height")
 
 
 @pytest.fixture(scope="module")
-def described(bundle_path, photos, tmp_path_factory) -> Path:
+def described(bundle_path, photos, tmp_path_factory):
     """A living index of 40 digits with metadata, some of which is markup. Not to be changed."""
     tmp_path = tmp_path_factory.mktemp("described")
     with (tmp_path / "list.csv").open("w", newline="", encoding="utf-8") as file:

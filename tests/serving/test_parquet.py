@@ -26,7 +26,7 @@ def png(makers, number: int) -> bytes:
 
 
 @pytest.fixture
-def images(makers, tmp_path) -> Path:
+def images(makers, tmp_path):
     """A table of 50 images in row groups of 15, with ids, labels and metadata."""
     path = tmp_path / "images.parquet"
     columns = {

@@ -54,7 +54,7 @@ def answering(server: SimpleNamespace, count: int) -> set[int]:
 
 
 @pytest.fixture
-def folder(living) -> Path:
+def folder(living):
     return living.parent
 
 

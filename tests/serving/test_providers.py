@@ -48,7 +48,7 @@ class WithoutDriver:
 
 
 @pytest.fixture
-def without_driver(monkeypatch) -> WithoutDriver:
+def without_driver(monkeypatch):
     runtime = WithoutDriver()
     monkeypatch.setattr(sessions, "load_onnxruntime", lambda: runtime)
     load_libraries.cache_clear()
@@ -83,7 +83,7 @@ def test_a_graph_that_no_device_can_load_is_the_graphs_fault(
 
 
 @pytest.fixture
-def split_path(makers, tmp_path) -> Path:
+def split_path(makers, tmp_path):
     path: Path = makers.cut_in_two(makers.make_bundle(tmp_path / "b"))
     return path
 

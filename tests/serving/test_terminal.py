@@ -18,7 +18,7 @@ def harmless(outcome: Any) -> str:
 
 
 @pytest.fixture
-def photos(makers, tmp_path) -> Path:
+def photos(makers, tmp_path):
     """Digits of which some have a label, and one a file name, that clear a terminal and set its
     title.
     """

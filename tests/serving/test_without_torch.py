@@ -43,7 +43,7 @@ OFFLINE += ("Max retries", "ConnectionError")
 
 
 @pytest.fixture(scope="module")
-def light_python(tmp_path_factory) -> Path:
+def light_python(tmp_path_factory):
     """A virtual environment with `retrieval[cpu,serve]` from this source tree, and nothing else."""
     folder = tmp_path_factory.mktemp("light")
     source, ignored = folder / "source", shutil.ignore_patterns("__pycache__", "*.egg-info")

@@ -4,8 +4,6 @@ layouts, whole and damaged.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import layouts
 import numpy as np
 from layouts import refused, sides
@@ -26,7 +24,7 @@ from retrieval_sets import (
 )
 
 
-def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
+def test_vehicles_of_three_sizes(tmp_path):
     root = layouts.vehicle_id(tmp_path / "VehicleID_V1.0")
     for size, tested in (("small", "33344 4"), ("medium", "55566 6"), ("large", "77788 8")):
         data = vehicle_id(tmp_path, size=size, counts="any")
@@ -41,7 +39,7 @@ def test_vehicles_of_three_sizes(tmp_path: Path) -> None:
     assert "1 vehicles are on both sides" in text and "listed twice: 0000008.jpg" in text
 
 
-def test_people_of_market_without_junk_and_with_cameras(tmp_path: Path) -> None:
+def test_people_of_market_without_junk_and_with_cameras(tmp_path):
     data = market1501(layouts.market(tmp_path), counts="any")
     assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
         "train": ["0002", "0007"],
@@ -56,7 +54,7 @@ def test_people_of_market_without_junk_and_with_cameras(tmp_path: Path) -> None:
     assert "1 images are not named ID_cCAMERA_…" in refused(market1501, tmp_path, counts="any")
 
 
-def test_veri_and_an_empty_gallery(tmp_path: Path) -> None:
+def test_veri_and_an_empty_gallery(tmp_path):
     root = layouts.veri(tmp_path / "VeRi")
     assert {
         side: len(labels) for side, labels in sides(veri776(tmp_path, counts="any")).items()
@@ -71,7 +69,7 @@ def test_veri_and_an_empty_gallery(tmp_path: Path) -> None:
     assert "holds no image" in text and "there are queries, but no image is in the gallery." in text
 
 
-def test_species_by_both_protocols(tmp_path: Path) -> None:
+def test_species_by_both_protocols(tmp_path):
     root = layouts.inat(tmp_path)
     data = inaturalist2018(root, counts="any")
     assert sides(data) == {"train": ["10", "10", "11", "11"], "test": ["12", "12", "13", "13"]}
@@ -88,7 +86,7 @@ def test_species_by_both_protocols(tmp_path: Path) -> None:
     )
 
 
-def test_landmarks_and_their_queries(tmp_path: Path) -> None:
+def test_landmarks_and_their_queries(tmp_path):
     root = layouts.landmarks(tmp_path)
     data = google_landmarks_v2(root, counts="any")
     assert sides(data) == {
@@ -107,7 +105,7 @@ def test_landmarks_and_their_queries(tmp_path: Path) -> None:
     assert "line 3: ffff is not in the index." in refused(google_landmarks_v2, root, counts="any")
 
 
-def test_dishes_textures_and_things(tmp_path: Path) -> None:
+def test_dishes_textures_and_things(tmp_path):
     assert (
         sides(food101(layouts.food(tmp_path / "food-101").parent, counts="any"))["test"]
         == ["apple_pie"] * 2 + ["sushi"] * 2
@@ -124,7 +122,7 @@ def test_dishes_textures_and_things(tmp_path: Path) -> None:
         }  # neither background nor clutter
 
 
-def test_cifar100_fine_and_coarse(tmp_path: Path) -> None:
+def test_cifar100_fine_and_coarse(tmp_path):
     root = layouts.cifar100(tmp_path)
     data = cifar100(root, counts="any")
     assert data.labels == ["fine_0", "fine_1", "fine_2", "fine_3", "fine_0", "fine_1"]

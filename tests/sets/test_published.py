@@ -60,7 +60,7 @@ FOLDERS = ("veri", "market", "caltech101", "caltech256", "cifar100")
 """Sets that list no image: what is in their folders is the set."""
 
 
-def test_birds_by_species_and_by_the_makers_split(tmp_path: Path) -> None:
+def test_birds_by_species_and_by_the_makers_split(tmp_path):
     layouts.cub(tmp_path / "CUB_200_2011")
     data = cub200(tmp_path, counts="any")  # the folder around it does
     assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
@@ -74,7 +74,7 @@ def test_birds_by_species_and_by_the_makers_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["cars_whole", "cars_divided"])
-def test_cars_in_both_layouts(tmp_path: Path, layout: str) -> None:
+def test_cars_in_both_layouts(tmp_path, layout):
     root = getattr(layouts, layout)(tmp_path / "cars")
     data = cars196(root, counts="any")
     assert {side: sorted(set(labels)) for side, labels in sides(data).items()} == {
@@ -89,7 +89,7 @@ def test_cars_in_both_layouts(tmp_path: Path, layout: str) -> None:
     )
 
 
-def test_products_and_their_categories(tmp_path: Path) -> None:
+def test_products_and_their_categories(tmp_path):
     data = stanford_online_products(layouts.products(tmp_path), counts="any")
     assert sides(data) == {"train": ["1", "1", "2", "2"], "test": ["3", "3", "4", "4"]}
     assert (
@@ -98,7 +98,7 @@ def test_products_and_their_categories(tmp_path: Path) -> None:
     )
 
 
-def test_in_shop_has_queries_and_a_gallery(tmp_path: Path) -> None:
+def test_in_shop_has_queries_and_a_gallery(tmp_path):
     data = in_shop(layouts.in_shop(tmp_path), counts="any")
     assert {side: len(labels) for side, labels in sides(data).items()} == {
         "train": 4,
@@ -118,7 +118,7 @@ def test_in_shop_has_queries_and_a_gallery(tmp_path: Path) -> None:
         ("in_shop", (4, 5, 14, 12)),
     ],
 )
-def test_boxes_are_cut_out(tmp_path: Path, name: str, box: tuple[int, int, int, int]) -> None:
+def test_boxes_are_cut_out(tmp_path, name, box):
     load, make, _ = SETS[name]
     root = make(tmp_path / "set")
     whole, cut = load(root, counts="any"), load(root, crop=True, counts="any")
@@ -128,7 +128,7 @@ def test_boxes_are_cut_out(tmp_path: Path, name: str, box: tuple[int, int, int, 
     assert dataset_identity(whole) != dataset_identity(cut)  # features of one are not the other's
 
 
-def test_a_box_outside_its_image_is_named(tmp_path: Path) -> None:
+def test_a_box_outside_its_image_is_named(tmp_path):
     root = layouts.cub(tmp_path)
     path = root / "bounding_boxes.txt"
     path.write_text(path.read_text().replace("1 2.0 3.0 10.0 5.0", "1 30.0 3.0 10.0 5.0", 1))
@@ -144,14 +144,14 @@ def test_a_box_outside_its_image_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_other_numbers_than_the_published_ones_are_refused(tmp_path: Path, name: str) -> None:
+def test_other_numbers_than_the_published_ones_are_refused(tmp_path, name):
     load, make, says = SETS[name]
     text = refused(load, make(tmp_path / "set"))
     assert says in text and 'set counts = "any"' in text
     assert "The folder must hold" in text and "Get " in text  # where to get it
 
 
-def test_the_published_numbers_are_accepted_and_one_less_is_not() -> None:
+def test_the_published_numbers_are_accepted_and_one_less_is_not():
     rows = [Row(f"{i}", f"{i % 100}", "train") for i in range(5_864)]
     rows += [Row(f"{i}", f"{100 + i % 100}", "test") for i in range(5_924)]
     assert count_problems(CUB, rows) == []
@@ -166,7 +166,7 @@ def test_the_published_numbers_are_accepted_and_one_less_is_not() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SETS if name not in FOLDERS])
-def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
+def test_missing_images_are_told_all_at_once(tmp_path, name):
     load, make, _ = SETS[name]
     root = make(tmp_path / "set")
     gone = sorted(root.rglob("*.jpg"))[:2]
@@ -178,16 +178,14 @@ def test_missing_images_are_told_all_at_once(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(
-    tmp_path: Path, name: str
-) -> None:
+def test_an_empty_folder_says_what_is_missing_and_where_to_get_it(tmp_path, name):
     load, _, _ = SETS[name]
     text = refused(load, tmp_path)
     assert "is missing" in text and "The folder must hold" in text and "Get " in text
     assert "is not a folder" in refused(load, tmp_path / "none")
 
 
-def test_labels_out_of_range_and_unknown_sides(tmp_path: Path) -> None:
+def test_labels_out_of_range_and_unknown_sides(tmp_path):
     birds = layouts.cub(tmp_path / "birds")
     labels = birds / "image_class_labels.txt"
     labels.write_text(
@@ -213,7 +211,7 @@ def test_labels_out_of_range_and_unknown_sides(tmp_path: Path) -> None:
     assert "list_eval_partition.txt: 1 line does not have 3 values: 12." in text
 
 
-def test_an_empty_gallery_and_queries_that_it_lacks(tmp_path: Path) -> None:
+def test_an_empty_gallery_and_queries_that_it_lacks(tmp_path):
     shop = layouts.in_shop(tmp_path)
     lists = shop / "Eval" / "list_eval_partition.txt"
     published = lists.read_text()
@@ -228,7 +226,7 @@ def test_an_empty_gallery_and_queries_that_it_lacks(tmp_path: Path) -> None:
     assert notes[-1].startswith("1 queries have no item of their class in the gallery")
 
 
-def test_a_list_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
+def test_a_list_cannot_lead_out_of_the_folder(tmp_path):
     root = layouts.products(tmp_path / "set")
     layouts.picture(tmp_path / "secret.jpg", 1)
     with (root / "Ebay_train.txt").open("a") as file:
@@ -240,7 +238,7 @@ def test_a_list_cannot_lead_out_of_the_folder(tmp_path: Path) -> None:
     assert "1 images are listed twice: bicycle_final/2_0.jpg." in text
 
 
-def test_lists_that_are_no_text(tmp_path: Path) -> None:
+def test_lists_that_are_no_text(tmp_path):
     root = layouts.products(tmp_path)
     (root / "Ebay_train.txt").write_bytes(b"image_id\n\xff\xfe\n")
     assert "is not UTF-8 text" in refused(stanford_online_products, root, counts="any")
@@ -260,7 +258,7 @@ def bomb() -> bytes:
     )
 
 
-def test_damaged_and_hostile_annotations(tmp_path: Path) -> None:
+def test_damaged_and_hostile_annotations(tmp_path):
     root = layouts.cars_whole(tmp_path)
     path = root / "cars_annos.mat"
     sound = path.read_bytes()
@@ -280,7 +278,7 @@ def test_damaged_and_hostile_annotations(tmp_path: Path) -> None:
     )
 
 
-def test_test_annotations_without_classes_are_told_apart(tmp_path: Path) -> None:
+def test_test_annotations_without_classes_are_told_apart(tmp_path):
     root = layouts.cars_divided(tmp_path / "cars")
     (root / "devkit" / "cars_test_annos_withlabels.mat").rename(
         root / "devkit" / "cars_test_annos.mat"
@@ -288,7 +286,7 @@ def test_test_annotations_without_classes_are_told_apart(tmp_path: Path) -> None
     assert "(cars_test_annos.mat has no classes)" in refused(cars196, root, counts="any")
 
 
-def test_images_that_cannot_be_read_are_left_out_when_told(tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_are_left_out_when_told(tmp_path):
     root = layouts.products(tmp_path)
     next(root.rglob("*.jpg")).write_text("no image")
     assert len(stanford_online_products(root, counts="any")) == 8

@@ -1,6 +1,4 @@
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,29 +10,29 @@ _running: list[Any] = []
 
 
 @pytest.fixture(scope="session")
-def plain_bundle(tmp_path_factory) -> Path:
+def plain_bundle(tmp_path_factory):
     """A bundle of images, vectors of 16, without a rescorer. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("bundle") / "bundle")
 
 
 @pytest.fixture(scope="session")
-def other_bundle(tmp_path_factory) -> Path:
+def other_bundle(tmp_path_factory):
     """Another one, whose vectors are as wide. Not to be changed."""
     return makers.make_bundle(tmp_path_factory.mktemp("other") / "bundle", seed=1)
 
 
 @pytest.fixture
-def bundle(plain_bundle) -> Bundle:
+def bundle(plain_bundle):
     return Bundle.open(plain_bundle, threads=1)
 
 
 @pytest.fixture
-def other(other_bundle) -> Bundle:
+def other(other_bundle):
     return Bundle.open(other_bundle, threads=1)
 
 
 @pytest.fixture(scope="session")
-def milvus(tmp_path_factory) -> Iterator[Any]:
+def milvus(tmp_path_factory):
     """A real server of Milvus, whose `place` is host and port: the one that MILVUS_URI names, or
     one started for this session.
     """

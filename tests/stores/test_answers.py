@@ -1,6 +1,6 @@
 """Each answer of a local store is that of plain arithmetic, whatever lies where."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +163,7 @@ def test_whatever_a_bundle_measures(options, tmp_path, makers):
 
 
 @pytest.fixture
-def digits(tmp_path, bundle) -> Iterator[tuple[Index, np.ndarray]]:
+def digits(tmp_path, bundle):
     """1,797 digits, the first twenty of them twice, and once more a little apart."""
     images, labels = load_digits(return_X_y=True)
     pixels = (images.reshape(-1, 1, 8, 8) * 15.9).astype(np.uint8)

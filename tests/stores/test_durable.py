@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 
 import pytest
 from retrieval.errors import StoreError
@@ -20,7 +19,7 @@ from stored import VECTORS, items
 
 
 @pytest.fixture
-def store(tmp_path, bundle) -> Iterator[LocalStore]:
+def store(tmp_path, bundle):
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with LocalStore(tmp_path / "i", upkeep=False) as opened:
         yield opened

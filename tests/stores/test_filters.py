@@ -1,6 +1,5 @@
 """Filters say of a local index what `matches` says, by the record or by columns."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,13 @@ KINDS = [*SCALARS, [], [7, "shoe"], [[7]], [{"x": 7}], [None, True], {}, {"x": 7
 
 
 @pytest.fixture(autouse=True)
-def large(monkeypatch) -> None:
+def large(monkeypatch):
     monkeypatch.setattr(masks, "_SMALL", 0)  # filters are looked up as those of a large index
     monkeypatch.setattr(masks, "_PAGE", 7)
 
 
 @pytest.fixture
-def store(tmp_path) -> Iterator[LocalStore]:
+def store(tmp_path):
     create_local(tmp_path / "i", opened(), widths_of(opened()))
     with LocalStore(tmp_path / "i", upkeep=False) as created:
         yield created

@@ -28,7 +28,7 @@ HNSW = StructureChoice("hnsw")
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 60)
 
 
@@ -108,7 +108,7 @@ def test_a_write_that_finds_no_room_changes_nothing(name, tmp_path, bundle, othe
 
 
 @pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
+def disk(tmp_path):
     """A disk of its own, of 20 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()

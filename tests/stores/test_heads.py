@@ -3,7 +3,6 @@
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ COUNT = 60
 
 
 @pytest.fixture
-def split(makers, tmp_path) -> Callable[..., Path]:
+def split(makers, tmp_path):
     """Make a split bundle; of one backbone, whatever the options."""
 
     def make(name, **options):
@@ -37,13 +36,13 @@ def split(makers, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def photos(makers, tmp_path) -> Path:
+def photos(makers, tmp_path):
     makers.write_digits(tmp_path / "photos", COUNT)
     return tmp_path / "photos"
 
 
 @pytest.fixture
-def path(split, photos, tmp_path) -> Path:
+def path(split, photos, tmp_path):
     """An index of photos that keeps features."""
     create_index(tmp_path / "i", split("old"), photos, keep_features=True, **QUIET)
     return tmp_path / "i"

@@ -11,7 +11,7 @@ SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def histories(monkeypatch) -> ModuleType:
+def histories(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     import histories
 

@@ -13,7 +13,7 @@ from retrieval.serving.store.bundles import bundle_pieces, kept_bundle
 
 
 @pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch) -> None:
+def empty_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
 

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import apsw
@@ -11,7 +10,7 @@ import pytest
 from retrieval.errors import PluginError, StoreError
 from retrieval.serving.bundle import Bundle
 from retrieval.serving.index.faiss_backends import Flat
-from retrieval.serving.index.index import Index, open_index
+from retrieval.serving.index.index import open_index
 from retrieval.serving.index.index_backend import IndexBackend, checked_search
 from retrieval.serving.store.contract import Item, widths_of
 from retrieval.serving.store.folder import create_local
@@ -32,7 +31,7 @@ def item(number: int, vector: np.ndarray | None = None) -> Item:
 
 
 @pytest.fixture
-def living(tmp_path, plain_bundle) -> Iterator[Index]:
+def living(tmp_path, plain_bundle):
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle))
     with open_index(tmp_path / "i", threads=1) as index:

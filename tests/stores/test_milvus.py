@@ -6,7 +6,6 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,7 @@ class Spares:
 
 
 @pytest.fixture(scope="module")
-def spares(milvus) -> Iterator[Spares]:
+def spares(milvus):
     created = Spares(milvus)
     yield created
     created.drop()
@@ -89,7 +88,7 @@ class TestMilvus(testing.StoreSuite):
     taken: dict[Path, stores.Address]
 
     @pytest.fixture(autouse=True)
-    def _server(self, milvus, spares) -> None:
+    def _server(self, milvus, spares):
         type(self).milvus, type(self).spares, type(self).taken = milvus, spares, {}
 
     def store_at(self, place):
@@ -104,7 +103,7 @@ class TestMilvus(testing.StoreSuite):
 
 
 @pytest.fixture
-def index(spares) -> Iterator[stores.RemoteStore]:
+def index(spares):
     """An empty index."""
     place = MilvusPlace(spares.take())
     with place.open() as store:
@@ -181,7 +180,7 @@ def test_more_items_than_milvus_finds(index, monkeypatch):
 
 
 @pytest.fixture
-def verb(milvus, tmp_path, cli, makers, plain_bundle) -> Iterator[Any]:
+def verb(milvus, tmp_path, cli, makers, plain_bundle):
     """The verb of `retrieval index` at an index of thirty digits, as JSON where it gives that."""
     makers.write_digits(tmp_path / "digits", 30)
     where = str(address(milvus, str(tmp_path)))

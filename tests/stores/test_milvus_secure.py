@@ -2,10 +2,8 @@
 
 import datetime
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -53,7 +51,7 @@ def test_tls_where_there_is_none(milvus, cli):
 
 
 @pytest.fixture(scope="module")
-def guarded(milvus, tmp_path_factory) -> Iterator[Any]:
+def guarded(milvus, tmp_path_factory):
     """A server with users, over TLS: its `place`, its certificate `ca`."""
     if not hasattr(milvus, "beside"):
         pytest.skip("the server of MILVUS_URI is not ours to set up")
@@ -76,7 +74,7 @@ def guarded(milvus, tmp_path_factory) -> Iterator[Any]:
 
 
 @pytest.fixture
-def token(monkeypatch) -> None:
+def token(monkeypatch):
     """The token of the first user that every server has."""
     monkeypatch.setenv("RETRIEVAL_MILVUS_TOKEN", "root:Milvus")
 

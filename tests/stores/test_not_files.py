@@ -35,7 +35,7 @@ KINDS: tuple[Callable[[Path], None], ...] = (pipe, device, link, Path.mkdir)
 
 
 @pytest.fixture
-def index(tmp_path, plain_bundle, monkeypatch) -> Path:
+def index(tmp_path, plain_bundle, monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 1000)
     bundle = Bundle.open(plain_bundle, threads=1)
     create_local(tmp_path / "i", bundle, widths_of(bundle), structure=StructureChoice("hnsw", {}))

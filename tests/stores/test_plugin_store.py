@@ -22,7 +22,7 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def journal(tmp_path, monkeypatch, cli, makers, plain_bundle) -> Call:
+def journal(tmp_path, monkeypatch, cli, makers, plain_bundle):
     """The verb of `retrieval index` at a journal of thirty digits, as JSON where it gives that."""
     monkeypatch.syspath_prepend(str(write_package("acme", tmp_path / "package", "store")))
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))

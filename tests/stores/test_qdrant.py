@@ -3,7 +3,7 @@
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ NEXT = opened(seed=1, width=WIDTH + 5)
 
 
 @pytest.fixture(scope="module")
-def memory() -> Iterator[Path]:
+def memory():
     """A folder in memory, where that can be: the in-process mode waits for the disk once for every
     row.
     """
@@ -41,7 +41,7 @@ class TestQdrantLocal(testing.StoreSuite):
     folder: Path
 
     @pytest.fixture(autouse=True)
-    def _memory(self, memory) -> None:
+    def _memory(self, memory):
         type(self).folder = memory
 
     def store_at(self, place):
@@ -59,7 +59,7 @@ class TestQdrantServer(testing.StoreSuite):
 
 
 @pytest.fixture
-def index(tmp_path) -> Iterator[stores.RemoteStore]:
+def index(tmp_path):
     place = QdrantLocalPlace(stores.Address.parse(f"qdrant_local://{tmp_path}/items"))
     with place.create(opened(), stores.widths_of(opened())) as store:
         yield store
@@ -85,7 +85,7 @@ def test_names_and_servers_that_are_not_there(cli):
 
 
 @pytest.fixture
-def two(index) -> Iterator[tuple[Any, Any, stores.Generation]]:
+def two(index):
     """A store of 20 items, the same opened once more, and a generation that has them all."""
     other = QdrantLocalPlace(stores.Address.parse(index.address)).open()
     index.upsert(some(20), opened().sha256)

@@ -82,7 +82,7 @@ KINDS: dict[str, Callable[[Array], Array]] = {
 
 
 @pytest.fixture
-def small_blocks(monkeypatch) -> None:
+def small_blocks(monkeypatch):
     """Many blocks, groups and parts of few rows."""
     for name, value in {
         "_FEW": 1,

@@ -19,13 +19,13 @@ COUNT = 6_000
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch) -> None:
+def small(monkeypatch):
     monkeypatch.setattr(structure, "MIN_ROWS", 1000)
     monkeypatch.setattr(structure, "COMPANION_MIN_ROWS", 1000)
 
 
 @pytest.fixture(scope="module")
-def vectors() -> np.ndarray:
+def vectors():
     """Few directions, as features of images have: a companion is worthwhile."""
     rng = np.random.default_rng(0)
     low = rng.normal(size=(COUNT, 4)) @ rng.normal(size=(4, 16))

@@ -1,6 +1,6 @@
 """The suite finds a store that breaks its contract: each fault fails the case that is about it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class Hurries(LocalStore):
 
 
 @pytest.fixture
-def suite(request) -> Iterator[StoreSuite]:
+def suite(request):
     class Faulty(LocalPlace):
         def open(self):
             created: LocalStore = request.param(self.folder)

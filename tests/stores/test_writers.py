@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,7 @@ store.close()
 
 
 @pytest.fixture
-def index(tmp_path, bundle) -> Path:
+def index(tmp_path, bundle):
     create_local(tmp_path / "index", bundle, widths_of(bundle))
     return tmp_path / "index"
 
@@ -222,7 +221,7 @@ def test_what_comes_and_goes_while_an_index_is_compacted(index, bundle, monkeypa
 
 
 @pytest.fixture
-def frozen(index, tmp_path) -> Iterator[Path]:
+def frozen(index, tmp_path):
     """The same folder, below a parent, where both may only be read; root may write to others."""
     outer, view = tmp_path / "outer", tmp_path / "view"
     outer.mkdir()

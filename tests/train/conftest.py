@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ BASE: dict[str, Any] = {
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recipe]:
+def make(monkeypatch, tmp_path):
     """A checked recipe: the base, changed by tables."""
     monkeypatch.setenv("RETRIEVAL_CACHE", str(tmp_path / "cache"))
 
@@ -47,7 +46,7 @@ def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Recip
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
+def write(tmp_path):
     """Write a recipe: `write("triplet", train={…})`."""
     plugin = tmp_path / "mine.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
@@ -64,7 +63,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Any, int], None]:
+def stopped(monkeypatch):
     """Train a recipe, as `stopped(folder, recipe, batch)`, stop before a batch, and resume."""
 
     def run(folder: Path, recipe: Any, batch: int) -> None:
@@ -85,7 +84,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Any, int], None]
 
 
 @pytest.fixture
-def resumes(stopped: Any, tmp_path: Path) -> Callable[[Any, int], None]:
+def resumes(stopped, tmp_path):
     """Check that a run that is stopped before a batch and resumed ends as the whole one does."""
 
     def check(recipe: Any, batch: int) -> None:
@@ -98,7 +97,7 @@ def resumes(stopped: Any, tmp_path: Path) -> Callable[[Any, int], None]:
 
 
 @pytest.fixture(scope="session")
-def forks() -> Iterator[subprocess.Popen[str]]:
+def forks():
     """forks.py, which has imported torch once for all processes of all groups."""
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with subprocess.Popen(
@@ -113,7 +112,7 @@ def forks() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str]:
+def processes(forks, tmp_path):
     """A gloo group on the loopback: `processes(2, "norm_process.py", …)` runs a script beside this
     file as each of them.
 
@@ -161,9 +160,7 @@ def processes(forks: subprocess.Popen[str], tmp_path: Path) -> Callable[..., str
 
 
 @pytest.fixture
-def trains_as_one(
-    processes: Callable[..., str], tmp_path: Path
-) -> Callable[..., list[dict[str, Any]]]:
+def trains_as_one(processes, tmp_path):
     """Check that recipes, by name, end in several processes as in one; NAME is the run of several,
     `NAME one` the other. Returns what `train_process.py` said of each.
     """

@@ -24,7 +24,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     """A recipe's file, and its run, as if it were stopped before its end."""
     folder = tmp_path_factory.mktemp("flips")
     (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))

@@ -81,7 +81,7 @@ def apart(one: Trainer, other: Trainer) -> float:
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> None:
+def double(monkeypatch):
     """The step computes in double precision wherever it asks for float32."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 

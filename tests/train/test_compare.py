@@ -10,7 +10,7 @@ import threading
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,7 @@ def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path):
 
 
 @pytest.fixture
-def triplet(write: Callable[..., Path], tmp_path: Path) -> dict[str, Any]:
+def triplet(write, tmp_path):
     """A recipe's tables, without its search."""
     write("triplet")
     table = {**RECIPE, "plugins": [str(tmp_path / "mine.py")], "loss": LOSSES["triplet"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ LOSSES = {
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address():
     """A cluster of one node with one core, joined already: so its one process imports torch once
     for all.
     """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ TABLES: dict[str, Any] = {
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> dict[str, Any]:
+def photos(tmp_path):
     """The `[data]` of 64 small files of four classes."""
     from sklearn.datasets import load_digits
 
@@ -58,7 +57,7 @@ def test_four_epochs_decode_each_image_once(make, photos, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def crops(make: Any, photos: dict[str, Any]) -> Any:
+def crops(make, photos):
     """A recipe whose images are decoded by a process of its own."""
     options = {"epochs": 1, "workers": 1}
     return make(**TABLES, data=photos, augmentation={"crop_scale": [0.5, 1.0]}, train=options)

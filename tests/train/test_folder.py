@@ -28,7 +28,7 @@ def refused(recipe: Path, folder: Path, *words: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def recipe(tmp_path_factory):
     """A recipe's file; beside it `whole`, the run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("folder")
     (folder / "recipe.toml").write_text(to_toml(check_recipe(SMALL)))

@@ -77,7 +77,7 @@ def changes(folder: Path) -> Any:
 
 
 @pytest.fixture
-def mine(tmp_path: Path) -> Path:
+def mine(tmp_path):
     """A folder with a recipe, and its plugin of two modules."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
     (tmp_path / "mine").mkdir()

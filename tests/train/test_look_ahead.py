@@ -49,7 +49,7 @@ def retrieval_losses():
 
 
 @pytest.fixture
-def deaf(tmp_path: Path) -> str:
+def deaf(tmp_path):
     (tmp_path / "deafness.py").write_text(NO_GRADIENT)
     return str(tmp_path / "deafness.py")
 
@@ -104,7 +104,7 @@ def test_looking_ahead_changes_nothing(make):
 
 
 @pytest.fixture
-def photos(tmp_path: Path) -> Path:
+def photos(tmp_path):
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -89,7 +89,7 @@ def retrieval_trackers():
 
 
 @pytest.fixture
-def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def acme(tmp_path, monkeypatch):
     """The plugin above."""
     monkeypatch.setenv("TOLD", str(tmp_path / "told.jsonl"))
     (tmp_path / "acme.py").write_text(PLUGIN, encoding="utf-8")

@@ -38,7 +38,7 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: Any) -> None:
+def elsewhere(monkeypatch):
     """The trainer as it is on a device, whose numbers are not there yet."""
     for module in (trainer, step, loss):
         monkeypatch.setattr(module, "reads_at_once", lambda device: False)

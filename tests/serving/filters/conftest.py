@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import apsw
@@ -43,7 +43,7 @@ class Database:
 
 
 @pytest.fixture(scope="module")
-def database() -> Iterator[Database]:
+def database():
     connection = apsw.Connection(":memory:")
     yield Database(connection.execute)
     connection.close()
