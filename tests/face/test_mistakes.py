@@ -78,7 +78,7 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
 
     query = next(photos.glob("*/*.png"))
     for sources, batch, said in (
-        ([Image.new("L", (8, 8))], 32, "named by its path.* not an object of type Image"),
+        ([Image.new("L", (8, 8))], 32, "is the path of .* not an object of type Image"),
         (photos, 0, "batch must be at least 1, not 0"),
     ):
         with pytest.raises(DataError, match=said):

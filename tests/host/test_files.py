@@ -293,7 +293,7 @@ def test_who_loses_the_file_while_locking_it_leaves_none(tmp_path, monkeypatch):
             (tmp_path / ".out.lock").unlink()  # as the holder does just before it lets go
 
     monkeypatch.setattr(locks, "flock", late)
-    monkeypatch.setattr(locks, "_PATIENCE", -1.0)
+    monkeypatch.setattr(locks, "_RETRY_SECONDS", -1.0)
     with hold(tmp_path / "out", "x"):
         assert list(tmp_path.iterdir()) == [tmp_path / ".out.lock"]
     assert len(came) == 2

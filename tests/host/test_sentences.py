@@ -96,7 +96,7 @@ def test_sizes_that_a_loss_needs_are_named(recipe, cli):
         words = changed("miner=none", "loss.name=sized.arc", *sizes)
         done = cli(*words, "--plugin", "sized.py")
         assert done.code == 2 and f"weights have the shape ({size}, {number})" in done.err, done
-        assert "5 classes train (num_classes)" in done.err
+        assert "5 classes (num_classes)" in done.err
         assert "width 64 (embedding_size)" in done.err
 
 

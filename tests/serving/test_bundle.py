@@ -158,7 +158,7 @@ def test_no_bundle_is_a_sentence(tmp_path):
         Bundle.open(tmp_path)
     broken = (b"\xff\xfe{", b'{"format": 1' + b"[" * 100_000)
     unnumbered = (b"[]", b"{}", b'{"format": "1"}', b'{"format": true}')
-    for contents, says in ((broken, "damaged: not JSON"), (unnumbered, "has no format number")):
+    for contents, says in ((broken, "damaged: not JSON"), (unnumbered, "has no 'format' number")):
         for content in contents:
             (tmp_path / "manifest.json").write_bytes(content)
             with pytest.raises(BundleError, match=says):

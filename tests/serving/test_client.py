@@ -136,15 +136,15 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
     (tmp_path / "pipe.png").mkdir()
     with Client("http://127.0.0.1:1") as client:
         for work, says in (
-            (lambda: client.search(), "one of them"),
-            (lambda: client.search(b"x", id="a"), "one of them"),
+            (lambda: client.search(), "exactly one of"),
+            (lambda: client.search(b"x", id="a"), "exactly one of"),
             (lambda: client.search(tmp_path / "none.png"), "cannot be read"),
             (lambda: client.search(tmp_path / "pipe.png"), "is not a file"),
             (lambda: client.search(np.zeros((2, 2))), "uint8 array"),
             (lambda: client.search(vector=["a"]), "sequence of numbers"),
             (lambda: client.search(vector=[float("nan")]), "JSON"),
             (lambda: client.search(id="\ud800"), "surrogates"),
-            (lambda: client.search_batch(), "one of them"),
+            (lambda: client.search_batch(), "of images, of vectors or of ids"),
             (lambda: client.put("", b"x"), "one character"),
             (lambda: client.put("a", b"x", vector=[1.0]), "not both"),
             (lambda: client.put("a", b"x", metadata={"a": object()}), "a object"),

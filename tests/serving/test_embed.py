@@ -107,8 +107,8 @@ def test_an_index_refuses_the_vectors_of_another_bundle_and_of_unfinished_work(
     embedded(bundle_path, [photos / "1"], tmp_path / "w")
     with open_index(empty) as index:
         for says, source, options in (
-            ("this index is of", tmp_path / "v", {}),
-            ("one kind at a time", [tmp_path / "w", photos], {}),
+            ("this index has the bundle", tmp_path / "v", {}),
+            ("Add the folders in one call", [tmp_path / "w", photos], {}),
             ("holds no originals", tmp_path / "w", {"keep": "copy"}),
         ):
             refuses(says, index.add, source, progress=False, **options)

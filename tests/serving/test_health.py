@@ -151,7 +151,9 @@ def test_a_bundle_is_where_it_was_and_a_wrong_one_is_not(probing, options):
     for name, spoil in (("right", 0.0), ("near", 5e-5)):
         assert probe_fault(Bundle.open(probing(name, spoil, **options), threads=1)) is None
     fault = probe_fault(Bundle.open(probing("wrong", 3e-4, **options), threads=1))
-    assert "model is broken" in fault and "0.0003 away" in fault and "0.0001 is allowed" in fault
+    assert (
+        "model is broken" in fault and "differs by 0.0003" in fault and "0.0001 is allowed" in fault
+    )
 
 
 def test_a_variant_has_a_vector_of_its_own_and_its_own_tolerance(probing):

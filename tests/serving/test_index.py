@@ -219,7 +219,7 @@ def test_a_back_end_from_a_plugin(bundle_path, index_path, photos, tmp_path):
     ):
         query = flat.vector("1/0001.png")
         assert index.search(query, 9) == flat.search(query, 9)
-    with pytest.raises(StoreError, match=r"'broken\.brute' answered with"):
+    with pytest.raises(StoreError, match=r"'broken\.brute' returned"):
         create("broken", "return np.zeros((1, 1)), np.full((1, 1), 999)")
     assert not (tmp_path / "broken.i").exists() and not list(tmp_path.glob("*.partial"))
 

@@ -94,7 +94,7 @@ def test_a_batch_answers_as_its_searches_do(shared, index_path, photos):
                 ([], 400, '"queries" must be'),
                 ([{}], 400, "JSON must be"),
                 ([{"vector": [1]}, {"vector": [True]}], 400, 'entry 1: "vector" must be a list'),
-                ([{"vector": [1]}, {"vector": [1, 2]}], 422, "same number"),
+                ([{"vector": [1]}, {"vector": [1, 2]}], 422, "same length"),
                 ([{"id": key}, {"id": "no"}], 404, "Query 2"),
             )
         ),

@@ -135,7 +135,7 @@ def test_a_bundle_of_features_serves_behind_the_backbone_that_gave_them(
         assert index.add(photos, **QUIET).added == 1
         is_of(index, same, photos)
         wider = makers.make_bundle(tmp_path / "wide", kind="features", features=65)
-        says = r"takes 65 features, and the index .* keeps 64 of an item"
+        says = r"takes 65 features, and the index .* keeps 64 features per item"
         with pytest.raises(BundleError, match=says):
             index.migrate(wider, **QUIET)
         assert index.rollback(**QUIET).from_features == 1

@@ -77,7 +77,7 @@ class Hasty(Flat):
 def test_a_back_end_without_the_method_that_it_promises_is_named():
     backend = Hasty()
     backend.build(VECTORS[:50], lambda count: None)
-    with pytest.raises(PluginError, match=r"mine\.hasty.*has no search_selected\. Implement it"):
+    with pytest.raises(PluginError, match=r"mine\.hasty.*not implement search_selected\. Imp"):
         checked_search(backend, "mine.hasty", VECTORS[:1], 3, 50, np.arange(50) < 20)
 
 

@@ -73,7 +73,7 @@ def test_filters_agree_with_the_language(index, data):
 
 def test_one_process_opens_a_folder(index, process):
     result = process("-m", "retrieval.cli", "index", "list", index.address)
-    assert result.code == 2 and "takes one" in result.err and "Traceback" not in result.err
+    assert result.code == 2 and "allows only one" in result.err and "Traceback" not in result.err
 
 
 def test_names_and_servers_that_are_not_there(cli):

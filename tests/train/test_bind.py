@@ -42,7 +42,7 @@ def test_it_sees_the_head_as_it_is_now(make, tmp_path):
 
 
 def test_a_generator_that_swallows_the_head_is_refused_in_a_sentence(make, tmp_path):
-    says = r"Onto stores the head .* Keep it in a tuple: self\._head = \(head,\)\.$"
+    says = r"Onto\.bind\(head\) registers .* in a tuple instead: self\._head = \(head,\)\.$"
     with pytest.raises(PluginError, match=says):
         build_run(tmp_path, make(generator={**ONTO, "keep": True}))
 

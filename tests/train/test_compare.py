@@ -121,7 +121,7 @@ def test_a_folder_goes_on_only_with_its_own_comparison(tmp_path):
     plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "third": {"loss": 3}}, 2, 4, None, 5))
     kept = json.loads((tmp_path / "c" / "plan.json").read_text())
     assert list(kept["recipes"]) == ["a", "b", "third"] and kept["seeds"] == 5
-    says = r"search was 2 and is 3\.(.|\n)*folds was 4(.|\n)*'b' was changed"
+    says = r"search was 2 and is 3 now\.(.|\n)*folds was 4(.|\n)*'b' was changed"
     with pytest.raises(DataError, match=says):
         plan.settle(tmp_path / "c", Plan({"a": {"loss": 1}, "b": {"loss": 9}}, 3, 2, None, 3))
     (tmp_path / "c" / "plan.json").write_text("{", encoding="utf-8")

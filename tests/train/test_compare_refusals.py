@@ -24,20 +24,20 @@ def test_what_is_wrong_is_told_at_once(write, tmp_path):
     refused(tmp_path / "a.toml", good, tmp_path / "b.toml", out=out, says=says)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
     refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")
-    says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet': change the `name`"
+    says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. Change the `name`"
     refused(good, write("triplet", "other"), out=out, says=says)
     for options, says in (
         ({"seeds": 1}, "two seeds or two splits at least"),
-        ({"repeats": 0}, "1 or more"),
+        ({"repeats": 0}, "at least 1"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
-        ({"folds": 1}, "two folds"),
+        ({"folds": 1}, "folds must be at least 2"),
         ({"workers": 0}, "from 1 to 64"),
-        ({"search": -1}, "0 for none"),
+        ({"search": -1}, "must be 0 or more"),
     ):
         refused(good, write("proxy"), out=out, says=says, **options)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
-    refused(good, write("proxy"), out=tmp_path / "full", says="is no comparison")
+    refused(good, write("proxy"), out=tmp_path / "full", says="is not a comparison")
     assert not out.exists()
 
 
@@ -51,7 +51,7 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path
     }
     with pytest.raises(DataError) as caught:
         go([write("triplet", search=wrong), write("proxy", search=None)], out)
-    same = "sampler.classes: data, split, batches, epochs and backbone are the same"
+    same = "sampler.classes: data, split, batches, epochs and backbone must stay the same"
     for said in (
         "margin",
         same,
@@ -73,7 +73,7 @@ def test_a_search_that_cannot_be_is_refused_before_anything_runs(write, tmp_path
     ):
         searched = write("triplet", search={"loss.margin": margin})
         refused(searched, write("proxy"), out=out, says=says)
-    says = "6 classes, and each of 4 folds needs two"
+    says = "6 classes, but each of 4 folds needs two"
     refused(write("triplet"), write("proxy"), out=out, says=says, folds=4)
 
 

@@ -42,7 +42,7 @@ LOSSES = {
     "float": ["must give a scalar", "Do not call item()"],
     "dictionary": ["gave a dict;", "define compute_loss"],
     "none": ["gave None;"],
-    "nan": ["One batch in phase", "loss is nan", "loss broken.loss"],
+    "nan": ["On a trial batch of phase", "loss is nan", "loss broken.loss"],
     "detached": ["without a gradient", "Was it detached"],
     "raises": ["failed: KeyError: 'no such key'", "broken.py, line ", "retrieval --debug"],
     "memory": ["ran out of memory", "[sampler] classes × items"],
@@ -200,7 +200,10 @@ def test_on_the_command_line(cli, tmp_path, monkeypatch):
 
 NARROW = {**FITTED, "backbone": of("same", "width")}
 BEFORE_TRAINING = [
-    ({**FITTED, "learner": of("learner", "refuses")}, ["broken.learner refuses", "do not serve."]),
+    (
+        {**FITTED, "learner": of("learner", "refuses")},
+        ["broken.learner cannot be fitted", "do not serve."],
+    ),
     (NARROW, ["backbone broken.same gave", "of shape (18, 7)"]),
     (
         {**FITTED, "backbone": of("same", "raises")},

@@ -146,8 +146,11 @@ def test_what_cannot_be_or_go_together(make, tables, sentence):
             {"optimizer": {"lr_factor": {"backbone.layer.*": 2}}},
             "lr_factor: no parameter's name matches 'backbone.layer.*'",
         ),
-        ({"phase": [{"freeze": "stages:9"}]}, "freeze: stages:9, but the backbone has 2 stages"),
-        ({"schedule": {"warmup": "9 epochs"}}, "9 epochs are 27 steps, .*'train' has 6"),
+        (
+            {"phase": [{"freeze": "stages:9"}]},
+            "freeze: stages:9, but the backbone has only 2 stages",
+        ),
+        ({"schedule": {"warmup": "9 epochs"}}, "9 epochs takes 27 steps, .*'train' has only 6"),
         ({"phase": [{"freeze": ["backbone", "head", "loss"]}]}, "has parameters to train"),
     ],
 )
@@ -215,7 +218,7 @@ def test_the_end_says_if_few_classes_validated(make, tmp_path):
     split = {"by": "class", "validation": 0.4, "validation_by": "class"}
     tables = {**PLAIN, "split": split, "sampler": {"classes": 3, "items": 4, "batches": 1}}
     train(tmp_path / "run", make(**tables, train={"epochs": 1}), report=lines.append)
-    assert lines[-1].startswith("Only 2 classes validated")
+    assert lines[-1].startswith("The validation part has only 2 classes")
 
 
 def test_the_end_says_whether_the_backbone_gained_over_the_frozen_one(make, tmp_path):
@@ -276,7 +279,7 @@ def test_a_frozen_backbone_with_random_weights_is_warned_of(make, tmp_path):
 
     frozen = {**PLAIN, "backbone": {**STILL["backbone"], "frozen": True}}
     (warning,) = [line for line in run_one_batch(make(**frozen)) if line.startswith("warning")]
-    assert "toolbox.net is frozen, and its weights are random" in warning
+    assert "toolbox.net is frozen, but its weights are random" in warning
     source = fit(tmp_path, make(**PLAIN, train={"epochs": 1}), "source")
     options = {"epochs": 1, "start_from": str(source), "start_parts": ["backbone"]}
     started = make(**frozen, train=options)
@@ -367,7 +370,7 @@ def test_lora_trains_only_additions_and_its_bundle_is_the_unmerged_net(make, tmp
 
 def test_lora_names_the_layers_there_are(make, tmp_path):
     pytest.importorskip("peft", reason="the extra lora is not installed")
-    with pytest.raises(RecipeError, match=r"matches 'attn'. It has layers.0, layers.4"):
+    with pytest.raises(RecipeError, match=r"matches 'attn'. The names are layers.0, layers.4"):
         build_run(tmp_path, make(lora={"modules": ["attn"]}))
 
 

@@ -103,7 +103,7 @@ def test_killed_before_its_first_checkpoint_a_run_can_be_begun(recipe, tmp_path,
             said = refused(recipe, folder)
             assert "stopped before its first checkpoint. Resume it (--resume" in said
             result = begin(recipe, folder, "--resume")
-            assert "has no checkpoint yet: training begins again" in result.output
+            assert "has no checkpoint yet: training starts from the beginning" in result.output
         else:
             assert "it holds no recipe.toml" in refused(recipe, folder, "--resume")
             result = begin(recipe, folder)

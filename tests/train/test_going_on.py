@@ -94,8 +94,11 @@ def test_a_changed_plugin_is_said_and_the_runs_own_copy_goes_on(mine):
     train(mine, "whole")
     (mine / "mine" / "factors.py").write_text("FACTOR = 3.0\n")
     said = train(mine, "run", "--resume")
-    assert "The plugin 'mine' has changed since the run began (factors.py); the run goes on" in said
-    assert "with its own copy" in said and "--replace-plugins" in said
+    assert (
+        "The plugin 'mine' has changed since the run was started (factors.py); the run continues"
+        in said
+    )
+    assert "with its own copies" in said and "--replace-plugins" in said
     assert same(mine / "run", mine / "whole")
     # on the way to the next experiment
     (mine / "mine" / "__init__.py").write_text("def broken(:\n")
@@ -161,8 +164,8 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine):
     train(mine, "whole", "phase.1.epochs=2")
     train(mine, "run")
     for change, says in (
-        ("phase.0.epochs=2", "the phase 'head' is over, after 1 epochs"),
-        ("train.epochs=5", r"no effect with \[\[phase\]\]\. Set .*phase\.1\.epochs"),
+        ("phase.0.epochs=2", "the phase 'head' has ended after 1 epochs"),
+        ("train.epochs=5", r"no effect in a recipe with \[\[phase\]\]\. Set .*phase\.1\.epochs"),
     ):
         refused(mine, "run", "--resume", change, says=says)
     train(mine, "run", "--resume", "phase.1.epochs=2")
@@ -185,7 +188,10 @@ def test_what_else_differs_is_refused_by_name_and_nothing_is_touched(mine):
     for words, says in (
         (["optimizer.lr=0.5"], rf"{rate}.*Only these may change: train\.epochs"),
         (["optimizer.lr=0.5", "train.epochs=9", "loss.margin=2.0"], loss),
-        (["train.epochs=1"], "has begun epoch 2 of the phase 'train' already: 1 would be fewer"),
+        (
+            ["train.epochs=1"],
+            "has already begun epoch 2 of the phase 'train', so the phase cannot have only 1",
+        ),
     ):
         refused(mine, "run", "--resume", *words, says=says)
     assert files(mine / "run") == before
@@ -230,7 +236,7 @@ def test_training_starts_from_the_weights_of_another_run(mine, monkeypatch):
     shutil.rmtree(mine / "a")  # a run that began needs it no more
     train(mine, "b", *still, "train.start_from=a", "--resume", "train.epochs=3")
     retrieval("evaluate", mine / "b")
-    says = "start_from: .*a is not a run with a checkpoint"
+    says = "start_from: .*a is neither a checkpoint nor a run that has one"
     refused(mine, "c", "train.start_from=a", says=says)
     assert not (mine / "c").exists()
 
@@ -242,9 +248,9 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_shape(mine):
     with pytest.raises(RetrievalError) as caught:
         train(mine, "b", *wider)
     for sentence in (
-        "head.0.weight is (4, 4) in that run, and (6, 4) here",
-        "head.0.bias is (4,) in that run, and (6,) here",
-        'Take what fits: [train] start_parts = ["backbone", "combiner"].',
+        "head.0.weight has shape (4, 4) in that run, but (6, 4) here",
+        "head.0.bias has shape (4,) in that run, but (6,) here",
+        'Load only the parts that match: [train] start_parts = ["backbone", "combiner"].',
     ):
         assert sentence in str(caught.value)
     train(mine, "b", *wider, 'train.start_parts=["backbone"]')

@@ -82,7 +82,7 @@ def test_a_compiled_backbone_trains_nearly_the_same_and_is_plain_again(make, tmp
 
 def test_without_a_compiler_that_is_said(make, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "no-g++"))
-    says = r"compile: on a CPU torch\.compile needs a C\+\+ compiler, and .*no-g"
+    says = r"compile: on a CPU, torch\.compile needs a C\+\+ compiler, but .*no-g"
     with pytest.raises(RecipeError, match=says):
         train(tmp_path / "run", make(train={"compile": True, "device": "cpu"}))
     assert not (tmp_path / "run").exists()

@@ -249,7 +249,6 @@ def settle(folder: Path, plan: Plan) -> None:
         if name in before.recipes and json.loads(json.dumps(table)) != before.recipes[name]:
             changed.append(f"the recipe '{name}' was changed.")
     if changed:
-        raise DataError(
-            listed(f"{folder} holds another comparison", changed) + " Choose another output."
-        )
+        lines = changed[0] if len(changed) == 1 else "\n  - ".join(["", *changed]) + "\n"
+        raise DataError(f"{folder} holds another comparison: {lines} Choose another output.")
     write_json(file, {**asdict(plan), "recipes": {**before.recipes, **plan.recipes}}, DataError)
