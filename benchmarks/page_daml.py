@@ -24,10 +24,7 @@ def real() -> str:
             behind += [name] if middle + half < 0 else []
         level = len(trained) - len(ahead) - len(behind)
         gaining, losing = ("; ".join(names) or "none" for names in (ahead, behind))
-        return (
-            f"those that gain are {gaining}; those that lose: {losing}; of {level} the interval"
-            " holds 0"
-        )
+        return f"gains: {gaining}; losses: {losing}; for {level} the interval holds 0"
 
     better = [entry["set"] for entry in raw if float(entry["gain"].split(" ± ")[0]) > 0]
     untrained = (
@@ -47,10 +44,10 @@ def real() -> str:
     return f"""{markdown(head, [[entry[column] for column in head] for entry in found])}
 
 Ten splits, paired; gains over one metric in points with 95 % intervals, which are somewhat too narrow. Of {len(trained)} comparisons, in Recall@1 {counted("gain")}. In MAP@R {counted("gain of MAP@R")}.{untrained}
-Learned weights less even ones: {weighed}.
+Learned weights minus even weights: {weighed}.
 
-**These gains depend on which candidates are tried.** Margins and rates were six at first; with all ten some rows choose otherwise, and so change their gain in Recall@1: {fragile or "none"}. `benchmarks/results/daml_real.md` has
-MAP@R, and which rates lie at an end of those tried."""
+**These gains depend on which candidates are tried.** At first six combinations of margin and rate were tried. With all ten, some rows select another one, which changes their gain in Recall@1: {fragile or "none"}. `benchmarks/results/daml_real.md` has
+MAP@R, and which of the chosen rates are the lowest or highest tried."""
 
 
 BLOCKS = {"daml-real": real}

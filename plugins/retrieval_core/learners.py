@@ -52,13 +52,13 @@ class PCA(LinearMap):
         self.mean_, self.components_ = fitted.mean_, fitted.components_
         if self.whiten:
             scale = np.sqrt(fitted.explained_variance_)[:, None]
-            # As in scikit-learn, a direction without variance stays small; it would become noise.
+            # As in scikit-learn, a direction without variance stays small; scaled up it is noise.
             self.components_ = self.components_ / np.maximum(scale, np.finfo(np.float64).eps)
         return self
 
 
 class LDA(LinearMap):
-    """Linear discriminants: directions that maximise variance between over variance within classes.
+    """Linear discriminants: directions with much variance between classes and little within.
 
     Fisher, "The Use of Multiple Measurements in Taxonomic Problems", 1936; scikit-learn's
     `LinearDiscriminantAnalysis` with its eigenvalue solver.

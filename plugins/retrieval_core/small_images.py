@@ -58,7 +58,7 @@ EMNIST_COUNTS = {
     "letters": ((124_800, 26), (20_800, 26)),
     "mnist": ((60_000, 10), (10_000, 10)),
 }
-"""Numbers of images and classes on both sides of each variant.
+"""Numbers of images and classes in the train and test splits of each variant.
 
 The paper's table has fewer letters (88,800 and 14,800) than the files.
 """
@@ -94,7 +94,7 @@ def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset
     """Load Fashion-MNIST: 70,000 grey images of 28 × 28 pixels in ten classes, with its split.
 
     Xiao, Rasul & Vollgraf, "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
-    Algorithms", 2017. The metadata of an item name its class, such as "Sneaker".
+    Algorithms", 2017. The metadata of each item give the name of its class, such as "Sneaker".
 
     Args:
         folder: folder of the four idx files, gzipped or not. By default it is the folder of

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from scipy.linalg import blas
 
 Floats = NDArray[np.floating[Any]]
-_SIM = math.exp(2.0) - 1.0  # e² − 1, which makes d_sim τ at the largest distance, 2
-_DIS = 1.0 - math.exp(-2.0)  # 1 − e⁻², which makes d_dis 2 there
+_SIM = math.exp(2.0) - 1.0  # e² − 1, so that d_sim equals τ at the largest distance, 2
+_DIS = 1.0 - math.exp(-2.0)  # 1 − e⁻², so that d_dis equals 2 there
 Rule = Literal["exp", "linear", "paper"]
 TINY = 1e-12
 """An embedding shorter than this counts as zero: its unit vector and its gradient are 0."""
@@ -29,7 +29,7 @@ def similar_threshold(distance: Floats, tau: float) -> Floats:
 
 
 def dissimilar_threshold(distance: Floats, tau: float) -> Floats:
-    """Return d_dis (Eq 11), from 2 − τ to 2; it increases with the distance, never below it."""
+    """Return d_dis (Eq 11), from 2 − τ to 2: it grows with the distance and is never below it."""
     return (2.0 - tau) - tau / _DIS * np.expm1(-distance)
 
 

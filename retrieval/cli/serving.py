@@ -164,7 +164,7 @@ def search_command(
     "--deadline",
     default=Settings.deadline,
     type=Number(0.1, _DAY),
-    help="Seconds to answer a complete request before it fails with status 503.",
+    help="Seconds to answer a request after it has arrived; then it fails with status 503.",
 )
 @click.option(
     "--log-format",
@@ -274,7 +274,9 @@ def remove(name: str, path: Path) -> None:
 @click.argument("url")
 @click.option("--index", metavar="NAME", help="Name of the index, if the server has several.")
 @click.option("--connections", default=4, type=click.IntRange(1, 64), help="Concurrent requests.")
-@click.option("--batch", default=16, type=click.IntRange(1), help="Most images per request.")
+@click.option(
+    "--batch", default=16, type=click.IntRange(1), help="Maximum number of images per request."
+)
 def push_command(folder: Path, url: str, index: str | None, connections: int, batch: int) -> None:
     """Add the images below FOLDER to the index of the search server at URL.
 
@@ -299,7 +301,7 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
         try:
             report = client.push(folder, connections=connections, batch=batch, progress=show)
         except KeyboardInterrupt:
-            say(f"{done:,} images were done. The same command goes on.", err=True)
+            say(f"{done:,} images were sent. Run the same command again to continue.", err=True)
             raise
     files = "file" if report.left_out == 1 else "files"
     say(

@@ -127,7 +127,7 @@ def neighbours(
 
 
 def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
-    """Draw validation items, evenly spaced, with their nearest others, as pixels (H, W, 3)."""
+    """Draw every n-th validation item with its nearest others, as pixels (H, W, 3)."""
     from retrieval.evaluation.neighbors import Search
     from retrieval.run.open import ItemCodes
 

@@ -209,7 +209,7 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(served, empty, folder,
         pushing.send_signal(signal.SIGINT)
         _, content = pushing.communicate(timeout=30)
         assert pushing.returncode == 130, content
-        assert "The same command goes on." in content and "Traceback" not in content
+        assert "Run the same command again" in content and "Traceback" not in content
         there = client.index().items
         assert 2 <= there < total
         done = push(process, server, folder)
