@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
@@ -31,12 +33,17 @@ WAITING_CHANGES = 16
 WAITING_SNAPSHOTS = 4
 WAITING_PICTURES = 64
 _PICTURE_THREADS = 8
+_MOMENT_SECONDS = 0.002
 
 T = TypeVar("T")
 
 
 class Turns:
-    """A thread pool with a bounded queue; jobs that do not fit into the queue are refused.
+    """A thread pool with a bounded queue, which refuses further jobs.
+
+    A thread that wakes up runs all waiting jobs and wakes the event loop once, because waking costs
+    as much as a small search. With a plain pool, a search of eight clients takes twice the CPU
+    time. Jobs that still wait after 2 ms get the next thread.
 
     Args:
         what: the kind of jobs, for error messages, such as "searches".
@@ -50,21 +57,19 @@ class Turns:
     ) -> None:
         self._what, self._at_once, self._room = what, at_once, at_once + waiting
         self._threads = ThreadPoolExecutor(at_once, what, prepare)
-        self._jobs = set[Future[Any]]()
-
-    @property
-    def busy(self) -> bool:
-        """Whether a job runs or waits."""
-        return bool(self._jobs)
+        self._queue = deque[tuple[asyncio.Future[Any], Callable[[], Any]]]()
+        self._done = deque[tuple[asyncio.Future[Any], Any, BaseException | None]]()
+        self._pending = self.busy = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
         """Number of jobs that wait for a thread."""
-        return max(0, len(self._jobs) - self._at_once)
+        return max(0, self._pending - self._at_once)
 
     def require_room(self) -> None:
         """Raise a RequestError 503 if the queue is full."""
-        if len(self._jobs) >= self._room:
+        if self._pending >= self._room:
             raise busy(f"too many {self._what} are waiting")
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -73,23 +78,68 @@ class Turns:
         A job that has begun runs to its end, even if its caller is cancelled.
         """
         self.require_room()
-        queued, trail, todo = perf_counter(), TRAIL.get() or Trail(), [work]
+        queued, trail, loop = perf_counter(), TRAIL.get() or Trail(), asyncio.get_running_loop()
 
         def begin() -> T:
             if trail.has_left():
                 raise ClientDisconnect
             trail.note("wait", perf_counter() - queued)
-            return todo.pop()()
+            return work()
 
-        job = self._threads.submit(contextvars.copy_context().run, begin)
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        # the pool keeps a cancelled job until a thread is free; this lets go of its data
-        job.add_done_callback(lambda job: todo.clear())
-        return await asyncio.wrap_future(job)
+        job = loop.create_future(), partial(contextvars.copy_context().run, begin)
+        self._pending += 1
+        self._queue.append(job)
+        if self._timer is None:  # a delay of 0 still collects the requests that came together
+            self._timer = loop.call_later(_MOMENT_SECONDS * bool(self.busy), self._tick, loop)
+        try:
+            result: T = await job[0]
+            return result
+        except asyncio.CancelledError:
+            with suppress(ValueError):
+                self._queue.remove(job)
+                self._pending -= 1
+            raise
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Return finished jobs to their callers, and wake a thread if jobs wait."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._done:
+            self._pending -= 1
+            future, result, error = self._done.popleft()
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+        waiting = len(self._queue)
+        if waiting and self.busy < self._at_once:
+            self.busy, waiting = self.busy + 1, waiting - 1
+            self._threads.submit(self._work, loop)
+        if waiting:
+            self._timer = loop.call_later(_MOMENT_SECONDS, self._tick, loop)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run jobs until none waits. Runs in a thread."""
+        with suppress(IndexError):
+            while True:
+                future, work = self._queue.popleft()
+                try:
+                    self._done.append((future, work(), None))
+                except BaseException as error:
+                    self._done.append((future, None, error))
+        with suppress(RuntimeError):  # the server has ended
+            loop.call_soon_threadsafe(self._rest, loop)
+
+    def _rest(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.busy -= 1
+        self._tick(loop)
 
     def close(self) -> None:
         """Drop the waiting jobs and end the threads."""
+        self._queue.clear()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
