@@ -112,8 +112,11 @@ class Push:
             async with asyncio.TaskGroup() as group:
                 for _ in range(connections):
                     group.create_task(self._work())
-        except* (ServerError, DataError) as faults:
-            raise faults.exceptions[0] from None
+        except ExceptionGroup as faults:  # in Python 3.11.2, `except*` raises another group
+            for fault in faults.exceptions:
+                if isinstance(fault, ServerError | DataError):
+                    raise fault from None
+            raise
         ends = (counts["added"], counts["replaced"], counts["there"], kinds[False])
         return PushReport(*ends, tuple(sorted(self._bad)))
 

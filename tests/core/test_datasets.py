@@ -345,7 +345,7 @@ GOOD = {"features": np.zeros((3, 2), np.float32), "labels": np.array(["a", "b", 
 @pytest.mark.parametrize(
     ("arrays", "sentences"),
     [
-        ({"labels": None}, ["no array 'labels', only: features"]),
+        ({"labels": None}, ["no array 'labels' (it has: features)"]),
         ({"features": None, "labels": None}, ["no array 'features'", "no array 'labels'"]),
         (
             {"features": np.array([[1, np.nan], [1, 1], [np.inf, 0]])},

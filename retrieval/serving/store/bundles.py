@@ -88,7 +88,9 @@ def kept_bundle(sha256: str, pieces: Callable[[], Iterable[bytes]]) -> Path:
 
 def _plain(info: tarfile.TarInfo) -> tarfile.TarInfo:
     """Remove owner, mode and time from a tar entry, so that equal bundles give equal pieces."""
-    return info.replace(mtime=0, mode=0o644, uid=0, gid=0, uname="", gname="", deep=False)
+    info.mtime = info.uid = info.gid = 0
+    info.mode, info.uname, info.gname = 0o644, "", ""
+    return info
 
 
 def _fetch(pieces: Iterable[bytes], packed: IO[bytes]) -> None:
