@@ -19,7 +19,8 @@ Fashion-MNIST).
 
 A set's splits are drawn by `retrieval compare --splits 3`. Each setting is judged on two folds of
 the training classes. Every net on a set has the same layers, batches and epochs. The rate of every
-net is searched over three decades, and with it the parameter that a method's paper tunes.
+net is searched over three decades, and with it the parameter that a method's paper tunes (N-pair
+and lifted have the rate alone).
 """
 
 from __future__ import annotations
