@@ -244,6 +244,7 @@ def test_table(digits):
         ({"gallery": np.ones((2, 3)), "gallery_labels": [1, 2]}, "2 columns"),
         ({"codes": np.full((3, 2), np.nan)}, "diverged"),
         ({"codes": np.ones(3)}, r"codes have shape \(3,\): codes must be a matrix"),
+        ({"codes": np.ones(5), "labels": [1]}, r"shape \(5,\): codes must be a matrix"),
         ({"codes": torch.ones(5), "labels": [1]}, r"codes have shape \(5,\)"),
         ({"gallery": np.ones(2), "gallery_labels": [1]}, r"gallery codes have shape \(2,\)"),
     ],

@@ -230,7 +230,7 @@ MORE = "no more pairs than"
             {"count": 60},
             f"{MORE} 20 of one class and 25 of two classes; 10 folds of 3 of each kind need more",
         ),
-        ([5, 5], {"count": 30}, "30 pairs cannot be drawn, half of them same, in 10 equal folds"),
+        ([5, 5], {"count": 30}, "half of them same, in 10 equal folds: take a multiple of 20"),
         ([5, 5], {"folds": 1}, "folds = 1 is too few"),
         ([9], {}, "they are of one class, so no two differ"),
         ([1, 1, 1], {}, "no class has two items, so no two are the same"),

@@ -302,7 +302,9 @@ def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
         ("--pairs", written, "--folds", "3"): "states its own 2 folds",
         ("--pairs", "gone.csv"): "gone.csv does not exist",
         ("--draw", "999998"): "999,998 pairs cannot be drawn",
-        ("--protocol", "retrieval", "--draw", 20, "--seed", 1): "Leave --draw and --seed out with",
     }.items():
         done = cli(*evaluate, *wrong)
         assert done.code == 2 and says in " ".join(done.err.split()) and "Traceback" not in done.err
+    done = cli("evaluate", "runs/digits", "--draw", 20, "--seed", 1)
+    says = "Leave --draw and --seed out with --protocol retrieval"
+    assert done.code == 2 and says in " ".join(done.err.split())

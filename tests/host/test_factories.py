@@ -149,8 +149,8 @@ def test_unknown_and_given_parameters():
         """
         return margin, embedding_size
 
-    unknown = "[loss] margn: acme.thing has no such parameter (it has: margin). Did you mean 'mar"
-    assert only(loss, margn=1).startswith(unknown)
+    unknown = "[loss] margn: acme.thing has no such parameter (it has: margin)."
+    assert only(loss, margn=1).startswith(f"{unknown} Did you mean 'margin'?")
     given = "[loss] embedding_size: is given by the host (width of the codes); remove it."
     assert only(loss, embedding_size=1) == given
     assert read(loss).parameters[1].default_text == "given by the host"

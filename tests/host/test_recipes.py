@@ -37,7 +37,11 @@ MISTAKES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"split": {"test": 1.5}}, "[split] test", ["(≥ 0, < 1) or list of", "not 1.5"]),
     ({"augmentation": {"crop_scale": [0.5, 0.2]}}, "[augmentation]", ["smallest ≤ largest"]),
     ({"optimizer": {"lr": float("inf")}}, "[optimizer] lr", ["(> 0), not inf"]),
-    ({"optimizer": {"lr_factor": {"hed": 2}}}, "[optimizer] lr_factor", ["'hed'", "'head'?"]),
+    (
+        {"optimizer": {"lr_factor": {"hed": 2}}},
+        "[optimizer] lr_factor",
+        ["'hed' selects", "'head'?"],
+    ),
     ({"optimizer": {"options": {"dcay": 1}}}, "[optimizer] options.dcay", ["AdamW takes no"]),
     ({"schedule": {"name": "cosin"}}, "[schedule] name", ["there is no schedule 'cosin'"]),
     (
@@ -100,7 +104,10 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
     ({**GENERATOR, **FIXED}, ["everything.fixed takes no `ref_emb`", "everything.margin"]),
     ({**GENERATOR, **several("margin", "fixed")}, ["everything.several takes no `ref_emb`"]),
     ({**MINER, **FIXED}, ["everything.fixed has no use for them", "everything.margin"]),
-    ({**COMBINER, **DISTANCE}, ["[loss] distance: [combiner] everything.cosine is the distance"]),
+    (
+        {**COMBINER, **DISTANCE},
+        ["[loss] distance: [combiner] everything.cosine is the distance already"],
+    ),
     ({**COMBINER, "head": {"identity": True}}, [f"[head] identity: {BRINGS}"]),
     ({**COMBINER, "head": {"hidden": [8]}}, [f"[head] hidden: {BRINGS}"]),
     ({**COMBINER, "head": {"normalize": False}}, ["[head] normalize: a [combiner] brings"]),

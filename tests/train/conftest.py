@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
 from comparing import LOSSES, PLUGIN
 from comparing import RECIPE as COMPARED
 from retrieval.recipe.read import Recipe, check_recipe, to_toml
 from retrieval.training.trainer import Trainer, train
 from torch.distributed import TCPStore
-from trained_weights import apart, log, same
+from trained_weights import apart, log, same, weights
 
 TOOLBOX = str(Path(__file__).with_name("toolbox.py"))
 
@@ -175,6 +176,11 @@ def trains_as_one(processes, tmp_path):
         for name in recipes:
             one, several = tmp_path / f"{name} one", tmp_path / name
             assert apart(one, several) < within, name
+            for which in ("last", "best"):
+                expected, actual = weights(one, which), weights(several, which)
+                assert expected.keys() == actual.keys()
+                for key, value in expected.items():
+                    torch.testing.assert_close(actual[key], value, rtol=1e-4, atol=1e-5)
             for ours, theirs in zip(log(one), log(several), strict=True):
                 assert ours["lr"] == theirs["lr"]
                 assert ours["loss"] == pytest.approx(theirs["loss"], rel=loss)

@@ -24,7 +24,8 @@ def test_what_is_wrong_is_told_at_once(write, tmp_path):
     refused(tmp_path / "a.toml", good, tmp_path / "b.toml", out=out, says=says)
     bad = [write("one", loss={"name": "pml.tripled"}), write("two", train={"epoch": 1})]
     refused(*bad, out=out, says=r"one\.toml(.|\n)*pml.tripled(.|\n)*two\.toml(.|\n)*epochs")
-    says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. Change the `name`"
+    says = r"^\S+triplet\.toml and \S+other\.toml are both called 'triplet'\. "
+    says += r"Change the `name` in one of them\.$"
     refused(good, write("triplet", "other"), out=out, says=says)
     for options, says in (
         ({"seeds": 1}, "two seeds or two splits at least"),
