@@ -303,11 +303,10 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
         except KeyboardInterrupt:
             say(f"{done:,} images were sent. Run the same command again to continue.", err=True)
             raise
-    files = "file" if report.left_out == 1 else "files"
     say(
         f"{report.added:,} images added, {report.replaced:,} replaced, {report.unchanged:,} there"
-        f" already, {len(report.bad):,} refused; {report.left_out:,} {files} left out, being no"
-        " images by their names."
+        f" already, {len(report.bad):,} refused; {report.left_out:,} left out, because their names"
+        " do not end like an image's."
     )
     for id, why in report.bad:
         say(f"{id}: {why}", err=True)

@@ -10,7 +10,7 @@ from retrieval.errors import DataError
 from retrieval.host.walk import IMAGE_EXTENSIONS, files_below, leads_nowhere
 from retrieval.serving.images import FORMATS, HEAD_BYTES, STARTS
 
-NO_IMAGE = "no image"
+NO_IMAGE = "not an image"
 """The most frequent reason for leaving out a file."""
 _MAX_LISTED = 3
 """Largest number of file names in a sentence."""
@@ -32,8 +32,7 @@ class ImageFiles:
 
     Attributes:
         images: image files, sorted.
-        left_out: other files by reason. The reasons follow the word "being" in `notes`, such as "no
-            image".
+        left_out: other files by reason, such as "not an image".
         nowhere: broken links, sorted. They may have led to images or folders of images.
     """
 
@@ -44,8 +43,8 @@ class ImageFiles:
     def notes(self, folder: Path) -> list[str]:
         """Return one sentence per reason, with the number of files and the first names."""
         return [
-            f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out, being"
-            f" {reason}: {_some(files, folder)}."
+            f"{folder}: {len(files):,} file{'s are' if len(files) > 1 else ' is'} left out"
+            f" ({reason}): {_some(files, folder)}."
             for reason, files in self.left_out.items()
         ]
 
@@ -94,18 +93,18 @@ def find_images(folder: Path) -> ImageFiles:
 def _reason(path: Path) -> str | None:
     """Return why a file is left out, or `None` for an image."""
     if not path.is_file():
-        return "no regular file"
+        return "not a regular file"
     if path.suffix.lower() in IMAGE_EXTENSIONS:
         return None
     try:
         with path.open("rb") as file:
             head = file.read(HEAD_BYTES)
     except OSError as error:
-        return f"not to be read ({error.strerror or error})"
+        return f"cannot be read: {error.strerror or error}"
     kind = next((name for name, fits in _KNOWN.items() if fits(head)), None)
     if kind is None:
         return NO_IMAGE
-    return None if kind in FORMATS else f"{kind}, which is not read here"
+    return None if kind in FORMATS else f"{kind}, which is not supported"
 
 
 def _some(files: Sequence[Path], folder: Path) -> str:

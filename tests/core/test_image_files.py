@@ -60,15 +60,15 @@ def test_what_is_left_out_is_counted_with_its_reason(photos, tmp_path):
     actual = find_images(photos)
     assert len(actual.images) == 120
     assert {reason: [path.name for path in files] for reason, files in actual.left_out.items()} == {
-        "no image": ["notes.txt"],
-        "JPEG 2000, which is not read here": ["scan.jp2"],
-        "Photoshop, which is not read here": ["old.psd"],
-        "no regular file": ["pipe.png"],
+        "not an image": ["notes.txt"],
+        "JPEG 2000, which is not supported": ["scan.jp2"],
+        "Photoshop, which is not supported": ["old.psd"],
+        "not a regular file": ["pipe.png"],
     }
-    assert f"{photos}: 1 file is left out, being no image: 0/notes.txt." in actual.notes(photos)
+    assert f"{photos}: 1 file is left out (not an image): 0/notes.txt." in actual.notes(photos)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.jp2").write_bytes(b"\xff\x4f\xff\x51")
-    with pytest.raises(DataError, match=r"holds no image .*1 file is left out, being JPEG 2000"):
+    with pytest.raises(DataError, match=r"holds no image .*1 file is left out \(JPEG 2000"):
         find_images(tmp_path / "empty")
 
 
@@ -79,7 +79,7 @@ def test_the_dataset_says_so_and_lists_what_cannot_be_read(photos, caplog):
     values = {"name": "core.image_folder", "folder": str(photos), "skip_bad": True}
     data = plugins.build("datasets", values)
     assert len(data) == 120
-    assert "being JPEG 2000, which is not read here: 1/scan.jp2." in caplog.text
+    assert "(JPEG 2000, which is not supported): 1/scan.jp2." in caplog.text
     assert "2 of 122 images cannot be read and are left out:\n  - " in caplog.text  # a list
     assert sum(note.startswith("left out: ") and "is damaged" in note for note in data.notes) == 2
     assert any("JPEG 2000" in note for note in data.notes)
@@ -96,11 +96,11 @@ def test_the_run_and_the_index_keep_it(photos, tmp_path, cli, monkeypatch):
     done = cli("train", "r.toml", "--output", "run")
     assert done.code == 0, done.err
     notes = json.loads(Path("run/run.json").read_text())["notes"]
-    assert any("being JPEG 2000, which is not read here: 1/scan.jp2." in note for note in notes)
+    assert any("(JPEG 2000, which is not supported): 1/scan.jp2." in note for note in notes)
     assert any(
         note.startswith("left out: ") and "photos/0/cut is damaged" in note for note in notes
     )
     assert cli("export", "run").code == 0
     done = cli("index", "create", "i", "photos", "--bundle", "run/bundle", "--skip-bad")
     assert done.code == 0 and "Indexed 120 items" in done.out and "1 skipped" in done.out, done.err
-    assert "photos: 1 file is left out, being no image: 0/notes.txt." in done.err
+    assert "photos: 1 file is left out (not an image): 0/notes.txt." in done.err

@@ -187,7 +187,7 @@ def test_every_bad_file_is_told_at_the_end_and_the_good_ones_are_there(
     (folder / os.fsdecode(b"\xff.png")).write_bytes(b"x")
     done = push(process, server, folder, "--batch", "100")
     assert done.code == 2, done.err
-    counts = f"{sound} images added, 0 replaced, 0 there already, 5 refused; 1 file left out"
+    counts = f"{sound} images added, 0 replaced, 0 there already, 5 refused; 1 left out"
     assert counts in done.out
     for name in ("0/text.png: ", "1/large.jpg: ", "empty.gif: ", "gone.png: ", ".png: Its name"):
         assert name in done.err

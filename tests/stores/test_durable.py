@@ -5,7 +5,9 @@ import os
 import shutil
 import signal
 import sys
+import zlib
 
+import numpy as np
 import pytest
 from retrieval.errors import StoreError
 from retrieval.serving.bundle import Bundle
@@ -15,6 +17,7 @@ from retrieval.serving.store.folder import check_record, create_local
 from retrieval.serving.store.local import LocalStore
 from retrieval.serving.store.record import value
 from retrieval.serving.store.structure import StructureChoice
+from retrieval.serving.store.view import BLOCK, Array
 from stored import VECTORS, items
 
 
@@ -46,6 +49,18 @@ def test_altered_arrays_are_not_given(store, bundle, tmp_path):
     opened = LocalStore(tmp_path / "i", upkeep=False)
     with opened, pytest.raises(StoreError, match="is missing"):
         opened.compact()
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_block_of_a_row_that_spans_several_is_verified(tmp_path, block):
+    width = BLOCK  # a row of four blocks
+    content = bytearray(np.zeros((2, width), np.float32))
+    sums = {b: zlib.crc32(content[b * BLOCK : (b + 1) * BLOCK]) for b in range(8)}
+    content[(4 + block) * BLOCK + 77] ^= 1
+    (tmp_path / "rows").write_bytes(content)
+    Array(tmp_path / "rows", width).verify(2, sums, np.array([0]))
+    with pytest.raises(StoreError, match="was altered"):
+        Array(tmp_path / "rows", width).verify(2, sums, np.array([1]))
 
 
 @pytest.mark.parametrize("left", ["cut", "zeros"])

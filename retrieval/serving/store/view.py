@@ -247,8 +247,8 @@ class Array:
         blocks = set(range(-(-len(content) // BLOCK)))
         if rows is not None:
             size = 4 * self.width
-            ends = np.concatenate([rows * size // BLOCK, (rows * size + size - 1) // BLOCK])
-            blocks &= set(ends.tolist())
+            offsets = np.append(np.arange(0, size, BLOCK), size - 1)
+            blocks &= set(((rows[:, None] * size + offsets) // BLOCK).ravel().tolist())
         for block in sorted(blocks - self._verified):
             if zlib.crc32(content[block * BLOCK : (block + 1) * BLOCK]) != sums.get(block):
                 raise damage_error(self.path, "was altered")
