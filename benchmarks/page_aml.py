@@ -83,12 +83,22 @@ def findings() -> str:
 
 def held_out() -> str:
     """Differences on sets that were chosen by rule."""
+    measured = [
+        (size, entry)
+        for heading, size in (("All of the training part", "all"), ("Ten items", "ten a class"))
+        for entry in rows("aml_heldout", heading, 1)
+    ]
+    first, better = next(iter(measured[0][1])), "sets where the first is better"
+    number = measured[0][1][better].split()[-1]
     lines = []
-    for heading, size in (("All of the training part", "all"), ("Ten items", "ten a class")):
-        for entry in rows("aml_heldout", heading, 1):
-            lines.append([size, *entry.values()])
+    for size, entry in measured:
+        methods = entry[first].replace(" − ", " less ")
+        for name, setting in (("AML", "α = β = 1"), ("GMML", "t = .5")):
+            methods = methods.replace(f"{name}, {setting}", f"{name} ({setting})")
+        rest = {**entry, better: entry[better].split()[0]}
+        lines.append([size, methods, *list(rest.values())[1:]])
     head = ["items", "difference of errors, points"]
-    head += list(rows("aml_heldout", "All of", 1)[0])[1:]
+    head += [f"{x} (of {number})" if x == better else x for x in list(measured[0][1])[1:]]
     return markdown(head, lines)
 
 
