@@ -30,14 +30,14 @@ def real() -> str:
         for entry in rows("daml_real", "Several metrics", 1)
     )
     weighed = "; ".join(
-        f"{entry['set']} {entry['Recall@1']} in Recall@1, {entry['MAP@R']} in MAP@R"
+        f"{entry['set']} {entry['Recall@1']}, {entry['MAP@R']}"
         for entry in rows("daml_real", "Several metrics", 2)
     )
     return f"""{markdown(columns, lines)}
 
 In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the same splits, in points, with its 95 % interval, and is bold if
 the interval leaves out 0. The splits share items, which makes the intervals somewhat too narrow.{untrained}
-Learned weights minus even weights: {weighed}.
+Learned minus even weights, in Recall@1 and MAP@R: {weighed}.
 
 **The gains depend on the settings tried.** At first each row chose among six combinations of margin and rate, later among ten. Rows that then chose another one, with their gains in Recall@1: {fragile or "none"}.
 `benchmarks/results/daml_real.md` has MAP@R, and says which of the chosen rates are the lowest or highest tried."""
