@@ -8,28 +8,20 @@ from page_tables import rows
 
 def real() -> str:
     """Whether several metrics gain on real data."""
-    found = rows("daml_real", "Several metrics")
-    head = ["set", "row", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
-    trained = [
-        entry for entry in found if entry["gain"] and not entry["row"].startswith("not trained")
+    measured = rows("daml_real", "Several metrics")
+    columns = ["set", "row", "Recall@1", "gain", "MAP@R", "gain of MAP@R"]
+    lines = [
+        [clear(entry[name]) if name.startswith("gain") else entry[name] for name in columns]
+        for entry in measured
     ]
-    raw = [entry for entry in found if entry["row"].startswith("not trained")]
-
-    def counted(column: str) -> str:
-        ahead, behind = [], []
-        for entry in trained:
-            middle, half = (float(part) for part in entry[column].split(" ± "))
-            name = f"{entry['set']}: {entry['row']} {entry[column]}"
-            ahead += [name] if middle - half > 0 else []
-            behind += [name] if middle + half < 0 else []
-        level = len(trained) - len(ahead) - len(behind)
-        gaining, losing = ("; ".join(names) or "none" for names in (ahead, behind))
-        return f"gains: {gaining}; losses: {losing}; for {level} the interval holds 0"
-
-    better = [entry["set"] for entry in raw if float(entry["gain"].split(" ± ")[0]) > 0]
+    better = [
+        entry["set"]
+        for entry in measured
+        if entry["row"].startswith("not trained") and float(entry["gain"].split(" ± ")[0]) > 0
+    ]
     untrained = (
-        " Features that are not trained have the higher mean Recall@1 than one metric on"
-        f" {', '.join(better)}."
+        f" On {', '.join(better)}, features that are not trained have a higher mean Recall@1 than"
+        " one metric."
         if better
         else ""
     )
@@ -38,16 +30,25 @@ def real() -> str:
         for entry in rows("daml_real", "Several metrics", 1)
     )
     weighed = "; ".join(
-        f"{entry['set']} {entry['Recall@1']} in Recall@1, {entry['MAP@R']} in MAP@R"
+        f"{entry['set']} {entry['Recall@1']}, {entry['MAP@R']}"
         for entry in rows("daml_real", "Several metrics", 2)
     )
-    return f"""{markdown(head, [[entry[column] for column in head] for entry in found])}
+    return f"""{markdown(columns, lines)}
 
-Ten splits, paired; gains over one metric in points with 95 % intervals, which are somewhat too narrow. Of {len(trained)} comparisons, in Recall@1 {counted("gain")}. In MAP@R {counted("gain of MAP@R")}.{untrained}
-Learned weights minus even weights: {weighed}.
+In %, mean ± standard deviation of ten random splits. A gain is the difference to one metric on the same splits, in points, with its 95 % interval, and is bold if
+the interval leaves out 0. The splits share items, which makes the intervals somewhat too narrow.{untrained}
+Learned minus even weights, in Recall@1 and MAP@R: {weighed}.
 
-**These gains depend on which candidates are tried.** At first six combinations of margin and rate were tried. With all ten, some rows select another one, which changes their gain in Recall@1: {fragile or "none"}. `benchmarks/results/daml_real.md` has
-MAP@R, and which of the chosen rates are the lowest or highest tried."""
+**The gains depend on the settings tried.** At first each row chose among six combinations of margin and rate, later among ten. Rows that then chose another one, with their gains in Recall@1: {fragile or "none"}.
+`benchmarks/results/daml_real.md` has MAP@R, and says which of the chosen rates are the lowest or highest tried."""
+
+
+def clear(gain: str) -> str:
+    """Return a gain "mean ± half width", bold if its interval leaves out 0."""
+    if not gain:
+        return gain
+    middle, half = (float(part) for part in gain.split(" ± "))
+    return f"**{gain}**" if abs(middle) > half else gain
 
 
 BLOCKS = {"daml-real": real}

@@ -651,12 +651,12 @@ def overview(titles: Sequence[str]) -> str:
             own = [row for row in raw if (row["set"], row["recipe"]) == (name, title)]
             means = [np.mean([row["metrics"][m] for row in own]) for m in METRICS] if own else []
             texts = (
-                [*(decimals(float(mean)) for mean in means), f"{seconds(own):.0f} s"] if own else []
+                [*(decimals(float(mean)) for mean in means), f"{seconds(own):.0f}"] if own else []
             )
             cells.append(", ".join(texts))
         if any(cells[1:]):
             lines.append(cells)
-    return markdown(["Recall@1, MAP@R, CPU time", *TITLES], lines)
+    return markdown(["Recall@1, MAP@R, CPU seconds", *TITLES], lines)
 
 
 BLOCKS = {
