@@ -22,16 +22,6 @@ DIRECT = 2**22
 """Up to this many elements, `all_pairs` computes all pairs at once, and autograd stores them."""
 Metrics = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
-__all__ = [
-    "LocalMetrics",
-    "Metrics",
-    "UnitParts",
-    "ViewMaps",
-    "Weight",
-    "all_pairs",
-    "split",
-    "widened",
-]
 LOW = 0.05
 """Training warns of a metric whose mean weight is below this: it has almost no effect."""
 SHARP = 0.6
