@@ -32,11 +32,7 @@ QUANTILES = (0.1, 0.5, 0.9)  # of the weights, in the log
 
 
 def all_pairs(
-    function: PairFunction,
-    query: Tensor,
-    reference: Tensor,
-    *parameters: Tensor,
-    width: int,
+    function: PairFunction, query: Tensor, reference: Tensor, *parameters: Tensor, width: int
 ) -> Tensor:
     """Return `function` of all pairs; compute many pairs in blocks of rows, to save memory.
 

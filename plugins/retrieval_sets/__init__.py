@@ -29,12 +29,7 @@ def retrieval_datasets() -> Factories:
     names = {
         "classes": ("caltech101", "caltech256", "cifar100", "dtd", "food101"),
         "fine_grained": ("cars196", "cub200"),
-        "large": (
-            "google_landmarks_v2",
-            "in_shop",
-            "inaturalist2018",
-            "stanford_online_products",
-        ),
+        "large": ("google_landmarks_v2", "in_shop", "inaturalist2018", "stanford_online_products"),
         "reid": ("market1501", "vehicle_id", "veri776"),
     }
     return {name: f"retrieval_sets.{home}:{name}" for home in names for name in names[home]}

@@ -261,14 +261,7 @@ def in_shop(
         split, role = _ROLES[status]
         rows.append(Row(path, item, split, role, boxes.get(path)))
     return assemble(
-        IN_SHOP,
-        images,
-        rows,
-        problems,
-        counts,
-        where=folder,
-        crop=crop,
-        skip_bad=skip_bad,
+        IN_SHOP, images, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
     )
 
 
