@@ -136,7 +136,7 @@ def test_what_is_long(index):
     assert index.original("kept") == original
     long = item("long", metadata={"a": "é" * 40_000}, original=b"x")
     with pytest.raises(
-        retrieval.errors.DataError, match=r"'long' has 80,\d+ bytes of label, metadata"
+        retrieval.errors.DataError, match=r"'long' has 80,\d+ bytes of id, label, metadata"
     ):
         index.upsert([item("good"), long], opened().sha256)
     assert index.count() == 21 and index.settings()["fields"] == ["price", "tags"]
