@@ -141,5 +141,5 @@ else:
         "retrieval.serving.index.index_backend": ["IndexBackend"],
     }
     _MODULES = {"stores": "retrieval.serving.store", "testing": "retrieval.serving.store.testing"}
-    __getattr__, __dir__ = lazy(__name__, _HOMES, modules=_MODULES)
+    __getattr__, __dir__ = lazy(__name__, _HOMES, _MODULES)
     __all__ = sorted(["lazy", *_MODULES, *(name for names in _HOMES.values() for name in names)])

@@ -37,5 +37,5 @@ def retrieval_losses() -> Factories:
 
 # Factories are names of the package, too, and are imported on first use.
 __getattr__, __dir__ = lazy(
-    __name__, retrieval_learners(), retrieval_generators(), retrieval_losses()
+    __name__, [retrieval_learners(), retrieval_generators(), retrieval_losses()]
 )

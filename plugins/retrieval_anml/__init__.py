@@ -51,7 +51,9 @@ def retrieval_losses() -> Factories:
 # Factories are names of the package, too, and are imported on first use.
 __getattr__, __dir__ = lazy(
     __name__,
-    retrieval_learners(),
-    retrieval_losses(),
-    {"retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"]},
+    [
+        retrieval_learners(),
+        retrieval_losses(),
+        {"retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"]},
+    ],
 )

@@ -172,10 +172,12 @@ def retrieval_stores() -> Factories:
 # Factories are names of the package, too, and are imported on first use.
 __getattr__, __dir__ = lazy(
     __name__,
-    retrieval_backbones(),
-    retrieval_datasets(),
-    retrieval_learners(),
-    retrieval_losses(),
-    retrieval_generators(),
-    {"retrieval_core.samplers": ["HardClasses", "Hierarchical", "RandomItems"]},
+    [
+        retrieval_backbones(),
+        retrieval_datasets(),
+        retrieval_learners(),
+        retrieval_losses(),
+        retrieval_generators(),
+        {"retrieval_core.samplers": ["HardClasses", "Hierarchical", "RandomItems"]},
+    ],
 )

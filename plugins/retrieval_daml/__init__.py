@@ -73,5 +73,6 @@ def retrieval_report_panels(run: Run) -> dict[str, bytes]:
 
 # Factories are names of the package, too, and are imported on first use.
 __getattr__, __dir__ = lazy(
-    __name__, retrieval_generators(), retrieval_losses(), retrieval_miners(), retrieval_combiners()
+    __name__,
+    [retrieval_generators(), retrieval_losses(), retrieval_miners(), retrieval_combiners()],
 )

@@ -57,17 +57,19 @@ def retrieval_losses() -> Factories:
 # Factories are names of the package, too, and are imported on first use.
 __getattr__, __dir__ = lazy(
     __name__,
-    retrieval_learners(),
-    retrieval_combiners(),
-    retrieval_losses(),
-    {
-        "retrieval_oahu.spaces": ["Spaces"],
-        "retrieval_oahu.streams": [
-            "ClickLog",
-            "Closure",
-            "from_labels",
-            "in_chunks",
-            "with_closure",
-        ],
-    },
+    [
+        retrieval_learners(),
+        retrieval_combiners(),
+        retrieval_losses(),
+        {
+            "retrieval_oahu.spaces": ["Spaces"],
+            "retrieval_oahu.streams": [
+                "ClickLog",
+                "Closure",
+                "from_labels",
+                "in_chunks",
+                "with_closure",
+            ],
+        },
+    ],
 )

@@ -137,7 +137,7 @@ def test_a_token_that_is_refused(text, guarded, cli, monkeypatch):
             "?tls=true&ca={folder}/nonsense.pem",
             "The certificates {folder}/nonsense.pem cannot be read: ",
         ),
-        ("?ca={ca}", "write ?tls=true&ca=FILE."),
+        ("?ca={ca}", "Write ?tls=true&ca=FILE."),
         ("?timeout=1", "If the server speaks TLS, write ?tls=true."),
         ("?tls=true&ca={ca}&database=nowhere", "database not found[database=nowhere]"),
     ],
