@@ -28,7 +28,7 @@ def lazy(
     texts), or a list of both. `modules` are modules by their name in the package.
     """
     home: dict[str, str] = {}
-    tables = [homes] if isinstance(homes, Mapping) else homes
+    tables: Sequence[Mapping[str, Any]] = [homes] if isinstance(homes, Mapping) else homes
     for key, value in (entry for table in tables for entry in table.items()):
         if isinstance(value, str):
             module, _, name = value.partition(":")
