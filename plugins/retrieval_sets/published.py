@@ -217,9 +217,10 @@ def assemble(
     """
     if not rows and not problems:
         problems.append("its lists name no image.")
-    train, test = ({row.label for row in rows if row.split == side} for side in ("train", "test"))
-    if apart and (both := train & test):
-        problems.append(f"{len(both):,} {apart} are on both sides, training and test.")
+    if apart:
+        sides = ({row.label for row in rows if row.split == side} for side in ("train", "test"))
+        if both := set.intersection(*sides):
+            problems.append(f"{len(both):,} {apart} are on both sides, training and test.")
     problems += _path_problems(images, rows)
     problems += _role_problems(rows, strict=counts == "published")
     if counts == "published":
