@@ -16,36 +16,26 @@ if TYPE_CHECKING:
     from retrieval_aml.geometric_mean import GeometricMeanLoss as GeometricMeanLoss
     from retrieval_aml.gmml import GMML as GMML
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_aml.aml": ["AML"],
-        "retrieval_aml.confusion": ["Confusion"],
-        "retrieval_aml.geometric_mean": ["GeometricMeanLoss"],
-        "retrieval_aml.gmml": ["GMML"],
-    },
-)
-
 
 @hookimpl
 def retrieval_learners() -> Factories:
     """Linear maps under which similar pairs are near and dissimilar pairs are far."""
-    from retrieval_aml import AML, GMML
-
-    return {"aml": AML, "gmml": GMML}
+    return {"aml": "retrieval_aml.aml:AML", "gmml": "retrieval_aml.gmml:GMML"}
 
 
 @hookimpl
 def retrieval_generators() -> Factories:
     """The generator of negatives that mislead the current metric most, in closed form."""
-    from retrieval_aml import Confusion
-
-    return {"confusion": Confusion}
+    return {"confusion": "retrieval_aml.confusion:Confusion"}
 
 
 @hookimpl
 def retrieval_losses() -> Factories:
     """The objective of the learners as a loss for deep networks."""
-    from retrieval_aml import GeometricMeanLoss
+    return {"geometric_mean": "retrieval_aml.geometric_mean:GeometricMeanLoss"}
 
-    return {"geometric_mean": GeometricMeanLoss}
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(
+    __name__, [retrieval_learners(), retrieval_generators(), retrieval_losses()]
+)

@@ -250,6 +250,7 @@ def _exponential_slopes(s: Floats) -> Floats:
     return slopes
 
 
+@dataclass(eq=False, repr=False)
 class AML(PairLearner):
     """A metric trained like GMML, on pairs and on the most misleading pairs near them.
 
@@ -300,35 +301,18 @@ class AML(PairLearner):
         True
     """
 
-    objective_: float
-
-    def __init__(
-        self,
-        alpha: Positive = 1.0,
-        beta: Positive = 1.0,
-        t: Share = 0.5,
-        regularization: NotNegative = 0.0,
-        prior: Prior = None,
-        n_pairs: Count | Literal["paper"] | None = None,
-        balance: bool = True,
-        standardize: bool = False,
-        tol: Positive = 1e-6,
-        max_iter: Count = 500,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.beta = beta
-        self.t = t
-        self.regularization = regularization
-        self.prior = prior
-        self.n_pairs = n_pairs
-        self.balance = balance
-        self.standardize = standardize
-        self.tol = tol
-        self.max_iter = max_iter
-        self.seed = seed
-        self.random_state = random_state
+    alpha: Positive = 1.0
+    beta: Positive = 1.0
+    t: Share = 0.5
+    regularization: NotNegative = 0.0
+    prior: Prior = None
+    n_pairs: Count | Literal["paper"] | None = None
+    balance: bool = True
+    standardize: bool = False
+    tol: Positive = 1e-6
+    max_iter: Count = 500
+    seed: int | None = None
+    random_state: int | None = None
 
     def adversarial_pairs(self, pairs: ArrayLike, similar: ArrayLike) -> Floats:
         """Return the adversarial pairs π, π′ (Eq 9) under the learned metric.

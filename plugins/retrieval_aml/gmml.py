@@ -410,6 +410,7 @@ def _refuse_missing(moments: Moments) -> None:
             )
 
 
+@dataclass(eq=False, repr=False)
 class GMML(PairLearner):
     """A linear map under which similar pairs are near and dissimilar pairs far, in closed form.
 
@@ -450,23 +451,13 @@ class GMML(PairLearner):
         True
     """
 
-    def __init__(
-        self,
-        t: Share = 0.5,
-        regularization: NotNegative = 0.0,
-        prior: Prior = None,
-        n_pairs: Count | Literal["paper"] | None = None,
-        standardize: bool = False,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.t = t
-        self.regularization = regularization
-        self.prior = prior
-        self.n_pairs = n_pairs
-        self.standardize = standardize
-        self.seed = seed
-        self.random_state = random_state
+    t: Share = 0.5
+    regularization: NotNegative = 0.0
+    prior: Prior = None
+    n_pairs: Count | Literal["paper"] | None = None
+    standardize: bool = False
+    seed: int | None = None
+    random_state: int | None = None
 
     def _learn(
         self, similar: NDArray[np.floating[Any]], dissimilar: NDArray[np.floating[Any]]

@@ -25,43 +25,35 @@ if TYPE_CHECKING:
     from retrieval_anml.similarity_losses import MinedDANMLoss as MinedDANMLoss
     from retrieval_anml.similarity_losses import NPairLoss as NPairLoss
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_anml.linear_learners": ["LANML", "PNCA"],
-        "retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"],
-        "retrieval_anml.similarity_losses": [
-            "DANMLoss",
-            "ImprovedLiftedLoss",
-            "ImprovedNPairLoss",
-            "ImprovedProxyNCALoss",
-            "LiftedLoss",
-            "MinedDANMLoss",
-            "NPairLoss",
-        ],
-    },
-)
-
 
 @hookimpl
 def retrieval_learners() -> Factories:
     """Linear maps that bring items nearer to their class than to other classes."""
-    from retrieval_anml import LANML, PNCA
-
-    return {"lanml": LANML, "pnca": PNCA}
+    learners = "retrieval_anml.linear_learners"
+    return {"lanml": f"{learners}:LANML", "pnca": f"{learners}:PNCA"}
 
 
 @hookimpl
 def retrieval_losses() -> Factories:
     """The deep losses: DANML, the losses that the paper improves, and their original forms."""
-    import retrieval_anml as anml
-
+    losses = "retrieval_anml.similarity_losses"
     return {
-        "danml": anml.DANMLoss,
-        "danml_mined": anml.MinedDANMLoss,
-        "improved_lifted": anml.ImprovedLiftedLoss,
-        "lifted": anml.LiftedLoss,
-        "improved_npair": anml.ImprovedNPairLoss,
-        "npair": anml.NPairLoss,
-        "improved_proxy_nca": anml.ImprovedProxyNCALoss,
+        "danml": f"{losses}:DANMLoss",
+        "danml_mined": f"{losses}:MinedDANMLoss",
+        "improved_lifted": f"{losses}:ImprovedLiftedLoss",
+        "lifted": f"{losses}:LiftedLoss",
+        "improved_npair": f"{losses}:ImprovedNPairLoss",
+        "npair": f"{losses}:NPairLoss",
+        "improved_proxy_nca": f"{losses}:ImprovedProxyNCALoss",
     }
+
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(
+    __name__,
+    [
+        retrieval_learners(),
+        retrieval_losses(),
+        {"retrieval_anml.log_exp_means": ["gamma_for_mean_of_k_smallest", "log_exp_mean"]},
+    ],
+)

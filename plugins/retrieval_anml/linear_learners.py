@@ -6,6 +6,7 @@ import inspect
 import math
 import numbers
 import warnings
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -173,6 +174,7 @@ def _flat(value_and_gradient: tuple[float, Floats]) -> tuple[float, Floats]:
     return value_and_gradient[0], value_and_gradient[1].ravel()
 
 
+@dataclass(eq=False, repr=False)
 class LANML(NeighborhoodLearner):
     """A linear map that brings items nearer to their own class than to the other classes.
 
@@ -239,41 +241,22 @@ class LANML(NeighborhoodLearner):
         True
     """
 
-    def __init__(
-        self,
-        gamma1: Finite = -1.0,
-        gamma2: Positive = 8.0,
-        regularization: NotNegative = 0.1,
-        margin: Positive = 1.0,
-        neighbors: Count | Literal["all"] | None = None,
-        loss: Literal["hinge", "smooth_hinge", "logistic"] = "smooth_hinge",
-        width: Positive = 0.1,
-        standardize: bool = True,
-        n_components: Count | None = None,
-        max_queries: Count | None = 5000,
-        max_iter: Count = 100,
-        tol: Positive = 1e-5,
-        seed: int | None = None,
-        k1: int | None = None,
-        k2: Count | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.gamma1 = gamma1
-        self.gamma2 = gamma2
-        self.regularization = regularization
-        self.margin = margin
-        self.neighbors = neighbors
-        self.loss = loss
-        self.width = width
-        self.standardize = standardize
-        self.n_components = n_components
-        self.max_queries = max_queries
-        self.max_iter = max_iter
-        self.tol = tol
-        self.seed = seed
-        self.random_state = random_state
-        self.k1 = k1
-        self.k2 = k2
+    gamma1: Finite = -1.0
+    gamma2: Positive = 8.0
+    regularization: NotNegative = 0.1
+    margin: Positive = 1.0
+    neighbors: Count | Literal["all"] | None = None
+    loss: Literal["hinge", "smooth_hinge", "logistic"] = "smooth_hinge"
+    width: Positive = 0.1
+    standardize: bool = True
+    n_components: Count | None = None
+    max_queries: Count | None = 5000
+    max_iter: Count = 100
+    tol: Positive = 1e-5
+    seed: int | None = None
+    k1: int | None = None
+    k2: Count | None = None
+    random_state: int | None = None
 
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None
@@ -326,6 +309,7 @@ class LANML(NeighborhoodLearner):
             raise ValueError(f"neighbors is {self.neighbors}; it must be at least 1.")
 
 
+@dataclass(eq=False, repr=False)
 class PNCA(NeighborhoodLearner):
     """A linear map that maximises the accuracy of a soft nearest-neighbour classifier.
 
@@ -361,29 +345,16 @@ class PNCA(NeighborhoodLearner):
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
-    def __init__(
-        self,
-        alpha: Positive = 1.0,
-        form: Literal["mean", "sum"] = "mean",
-        regularization: NotNegative = 0.0,
-        standardize: bool = True,
-        n_components: Count | None = None,
-        max_queries: Count | None = 5000,
-        max_iter: Count = 100,
-        tol: Positive = 1e-5,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.form = form
-        self.regularization = regularization
-        self.standardize = standardize
-        self.n_components = n_components
-        self.max_queries = max_queries
-        self.max_iter = max_iter
-        self.tol = tol
-        self.seed = seed
-        self.random_state = random_state
+    alpha: Positive = 1.0
+    form: Literal["mean", "sum"] = "mean"
+    regularization: NotNegative = 0.0
+    standardize: bool = True
+    n_components: Count | None = None
+    max_queries: Count | None = 5000
+    max_iter: Count = 100
+    tol: Positive = 1e-5
+    seed: int | None = None
+    random_state: int | None = None
 
     def _neighborhoods(
         self, x: NDArray[np.floating[Any]], codes: NDArray[np.intp], queries: int | None

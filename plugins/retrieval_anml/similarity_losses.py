@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -212,14 +213,7 @@ class MinedDANMLoss(DANMLoss):
         )
         if not epsilon >= 0:
             raise ValueError(f"epsilon is {epsilon} and must be at least 0")
-        rule = self.rule
-        self.rule = Rule(
-            rule.gamma1,
-            rule.gamma2,
-            rule.positive_threshold,
-            rule.negative_threshold,
-            epsilon=epsilon,
-        )
+        self.rule = replace(self.rule, epsilon=epsilon)
 
 
 class ImprovedLiftedLoss(SimilarityLoss):
@@ -419,7 +413,7 @@ def pairs_by_round(labels: Tensor, ref_labels: Tensor | None) -> tuple[Tensor, T
 
 
 @traits(ref_emb=False, miner=False)
-class ImprovedProxyNCALoss(SimilarityLoss):
+class ImprovedProxyNCALoss(DANMLoss):
     """Proxy-NCA with γ₁, γ₂ and thresholds: DANML whose positives and negatives are proxies.
 
     Song, Nie, Han & Li, "Adaptive Neighborhood Metric Learning", table 3; the paper has no equation
@@ -459,15 +453,11 @@ class ImprovedProxyNCALoss(SimilarityLoss):
         distance: Distance = None,
         reducer: Reducer = None,
     ) -> None:
-        super().__init__(distance, reducer)
-        check_gammas(gamma1, gamma2)
-        p, q = check_thresholds(positive_threshold, negative_threshold)
-        if outer not in ("logistic", "identity", "hinge"):
-            raise ValueError(f'outer is "{outer}" and must be "logistic", "identity" or "hinge"')
+        super().__init__(
+            gamma1, gamma2, positive_threshold, negative_threshold, outer, margin, distance, reducer
+        )
         # Because d = 2 − 2s, the gap of distances with γ is twice the gap of similarities with 2γ.
-        self.rule = Rule(2 * abs(gamma1), 2 * gamma2, p, q)
-        self.outer = outer
-        self.margin = (1.0 if outer == "hinge" else 0.0) if margin is None else margin
+        self.rule = replace(self.rule, gamma1=2 * abs(gamma1), gamma2=2 * gamma2)
         self.proxies = nn.Parameter(F.normalize(torch.randn(classes, embedding_size)))
 
     def compute_loss(

@@ -45,35 +45,6 @@ if TYPE_CHECKING:
     from retrieval_core.vectors import features as features
     from retrieval_core.vectors import parquet as parquet
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_core.barlow_twins": ["BarlowTwins"],
-        "retrieval_core.contextual_loss": ["Contextual"],
-        "retrieval_core.convnet": ["ConvNet", "Features", "Pixels"],
-        "retrieval_core.distillation_loss": ["distillation"],
-        "retrieval_core.embedding_generators": ["EmbeddingExpansion", "SymmetricalSynthesis"],
-        "retrieval_core.folders": ["image_folder", "manifest"],
-        "retrieval_core.learners": ["LDA", "NCA", "PCA"],
-        "retrieval_core.lfw": ["lfw_people"],
-        "retrieval_core.matryoshka_loss": ["matryoshka"],
-        "retrieval_core.metrix_loss": ["Metrix", "MetrixMultiSimilarity", "MetrixProxyAnchor"],
-        "retrieval_core.other_libraries": ["huggingface", "torchvision_dataset"],
-        "retrieval_core.partial_fc": ["PartialFC"],
-        "retrieval_core.pretrained": [
-            "efficientnet_lite0",
-            "efficientnet_lite1",
-            "efficientnet_lite2",
-            "timm_model",
-            "torchvision_model",
-        ],
-        "retrieval_core.recall_loss": ["RecallAtK"],
-        "retrieval_core.samplers": ["HardClasses", "Hierarchical", "RandomItems"],
-        "retrieval_core.small_images": ["cifar10", "digits", "emnist", "fashion_mnist"],
-        "retrieval_core.vectors": ["features", "parquet"],
-    },
-)
-
 
 @hookimpl
 def retrieval_backbones() -> Factories:
@@ -196,3 +167,17 @@ def retrieval_stores() -> Factories:
     from retrieval.serving.store.place import retrieval_stores as built_in
 
     return built_in()
+
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(
+    __name__,
+    [
+        retrieval_backbones(),
+        retrieval_datasets(),
+        retrieval_learners(),
+        retrieval_losses(),
+        retrieval_generators(),
+        {"retrieval_core.samplers": ["HardClasses", "Hierarchical", "RandomItems"]},
+    ],
+)

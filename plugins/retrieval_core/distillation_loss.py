@@ -141,11 +141,5 @@ def distillation(
             f"{teacher} holds embeddings of {len(vectors):,} items, but the training data have"
             f" {classes:,}: the file belongs to other photos"
         )
-    return Distillation(
-        torch.from_numpy(vectors).float(),
-        torch.from_numpy(labels).long(),
-        cosine,
-        relational,
-        loss,
-        loss_weight,
-    )
+    embeddings, items = torch.from_numpy(vectors).float(), torch.from_numpy(labels).long()
+    return Distillation(embeddings, items, cosine, relational, loss, loss_weight)

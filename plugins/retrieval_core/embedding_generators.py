@@ -18,11 +18,7 @@ class HardestOfClass(Generator):
     classmates = True
 
     def forward(
-        self,
-        anchor: Tensor,
-        positive: Tensor,
-        negative: Tensor,
-        classmate: Tensor | None = None,
+        self, anchor: Tensor, positive: Tensor, negative: Tensor, classmate: Tensor | None = None
     ) -> Tensor:
         """Return synthetic negatives (T, C).
 

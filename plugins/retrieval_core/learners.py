@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
@@ -17,6 +18,7 @@ Floats = NDArray[np.floating[Any]]
 Count = Annotated[int, Field(ge=1)]
 
 
+@dataclass(eq=False, repr=False)
 class PCA(LinearMap):
     """Principal components: the directions of largest variance; labels are ignored.
 
@@ -32,17 +34,10 @@ class PCA(LinearMap):
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
-    def __init__(
-        self,
-        n_components: Count | None = None,
-        whiten: bool = False,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.n_components = n_components
-        self.whiten = whiten
-        self.seed = seed
-        self.random_state = random_state
+    n_components: Count | None = None
+    whiten: bool = False
+    seed: int | None = None
+    random_state: int | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike | None = None) -> Self:
         """Learn from features (N, F); labels are ignored."""
@@ -57,6 +52,7 @@ class PCA(LinearMap):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class LDA(LinearMap):
     """Linear discriminants: directions with much variance between classes and little within.
 
@@ -71,13 +67,8 @@ class LDA(LinearMap):
             overfitting with many features and few items.
     """
 
-    def __init__(
-        self,
-        n_components: Count | None = None,
-        shrinkage: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto",
-    ) -> None:
-        self.n_components = n_components
-        self.shrinkage = shrinkage
+    n_components: Count | None = None
+    shrinkage: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""
@@ -92,6 +83,7 @@ class LDA(LinearMap):
         return self
 
 
+@dataclass(eq=False, repr=False)
 class NCA(LinearMap):
     """Neighbourhood components: a map that maximises the accuracy of a soft nearest neighbour.
 
@@ -108,21 +100,12 @@ class NCA(LinearMap):
         random_state: scikit-learn's name for `seed`. Set only one of them, or both to one number.
     """
 
-    def __init__(
-        self,
-        n_components: Count | None = None,
-        init: Literal["auto", "pca", "lda", "identity", "random"] = "auto",
-        max_iter: Count = 50,
-        tol: Annotated[float, Field(gt=0)] = 1e-5,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.n_components = n_components
-        self.init = init
-        self.max_iter = max_iter
-        self.tol = tol
-        self.seed = seed
-        self.random_state = random_state
+    n_components: Count | None = None
+    init: Literal["auto", "pca", "lda", "identity", "random"] = "auto"
+    max_iter: Count = 50
+    tol: Annotated[float, Field(gt=0)] = 1e-5
+    seed: int | None = None
+    random_state: int | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Learn from features (N, F) and labels (N,)."""

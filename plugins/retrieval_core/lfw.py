@@ -73,15 +73,10 @@ def lfw_people(
         if restricted:
             problems.append("restricted = true needs a view with lists, but view = 'none'.")
     else:
-        sides = _sides(
-            folder if lists is None else lists,
-            lists is None,
-            view,
-            fold,
-            restricted,
-            keys,
-            problems,
-        )
+        # If the folder is a link, its parent and the parent of its target are searched.
+        around = [folder, folder.absolute().parent, folder.resolve().parent]
+        places = list(dict.fromkeys(around)) if lists is None else [lists]
+        sides = _sides(places, view, fold, restricted, keys, problems)
     if problems:
         refuse(str(folder), problems)
     kept = sorted(sides)
@@ -116,20 +111,11 @@ def _name_problems(keys: list[str]) -> list[str]:
 
 
 def _sides(
-    folder: Path,
-    around: bool,
-    view: str,
-    fold: int,
-    restricted: bool,
-    keys: list[str],
-    problems: list[str],
+    places: list[Path], view: str, fold: int, restricted: bool, keys: list[str], problems: list[str]
 ) -> Sides:
     """Return the side of each item of a view; add the problems of the lists to `problems`."""
     word = "pairs" if restricted else "people"
     names = [f"{word}.txt"] if view == "folds" else [f"{word}DevTrain.txt", f"{word}DevTest.txt"]
-    # If the folder is a link, its parent and the parent of its target are searched.
-    near = [folder.absolute().parent, folder.resolve().parent] if around else []
-    places = list(dict.fromkeys([folder, *near]))
     lists_by_name = {
         name: next((p / name for p in places if (p / name).is_file()), None) for name in names
     }

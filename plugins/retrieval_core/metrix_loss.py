@@ -195,12 +195,7 @@ class MetrixProxyAnchor(CheckedLoss):
         self.scale, self.margin, self.alpha, self.weight = scale, margin, alpha, weight
 
     def compute_loss(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        indices_tuple: Any,
-        ref_emb: Tensor,
-        ref_labels: Tensor,
+        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
     ) -> dict[str, Any]:
         """Return the loss as one number."""
         part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,28 +106,13 @@ def fashion_mnist(folder: Path | None = None, download: bool = False) -> Dataset
         DataError: the data set is missing, a file is damaged, or the download failed.
     """
     source = _fashion_folder(folder, download)
-    images, numbers, splits = [], [], []
+    parts = []
     for split, prefix in (("train", "train"), ("test", "t10k")):
-        pixels = read_idx(_file(source, f"{prefix}-images-idx3-ubyte"), 3)
-        classes = read_idx(_file(source, f"{prefix}-labels-idx1-ubyte"), 1)
+        pixels, classes = _idx_pair(source, prefix)
         if len(pixels) != len(classes) or (len(classes) and classes.max() >= len(FASHION)):
             raise DataError(f"The {split} images and labels in {source} do not belong together.")
-        images.append(pixels)
-        numbers += classes.tolist()
-        splits += [split] * len(pixels)
-    keys = [
-        f"{split}/{i}"
-        for split, part in zip(("train", "test"), images, strict=True)
-        for i in range(len(part))
-    ]
-    named = [{"class": name} for name in FASHION]
-    return ArrayDataset(
-        np.concatenate(images),
-        [str(number) for number in numbers],
-        keys,
-        splits=splits,
-        metadata=[named[number] for number in numbers],
-    )
+        parts.append(Part(split, split, pixels, classes.tolist()))
+    return _joined(parts, str, [{"class": name} for name in FASHION].__getitem__)
 
 
 def _fashion_folder(folder: Path | None, download: bool) -> Path:
@@ -153,6 +138,12 @@ def _fashion_folder(folder: Path | None, download: bool) -> Path:
         lambda: FashionMNIST(str(downloads), download=True),
     )
     return raw
+
+
+def _idx_pair(folder: Path, prefix: str) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return images (N, H, W) and labels (N,) from two idx files."""
+    images = _file(folder, f"{prefix}-images-idx3-ubyte")
+    return read_idx(images, 3), read_idx(_file(folder, f"{prefix}-labels-idx1-ubyte"), 1)
 
 
 def _file(folder: Path, name: str) -> Path:
@@ -185,41 +176,25 @@ def emnist(
     """
     if not folder.is_dir():
         raise DataError(f"[data] folder: {folder} is not a folder.")
-    images, numbers, splits, keys = [], [], [], []
+    parts = []
     for split in ("train", "test"):
-        pixels = read_idx(_file(folder, f"emnist-{variant}-{split}-images-idx3-ubyte"), 3)
-        labels = read_idx(_file(folder, f"emnist-{variant}-{split}-labels-idx1-ubyte"), 1)
+        pixels, labels = _idx_pair(folder, f"emnist-{variant}-{split}")
         if len(pixels) != len(labels):
             raise DataError(
                 f"EMNIST's {split} files in {folder} hold {len(pixels):,} images and"
                 f" {len(labels):,} labels; they do not belong together."
             )
-        images.append(pixels.transpose(0, 2, 1))
-        numbers += labels.tolist()
-        splits += [split] * len(pixels)
-        keys += [f"{split}/{i}" for i in range(len(pixels))]
+        parts.append(Part(split, split, pixels.transpose(0, 2, 1), labels.tolist()))
     if counts == "published":
         sides = zip(("train", "test"), EMNIST_COUNTS[variant], strict=True)
-        _check_counts(
-            folder,
-            f"EMNIST {variant}",
-            {side: [Count(*count)] for side, count in sides},
-            numbers,
-            splits,
-        )
-    if images[0].shape[1:] != images[1].shape[1:]:
+        published = {side: [Count(*count)] for side, count in sides}
+        _check_counts(f"{folder} (EMNIST {variant})", published, parts)
+    if parts[0].pixels.shape[1:] != parts[1].pixels.shape[1:]:
         raise DataError(f"EMNIST's train and test images in {folder} are of different sizes.")
     characters = _mapping(folder / f"emnist-{variant}-mapping.txt")
-    metadata = (
-        None if characters is None else [{"character": characters.get(n, "")} for n in numbers]
-    )
-    return ArrayDataset(
-        np.ascontiguousarray(np.concatenate(images)),
-        [str(n) for n in numbers],
-        keys,
-        splits=splits,
-        metadata=metadata,
-    )
+    if characters is None:
+        return _joined(parts, str)
+    return _joined(parts, str, lambda number: {"character": characters.get(number, "")})
 
 
 def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> Dataset:
@@ -240,7 +215,7 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
     """
     if not folder.is_dir():
         raise DataError(f"[data] folder: {folder} is not a folder.")
-    images, numbers, splits, keys = [], [], [], []
+    parts = []
     names = [*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"]
     for name in names:
         if not (folder / name).is_file():
@@ -250,32 +225,47 @@ def cifar10(folder: Path, grey: bool = False, counts: Counts = "published") -> D
                 " read."
             )
         pixels, codes = read_records(folder / name, (len(CIFAR_CLASSES),), "CIFAR-10", grey)
-        labels = codes[:, 0].tolist()
         split = "test" if name.startswith("test") else "train"
-        images.append(pixels)
-        numbers += labels
-        splits += [split] * len(labels)
-        keys += [f"{name.removesuffix('.bin')}/{i}" for i in range(len(labels))]
+        parts.append(Part(name.removesuffix(".bin"), split, pixels, codes[:, 0].tolist()))
     if counts == "published":
-        _check_counts(folder, "CIFAR-10", CIFAR_COUNTS, numbers, splits)
+        _check_counts(f"{folder} (CIFAR-10)", CIFAR_COUNTS, parts)
+    return _joined(parts, CIFAR_CLASSES.__getitem__)
+
+
+class Part(NamedTuple):
+    """Images of one side with the numbers of their classes; `name` begins their keys."""
+
+    name: str
+    split: str
+    pixels: NDArray[np.uint8]
+    numbers: list[int]
+
+
+def _joined(
+    parts: Sequence[Part],
+    label: Callable[[int], str],
+    metadata: Callable[[int], Mapping[str, Any]] | None = None,
+) -> Dataset:
+    """Return one data set of all parts; a class's number gives its label and metadata."""
+    numbers = [number for part in parts for number in part.numbers]
     return ArrayDataset(
-        np.concatenate(images), [CIFAR_CLASSES[n] for n in numbers], keys, splits=splits
+        np.ascontiguousarray(np.concatenate([part.pixels for part in parts])),
+        list(map(label, numbers)),
+        [f"{part.name}/{i}" for part in parts for i in range(len(part.numbers))],
+        splits=[part.split for part in parts for _ in part.numbers],
+        metadata=None if metadata is None else list(map(metadata, numbers)),
     )
 
 
 def _check_counts(
-    folder: Path,
-    name: str,
-    published: Mapping[str, Sequence[Count]],
-    labels: list[int],
-    splits: list[str],
+    what: str, published: Mapping[str, Sequence[Count]], parts: Sequence[Part]
 ) -> None:
     """Raise a `DataError` if the numbers of images or classes differ from the published ones."""
     sides: dict[str, list[str]] = {}
-    for label, side in zip(labels, splits, strict=True):
-        sides.setdefault(side, []).append(str(label))
+    for part in parts:
+        sides.setdefault(part.split, []).extend(map(str, part.numbers))
     if problems := differing(published, sides):
-        refuse(f"{folder} ({name})", problems)
+        refuse(what, problems)
 
 
 def _mapping(path: Path) -> dict[int, str] | None:

@@ -24,63 +24,43 @@ if TYPE_CHECKING:
     from retrieval_daml.triplet_miners import OnePerClass as OnePerClass
     from retrieval_daml.triplet_miners import SemiHard as SemiHard
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_daml.generators": [
-            "HardNegativeGenerator",
-            "HardPositiveGenerator",
-        ],
-        "retrieval_daml.local_metrics": ["Discriminator", "UniformMetrics"],
-        "retrieval_daml.paper_losses": [
-            "ContrastiveLoss",
-            "LiftedLoss",
-            "NPairLoss",
-            "TripletLoss",
-        ],
-        "retrieval_daml.triplet_miners": ["OnePerClass", "SemiHard"],
-    },
-)
-
 
 @hookimpl
 def retrieval_generators() -> Factories:
     """Generators of synthetic samples that are hard for the metric being learned."""
-    from retrieval_daml import HardNegativeGenerator, HardPositiveGenerator
-
     return {
-        "hard_negative": HardNegativeGenerator,
-        "hard_positive": HardPositiveGenerator,
+        "hard_negative": "retrieval_daml.generators:HardNegativeGenerator",
+        "hard_positive": "retrieval_daml.generators:HardPositiveGenerator",
     }
 
 
 @hookimpl
 def retrieval_losses() -> Factories:
     """The four losses that the paper trains with its generator of hard negatives."""
-    from retrieval_daml import ContrastiveLoss, LiftedLoss, NPairLoss, TripletLoss
-
     return {
-        "contrastive": ContrastiveLoss,
-        "lifted": LiftedLoss,
-        "npair": NPairLoss,
-        "triplet": TripletLoss,
+        "contrastive": "retrieval_daml.paper_losses:ContrastiveLoss",
+        "lifted": "retrieval_daml.paper_losses:LiftedLoss",
+        "npair": "retrieval_daml.paper_losses:NPairLoss",
+        "triplet": "retrieval_daml.paper_losses:TripletLoss",
     }
 
 
 @hookimpl
 def retrieval_miners() -> Factories:
     """Miners of triplets for a generator."""
-    from retrieval_daml import OnePerClass, SemiHard
-
-    return {"one_per_class": OnePerClass, "semi_hard": SemiHard}
+    return {
+        "one_per_class": "retrieval_daml.triplet_miners:OnePerClass",
+        "semi_hard": "retrieval_daml.triplet_miners:SemiHard",
+    }
 
 
 @hookimpl
 def retrieval_combiners() -> Factories:
     """Combinations of several local metrics, weighted per pair or evenly."""
-    from retrieval_daml import Discriminator, UniformMetrics
-
-    return {"discriminator": Discriminator, "uniform": UniformMetrics}
+    return {
+        "discriminator": "retrieval_daml.local_metrics:Discriminator",
+        "uniform": "retrieval_daml.local_metrics:UniformMetrics",
+    }
 
 
 @hookimpl
@@ -89,3 +69,10 @@ def retrieval_report_panels(run: Run) -> dict[str, bytes]:
     from retrieval_daml.report import report_panels
 
     return report_panels(run)
+
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(
+    __name__,
+    [retrieval_generators(), retrieval_losses(), retrieval_miners(), retrieval_combiners()],
+)

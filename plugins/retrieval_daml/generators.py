@@ -117,20 +117,6 @@ class HardNegativeGenerator(TripletGenerator):
             negative, anchor, anchor if self.form == "contrastive" else positive, negative
         )
 
-    def terms(
-        self,
-        anchor: Tensor,
-        positive: Tensor,
-        negative: Tensor,
-        synthetic: Tensor,
-        distance: PairDistance,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return J_hard, J_reg and J_adv, each without its λ."""
-        gap = distance(synthetic, anchor).square() - self.margin
-        if self.form == "triplet":
-            gap = gap - distance(positive, anchor).square()
-        return _squared(synthetic, anchor), _squared(synthetic, negative), gap.relu().mean()
-
     def objective(
         self,
         anchor: Tensor,
@@ -139,9 +125,12 @@ class HardNegativeGenerator(TripletGenerator):
         synthetic: Tensor,
         distance: PairDistance,
     ) -> Tensor:
-        """Return J_gen; see `retrieval.plugin.Generator`."""
-        hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
-        return hard + self.lambda_reg * reg + self.lambda_adv * adv
+        """Return J_gen = J_hard + λ₁ J_reg + λ₂ J_adv; see `retrieval.plugin.Generator`."""
+        gap = distance(synthetic, anchor).square() - self.margin
+        if self.form == "triplet":
+            gap = gap - distance(positive, anchor).square()
+        hard, reg = _squared(synthetic, anchor), _squared(synthetic, negative)
+        return hard + self.lambda_reg * reg + self.lambda_adv * gap.relu().mean()
 
 
 class HardPositiveGenerator(TripletGenerator):
@@ -189,20 +178,6 @@ class HardPositiveGenerator(TripletGenerator):
         """Return synthetic positives (T, F)."""
         return self.change(positive, anchor, positive, negative)
 
-    def terms(
-        self,
-        anchor: Tensor,
-        positive: Tensor,
-        negative: Tensor,
-        synthetic: Tensor,
-        distance: PairDistance,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return J_hard, J_reg and J_adv, each without its λ."""
-        gap = (
-            distance(negative, anchor).square() - distance(synthetic, anchor).square() - self.margin
-        )
-        return -_squared(synthetic, anchor), _squared(synthetic, positive), gap.relu().mean()
-
     def objective(
         self,
         anchor: Tensor,
@@ -211,9 +186,11 @@ class HardPositiveGenerator(TripletGenerator):
         synthetic: Tensor,
         distance: PairDistance,
     ) -> Tensor:
-        """Return J_gen; see `retrieval.plugin.Generator`."""
-        hard, reg, adv = self.terms(anchor, positive, negative, synthetic, distance)
-        return hard + self.lambda_reg * reg + self.lambda_adv * adv
+        """Return J_gen = J_hard + λ₁ J_reg + λ₂ J_adv; see `retrieval.plugin.Generator`."""
+        negative_distance, moved = distance(negative, anchor), distance(synthetic, anchor)
+        gap = negative_distance.square() - moved.square() - self.margin
+        hard, reg = -_squared(synthetic, anchor), _squared(synthetic, positive)
+        return hard + self.lambda_reg * reg + self.lambda_adv * gap.relu().mean()
 
 
 def _squared(x: Tensor, y: Tensor) -> Tensor:

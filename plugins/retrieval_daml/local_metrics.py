@@ -22,16 +22,6 @@ DIRECT = 2**22
 """Up to this many elements, `all_pairs` computes all pairs at once, and autograd stores them."""
 Metrics = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
-__all__ = [
-    "LocalMetrics",
-    "Metrics",
-    "UnitParts",
-    "ViewMaps",
-    "Weight",
-    "all_pairs",
-    "split",
-    "widened",
-]
 LOW = 0.05
 """Training warns of a metric whose mean weight is below this: it has almost no effect."""
 SHARP = 0.6
@@ -42,11 +32,7 @@ QUANTILES = (0.1, 0.5, 0.9)  # of the weights, in the log
 
 
 def all_pairs(
-    function: PairFunction,
-    query: Tensor,
-    reference: Tensor,
-    *parameters: Tensor,
-    width: int,
+    function: PairFunction, query: Tensor, reference: Tensor, *parameters: Tensor, width: int
 ) -> Tensor:
     """Return `function` of all pairs; compute many pairs in blocks of rows, to save memory.
 

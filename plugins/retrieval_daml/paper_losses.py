@@ -230,26 +230,28 @@ class LiftedLoss(PaperLoss):
         if len(a) == 0 or len(b) == 0:
             return {"loss": nothing(embeddings, ref_emb)}
         measure = Measure(self.distance, embeddings, ref_emb)
-        push = self._by_anchor(self.margin - measure.plain(b, n), b, len(embeddings))
+        printed = self.form == "printed"
+        push = _by_anchor(self.margin - measure.plain(b, n), b, len(embeddings), maximum=printed)
         lowest = torch.finfo(push.dtype).min / 4
         push_of_positive = torch.where(
             _is_anchor(embeddings, ref_emb, p), push[p.clamp_max(len(push) - 1)], lowest
         )
         of_items = torch.stack([push[a], push_of_positive])
-        total = of_items.amax(0) if self.form == "printed" else of_items.logsumexp(0)
+        total = of_items.amax(0) if printed else of_items.logsumexp(0)
         losses = (total + measure.plain(a, p)).relu()
-        if self.form == "original":
+        if not printed:
             losses = losses.square()
         return {"loss": {"losses": losses / 2, "indices": (a, p), "reduction_type": "pos_pair"}}
 
-    def _by_anchor(self, values: Tensor, anchors: Tensor, size: int) -> Tensor:
-        """Return the maximum or log-exp sum (B,) of the values of each anchor."""
-        lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
-        if self.form == "printed":
-            return lowest.scatter_reduce(0, anchors, values, "amax")
-        largest = lowest.scatter_reduce(0, anchors, values.detach(), "amax")
-        total = torch.zeros_like(lowest).index_add(0, anchors, (values - largest[anchors]).exp())
-        return torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
+
+def _by_anchor(values: Tensor, anchors: Tensor, size: int, maximum: bool = False) -> Tensor:
+    """Return the log-exp sum or the maximum (B,) of each anchor's values; very low for no value."""
+    lowest = values.new_full((size,), torch.finfo(values.dtype).min / 4)
+    if maximum:
+        return lowest.scatter_reduce(0, anchors, values, "amax")
+    largest = lowest.scatter_reduce(0, anchors, values.detach(), "amax")
+    total = torch.zeros_like(lowest).index_add(0, anchors, (values - largest[anchors]).exp())
+    return torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
 
 
 def _is_anchor(query: Tensor, reference: Tensor, columns: Tensor) -> Tensor:
@@ -306,10 +308,7 @@ class NPairLoss(PaperLoss):
         measure = Measure(self.distance, embeddings, ref_emb)
         positives = self.scale * measure.similarity(a, p)
         negatives = self.scale * measure.similarity(b, n)
-        lowest = negatives.new_full((len(embeddings),), torch.finfo(negatives.dtype).min / 4)
-        largest = lowest.scatter_reduce(0, b, negatives.detach(), "amax")
-        total = torch.zeros_like(lowest).index_add(0, b, (negatives - largest[b]).exp())
-        push = torch.where(total > 0, largest + total.clamp_min(1e-30).log(), lowest)
+        push = _by_anchor(negatives, b, len(embeddings))
         losses = nn.functional.softplus(push[a] - positives)
         return {"loss": {"losses": losses, "indices": (a, p), "reduction_type": "pos_pair"}}
 

@@ -15,25 +15,13 @@ if TYPE_CHECKING:
     from retrieval_metric_learn.learners import RCA as RCA
     from retrieval_metric_learn.learners import SCML as SCML
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_metric_learn.learners": ["ITML", "LFDA", "LMNN", "LSML", "MMC", "RCA", "SCML"],
-    },
-)
-
 
 @hookimpl
 def retrieval_learners() -> Factories:
     """The learners of metric-learn that are fitted on class labels."""
-    import retrieval_metric_learn
+    names = ("ITML", "LFDA", "LMNN", "LSML", "MMC", "RCA", "SCML")
+    return {name.lower(): f"retrieval_metric_learn.learners:{name}" for name in names}
 
-    return {
-        "itml": retrieval_metric_learn.ITML,
-        "lfda": retrieval_metric_learn.LFDA,
-        "lmnn": retrieval_metric_learn.LMNN,
-        "lsml": retrieval_metric_learn.LSML,
-        "mmc": retrieval_metric_learn.MMC,
-        "rca": retrieval_metric_learn.RCA,
-        "scml": retrieval_metric_learn.SCML,
-    }
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(__name__, retrieval_learners())

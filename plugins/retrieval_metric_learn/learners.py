@@ -12,6 +12,7 @@ a removed argument.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -141,6 +142,7 @@ class MetricLearnLearner(LinearMap):
         return self.pair_distance(pairs)
 
 
+@dataclass(eq=False, repr=False)
 class LMNN(MetricLearnLearner):
     """Large margin nearest neighbour: pulls target neighbours near and pushes impostors away.
 
@@ -164,29 +166,16 @@ class LMNN(MetricLearnLearner):
 
     estimator = "LMNN"
 
-    def __init__(
-        self,
-        n_neighbors: Count = 3,
-        init: Literal["auto", "pca", "lda", "identity", "random"] = "auto",
-        n_components: Count | None = None,
-        regularization: Annotated[float, Field(ge=0, le=1)] = 0.5,
-        learn_rate: Positive = 1e-7,
-        convergence_tol: Positive = 0.001,
-        min_iter: Count = 50,
-        max_iter: Count = 1000,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.n_neighbors = n_neighbors
-        self.init = init
-        self.n_components = n_components
-        self.regularization = regularization
-        self.learn_rate = learn_rate
-        self.convergence_tol = convergence_tol
-        self.min_iter = min_iter
-        self.max_iter = max_iter
-        self.seed = seed
-        self.random_state = random_state
+    n_neighbors: Count = 3
+    init: Literal["auto", "pca", "lda", "identity", "random"] = "auto"
+    n_components: Count | None = None
+    regularization: Annotated[float, Field(ge=0, le=1)] = 0.5
+    learn_rate: Positive = 1e-7
+    convergence_tol: Positive = 0.001
+    min_iter: Count = 50
+    max_iter: Count = 1000
+    seed: int | None = None
+    random_state: int | None = None
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() <= self.n_neighbors:
@@ -197,6 +186,7 @@ class LMNN(MetricLearnLearner):
             )
 
 
+@dataclass(eq=False, repr=False)
 class ITML(MetricLearnLearner):
     """Information-theoretic metric learning: the metric nearest to a prior under bounds on pairs.
 
@@ -220,27 +210,15 @@ class ITML(MetricLearnLearner):
 
     estimator = "ITML_Supervised"
 
-    def __init__(
-        self,
-        gamma: Positive = 1.0,
-        max_iter: Count = 1000,
-        tol: Positive = 0.001,
-        n_constraints: Count | None = None,
-        prior: Prior = "identity",
-        lower: Positive | None = None,
-        upper: Positive | None = None,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.gamma = gamma
-        self.max_iter = max_iter
-        self.tol = tol
-        self.n_constraints = n_constraints
-        self.prior = prior
-        self.lower = lower
-        self.upper = upper
-        self.seed = seed
-        self.random_state = random_state
+    gamma: Positive = 1.0
+    max_iter: Count = 1000
+    tol: Positive = 0.001
+    n_constraints: Count | None = None
+    prior: Prior = "identity"
+    lower: Positive | None = None
+    upper: Positive | None = None
+    seed: int | None = None
+    random_state: int | None = None
 
     def _settings(self) -> dict[str, Any]:
         return {k: v for k, v in super()._settings().items() if k not in ("lower", "upper")}
@@ -251,6 +229,7 @@ class ITML(MetricLearnLearner):
         return {} if self.lower is None else {"bounds": [self.lower, self.upper]}
 
 
+@dataclass(eq=False, repr=False)
 class SCML(MetricLearnLearner):
     """Sparse compositional metric learning: a sparse weighted sum of rank-one metrics.
 
@@ -274,31 +253,17 @@ class SCML(MetricLearnLearner):
 
     estimator = "SCML_Supervised"
 
-    def __init__(
-        self,
-        k_genuine: Count = 3,
-        k_impostor: Count = 10,
-        beta: Positive = 1e-5,
-        basis: Literal["lda", "triplet_diffs"] = "lda",
-        n_basis: Count | None = None,
-        gamma: Positive = 5e-3,
-        max_iter: Count = 10000,
-        output_iter: Count = 500,
-        batch_size: Count = 10,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.k_genuine = k_genuine
-        self.k_impostor = k_impostor
-        self.beta = beta
-        self.basis = basis
-        self.n_basis = n_basis
-        self.gamma = gamma
-        self.max_iter = max_iter
-        self.output_iter = output_iter
-        self.batch_size = batch_size
-        self.seed = seed
-        self.random_state = random_state
+    k_genuine: Count = 3
+    k_impostor: Count = 10
+    beta: Positive = 1e-5
+    basis: Literal["lda", "triplet_diffs"] = "lda"
+    n_basis: Count | None = None
+    gamma: Positive = 5e-3
+    max_iter: Count = 10000
+    output_iter: Count = 500
+    batch_size: Count = 10
+    seed: int | None = None
+    random_state: int | None = None
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if counts.min() < 2:
@@ -307,6 +272,7 @@ class SCML(MetricLearnLearner):
             )
 
 
+@dataclass(eq=False, repr=False)
 class MMC(MetricLearnLearner):
     """MMC: pulls similar pairs together under the constraint that dissimilar pairs stay apart.
 
@@ -328,29 +294,18 @@ class MMC(MetricLearnLearner):
 
     estimator = "MMC_Supervised"
 
-    def __init__(
-        self,
-        max_iter: Count = 100,
-        max_proj: Count = 10000,
-        tol: Positive = 1e-6,
-        n_constraints: Count | None = None,
-        init: Prior = "identity",
-        diagonal: bool = False,
-        diagonal_c: Positive = 1.0,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.max_iter = max_iter
-        self.max_proj = max_proj
-        self.tol = tol
-        self.n_constraints = n_constraints
-        self.init = init
-        self.diagonal = diagonal
-        self.diagonal_c = diagonal_c
-        self.seed = seed
-        self.random_state = random_state
+    max_iter: Count = 100
+    max_proj: Count = 10000
+    tol: Positive = 1e-6
+    n_constraints: Count | None = None
+    init: Prior = "identity"
+    diagonal: bool = False
+    diagonal_c: Positive = 1.0
+    seed: int | None = None
+    random_state: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class LSML(MetricLearnLearner):
     """Least squared-residual metric learning: similar pairs should be nearer than dissimilar pairs.
 
@@ -368,23 +323,15 @@ class LSML(MetricLearnLearner):
 
     estimator = "LSML_Supervised"
 
-    def __init__(
-        self,
-        tol: Positive = 1e-3,
-        max_iter: Count = 1000,
-        prior: Prior = "identity",
-        n_constraints: Count | None = None,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.tol = tol
-        self.max_iter = max_iter
-        self.prior = prior
-        self.n_constraints = n_constraints
-        self.seed = seed
-        self.random_state = random_state
+    tol: Positive = 1e-3
+    max_iter: Count = 1000
+    prior: Prior = "identity"
+    n_constraints: Count | None = None
+    seed: int | None = None
+    random_state: int | None = None
 
 
+@dataclass(eq=False, repr=False)
 class LFDA(MetricLearnLearner):
     """Local Fisher discriminants: separate classes and keep nearby items of a class together.
 
@@ -401,15 +348,9 @@ class LFDA(MetricLearnLearner):
 
     estimator = "LFDA"
 
-    def __init__(
-        self,
-        n_components: Count | None = None,
-        k: Count | None = None,
-        embedding_type: Literal["weighted", "orthonormalized", "plain"] = "weighted",
-    ) -> None:
-        self.n_components = n_components
-        self.k = k
-        self.embedding_type = embedding_type
+    n_components: Count | None = None
+    k: Count | None = None
+    embedding_type: Literal["weighted", "orthonormalized", "plain"] = "weighted"
 
     def _refuse(self, counts: NDArray[np.intp], features: int) -> None:
         if self.n_components is not None and not 1 <= self.n_components <= features:
@@ -427,6 +368,7 @@ class LFDA(MetricLearnLearner):
         return components[: self.n_components]
 
 
+@dataclass(eq=False, repr=False)
 class RCA(MetricLearnLearner):
     """Relevant component analysis: whitens the covariance within small chunks of classes.
 
@@ -443,19 +385,11 @@ class RCA(MetricLearnLearner):
 
     estimator = "RCA_Supervised"
 
-    def __init__(
-        self,
-        n_components: Count | None = None,
-        n_chunks: Count | None = None,
-        chunk_size: Annotated[int, Field(ge=2)] = 2,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_chunks = n_chunks
-        self.chunk_size = chunk_size
-        self.seed = seed
-        self.random_state = random_state
+    n_components: Count | None = None
+    n_chunks: Count | None = None
+    chunk_size: Annotated[int, Field(ge=2)] = 2
+    seed: int | None = None
+    random_state: int | None = None
 
     def _settings(self) -> dict[str, Any]:
         return {**super()._settings(), "n_chunks": self._chunks}

@@ -18,6 +18,9 @@ from retrieval.errors import DataError, StoreError
 from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
+Generation = stores.Generation
+Row = stores.Row
+Where = Sequence[str]
 
 # pymilvus logs a traceback for each refused request; this module raises a sentence instead.
 logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
@@ -70,11 +73,28 @@ class MilvusStore(stores.RemoteStore):
         return {"timeout": seconds}
 
     def _fault(self, error: Exception) -> tuple[bool, str]:
-        away, text = _fault_of(error)
-        again = " Try again in a moment." * away
-        # A TLS server closes plain connections.
-        closed = away and "secure" not in self._server and "Socket closed" in text
-        return away, f"{text}{again}{' If the server speaks TLS, write ?tls=true.' * closed}"
+        rpc: Any = error if isinstance(error, grpc.RpcError) else error.__cause__
+        code = getattr(error, "code", None)
+        message, hint = getattr(error, "message", None) or error, ""
+        if isinstance(rpc, grpc.RpcError):
+            code, message = rpc.code(), rpc.details()
+            away = code not in REFUSALS
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                hint = (
+                    " The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or"
+                    " an API key."
+                )
+        elif isinstance(error, ValueError):
+            away = "closed channel" in str(error)
+        else:
+            away = code in AWAY or (isinstance(code, grpc.StatusCode) and code not in REFUSALS)
+            away = away or bool(AWAY_WORDS.search(str(error)))
+        text = " ".join(str(message).split())[:300].rstrip(".") or type(error).__name__
+        if away:
+            hint += " Try again in a moment."
+            if "Socket closed" in text and "secure" not in self._server:
+                hint += " If the server speaks TLS, write ?tls=true."  # it closes plain connections
+        return away, f"{text}.{hint}"
 
     # Collections
 
@@ -111,7 +131,7 @@ class MilvusStore(stores.RemoteStore):
         self._ask(move, self.collection(number), self.name)
         self._set(self.collection(0), {})
 
-    def _make(self, generation: stores.Generation) -> None:
+    def _make(self, generation: Generation) -> None:
         packed = sum(generation.widths.values())  # numbers stored as base64 beside the vector
         if len(generation.spans) == 1:
             packed -= generation.widths["vector"]
@@ -171,7 +191,7 @@ class MilvusStore(stores.RemoteStore):
 
     # Items
 
-    def _fit(self, rows: Sequence[stores.Row]) -> None:
+    def _fit(self, rows: Sequence[Row]) -> None:
         for row in rows:
             size = len(json.dumps(row.record, ensure_ascii=False).encode())
             if size > TEXT_BYTES:
@@ -180,14 +200,14 @@ class MilvusStore(stores.RemoteStore):
                     f" paths; Milvus stores at most {TEXT_BYTES:,} bytes."
                 )
 
-    def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
+    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
         name, dimensions = self.collection(generation.number), _dimensions(generation)
-        for batch in stores.Row.batches(rows, generation, REQUEST_BYTES, 4):
+        for batch in Row.batches(rows, generation, REQUEST_BYTES, 4):
             plain = [row for item in batch for row in _plain_rows(*item, dimensions)]
             self._ask(self._client.upsert, name, plain)
         self._wrote(generation, name)
 
-    def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
+    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
         spaces = range(1, len(generation.spans))
         for some in _chunks(ids):
             keys = [key for id in some for key in (_key(id), *(f"{_key(id)}.{n}" for n in spaces))]
@@ -196,7 +216,7 @@ class MilvusStore(stores.RemoteStore):
         self._ask(self._client.upsert, self.collection(0), list(_plain_rows({"id": "now"}, [], 2)))
         self._wrote(generation, self.collection(0))
 
-    def _wrote(self, generation: stores.Generation, last: str) -> None:
+    def _wrote(self, generation: Generation, last: str) -> None:
         """Store the time of the last write to collection `last`; readers wait for that write."""
         if generation.number:
             self._set(self.collection(generation.number), {WRITTEN: str(self._own(last))})
@@ -219,7 +239,7 @@ class MilvusStore(stores.RemoteStore):
         return {"consistency_level": "Customized", "guarantee_timestamp": seen}
 
     def _query(
-        self, generation: stores.Generation, where: str, fields: list[str], **options: Any
+        self, generation: Generation, where: str, fields: list[str], **options: Any
     ) -> list[dict[str, Any]]:
         name = self.collection(generation.number)
         options |= self._level(name)
@@ -227,9 +247,7 @@ class MilvusStore(stores.RemoteStore):
             self._ask(self._client.query, name, filter=where, output_fields=fields, **options)
         )
 
-    def _rows(
-        self, generation: stores.Generation, ids: Sequence[str], arrays: bool
-    ) -> list[stores.Row]:
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
         fields = ["record", *(["space", "arrays", "vector"] if arrays else [])]
         return [
             _row(row, generation)
@@ -240,13 +258,8 @@ class MilvusStore(stores.RemoteStore):
         ]
 
     def _page(
-        self,
-        generation: stores.Generation,
-        where: Sequence[str],
-        after: str | None,
-        limit: int,
-        arrays: bool,
-    ) -> list[stores.Row]:
+        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
+    ) -> list[Row]:
         chosen = ["space <= 0", *where]
         if after is not None:
             chosen.append(f'key > "{_key(after)}"')
@@ -254,18 +267,13 @@ class MilvusStore(stores.RemoteStore):
         rows = self._query(generation, _joined(chosen, "and"), fields, limit=limit)
         return [_row(row, generation) for row in sorted(rows, key=lambda row: str(row["key"]))]
 
-    def _count(self, generation: stores.Generation, where: Sequence[str]) -> int:
+    def _count(self, generation: Generation, where: Where) -> int:
         chosen = _joined(["space <= 0", *where], "and")
         (answer,) = self._query(generation, chosen, ["count(*)"])
         return int(answer["count(*)"])
 
     def _nearest(
-        self,
-        generation: stores.Generation,
-        space: int,
-        queries: Floats,
-        count: int,
-        where: Sequence[str],
+        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
     ) -> list[list[str]]:
         name = self.collection(generation.number)
         breadth = min(max(BREADTH, 2 * count), MOST_BREADTH)  # ignored by exact collections
@@ -345,7 +353,7 @@ def _joined(parts: Sequence[str], joint: str) -> str:
     return parts[0]
 
 
-def _dimensions(generation: stores.Generation) -> int:
+def _dimensions(generation: Generation) -> int:
     return max(2, *(stop - start for start, stop in generation.spans))
 
 
@@ -365,33 +373,10 @@ def _plain_rows(
         }
 
 
-def _row(row: Mapping[str, Any], generation: stores.Generation) -> stores.Row:
+def _row(row: Mapping[str, Any], generation: Generation) -> Row:
     record = row["record"]
     record = dict(json.loads(record) if isinstance(record, str | bytes) else record)
     if row.get("space", -1) < 0:
-        return stores.Row.joined(record, None)
+        return Row.joined(record, None)
     record["arrays"] = json.loads(row["arrays"])
-    return stores.Row.joined(record, row["vector"][: generation.widths["vector"]])
-
-
-def _fault_of(fault: Exception) -> tuple[bool, str]:
-    """Return whether the server is unreachable or not ready, and the error as a sentence."""
-    rpc: Any = fault if isinstance(fault, grpc.RpcError) else fault.__cause__
-    if isinstance(rpc, grpc.RpcError):
-        text = f"{_line(rpc.details()) or type(fault).__name__}."
-        if rpc.code() is grpc.StatusCode.UNAUTHENTICATED:
-            text += (
-                " The environment variable RETRIEVAL_MILVUS_TOKEN must hold user:password, or an"
-                " API key."
-            )
-        return rpc.code() not in REFUSALS, text
-    text = f"{_line(getattr(fault, 'message', None) or fault) or type(fault).__name__}."
-    if isinstance(fault, ValueError):
-        return "closed channel" in str(fault), text
-    code = getattr(fault, "code", None)
-    away = code in AWAY or (isinstance(code, grpc.StatusCode) and code not in REFUSALS)
-    return away or bool(AWAY_WORDS.search(str(fault))), text
-
-
-def _line(text: object) -> str:
-    return " ".join(str(text).split())[:300].rstrip(".")
+    return Row.joined(record, row["vector"][: generation.widths["vector"]])

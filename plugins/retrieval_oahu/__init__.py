@@ -27,45 +27,49 @@ if TYPE_CHECKING:
     from retrieval_oahu.streams import with_closure as with_closure
     from retrieval_oahu.warm import Warm as Warm
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_oahu.abtl": ["ABTL"],
-        "retrieval_oahu.combiners": ["HedgeScore", "HedgeSum"],
-        "retrieval_oahu.learner": ["OAHU"],
-        "retrieval_oahu.linear": ["LEGO", "OASIS", "OPML", "RDML"],
-        "retrieval_oahu.spaces": ["Spaces"],
-        "retrieval_oahu.streams": [
-            "ClickLog",
-            "Closure",
-            "from_labels",
-            "in_chunks",
-            "with_closure",
-        ],
-        "retrieval_oahu.warm": ["Warm"],
-    },
-)
-
 
 @hookimpl
 def retrieval_learners() -> Factories:
     """Learners from a stream of triplets: OAHU, Warm, and four linear methods."""
-    from retrieval_oahu import LEGO, OAHU, OASIS, OPML, RDML, Warm
-
-    return {"lego": LEGO, "oahu": OAHU, "oasis": OASIS, "opml": OPML, "rdml": RDML, "warm": Warm}
+    return {
+        "lego": "retrieval_oahu.linear:LEGO",
+        "oahu": "retrieval_oahu.learner:OAHU",
+        "oasis": "retrieval_oahu.linear:OASIS",
+        "opml": "retrieval_oahu.linear:OPML",
+        "rdml": "retrieval_oahu.linear:RDML",
+        "warm": "retrieval_oahu.warm:Warm",
+    }
 
 
 @hookimpl
 def retrieval_combiners() -> Factories:
     """OAHU's hedge: a weighted combination of metric spaces, searched in one or several indexes."""
-    from retrieval_oahu import HedgeScore, HedgeSum
-
-    return {"hedge": HedgeScore, "hedge_sum": HedgeSum}
+    home = "retrieval_oahu.combiners"
+    return {"hedge": f"{home}:HedgeScore", "hedge_sum": f"{home}:HedgeSum"}
 
 
 @hookimpl
 def retrieval_losses() -> Factories:
     """The adaptive-bound triplet loss."""
-    from retrieval_oahu import ABTL
+    return {"abtl": "retrieval_oahu.abtl:ABTL"}
 
-    return {"abtl": ABTL}
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(
+    __name__,
+    [
+        retrieval_learners(),
+        retrieval_combiners(),
+        retrieval_losses(),
+        {
+            "retrieval_oahu.spaces": ["Spaces"],
+            "retrieval_oahu.streams": [
+                "ClickLog",
+                "Closure",
+                "from_labels",
+                "in_chunks",
+                "with_closure",
+            ],
+        },
+    ],
+)

@@ -153,6 +153,7 @@ class Hedge(Combiner):
         # Factor of each space's embedding in the codes: 1 in deep training, √α for codes of an
         # exported learner.
         self.register_buffer("factor", torch.ones(self.spaces, dtype=torch.float64))
+        self._weights_changed()
 
     @classmethod
     def of_weights(cls, alpha: NDArray[np.floating[Any]], embedding: int) -> Self:
@@ -239,18 +240,6 @@ class HedgeScore(Hedge):
     """
 
     merge = "score"
-
-    def __init__(
-        self,
-        embedding: Count = 50,
-        depth: Annotated[int, Field(ge=0)] = 5,
-        hidden: Count = 100,
-        beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
-        smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
-        rule: Rule = "exp",
-    ) -> None:
-        super().__init__(embedding, depth, hidden, beta, smoothing, rule)
-        self._weights_changed()
 
     def _weights_changed(self) -> None:
         width = self.embedding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -11,7 +12,7 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from retrieval_oahu.network import Network, Rule, hedge_update
-from retrieval_oahu.online import OnlineLearner, recorded, refuse_range, warn_tau
+from retrieval_oahu.online import OnlineLearner, refuse_range, warn_tau
 from retrieval_oahu.spaces import Spaces
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ SETTLE = 1000
 """Without `prepare` or `fit`, mean and deviation are fixed after this many triplets."""
 
 
+@dataclass(eq=False, repr=False)
 class OAHU(OnlineLearner):
     """Online metric learning with adaptive hedge update (OAHU).
 
@@ -72,45 +74,20 @@ class OAHU(OnlineLearner):
         scale_: (F,) deviation by which the differences are divided.
     """
 
-    alpha_: NDArray[np.float64]
-    weights_: Floats
-    weights_at_: NDArray[np.int64]
-    input_layer_: Floats
-    layers_: Floats
-    mean_: Floats
-    scale_: Floats
-
-    def __init__(
-        self,
-        depth: Annotated[int, Field(ge=0)] = 5,
-        hidden: Count = 100,
-        embedding: Count = 50,
-        tau: Annotated[float, Field(gt=0, lt=2)] = 0.1,
-        beta: Annotated[float, Field(gt=0, lt=1)] = 0.99,
-        smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1,
-        learning_rate: Annotated[float, Field(gt=0)] = 0.3,
-        rule: Rule = "exp",
-        search: Literal["sum", "score"] = "sum",
-        dtype: Literal["float32", "float64"] = "float32",
-        seeds: Annotated[int, Field(ge=0)] = 5000,
-        closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.depth = depth
-        self.hidden = hidden
-        self.embedding = embedding
-        self.tau = tau
-        self.beta = beta
-        self.smoothing = smoothing
-        self.learning_rate = learning_rate
-        self.rule = rule
-        self.search = search
-        self.dtype = dtype
-        self.seeds = seeds
-        self.closure = closure
-        self.seed = seed
-        self.random_state = random_state
+    depth: Annotated[int, Field(ge=0)] = 5
+    hidden: Count = 100
+    embedding: Count = 50
+    tau: Annotated[float, Field(gt=0, lt=2)] = 0.1
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    smoothing: Annotated[float, Field(gt=0, le=1)] = 0.1
+    learning_rate: Annotated[float, Field(gt=0)] = 0.3
+    rule: Rule = "exp"
+    search: Literal["sum", "score"] = "sum"
+    dtype: Literal["float32", "float64"] = "float32"
+    seeds: Annotated[int, Field(ge=0)] = 5000
+    closure: Annotated[int, Field(ge=0)] = 5000
+    seed: int | None = None
+    random_state: int | None = None
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return embeddings (N, (L + 1) E): the spaces' unit embeddings times √α, side by side.
@@ -218,14 +195,11 @@ class OAHU(OnlineLearner):
         )
         self._live: Network | None = None
         self.alpha_ = np.full(self.depth + 1, 1.0 / (self.depth + 1))
-        self.weights_, self.weights_at_, self.stride_ = (
-            self.alpha_[None].copy(),
-            np.zeros(1, np.int64),
-            1,
-        )
+        self._record(self.alpha_, 0)
         # Without a sample, these yield the running mean and deviation of the stream.
-        self.seen_, self.mean_, self.squares_ = 0, np.zeros(features), np.zeros(features)
-        self.scale_ = np.ones(features)
+        self.seen_, self.squares_ = 0, np.zeros(features)
+        self.mean_: Floats = np.zeros(features)
+        self.scale_: Floats = np.ones(features)
         if sample is not None:
             self.seen_ = -1  # mean and deviation are fixed
             self.mean_, self.scale_ = sample.mean(axis=0), _floored(sample.std(axis=0))
@@ -244,10 +218,7 @@ class OAHU(OnlineLearner):
             self.alpha_ = hedge_update(self.alpha_, losses, self.beta, self.smoothing, self.rule)
             used += bool((losses > 0).any())
             step += 1
-            if not step % self.stride_:
-                self.weights_, self.weights_at_, self.stride_ = recorded(
-                    self.weights_, self.weights_at_, self.stride_, self.alpha_, step
-                )
+            self._record(self.alpha_, step)
         return used
 
     def _network(self) -> Network:

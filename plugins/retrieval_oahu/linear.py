@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self
 from weakref import WeakKeyDictionary
 
@@ -116,6 +117,7 @@ def add_outer(matrix: Floats, factor: float, x: Floats, y: Floats) -> None:
     blas.dger(factor, y, x, a=matrix.T, overwrite_a=1)
 
 
+@dataclass(eq=False, repr=False)
 class LEGO(MatrixLearner):
     """LEGO (LogDet exact gradient online): a closed-form step for each violated pair.
 
@@ -139,23 +141,13 @@ class LEGO(MatrixLearner):
         matrix_: (F, F) M, of features divided by `unit_`.
     """
 
-    def __init__(
-        self,
-        learning_rate: Annotated[float, Field(gt=0)] = 0.1,
-        upper: Annotated[float, Field(gt=0, lt=100)] = 5.0,
-        lower: Annotated[float, Field(gt=0, lt=100)] = 95.0,
-        seeds: Annotated[int, Field(ge=0)] = 5000,
-        closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.learning_rate = learning_rate
-        self.upper = upper
-        self.lower = lower
-        self.seeds = seeds
-        self.closure = closure
-        self.seed = seed
-        self.random_state = random_state
+    learning_rate: Annotated[float, Field(gt=0)] = 0.1
+    upper: Annotated[float, Field(gt=0, lt=100)] = 5.0
+    lower: Annotated[float, Field(gt=0, lt=100)] = 95.0
+    seeds: Annotated[int, Field(ge=0)] = 5000
+    closure: Annotated[int, Field(ge=0)] = 5000
+    seed: int | None = None
+    random_state: int | None = None
 
     def _start(self, features: int) -> None:
         if not self.learning_rate > 0:
@@ -186,6 +178,7 @@ class LEGO(MatrixLearner):
         return True
 
 
+@dataclass(eq=False, repr=False)
 class RDML(MatrixLearner):
     """RDML, a perceptron of pairs: adds or subtracts the outer product of a pair's difference.
 
@@ -206,19 +199,11 @@ class RDML(MatrixLearner):
         inverse_: (F, F) M⁻¹.
     """
 
-    def __init__(
-        self,
-        learning_rate: Annotated[float, Field(gt=0)] = 0.1,
-        seeds: Annotated[int, Field(ge=0)] = 5000,
-        closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.learning_rate = learning_rate
-        self.seeds = seeds
-        self.closure = closure
-        self.seed = seed
-        self.random_state = random_state
+    learning_rate: Annotated[float, Field(gt=0)] = 0.1
+    seeds: Annotated[int, Field(ge=0)] = 5000
+    closure: Annotated[int, Field(ge=0)] = 5000
+    seed: int | None = None
+    random_state: int | None = None
 
     def _start(self, features: int) -> None:
         if not self.learning_rate > 0:
@@ -243,6 +228,7 @@ class RDML(MatrixLearner):
         return True
 
 
+@dataclass(eq=False, repr=False)
 class OPML(MatrixLearner):
     """OPML (one-pass metric learning): a closed-form step (I + γ A)⁻¹ for each violated triplet.
 
@@ -260,15 +246,9 @@ class OPML(MatrixLearner):
         map_: (F, F) L. Embeddings are L x, where x is centred and divided by `unit_`.
     """
 
-    def __init__(
-        self,
-        gamma: Annotated[float, Field(gt=0)] = 1e-3,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.gamma = gamma
-        self.seed = seed
-        self.random_state = random_state
+    gamma: Annotated[float, Field(gt=0)] = 1e-3
+    seed: int | None = None
+    random_state: int | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
         """Reset the learner and pass once over labelled vectors (N, F), in random order."""
@@ -338,6 +318,7 @@ def one_pass(labels: NDArray[np.intp], order: NDArray[Any]) -> Iterator[Triplet]
         recent = [label, *(c for c in recent if c != label)][:2]
 
 
+@dataclass(eq=False, repr=False)
 class OASIS(OnlineLearner):
     """OASIS, a similarity S(x, y) = xᵀ W y with a passive-aggressive step per violated margin.
 
@@ -360,23 +341,12 @@ class OASIS(OnlineLearner):
         similarity_: (F, F) W.
     """
 
-    similarity_: Floats
-
-    def __init__(
-        self,
-        aggressiveness: Annotated[float, Field(gt=0)] = 0.1,
-        margin: Annotated[float, Field(gt=0)] = 0.01,
-        seeds: Annotated[int, Field(ge=0)] = 5000,
-        closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.aggressiveness = aggressiveness
-        self.margin = margin
-        self.seeds = seeds
-        self.closure = closure
-        self.seed = seed
-        self.random_state = random_state
+    aggressiveness: Annotated[float, Field(gt=0)] = 0.1
+    margin: Annotated[float, Field(gt=0)] = 0.01
+    seeds: Annotated[int, Field(ge=0)] = 5000
+    closure: Annotated[int, Field(ge=0)] = 5000
+    seed: int | None = None
+    random_state: int | None = None
 
     def transform(self, X: ArrayLike) -> Floats:
         """Return unit vectors (N, F) to index; `queries` returns the vectors to search with."""
@@ -421,7 +391,7 @@ class OASIS(OnlineLearner):
         for name in ("aggressiveness", "margin"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)} and must be above 0.")
-        self.similarity_ = np.eye(features)
+        self.similarity_: Floats = np.eye(features)
 
     def _learn(self, triplets: Floats) -> int:
         used = 0

@@ -45,13 +45,8 @@ class Memory:
         parted: NDArray[np.bool_],
         used: Ints,
     ) -> None:
-        self.vectors, self.keys, self.group, self.parted, self.used = (
-            vectors,
-            keys,
-            group,
-            parted,
-            used,
-        )
+        self.vectors, self.keys = vectors, keys
+        self.group, self.parted, self.used = group, parted, used
         self._clock = int(used.max(initial=0))
         self.size = int((used > 0).sum())  # places are filled in order
         self._place = {keys[place].tobytes(): place for place in range(self.size)}

@@ -48,30 +48,6 @@ def warn_tau(tau: float) -> None:
         )
 
 
-def recorded(
-    kept: Floats, steps: NDArray[np.int64], stride: int, value: Floats, step: int
-) -> tuple[Floats, NDArray[np.int64], int]:
-    """Record `value` if `step` is a multiple of `stride`, and return the record and its stride.
-
-    If the record exceeds `ROWS` rows, the stride doubles and every second row is dropped.
-
-    Args:
-        kept: (M, W) recorded values.
-        steps: (M,) step of each row.
-        stride: number of steps between rows.
-        value: (W,) value to record.
-        step: number of the current step.
-    """
-    if step % stride:
-        return kept, steps, stride
-    kept, steps = np.concatenate([kept, value[None]]), np.append(steps, step)
-    if len(kept) > ROWS:
-        stride *= 2
-        mask = steps % stride == 0
-        kept, steps = kept[mask], steps[mask]
-    return kept, steps, stride
-
-
 def write_learner(learner: Any, path: Path) -> None:
     """Write a fitted learner to a file, atomically."""
     arrays, numbers = {}, {}
@@ -252,6 +228,22 @@ class OnlineLearner(MetricLearner):
             DataError: the file is missing or damaged, or has another learner.
         """
         return read_learner(cls, Path(path))
+
+    def _record(self, weights: Floats, step: int) -> None:
+        """Record weights (W,) in `weights_` if `step` is a multiple of the stride; 0 begins anew.
+
+        If the record exceeds `ROWS` rows, the stride doubles and every second row is dropped.
+        """
+        if not step:
+            self.weights_, self.weights_at_ = weights[None].copy(), np.zeros(1, np.int64)
+            self.stride_ = 1
+        elif not step % self.stride_:
+            self.weights_ = np.concatenate([self.weights_, weights[None]])
+            self.weights_at_ = np.append(self.weights_at_, step)
+            if len(self.weights_) > ROWS:
+                self.stride_ *= 2
+                mask = self.weights_at_ % self.stride_ == 0
+                self.weights_, self.weights_at_ = self.weights_[mask], self.weights_at_[mask]
 
     def _reset(self, features: int, sample: Floats | None) -> None:
         self.n_triplets_ = self.n_used_ = self.n_skipped_ = 0

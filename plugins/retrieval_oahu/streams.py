@@ -165,41 +165,30 @@ def from_labels(
         )
     place = np.empty(len(order), dtype=np.int64)
     place[order] = np.arange(len(order))
-    return _random(order, place, codes, sizes, starts, anchors, seed, held_out, skip)
 
+    def draws() -> Iterator[Triplet]:
+        rng, refused, left_out = np.random.default_rng(seed), 0, skip
+        while True:
+            a = int(anchors[rng.integers(len(anchors))])
+            size, start = sizes[codes[a]], starts[codes[a]]
+            p = int(order[start + (place[a] - start + 1 + rng.integers(size - 1)) % size])
+            n = int(order[(start + size + rng.integers(len(order) - size)) % len(order)])
+            triplet = Triplet(a, p, n)
+            if held_out is not None and held_out.touches(triplet):
+                refused += 1
+                if refused > 10_000:
+                    raise ValueError(
+                        "10,000 random triplets in a row had a pair of the evaluation set, which"
+                        " leaves nothing to learn from."
+                    )
+                continue
+            refused = 0
+            if left_out:
+                left_out -= 1
+                continue
+            yield triplet
 
-def _random(
-    order: NDArray[Any],
-    place: NDArray[Any],
-    codes: NDArray[Any],
-    sizes: NDArray[Any],
-    starts: NDArray[Any],
-    anchors: NDArray[Any],
-    seed: int,
-    held_out: HeldOut | None,
-    skip: int,
-) -> Iterator[Triplet]:
-    rng = np.random.default_rng(seed)
-    refused = 0
-    while True:
-        a = int(anchors[rng.integers(len(anchors))])
-        size, start = sizes[codes[a]], starts[codes[a]]
-        p = int(order[start + (place[a] - start + 1 + rng.integers(size - 1)) % size])
-        n = int(order[(start + size + rng.integers(len(order) - size)) % len(order)])
-        triplet = Triplet(a, p, n)
-        if held_out is not None and held_out.touches(triplet):
-            refused += 1
-            if refused > 10_000:
-                raise ValueError(
-                    "10,000 random triplets in a row had a pair of the evaluation set, which leaves"
-                    " nothing to learn from."
-                )
-            continue
-        refused = 0
-        if skip:
-            skip -= 1
-            continue
-        yield triplet
+    return draws()
 
 
 class with_closure:

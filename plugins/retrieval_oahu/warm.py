@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from retrieval.plugin import LinearMap, MetricLearner
 
 from retrieval_oahu.memory import NEAR, NEAR_TURNED_OVER, VOTERS, Memory, digest
 from retrieval_oahu.network import unit
-from retrieval_oahu.online import OnlineLearner, recorded, refuse_range
+from retrieval_oahu.online import OnlineLearner, refuse_range
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,6 +55,7 @@ MIXTURE = 5.0
 """r of the bound in `Warm`, which holds for every n and is tightest for n near r."""
 
 
+@dataclass(eq=False, repr=False)
 class Warm(LinearMap, OnlineLearner):
     """Euclidean distance, except while the stream proves that a learned metric is better.
 
@@ -114,33 +116,15 @@ class Warm(LinearMap, OnlineLearner):
             Euclidean distance wrong, minus the number of the reverse; ties count half.
     """
 
-    alpha_: NDArray[np.float64]
-    weights_: Floats
-    weights_at_: NDArray[np.int64]
-    basis_: Floats
-    left_: bool
-
-    def __init__(
-        self,
-        components: Annotated[int, Field(ge=1)] | None = 256,
-        prior: Annotated[float, Field(gt=0)] = 20.0,
-        ridge: Annotated[float, Field(gt=0)] = 1.0,
-        doubt: Annotated[float, Field(gt=0, lt=1)] = 0.05,
-        memory: Annotated[int, Field(ge=256)] = 2000,
-        seeds: Annotated[int, Field(ge=0)] = 5000,
-        closure: Annotated[int, Field(ge=0)] = 5000,
-        seed: int | None = None,
-        random_state: int | None = None,
-    ) -> None:
-        self.components = components
-        self.prior = prior
-        self.ridge = ridge
-        self.doubt = doubt
-        self.memory = memory
-        self.seeds = seeds
-        self.closure = closure
-        self.seed = seed
-        self.random_state = random_state
+    components: Annotated[int, Field(ge=1)] | None = 256
+    prior: Annotated[float, Field(gt=0)] = 20.0
+    ridge: Annotated[float, Field(gt=0)] = 1.0
+    doubt: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    memory: Annotated[int, Field(ge=256)] = 2000
+    seeds: Annotated[int, Field(ge=0)] = 5000
+    closure: Annotated[int, Field(ge=0)] = 5000
+    seed: int | None = None
+    random_state: int | None = None
 
     def _begin(self, features: int, sample: Floats | None) -> None:
         for name, least in (("components", 1), ("memory", 256)):
@@ -155,11 +139,7 @@ class Warm(LinearMap, OnlineLearner):
         self.learned_ = self.gathered_ = self.turnover_ = 0
         self.left_ = False
         self.alpha_ = np.eye(number + 1)[0]
-        self.weights_, self.weights_at_, self.stride_ = (
-            self.alpha_[None].copy(),
-            np.zeros(1, np.int64),
-            1,
-        )
+        self._record(self.alpha_, 0)
         self.lead_, self.differing_, self.triplets_lead_ = np.zeros((3, number))
         self.waiting_ = np.zeros((0, 3, features))
         self.held_ = np.zeros((places, features))
@@ -175,7 +155,7 @@ class Warm(LinearMap, OnlineLearner):
         self.components_ = np.eye(features)
         # Without a sample, sums over the first vectors yield mean and principal components.
         self.sum_, self.products_ = np.zeros(features), np.zeros((features, features))
-        self.basis_ = np.zeros((0, features))
+        self.basis_: Floats = np.zeros((0, features))
         self.mean_ = np.zeros(features)
         if sample is not None:
             centred = sample - sample.mean(axis=0)
@@ -324,9 +304,7 @@ class Warm(LinearMap, OnlineLearner):
             rotated = self.directions_[-1].T @ self.basis_
             scale = np.sqrt(self.scales_[-1, :, served])
             self.components_ += rotated.T @ ((scale - 1)[:, None] * rotated)
-        self.weights_, self.weights_at_, self.stride_ = recorded(
-            self.weights_, self.weights_at_, self.stride_, self.alpha_, self.learned_
-        )
+        self._record(self.alpha_, self.learned_)
 
     def _bound(self) -> Floats:
         """Return the one-sided normal-mixture bound (N,) that each expert's lead must exceed."""

@@ -11,15 +11,7 @@ import torch
 from pydantic import Field
 from pytorch_metric_learning.losses.base_metric_loss_function import BaseMetricLossFunction
 from pytorch_metric_learning.miners import BaseMiner
-from retrieval.plugin import (
-    CheckedLoss,
-    Distance,
-    Part,
-    Reducer,
-    first_row,
-    full_precision,
-    traits,
-)
+from retrieval.plugin import CheckedLoss, Distance, Part, Reducer, first_row, full_precision, traits
 from torch import Tensor, nn
 
 Regularizer = Annotated[nn.Module | None, Part("regularizers")]

@@ -13,15 +13,7 @@ from retrieval.plugin import Rows, Sums, summed
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrieval_pml.offers import (
-    FIXED,
-    NonNegative,
-    Share,
-    label_masks,
-    losses_of,
-    offer,
-    reduced,
-)
+from retrieval_pml.offers import FIXED, NonNegative, Share, label_masks, losses_of, offer, reduced
 
 TRIPLETS = 2**18
 """Number of triplets that are in memory at a time."""

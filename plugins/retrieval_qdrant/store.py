@@ -18,6 +18,9 @@ from qdrant_client.http.exceptions import (
 from retrieval.plugin import stores
 
 Floats = NDArray[np.float32]
+Generation = stores.Generation
+Row = stores.Row
+Where = Sequence[Any]
 
 BATCH_BYTES = 8 << 20  # size of a request that writes points
 PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a retry may succeed
@@ -82,7 +85,7 @@ class QdrantStore(stores.RemoteStore):
             moves = [models.CreateAliasOperation(create_alias=named)]
         self._ask(self._client.update_collection_aliases, moves)
 
-    def _make(self, generation: stores.Generation) -> None:
+    def _make(self, generation: Generation) -> None:
         vectors = {
             f"v{space}": models.VectorParams(size=stop - start, distance=models.Distance.EUCLID)
             for space, (start, stop) in enumerate(generation.spans)
@@ -129,8 +132,8 @@ class QdrantStore(stores.RemoteStore):
         )
         return records
 
-    def _put(self, generation: stores.Generation, rows: Sequence[stores.Row]) -> None:
-        for batch in stores.Row.batches(rows, generation, BATCH_BYTES, 20):
+    def _put(self, generation: Generation, rows: Sequence[Row]) -> None:
+        for batch in Row.batches(rows, generation, BATCH_BYTES, 20):
             points = []
             for payload, vectors in batch:
                 named = {f"v{space}": vector.tolist() for space, vector in enumerate(vectors)}
@@ -139,26 +142,19 @@ class QdrantStore(stores.RemoteStore):
                 )
             self._upsert(generation.number, points)
 
-    def _erase(self, generation: stores.Generation, ids: Sequence[str]) -> None:
+    def _erase(self, generation: Generation, ids: Sequence[str]) -> None:
         points = [point_of(id) for id in ids]
         self._ask(self._client.delete, self.collection(generation.number), points, wait=True)
 
-    def _rows(
-        self, generation: stores.Generation, ids: Sequence[str], arrays: bool
-    ) -> list[stores.Row]:
+    def _rows(self, generation: Generation, ids: Sequence[str], arrays: bool) -> list[Row]:
         return [
             _row(point)
             for point in self._retrieve(generation.number, list(map(point_of, ids)), arrays)
         ]
 
     def _page(
-        self,
-        generation: stores.Generation,
-        where: Sequence[Any],
-        after: str | None,
-        limit: int,
-        arrays: bool,
-    ) -> list[stores.Row]:
+        self, generation: Generation, where: Where, after: str | None, limit: int, arrays: bool
+    ) -> list[Row]:
         start = None if after is None else point_of(after)
         points, _ = self._ask(
             self._client.scroll,
@@ -172,17 +168,12 @@ class QdrantStore(stores.RemoteStore):
         )
         return [_row(point) for point in points if point.id != start][:limit]
 
-    def _count(self, generation: stores.Generation, where: Sequence[Any]) -> int:
+    def _count(self, generation: Generation, where: Where) -> int:
         name, chosen = self.collection(generation.number), models.Filter(must=list(where))
         return int(self._ask(self._client.count, name, chosen, exact=True).count)
 
     def _nearest(
-        self,
-        generation: stores.Generation,
-        space: int,
-        queries: Floats,
-        count: int,
-        where: Sequence[Any],
+        self, generation: Generation, space: int, queries: Floats, count: int, where: Where
     ) -> list[list[str]]:
         requests = [
             models.QueryRequest(
@@ -235,6 +226,6 @@ def _compared(key: str, op: str, value: Any) -> models.FieldCondition | None:
     return models.FieldCondition(key=key, range=models.Range(**bounds))
 
 
-def _row(point: models.Record) -> stores.Row:
+def _row(point: models.Record) -> Row:
     vectors: Any = point.vector if isinstance(point.vector, dict) else {}
-    return stores.Row.joined(point.payload or {}, vectors.get("v0"))
+    return Row.joined(point.payload or {}, vectors.get("v0"))

@@ -22,41 +22,18 @@ if TYPE_CHECKING:
     from retrieval_sets.reid import vehicle_id as vehicle_id
     from retrieval_sets.reid import veri776 as veri776
 
-__getattr__, __dir__ = lazy(
-    __name__,
-    {
-        "retrieval_sets.classes": ["caltech101", "caltech256", "cifar100", "dtd", "food101"],
-        "retrieval_sets.fine_grained": ["cars196", "cub200"],
-        "retrieval_sets.large": [
-            "google_landmarks_v2",
-            "in_shop",
-            "inaturalist2018",
-            "stanford_online_products",
-        ],
-        "retrieval_sets.reid": ["market1501", "vehicle_id", "veri776"],
-    },
-)
-
 
 @hookimpl
 def retrieval_datasets() -> Factories:
     """Data sets of the field as published, with folder layouts, splits, protocols and counts."""
-    import retrieval_sets
+    names = {
+        "classes": ("caltech101", "caltech256", "cifar100", "dtd", "food101"),
+        "fine_grained": ("cars196", "cub200"),
+        "large": ("google_landmarks_v2", "in_shop", "inaturalist2018", "stanford_online_products"),
+        "reid": ("market1501", "vehicle_id", "veri776"),
+    }
+    return {name: f"retrieval_sets.{home}:{name}" for home in names for name in names[home]}
 
-    names = (
-        "caltech101",
-        "caltech256",
-        "cars196",
-        "cifar100",
-        "cub200",
-        "dtd",
-        "food101",
-        "google_landmarks_v2",
-        "in_shop",
-        "inaturalist2018",
-        "market1501",
-        "stanford_online_products",
-        "vehicle_id",
-        "veri776",
-    )
-    return {name: getattr(retrieval_sets, name) for name in names}
+
+# Factories are names of the package, too, and are imported on first use.
+__getattr__, __dir__ = lazy(__name__, retrieval_datasets())

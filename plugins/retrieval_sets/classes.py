@@ -19,7 +19,7 @@ from retrieval.plugin import (
     refuse,
 )
 
-from retrieval_sets.published import Lines, Published, Row, assemble, documented
+from retrieval_sets.published import Published, Row, assemble, documented, read_lines
 
 FOOD = Published(
     "Food-101",
@@ -131,10 +131,8 @@ def caltech256(folder: Path, counts: Counts = "published", skip_bad: bool = Fals
 
 def _listed(path: Path, side: str, ending: str, problems: list[str]) -> list[Row]:
     """Return the images in a list whose lines are CLASS/NAME."""
-    lines = Lines(path, 1)
-    rows = [Row(f"{word}{ending}", word.split("/")[0], side) for _, (word,) in lines]
-    problems += lines.problems
-    return rows
+    lines = read_lines(path, 1, problems)
+    return [Row(f"{word}{ending}", word.split("/")[0], side) for _, (word,) in lines]
 
 
 def _folders(

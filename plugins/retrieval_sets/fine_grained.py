@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 from retrieval.plugin import Box, Count, Counts, Dataset
 
-from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
+from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 
 _MAX_BYTES = 64 << 20  # of a MATLAB file
 _MAX_UNPACKED_BYTES = 256 << 20
@@ -161,16 +161,15 @@ def cub200(
     root = published.root(folder, *files, inside=["CUB_200_2011"])
     problems: list[str] = []
     paths = _pairs(root / "images.txt", problems)
-    classes = {
-        name: number
+    names = {
+        number: name
         for key, name in _pairs(root / "classes.txt", problems).items()
-        if (number := _number(root / "classes.txt", key, problems, SPECIES)) is not None
+        if (number := _species(root / "classes.txt", key, problems)) is not None
     }
-    names = {number: name for name, number in classes.items()}
     labels = {
         key: number
         for key, text in _pairs(root / "image_class_labels.txt", problems).items()
-        if (number := _number(root / "image_class_labels.txt", text, problems, SPECIES)) is not None
+        if (number := _species(root / "image_class_labels.txt", text, problems)) is not None
     }
     boxes = _boxes(root / "bounding_boxes.txt", problems)
     flags = _pairs(root / "train_test_split.txt", problems) if official else {}
@@ -198,30 +197,25 @@ def cub200(
 
 def _pairs(path: Path, problems: list[str]) -> dict[str, str]:
     """Return the lines of a two-column list, as a mapping from the first word to the second."""
-    lines = Lines(path, 2)
-    pairs = {words[0]: words[1] for _, words in lines}
-    problems += lines.problems
-    return pairs
+    return {first: second for _, (first, second) in read_lines(path, 2, problems)}
 
 
-def _number(path: Path, text: str, problems: list[str], last: int) -> int | None:
-    """Return text as an integer from 1 to `last`, or None after adding a problem."""
-    parsed = numbers(path, None, [text], problems, 1, last)
+def _species(path: Path, text: str, problems: list[str]) -> int | None:
+    """Return the number of a species, or None after adding a problem."""
+    parsed = numbers(path, None, [text], problems, 1, SPECIES)
     return None if parsed is None else parsed[0]
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
     """Return the boxes by image, from a file of lines "image left top width height"."""
-    lines = Lines(path, 5)
     boxes: dict[str, Box] = {}
-    for line, (key, *words) in lines:
+    for line, (key, *words) in read_lines(path, 5, problems):
         try:
             left, top, width, height = map(float, words)
         except ValueError:
             problems.append(f"{path.name}, line {line}: {' '.join(words)} are not four numbers.")
             continue
         boxes[key] = (left, top, left + width, top + height)
-    problems += lines.problems
     return boxes
 
 
@@ -289,13 +283,9 @@ def _two_folders(published: Published, folder: Path) -> list[tuple[Any, Any, boo
         ("train", "cars_train_annos.mat"),
         ("test", "cars_test_annos_withlabels.mat"),
     ):
-        path = next((p for p in (folder / "devkit" / name, folder / name) if p.is_file()), None)
-        if path is None:
-            unlabelled = (folder / "devkit" / "cars_test_annos.mat").is_file() and side == "test"
-            hint = " (cars_test_annos.mat has no classes)" if unlabelled else ""
-            raise DataError(
-                f"{folder} is not {published.title}: {name} is missing{hint}. {published.advice}"
-            )
+        unlabelled = side == "test" and (folder / "devkit" / "cars_test_annos.mat").is_file()
+        hint = " (cars_test_annos.mat has no classes)" if unlabelled else ""
+        path = published.file(folder, f"devkit/{name}", name, hint=hint)
         rows = read_annotations(path, ("fname", "class", *_CARS_BOX))
         annotations += [
             (f"cars_{side}/{name}", number, side == "train", box) for name, number, *box in rows

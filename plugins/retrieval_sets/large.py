@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from retrieval.errors import DataError
 from retrieval.plugin import Box, Count, Counts, Dataset, some, strict_loads
 
-from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
+from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 
 _INAT_HOME = "its makers (github.com/visipedia/inat_comp/tree/master/2018)"
 INAT = Published(
@@ -88,20 +89,12 @@ def inaturalist2018(
     root = INAT.root(folder, "train_val2018")
     rows = []
     for name, side in (("Inat_train_set1.txt", "train"), ("Inat_test_set1.txt", "test")):
-        path = next(
-            (p for p in (root / name, root / "Inat_dataset_splits" / name) if p.is_file()), None
-        )
-        if path is None:
-            raise DataError(f"{folder} is not {INAT.title}: {name} is missing. {INAT.advice}")
-        lines = Lines(path, 1)
-        for _, (word,) in lines:
-            parts = _of_path(word)
-            problems += [f"{path.name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg."] * (
-                parts is None
-            )
-            if parts is not None:
+        path = INAT.file(root, name, f"Inat_dataset_splits/{name}")
+        for _, (word,) in read_lines(path, 1, problems):
+            if (parts := _of_path(word)) is None:
+                problems.append(f"{name}: {word!r} is not train_val2018/GROUP/SPECIES/NAME.jpg.")
+            else:
                 rows.append(Row(parts[0], parts[2], side, metadata={"group": parts[1]}))
-        problems += lines.problems
     return assemble(INAT, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
@@ -165,50 +158,38 @@ def google_landmarks_v2(
         train: list of training images, "clean" (`train_clean.csv`) or "all" (`train.csv`).
     """
     name = "train_clean.csv" if train == "clean" else "train.csv"
-    sides = {
-        "train": Count(1_580_470, 81_313) if train == "clean" else Count(4_132_914),
-        "gallery": Count(761_757),
-    }
-    published = Published(
-        LANDMARKS.title, LANDMARKS.home, LANDMARKS.holds, {k: [v] for k, v in sides.items()}
-    )
-    root = published.root(
-        folder, name, "index_image_to_landmark.csv", "retrieval_solution_v2.1.csv"
-    )
+    listed, solution = "index_image_to_landmark.csv", "retrieval_solution_v2.1.csv"
+    root = LANDMARKS.root(folder, name, listed, solution)
     problems: list[str] = []
     rows = []
-    lines = Lines(root / name, 2 if train == "clean" else 3, skip=1, comma=True)
-    for _, words in lines:
+    columns = 2 if train == "clean" else 3
+    for _, words in read_lines(root / name, columns, problems, skip=1, comma=True):
         label = words[0] if train == "clean" else words[2]
         for image in words[1].split() if train == "clean" else words[:1]:
             rows.append(Row(_place("train", image), label, "train"))
-    problems += lines.problems
     index: dict[str, str] = {}
-    lines = Lines(root / "index_image_to_landmark.csv", 2, skip=1, comma=True)
-    for _, (image, label) in lines:
+    for _, (image, label) in read_lines(root / listed, 2, problems, skip=1, comma=True):
         index[image] = label
         rows.append(Row(_place("index", image), label, "test", "gallery"))
-    problems += lines.problems
-    lines = Lines(root / "retrieval_solution_v2.1.csv", 3, skip=1, comma=True)
-    for line, (image, images, usage) in lines:
+    queries = read_lines(root / solution, 3, problems, skip=1, comma=True)
+    for line, (image, images, usage) in queries:
         if usage.lower() == "ignored":
             continue
         labels = Counter(index[image_name] for image_name in images.split() if image_name in index)
         if absent := [image_name for image_name in images.split() if image_name not in index]:
-            problems.append(f"{lines.path.name}, line {line}: {some(absent)} is not in the index.")
+            problems.append(f"{solution}, line {line}: {some(absent)} is not in the index.")
         if labels:
             first = labels.most_common(1)[0][0]
             rows.append(
                 Row(_place("test", image), first, "test", "query", metadata={"usage": usage})
             )
-    problems += lines.problems
-    counted = Published(
-        published.title,
-        published.home,
-        published.holds,
-        {**published.counts, "query": [Count(1_129)]},
-    )
-    return assemble(counted, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+    sides = {
+        "train": [Count(1_580_470, 81_313) if train == "clean" else Count(4_132_914)],
+        "gallery": [Count(761_757)],
+        "query": [Count(1_129)],
+    }
+    published = replace(LANDMARKS, counts=sides)
+    return assemble(published, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
 
 
 def _place(side: str, image: str) -> str:
@@ -235,18 +216,13 @@ def stanford_online_products(
     problems: list[str] = []
     rows = []
     for name, side in zip(lists, ("train", "test"), strict=True):
-        lines = Lines(root / name, 4, skip=1)
-        for line, (*ids, path) in lines:
+        for line, (*ids, path) in read_lines(root / name, 4, problems, skip=1):
             if (parsed := numbers(root / name, line, ids, problems, 1, _MAX_ID)) is not None:
                 category = path.split("/")[0].removesuffix("_final")
                 rows.append(Row(path, str(parsed[1]), side, metadata={"category": category}))
-        problems += lines.problems
-    both = {row.label for row in rows if row.split == "train"} & {
-        row.label for row in rows if row.split == "test"
-    }
-    if both:
-        problems.append(f"{len(both):,} products are on both sides, training and test.")
-    return assemble(SOP, root, rows, problems, counts, where=folder, skip_bad=skip_bad)
+    return assemble(
+        SOP, root, rows, problems, counts, where=folder, apart="products", skip_bad=skip_bad
+    )
 
 
 @documented
@@ -269,12 +245,12 @@ def in_shop(
     )
     if images == folder:
         IN_SHOP.root(folder, "img")
-    listed = _list_path(folder, "Eval", "list_eval_partition.txt")
+    name, boxed = "list_eval_partition.txt", "list_bbox_inshop.txt"
+    listed = IN_SHOP.file(folder, f"Eval/{name}", name)
     problems: list[str] = []
-    boxes = _boxes(_list_path(folder, "Anno", "list_bbox_inshop.txt"), problems) if crop else {}
-    lines = Lines(listed, 3, skip=2)
+    boxes = _boxes(IN_SHOP.file(folder, f"Anno/{boxed}", boxed), problems) if crop else {}
     rows = []
-    for line, (path, item, status) in lines:
+    for line, (path, item, status) in read_lines(listed, 3, problems, skip=2):
         if status not in _ROLES:
             problems.append(
                 f"{listed.name}, line {line}: {status!r} is not train, query or gallery."
@@ -285,32 +261,15 @@ def in_shop(
         split, role = _ROLES[status]
         rows.append(Row(path, item, split, role, boxes.get(path)))
     return assemble(
-        IN_SHOP,
-        images,
-        rows,
-        problems + lines.problems,
-        counts,
-        where=folder,
-        crop=crop,
-        skip_bad=skip_bad,
+        IN_SHOP, images, rows, problems, counts, where=folder, crop=crop, skip_bad=skip_bad
     )
-
-
-def _list_path(folder: Path, inner: str, name: str) -> Path:
-    """Return the path of a list: it is in `folder` or in its subfolder `inner`."""
-    for place in (folder / inner / name, folder / name):
-        if place.is_file():
-            return place
-    raise DataError(f"{folder} is not {IN_SHOP.title}: {name} is missing. {IN_SHOP.advice}")
 
 
 def _boxes(path: Path, problems: list[str]) -> dict[str, Box]:
     """Return the boxes by image: the list's last four columns left, top, right and bottom."""
-    lines = Lines(path, 7, skip=2)
     boxes: dict[str, Box] = {}
-    for line, (name, _, _, *words) in lines:
+    for line, (name, _, _, *words) in read_lines(path, 7, problems, skip=2):
         if (edges := numbers(path, line, words, problems, 0, 1 << 20)) is not None:
             left, top, right, bottom = edges
             boxes[name] = (left, top, right, bottom)
-    problems += lines.problems
     return boxes

@@ -34,54 +34,46 @@ MEANINGS = {
 """Descriptions of the parameters that every data set has."""
 
 
-class Lines:
-    """Iterable over the numbered lines of a text file, each split into words.
+def read_lines(
+    path: Path, words: int, problems: list[str], *, skip: int = 0, comma: bool = False
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the numbers and words of a text file's lines; add lines of other lengths to `problems`.
 
     Args:
         path: the file.
         words: number of words per line.
+        problems: gets a sentence at the end.
         skip: number of header lines.
         comma: whether words are separated by commas, as in CSV, instead of blanks.
 
-    Attributes:
-        problems: the file's problems, one sentence per kind.
-
     Raises:
-        DataError: during iteration, if the file is missing, too large, or not UTF-8 text.
+        DataError: the file is missing, too large, or not UTF-8 text.
     """
-
-    def __init__(self, path: Path, words: int, *, skip: int = 0, comma: bool = False) -> None:
-        self.path, self.words, self.skip, self.comma = path, words, skip, comma
-        self.problems: list[str] = []
-
-    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
-        wrong: list[int] = []
-        try:
-            if (size := self.path.stat().st_size) > _MAX_BYTES:
-                raise DataError(
-                    f"{self.path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}."
-                )
-            with self.path.open(encoding="utf-8-sig", newline="" if self.comma else None) as file:
-                bounded = _bounded(file, self.path)
-                split = csv.reader(bounded) if self.comma else (line.split() for line in bounded)
-                for number, row in enumerate(split, 1):
-                    if number <= self.skip or not row:  # a header, or an empty line
-                        continue
-                    if len(row) == self.words:
-                        yield number, row
-                    else:
-                        wrong.append(number)
-        except UnicodeDecodeError as error:
-            raise DataError(f"{self.path} is not UTF-8 text (byte {error.start}).") from error
-        except csv.Error as error:
-            raise DataError(f"{self.path} is not valid CSV: {error}.") from error
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror or error}.") from error
-        if wrong:
-            self.problems.append(
-                f"{self.path.name}: {len(wrong):,} line{'s do' if len(wrong) > 1 else ' does'} not"
-                f" have {self.words} values: {some(wrong)}."
-            )
+    wrong: list[int] = []
+    try:
+        if (size := path.stat().st_size) > _MAX_BYTES:
+            raise DataError(f"{path} has {size:,} bytes. A list may have at most {_MAX_BYTES:,}.")
+        with path.open(encoding="utf-8-sig", newline="" if comma else None) as file:
+            bounded = _bounded(file, path)
+            split = csv.reader(bounded) if comma else (line.split() for line in bounded)
+            for number, row in enumerate(split, 1):
+                if number <= skip or not row:  # a header, or an empty line
+                    continue
+                if len(row) == words:
+                    yield number, row
+                else:
+                    wrong.append(number)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}).") from error
+    except csv.Error as error:
+        raise DataError(f"{path} is not valid CSV: {error}.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if wrong:
+        problems.append(
+            f"{path.name}: {len(wrong):,} line{'s do' if len(wrong) > 1 else ' does'} not"
+            f" have {words} values: {some(wrong)}."
+        )
 
 
 def _bounded(file: TextIO, path: Path) -> Iterator[str]:
@@ -158,6 +150,18 @@ class Published:
         missing = [name for name in names if not (folder / name).exists()]
         raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
 
+    def file(self, folder: Path, *places: str, hint: str = "") -> Path:
+        """Return the first of a file's possible places in `folder` where it is.
+
+        Raises:
+            DataError: the file is missing; `hint` follows in the message.
+        """
+        for place in places:
+            if (folder / place).is_file():
+                return folder / place
+        missing = f"{Path(places[0]).name} is missing{hint}"
+        raise DataError(f"{folder} is not {self.title}: {missing}. {self.advice}")
+
 
 class Row(NamedTuple):
     """One image of a list.
@@ -187,6 +191,7 @@ def assemble(
     counts: Counts,
     *,
     where: Path,
+    apart: str | None = None,
     crop: bool = False,
     skip_bad: bool = False,
     notes: Sequence[str] = (),
@@ -201,6 +206,7 @@ def assemble(
         counts: "published" requires the published counts, and that the gallery has each query's
             class.
         where: the user's folder, for error messages.
+        apart: what labels stand for, in the plural, if none may be on both sides.
         crop: whether to crop images to their boxes.
         skip_bad: whether to skip unreadable images; the counts include them.
         notes: see `Dataset`.
@@ -211,6 +217,10 @@ def assemble(
     """
     if not rows and not problems:
         problems.append("its lists name no image.")
+    if apart:
+        sides = ({row.label for row in rows if row.split == side} for side in ("train", "test"))
+        if both := set.intersection(*sides):
+            problems.append(f"{len(both):,} {apart} are on both sides, training and test.")
     problems += _path_problems(images, rows)
     problems += _role_problems(rows, strict=counts == "published")
     if counts == "published":

@@ -10,7 +10,7 @@ from typing import Literal
 from retrieval.errors import DataError
 from retrieval.plugin import Count, Counts, Dataset, find_images
 
-from retrieval_sets.published import Lines, Published, Row, assemble, documented, numbers
+from retrieval_sets.published import Published, Row, assemble, documented, numbers, read_lines
 
 _SIZES = {"small": 800, "medium": 1600, "large": 2400}
 # The paper and the released lists give different counts, for training and for testing.
@@ -77,16 +77,13 @@ def vehicle_id(
     problems: list[str] = []
     rows = []
     for side, name in lists.items():
-        lines = Lines(root / "train_test_split" / name, 2)
-        for line, words in lines:
-            if numbers(lines.path, line, words, problems, 0, 10**9) is not None:
+        path = root / "train_test_split" / name
+        for line, words in read_lines(path, 2, problems):
+            if numbers(path, line, words, problems, 0, 10**9) is not None:
                 rows.append(Row(f"{words[0]}.jpg", words[1], side))
-        problems += lines.problems
-    sides = [{row.label for row in rows if row.split == side} for side in lists]
-    if both := sides[0] & sides[1]:
-        problems.append(f"{len(both):,} vehicles are on both sides, training and test.")
+    images = root / "image"
     return assemble(
-        published, root / "image", rows, problems, counts, where=folder, skip_bad=skip_bad
+        published, images, rows, problems, counts, where=folder, apart="vehicles", skip_bad=skip_bad
     )
 
 

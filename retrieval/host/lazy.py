@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from types import ModuleType
@@ -18,13 +18,23 @@ from retrieval.errors import MissingDependency
 
 
 def lazy(
-    package: str, homes: Mapping[str, Iterable[str]], modules: Mapping[str, str] | None = None
+    package: str,
+    homes: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    modules: Mapping[str, str] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`, which import on first use.
 
-    `homes` are names by the module that has them, `modules` modules by their name in the package.
+    `homes` are names by the module that has them, or what a factory hook returns (`MODULE:NAME`
+    texts), or a list of both. `modules` are modules by their name in the package.
     """
-    home = {name: module for module, names in homes.items() for name in names}
+    home: dict[str, str] = {}
+    tables: Sequence[Mapping[str, Any]] = [homes] if isinstance(homes, Mapping) else homes
+    for key, value in (entry for table in tables for entry in table.items()):
+        if isinstance(value, str):
+            module, _, name = value.partition(":")
+            home[name] = module
+        else:
+            home |= dict.fromkeys(value, key)
     modules = modules or {}
 
     def getter(name: str) -> Any:

@@ -23,8 +23,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
     The distance of two items is the Euclidean distance of their embeddings, in float64. A subclass
     that compares embeddings in another way overrides `pair_distance`.
 
-    A subclass that draws random numbers has two parameters for the same seed, `seed` and
-    `random_state`, both `None` by default. `_chosen_seed` returns the seed.
+    A subclass may declare its parameters as fields of a `@dataclass(eq=False, repr=False)`. If it
+    draws random numbers, it has two parameters for the same seed, `seed` and `random_state`, both
+    `None` by default. `_chosen_seed` returns the seed.
     """
 
     def transform(self, X: ArrayLike) -> Floats:

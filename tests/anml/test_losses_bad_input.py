@@ -5,6 +5,7 @@ stated number.
 from __future__ import annotations
 
 import math
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from retrieval_anml.similarity_losses import (
     NPairLoss,
 )
 
-LOSSES = retrieval_losses()
+LOSSES = {name: resolve_name(place) for name, place in retrieval_losses().items()}
 Y = torch.tensor([0, 0, 1, 1, 2, 2])
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 

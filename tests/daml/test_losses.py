@@ -5,6 +5,7 @@ any distance, odd batches.
 from __future__ import annotations
 
 import math
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from retrieval_daml import retrieval_losses
 
-LOSSES = retrieval_losses()
+LOSSES = {name: resolve_name(place) for name, place in retrieval_losses().items()}
 Y = torch.tensor([0, 0, 1, 1, 2, 2, 0, 1, 3])
 REF_Y = torch.tensor([1, 0, 2, 2, 0, 1, 4])
 G = torch.Generator().manual_seed(0)

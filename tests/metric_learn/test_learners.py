@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ from retrieval_metric_learn.learners import (  # noqa: E402
     SCML,
 )
 
-LEARNERS = retrieval_learners()
+LEARNERS = {name: resolve_name(place) for name, place in retrieval_learners().items()}
 SMALL = [
     ITML(max_iter=20),
     ITML(lower=1.0, upper=8.0, max_iter=20, prior="covariance"),

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import oahu_loops as loops
 import pytest
-from numpy.typing import NDArray
 
 from retrieval_oahu.network import (
     Network,
@@ -18,7 +17,7 @@ from retrieval_oahu.network import (
     similar_threshold,
     triplet_gradient,
 )
-from retrieval_oahu.online import ROWS, recorded
+from retrieval_oahu.online import ROWS, OnlineLearner
 
 TAUS = (0.01, 0.1, 0.5, 2 / 3, 1.0, 1.9)
 
@@ -147,10 +146,10 @@ def test_embedding_is_that_of_a_loop_and_float32_follows_it():
 
 
 def test_history_is_bounded_and_keeps_equal_steps():
-    kept: NDArray[Any] = np.zeros((1, 1))
-    place, stride = np.zeros(1, np.int64), 1
-    for step in range(1, 20_000):
-        kept, place, stride = recorded(kept, place, stride, np.array([float(step)]), step)
-        assert len(kept) <= ROWS
-    assert (np.diff(place) == stride).all() and place[0] == 0 and (kept[:, 0] == place).all()
-    assert len(kept) > ROWS // 2 - 1
+    learner = OnlineLearner()
+    for step in range(20_000):
+        learner._record(np.array([float(step)]), step)
+        assert len(learner.weights_) <= ROWS
+    kept, place = learner.weights_, learner.weights_at_
+    assert (np.diff(place) == learner.stride_).all() and place[0] == 0
+    assert (kept[:, 0] == place).all() and len(kept) > ROWS // 2 - 1
