@@ -195,7 +195,12 @@ class MetrixProxyAnchor(CheckedLoss):
         self.scale, self.margin, self.alpha, self.weight = scale, margin, alpha, weight
 
     def compute_loss(
-        self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Tensor, ref_labels: Any
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        indices_tuple: Any,
+        ref_emb: Tensor,
+        ref_labels: Tensor,
     ) -> dict[str, Any]:
         """Return the loss as one number."""
         part, unit = _draw(embeddings, self.alpha), functional.normalize(embeddings)
