@@ -22,17 +22,17 @@ def selector(text: str) -> str:
         parts = get_args(Trainable)
         raise ValueError(
             f"{text!r} selects no parameters.{did_you_mean(text, [*parts, 'vectors'])} Write a"
-            f' part ({", ".join(parts)}), "stages:N", "vectors", or a pattern of their names, such'
-            ' as "backbone.*.bias"'
+            f' part ({", ".join(parts)}), "stages:N", "vectors", or a pattern of parameter names,'
+            ' such as "backbone.*.bias"'
         )
     return text
 
 
 Selector = Annotated[str, AfterValidator(selector)]
-"""Selects parameters of the model and the loss.
+"""Text that selects parameters of the model and the loss.
 
-It is a part; `stages:N` for the backbone's first N stages; `vectors` for parameters of one
-dimension (biases and the scales of norms); or a shell pattern of full names, such as
+It is the name of a part; `stages:N` for the backbone's first N stages; `vectors` for parameters of
+one dimension (biases and the scales of norms); or a shell pattern of full parameter names, such as
 `backbone.*.bias`.
 """
 

@@ -215,7 +215,7 @@ class Optimizer(Section):
         1.0, description="Factor of the learning rate from each backbone stage to the one before."
     )
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="Weight decay, by the same keys as `lr_factor`; the rest has `options`'."
+        {}, description="Weight decay by the keys of `lr_factor`; others use that of `options`."
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
@@ -373,11 +373,11 @@ class Train(Section):
     )
     monitor: str | dict[str, Any] = Field(
         "map_at_r",
-        description="The validation metric that decides the best epoch; epoch 0 is the start.",
+        description="The validation metric that decides the best epoch; epoch 0 precedes training.",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="Decay, such as 0.999, of a moving average of the weights, which is then kept.",
+        description="Decay, such as 0.999, of a moving average of the weights; the run keeps it.",
     )
     average_last: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Number of last epochs of each phase whose weights are averaged."
@@ -436,7 +436,7 @@ class Train(Section):
 
 
 class _Loaded:
-    """Holds a recipe's plugins, which comparing and pickling the recipe ignore."""
+    """Holds a recipe's plugins; comparing or pickling the recipe ignores them."""
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -532,14 +532,14 @@ class Tables(Section):
     def from_features(self, number: int) -> bool:
         """Return whether a phase trains on backbone features that are computed only once."""
         phases = self.phases
-        kept = not any("backbone" in phase.train for phase in phases[: number + 1])
+        fixed = not any("backbone" in phase.train for phase in phases[: number + 1])
         return self.backbone.frozen or (
-            kept and not (self.augmentation.active and phases[number].augment)
+            fixed and not (self.augmentation.active and phases[number].augment)
         )
 
     @property
     def loaded(self) -> Plugins:
-        """The recipe's plugins, loaded on first use unless the recipe was checked with them."""
+        """The plugins that the recipe was checked with, or else those that it names, loaded now."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
