@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -101,11 +100,6 @@ class Changes:
 
     table: Augmentation
     transforms: tuple[Transform, ...] = ()
-
-    @cached_property
-    def active(self) -> bool:
-        """True if the recipe changes images at all."""
-        return self.table.active
 
     def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
         """Return the draws that determine the changes to a batch of `size` rows."""

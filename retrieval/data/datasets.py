@@ -26,7 +26,7 @@ class ArrayDataset(Dataset):
     """A dataset with all images or all vectors in one array.
 
     Args:
-        arrays: images, uint8 (N, H, W) or (N, H, W, 3), or vectors, float (N, F).
+        arrays: images, uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3), or vectors, float (N, F).
         labels: one label per item; further columns as in `Dataset`.
         keys: one name per item; the default is the item's number.
         kind: "image" or "features".

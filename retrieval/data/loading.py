@@ -93,7 +93,7 @@ class RawInputs:
     ) -> NDArray[Any]:
         """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         pre = self.preprocessing
-        if changes is None or not changes.active or pre is None:
+        if changes is None or not changes.table.active or pre is None:
             return self._unchanged(indices)
         assert draws is not None
         if changes.table.crop_scale is None:
@@ -194,7 +194,7 @@ class BatchMaker:
 
     def __call__(self, job: Job) -> Tensor:
         """Return the inputs of the job's items."""
-        if not self.changes.active:
+        if not self.changes.table.active:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
         mix = self.mix(job.epoch, job.batch, len(job.items))

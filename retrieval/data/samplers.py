@@ -31,7 +31,7 @@ class ClassBalanced(BatchSampler):
     """
 
     def batches(self, items: TrainingItems) -> int:
-        """Return the number of batches, after checking that a batch has enough classes."""
+        """Return the number of batches, after checking that a batch can get enough classes."""
         check_classes(items)
         return items.batches
 
@@ -60,7 +60,7 @@ def check_classes(items: TrainingItems) -> None:
 
 
 def rows_by_class(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the positions of each class's items; classes in order of appearance."""
+    """Return the positions of each class's items, with the classes in order of appearance."""
     by_class = np.argsort(labels, kind="stable")
     firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
     rows = np.split(by_class, firsts[1:])
@@ -177,8 +177,8 @@ def drawn_batches(
             f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
     for batch in drawn:
-        whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
-        if not whole or batch.min() < 0 or batch.max() >= len(items.labels):
+        is_list = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
+        if not is_list or batch.min() < 0 or batch.max() >= len(items.labels):
             raise PluginError(
                 f"{who} drew a batch that is not a list of positions among the {len(items.labels)}"
                 " training items, numbered from 0."

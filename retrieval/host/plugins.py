@@ -31,7 +31,7 @@ from retrieval.host.importing import (
     refuse_misspelt,
 )
 from retrieval.host.plugin_calls import calling
-from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, refuse_no_objects
+from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, require_objects
 
 GROUP = "retrieval"
 TRAINING_MODULES = ("torch", "torchvision", "pytorch_metric_learning", "sklearn")
@@ -51,7 +51,7 @@ class Plugins:
         """Offer Python objects as parts, by recipe table: `{"loss": my_loss}`."""
         if not objects:
             return
-        refuse_no_objects(objects)
+        require_objects(objects)
         try:
             self.manager.register(object_plugin(objects), OBJECT)
         except ValueError:
@@ -181,7 +181,7 @@ class Plugins:
 
         `where` names the table in messages, such as `[loss]`; `host_keys` are its further keys.
         """
-        if is_made(values):
+        if is_part(values):
             return []
         table = _table(values)
         if table is None or not isinstance(table.get("name"), str):
@@ -217,7 +217,7 @@ class Plugins:
 
         Args:
             kind: one of `KINDS`.
-            values: the recipe's table. A nested part may be a Python object (`is_made`).
+            values: the recipe's table. A nested part may be a Python object (`is_part`).
             known: values that the host knows (`factory.GIVEN`). Each factory gets those that it has
                 parameters for.
 
@@ -225,7 +225,7 @@ class Plugins:
             PluginError: the name is unknown.
             RecipeError: the values do not fit, or the factory refuses them.
         """
-        if is_made(values):
+        if is_part(values):
             return values
         known = known or {}
         table = _table(values) or {}
@@ -318,7 +318,7 @@ def _table(values: Any) -> dict[str, Any] | None:
     return dict(values) if isinstance(values, Mapping) else None
 
 
-def is_made(value: Any) -> bool:
+def is_part(value: Any) -> bool:
     """Return whether a value is a part itself, not the part's name or table or a TOML value."""
     return not isinstance(
         value, str | bytes | int | float | Mapping | list | tuple | date | time | None
@@ -429,7 +429,7 @@ def names(kind: str) -> list[str]:
     """Return the sorted names of all parts of a kind that the installed plugins offer.
 
     Args:
-        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner",
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "sampler",
             "augmentation", "metric", "index", "store", "distance", "reducer", "regularizer" or
             "tracker", or the plural.
 

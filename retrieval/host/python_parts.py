@@ -71,7 +71,7 @@ def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_no_objects(objects: Mapping[str, Any]) -> None:
+def require_objects(objects: Mapping[str, Any]) -> None:
     """Raise a `PluginError` for a class, a name or a table in place of an object."""
     for table, value in objects.items():
         word = KINDS[COMPONENTS[table]]

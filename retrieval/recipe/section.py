@@ -15,7 +15,7 @@ Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
 def selector(text: str) -> str:
-    """Return `text` if it is a valid selector. Training checks that it covers a parameter."""
+    """Return `text` if it is a valid selector. Training checks that a parameter matches."""
     if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
         return text
     if ":" in text or not any(sign in text for sign in ".*?["):
