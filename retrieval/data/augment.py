@@ -274,7 +274,7 @@ _INSTEAD: Mapping[Any, str] = {
     torch.manual_seed: "the seed that is set already",
     torch.seed: "the seed that is set already",
 }
-"""What to use instead of functions without that argument or that seed the global generator."""
+"""What to use instead of functions that lack this argument or seed the global generator."""
 
 
 class Drawing(TorchFunctionMode):

@@ -62,7 +62,7 @@ class Findings:
             (1, 1.0, 01).
         complete: False if the search stopped because of too many pairs.
         notes: further sentences for the user.
-        few_levels: number of each 16-bit image of which 8 bits keep few levels, and the reason.
+        few_levels: number of each 16-bit image that has few levels left in 8 bits, and the reason.
     """
 
     checked: str

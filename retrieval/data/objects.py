@@ -30,7 +30,7 @@ _PLAIN = (str, int, float, bool, np.generic)  # types of values that metadata ma
 _READINGS = 3
 """How often item 0 is read again; a random flip stays unnoticed once in eight times."""
 _LARGEST_IN_MEMORY = 1 << 28
-"""Floating-point images of at most this many bytes become one array; others are read singly."""
+"""Images of floats become one array up to this many bytes; larger data are read item by item."""
 
 
 def as_dataset(

@@ -91,9 +91,9 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     - `item` holds out a random part of every class.
 
     With `given`, the dataset's own "validation" items are used if there are any; otherwise a part
-    of the training side becomes the validation side. If items of a class are held out, then at
-    least two are, and at least two stay, because a query needs another item to find. The dataset's
-    roles "query" and "gallery" apply to the test side.
+    of the training side becomes the validation side. A held-out part of a class has at least two
+    items and leaves at least two, because a query needs another item to find. The dataset's roles
+    "query" and "gallery" apply to the test side.
 
     The sides are always the same for the same dataset and table.
 

@@ -501,7 +501,7 @@ def documentation(
 def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
-    """Yield each function that defines parameters, its signature, and those that are set for it."""
+    """Yield each function with parameters, its signature, and the arguments that subclasses pass."""
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
         return

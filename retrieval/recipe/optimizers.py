@@ -41,7 +41,7 @@ def takes(kind: str, name: str, key: str) -> bool:
 def _option_problems(
     cls: Any, options: dict[str, Any], reserved: set[str], where: str, make: Callable[[], object]
 ) -> list[str]:
-    """Return every problem of the options, with which `make` makes an object of the class."""
+    """Return every problem of the options; `make` creates an object of the class with them."""
     what, parameters = cls.__name__, inspect.signature(cls).parameters
     known = [name for name in parameters if name not in reserved]
     problems = [

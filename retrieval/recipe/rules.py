@@ -338,7 +338,7 @@ def _loss(recipe: Tables) -> list[str]:
 
 
 def _measures(plugins: Plugins, values: Any) -> bool:
-    """Return whether a loss takes a distance, or every loss does that it wraps."""
+    """Return whether a loss, or else every loss that it wraps, takes a distance."""
     wrapped: list[Any] = []
     try:
         factory = plugins.find(

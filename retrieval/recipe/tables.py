@@ -539,7 +539,7 @@ class Tables(Section):
 
     @property
     def loaded(self) -> Plugins:
-        """The plugins that the recipe was checked with, or else those that it names, loaded now."""
+        """The recipe's plugins: those that it was checked with, or else loaded on first use."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins
