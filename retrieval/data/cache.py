@@ -84,7 +84,7 @@ def frozen_features(
         try:
             if identity is None:
                 log.warning(
-                    "The dataset names no files, so its features are computed for this run only."
+                    "The dataset has no arrays or files, so features are kept for this run only."
                 )
                 temporary = tempfile.TemporaryDirectory(
                     prefix="retrieval-features-", ignore_cleanup_errors=True

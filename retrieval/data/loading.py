@@ -379,10 +379,10 @@ class TrainBatches:
         self, number: int, start: int, rank: int, world: int, rows: list[NDArray[np.int64]]
     ) -> Iterator[tuple[Tensor, Labels]]:
         jobs, labels = [], []
-        for batch, drawn in enumerate(rows, start):
-            share = slice(len(drawn) * rank // world, len(drawn) * (rank + 1) // world)
-            jobs.append(Job(self.indices[drawn], number, batch, share))
-            labels.append(self._labels(self.labels[drawn], number, batch, share))
+        for batch, positions in enumerate(rows, start):
+            share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
+            jobs.append(Job(self.indices[positions], number, batch, share))
+            labels.append(self._labels(self.labels[positions], number, batch, share))
         if self._workers is not None:
             batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):

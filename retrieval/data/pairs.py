@@ -244,17 +244,17 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     (start, head), *body = numbered
     counts = [int(word) for word in head]
     folds, per_kind = counts if len(counts) == 2 else (1, counts[0])
-    size = 2 * per_kind
+    fold_lines = 2 * per_kind
     problems: list[str] = []
     if not folds or not per_kind:
         return [], [
             f"line {start}: '{' '.join(head)}' states {folds} folds of {per_kind} pairs: neither"
             " may be 0."
         ]
-    if len(body) != folds * size:
+    if len(body) != folds * fold_lines:
         problems.append(
             f"line {start} states {folds:,} × {per_kind:,} same and as many different pairs,"
-            f" {folds * size:,} lines; {len(body):,} follow."
+            f" {folds * fold_lines:,} lines; {len(body):,} follow."
         )
     rows: list[Row] = []
     kinds: list[bool | None] = []
@@ -264,12 +264,12 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
             problems.append(f"line {line}: {named}")
             kinds.append(None)
         else:
-            rows.append(Row(line, *named, str(i // size + 1) if len(counts) == 2 else ""))
+            rows.append(Row(line, *named, str(i // fold_lines + 1) if len(counts) == 2 else ""))
             kinds.append(named[2])
-    for k in range(folds if len(body) == folds * size else 0):
-        part = kinds[k * size : (k + 1) * size]
+    for k in range(folds if len(body) == folds * fold_lines else 0):
+        part = kinds[k * fold_lines : (k + 1) * fold_lines]
         if None not in part and part.count(True) != per_kind:
-            first, last = body[k * size][0], body[(k + 1) * size - 1][0]
+            first, last = body[k * fold_lines][0], body[(k + 1) * fold_lines - 1][0]
             where = f"fold {k + 1} (lines {first} to {last})" if len(counts) == 2 else "it"
             problems.append(
                 f"{where} has {part.count(True):,} same and {part.count(False):,} different pairs;"

@@ -501,7 +501,7 @@ def documentation(
 def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
-    """Yield each function with parameters, its signature, and the arguments that subclasses pass."""
+    """Yield each function with parameters, its signature, and what subclasses pass to it."""
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
         return

@@ -129,15 +129,15 @@ def read_table(
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):
         return table, []
-    own = [_beside(Path(), item) for item in plugins]
+    from_caller = [_beside(Path(), item) for item in plugins]
     places = [_beside(path, item) if isinstance(item, str) else item for item in named]
-    table["plugins"] = places + own
+    table["plugins"] = places + from_caller
     brought = [
         place
         for place, item in zip(places, named, strict=True)
         if isinstance(item, str) and item in before
     ]
-    return table, [place for place in brought if place not in own]
+    return table, [place for place in brought if place not in from_caller]
 
 
 def _without_none(value: Any) -> Any:

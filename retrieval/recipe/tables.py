@@ -26,7 +26,7 @@ class Range(Section):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_limits(self) -> Self:
         if self.choices:
             if self.low is not None or self.high is not None or self.log:
                 raise ValueError("write either choices, or low and high")
@@ -176,7 +176,7 @@ class Augmentation(Section):
         )
 
     @model_validator(mode="after")
-    def _ranges(self) -> Self:
+    def _check_ranges(self) -> Self:
         if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError("crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1")
         if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
