@@ -27,7 +27,7 @@ class ArrayDataset(Dataset):
 
     Args:
         arrays: images, uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3), or vectors, float (N, F).
-        labels: one label per item; further columns as in `Dataset`.
+        labels: one label per item; `splits`, `roles` and `metadata` are as in `Dataset`.
         keys: one name per item; the default is the item's number.
         kind: "image" or "features".
 
@@ -82,7 +82,7 @@ class FileDataset(Dataset):
 
     Args:
         files: one path per item.
-        labels: one label per item; further columns and notes as in `Dataset`.
+        labels: one label per item; `splits`, `roles`, `metadata`, `notes` are as in `Dataset`.
         keys: one name per item; the default is the path.
         boxes: the part of each image that is the item, or `None` if the item is the whole image.
         advice: a sentence on what to do about an unreadable image, appended to the error message.

@@ -289,7 +289,7 @@ class TrainBatches:
         indices: training items (n,) (`Splits.train`).
         labels: class ids (n,) of those items (`Splits.train_labels`).
         preprocessing: see `RawInputs`.
-        sampler: P, M and the number of batches in an epoch.
+        sampler: the number of batches in an epoch, of classes P, and of items M of each class.
         batch_sampler: chooses the items; the default draws P random classes and M items of each.
         augmentation: random changes to images, number of views of each item, and their labels.
         transforms: the transforms that `augmentation` names, built.

@@ -130,7 +130,7 @@ class ItemDataset(Dataset):
 
     Args:
         read: returns the image with an index, in any form that `as_dataset` accepts.
-        labels: one label per item; further columns as in `Dataset`.
+        labels: one label per item; `splits`, `roles` and `metadata` are as in `Dataset`.
         keys: one name per item; the default is the item's number.
         name: name of the data in error messages.
     """

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
     from retrieval.recipe.tables import Split
 
-Items = NDArray[np.int64]
+Items = NDArray[np.int64]  # indices of items in the dataset
 
 SPLITS = ("train", "validation", "test")
 ROLES = ("", "query", "gallery")
@@ -45,7 +45,7 @@ class Splits:
     """A dataset's items by side.
 
     Attributes:
-        labels: index (N,) into `classes` of every item of the dataset.
+        labels: for each item of the dataset, the index (N,) of its label in `classes`.
         classes: the labels in natural order ("class 2" before "class 10").
         train: training items, ascending.
         validation: items held out from training for early stopping and model selection; may be

@@ -251,7 +251,7 @@ class Schedule(Section):
         ),
     )
     warmup: float | str = Field(
-        0.0, description='Rise of the rate: a share of a phase, `"500 steps"` or `"2 epochs"`.'
+        0.0, description='Time to reach `lr`: a share of a phase, `"500 steps"` or `"2 epochs"`.'
     )
     options: dict[str, Any] = Field(
         {}, description="Arguments of a `torch.optim.lr_scheduler` class."
@@ -362,7 +362,7 @@ class Train(Section):
     )
     deterministic: bool = Field(
         False,
-        description="Only deterministic algorithms on a GPU: a run repeats exactly, but slower.",
+        description="Use only deterministic GPU algorithms: a run repeats exactly, but slower.",
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Norm to which larger gradients are clipped. The default is no clipping."
@@ -405,7 +405,7 @@ class Train(Section):
     )
     sync_batch_norm: bool = Field(
         False,
-        description="With several processes, batch norm uses the whole batch, not their shares.",
+        description="With several processes, batch norm uses the whole batch, not each share.",
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
         0.0, description="With a generator, the weight of an added loss on real negatives."
@@ -475,7 +475,7 @@ class Tables(Section):
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
-        None, description="The distance over codes; a combiner has its own head."
+        None, description="The distance between embeddings; a combiner has its own head."
     )
     loss: Component | None = Field(None, description="The loss.")
     miner: Component | None = Field(None, description="The miner.")
