@@ -4,10 +4,10 @@
 Zhang et al., ICLR 2018; CutMix: Yun et al., ICCV 2019). `Drawing` redirects the random draws of
 transforms to a generator of its own.
 
-torchvision's random transforms draw from torch's global generator, as the model's dropout does. The
-results would depend on the number of processes that load images, and on where a run was resumed.
-This module therefore draws crops and mirror images itself, and applies them with torchvision's
-functions (`transforms.v2.functional`).
+torchvision's random transforms draw from torch's global generator, as the model's dropout does, so
+their results would depend on the number of processes that load images, and on where a run was
+resumed. This module therefore draws crops and mirror images itself, and applies them with
+torchvision's functions (`transforms.v2.functional`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from retrieval.recipe.tables import Augmentation
     from retrieval.serving.images import Preprocessing
 
-_TRIES = 10
+_TRIES = 10  # of a random crop, as in torchvision
 _DRAWS = 3 + 2 * _TRIES  # mirror, top, left, then area and aspect ratio of each try
 _PURPOSE, _SEEDS = 1, 2  # make these draws independent of others with the same seed and epoch
 
@@ -54,22 +53,22 @@ def crop_box(
 ) -> tuple[int, int, int, int]:
     """Return a random crop (top, left, height, width) like torchvision's `RandomResizedCrop`.
 
-    The share of the image's area, within `scale`, is uniform, and the aspect ratio width / height,
-    within `ratio`, log-uniform. If ten boxes do not fit, the crop is the largest central box with a
+    Its share of the image's area is uniform within `scale`, its aspect ratio (width / height)
+    log-uniform within `ratio`. If ten boxes do not fit, the crop is the largest central box with a
     ratio in range (Szegedy et al., "Going Deeper with Convolutions", CVPR 2015, §6). `draws` is one
     row of `draw_changes`.
     """
     low, high = math.log(ratio[0]), math.log(ratio[1])
     _, top, left, *tries = draws.tolist()
-    for part, shape in zip(tries[:_TRIES], tries[_TRIES:], strict=True):
-        area = height * width * (scale[0] + (scale[1] - scale[0]) * part)
-        aspect = math.exp(low + (high - low) * shape)
+    for area_draw, ratio_draw in zip(tries[:_TRIES], tries[_TRIES:], strict=True):
+        area = height * width * (scale[0] + (scale[1] - scale[0]) * area_draw)
+        aspect = math.exp(low + (high - low) * ratio_draw)
         w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 1 <= w <= width and 1 <= h <= height:
             return int(top * (height - h + 1)), int(left * (width - w + 1)), h, w
-    own = width / height
-    w = width if own <= ratio[1] else max(1, round(height * ratio[1]))
-    h = height if own >= ratio[0] else max(1, round(width / ratio[0]))
+    whole = width / height
+    w = width if whole <= ratio[1] else max(1, round(height * ratio[1]))
+    h = height if whole >= ratio[0] else max(1, round(width / ratio[0]))
     return (height - h) // 2, (width - w) // 2, h, w
 
 
@@ -102,18 +101,13 @@ class Changes:
     table: Augmentation
     transforms: tuple[Transform, ...] = ()
 
-    @cached_property
-    def active(self) -> bool:
-        """True if the recipe changes images at all."""
-        return self.table.active
-
     def draw(self, seed: int, epoch: int, batch: int, size: int) -> Draws:
         """Return the draws that determine the changes to a batch of `size` rows."""
         random = np.random.default_rng([seed % 2**64, epoch, batch, _SEEDS])
         return Draws(draw_changes(seed, epoch, batch, size), random.integers(2**62, size=size))
 
     def crop(self, image: Image, preprocessing: Preprocessing, draws: Draws) -> NDArray[np.uint8]:
-        """Return a random crop (channels, H, W) of an image, in place of its `preprocessing`."""
+        """Return a random crop of an image at the encoder's input size (channels, H, W)."""
         from torchvision.transforms import InterpolationMode
         from torchvision.transforms.v2 import functional
 
@@ -143,13 +137,13 @@ class Changes:
         Raises:
             DataError: a transform fails, or changes size or type.
         """
-        images, lent = torch.from_numpy(pixels), Drawing()
+        images, drawing = torch.from_numpy(pixels), Drawing()
         shape, out = images.shape[1:], torch.empty_like(images)
         for row, (image, seed) in enumerate(zip(images, draws.seeds.tolist(), strict=True)):
-            lent.seed(seed)
+            drawing.seed(seed)
             for number, transform in enumerate(self.transforms):
                 try:
-                    with lent:
+                    with drawing:
                         changed = transform(image)
                 except RetrievalError:
                     raise
@@ -183,10 +177,10 @@ class Mix:
     """How a batch's images are mixed with one another.
 
     Attributes:
-        partner: (B,), the row that is mixed into each row.
+        partner: (B,), number of the row that is mixed into each row.
         weight: weight of a row's own label and pixels; the partner's is 1 − weight.
-        box: rows and columns that are copied from the partner; `None` if all pixels are weighted
-            means.
+        box: rows and columns of pixels that are copied from the partner; `None` if every pixel is
+            a weighted mean.
     """
 
     partner: NDArray[np.int64]
@@ -205,10 +199,10 @@ class Mix:
         partner = random.permutation(size)
         if table.mix == "mixup":
             return cls(partner, weight, None)
-        part = (1 - weight) ** 0.5
+        side = (1 - weight) ** 0.5  # the box's share of height and width; 1 − weight of the area
         sides = []
         for whole, centre in zip(shape, random.random(2).tolist(), strict=True):
-            middle, half = int(centre * whole), int(part * whole) // 2
+            middle, half = int(centre * whole), int(side * whole) // 2
             sides.append(slice(max(0, middle - half), min(whole, middle + half)))
         rows, columns = sides
         area = (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -271,22 +265,22 @@ _LENT: frozenset[Any] = frozenset(
 )
 """Random functions of torch with an argument `generator`."""
 _BY_PLACE: Mapping[Any, int] = {torch._sample_dirichlet: 2, torch._standard_gamma: 2}
-"""Those that take `generator` by position only, with its position."""
+"""Those functions that take `generator` by position only, and its position."""
 _INSTEAD: Mapping[Any, str] = {
     torch.rand_like: "torch.rand(x.shape)",
     torch.randn_like: "torch.randn(x.shape)",
     torch.randint_like: "torch.randint(low, high, x.shape)",
     torch.binomial: "torch.rand(n).lt(p).sum()",
-    torch.manual_seed: "no seed of its own",
-    torch.seed: "no seed of its own",
+    torch.manual_seed: "the seed that is set already",
+    torch.seed: "the seed that is set already",
 }
-"""Replacements for functions without that argument, or that change the global generator."""
+"""What to use instead of functions that lack this argument or seed the global generator."""
 
 
 class Drawing(TorchFunctionMode):
-    """Context manager in which torch's random functions draw from a generator of its own.
+    """Context manager in which torch's random functions draw from its own generator.
 
-    It affects only this thread. A further `with` block continues the sequence of the last one.
+    It affects only this thread. Another `with` block of the same object continues its sequence.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -308,7 +302,7 @@ class Drawing(TorchFunctionMode):
         if func in _INSTEAD:
             name = getattr(func, "__name__", str(func))
             raise DataError(
-                f"An augmentation calls torch.{name}, and what that draws could not be repeated"
-                f" when a run is resumed. Use {_INSTEAD[func]}."
+                f"An augmentation calls torch.{name}, whose numbers could not be drawn again when a"
+                f" run is resumed. Use {_INSTEAD[func]}."
             )
         return func(*args, **kwargs) if kwargs else func(*args)

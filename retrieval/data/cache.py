@@ -1,8 +1,8 @@
 """Features of a frozen backbone, computed once and kept on disk.
 
-A cache entry is a folder with `features.f32`, rows of float32, and `sums`, a checksum of each block
-of rows, zeros for a block without one. Blocks without a checksum or with a wrong one are computed
-(again). An interrupted run therefore continues where it stopped, and a damaged file is repaired.
+A cache entry is a folder with `features.f32` (rows of float32) and `sums`, a checksum of each block
+of rows, which is zero until the block is written. Blocks whose checksum is zero or wrong are
+computed, so an interrupted run continues where it stopped, and a damaged file is repaired.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Raise this version when the format changes, or decoding or resizing. Otherwise, outdated features
-# would be found.
+# Raise this version whenever the format, decoding or resizing changes, so that no run reuses
+# features from before the change.
 _FORMAT = 3
 _SUM = 16
 """Bytes of a checksum."""
@@ -54,7 +54,7 @@ def frozen_features(
     folder: Path | None = None,
     progress: bool = True,
 ) -> NDArray[np.float32]:
-    """Return features (N, F) of every item, memory-mapped, from the cache on disk or computed now.
+    """Return every item's features (N, F), memory-mapped, from the cache on disk or computed now.
 
     The entry's name is a hash of everything that could change a bit of a feature: the fingerprint
     of the backbone, the preprocessing, the items' content, the batch size and the device type. A
@@ -67,9 +67,9 @@ def frozen_features(
     Raises:
         DataError: an item cannot be read, a feature is not finite, or the cache cannot be written.
     """
-    content = dataset_identity(dataset)
+    identity = dataset_identity(dataset)
     kind = torch.device(device).type
-    parts = [_FORMAT, fingerprint, repr(preprocessing), content, batch, kind, width]
+    parts = [_FORMAT, fingerprint, repr(preprocessing), identity, batch, kind, width]
     place = (folder or cache_folder()) / "features" / _checksum(json.dumps(parts).encode()).hex()
 
     def compute(items: NDArray[np.int64]) -> Iterator[NDArray[np.float32]]:
@@ -82,9 +82,9 @@ def frozen_features(
 
     with ExitStack() as stack:
         try:
-            if content is None:
+            if identity is None:
                 log.warning(
-                    "The dataset names no files, so its features are computed for this run only."
+                    "The dataset has no arrays or files, so features are kept for this run only."
                 )
                 temporary = tempfile.TemporaryDirectory(
                     prefix="retrieval-features-", ignore_cleanup_errors=True
@@ -177,7 +177,7 @@ def _checksum(content: bytes) -> bytes:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Context manager that lets one process at a time fill an entry, while others wait."""
+    """Context manager that lets one process at a time fill an entry; other processes wait."""
     try:
         import fcntl
     except ImportError:  # Windows has no such locks: two processes may do the same work
@@ -195,7 +195,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def dataset_identity(dataset: Dataset) -> str | None:
-    """Return a hash of a dataset's items in order, or None without `arrays` and `files`.
+    """Return a hash of a dataset's items in order, or None if it has neither `arrays` nor `files`.
 
     Arrays are hashed in full, files by path, size, modification time and the boxes cut from them.
     """

@@ -27,8 +27,8 @@ def differing(
 ) -> list[str]:
     """Return a sentence for each side whose numbers differ from all published ones.
 
-    `published` has the counts of each release or paper, `labels` those of the present images, by
-    side ("" for data without sides).
+    By side ("" for data without sides), `published` holds the counts of each release or paper, and
+    `labels` the label of each image that is present.
     """
     problems = []
     for side in dict.fromkeys([*published, *labels]):

@@ -1,4 +1,4 @@
-"""Datasets of arrays or files, which most dataset factories return."""
+"""Datasets in an array or in files; most dataset factories return one of these classes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Box = tuple[float, float, float, float]
-"""Left, top, right and bottom of a part of an image, in pixels from the upper left corner."""
+"""Left, top, right and bottom edge of a box, in pixels from the image's upper left corner."""
 
 
 class ArrayDataset(Dataset):
     """A dataset with all images or all vectors in one array.
 
     Args:
-        arrays: images, uint8 (N, H, W) or (N, H, W, 3), or vectors, float (N, F).
-        labels: one label per item; further columns as in `Dataset`.
+        arrays: images, uint8 (N, H, W), (N, H, W, 1) or (N, H, W, 3), or vectors, float (N, F).
+        labels: one label per item; `splits`, `roles` and `metadata` are as in `Dataset`.
         keys: one name per item; the default is the item's number.
         kind: "image" or "features".
 
     Raises:
-        DataError: the shapes, types or lengths do not fit.
+        DataError: the array has another shape or type, or a column another length.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class FileDataset(Dataset):
 
     Args:
         files: one path per item.
-        labels: one label per item; further columns and notes as in `Dataset`.
+        labels: one label per item; `splits`, `roles`, `metadata`, `notes` are as in `Dataset`.
         keys: one name per item; the default is the path.
-        boxes: the part of each image that is the item, or `None` for the whole image.
-        advice: what the user should do about an unreadable image; appended to the error message.
+        boxes: the part of each image that is the item, or `None` if the item is the whole image.
+        advice: a sentence on what to do about an unreadable image, appended to the error message.
     """
 
     kind = "image"
@@ -122,7 +122,7 @@ class FileDataset(Dataset):
 
 
 def _cut(image: Image, box: Box, key: str) -> Image:
-    """Return the part of an image in a box, including all pixels that the box touches."""
+    """Crop an image to a box, including every pixel that the box touches."""
     scale = image.width / full_size(image)[0]  # a very large JPEG is decoded at a smaller size
     box = (box[0] * scale, box[1] * scale, box[2] * scale, box[3] * scale)
     left, top = max(0, math.floor(box[0])), max(0, math.floor(box[1]))
@@ -130,14 +130,14 @@ def _cut(image: Image, box: Box, key: str) -> Image:
     if left >= right or top >= bottom:
         shown = ", ".join(f"{edge:g}" for edge in box)
         raise DataError(
-            f"{key}: its box ({shown}) holds nothing of the image, which is {image.width} ×"
+            f"{key}: its box ({shown}) covers no pixel of the image, which has {image.width} ×"
             f" {image.height} pixels."
         )
     return image.crop((left, top, right, bottom))
 
 
 class Subset(Dataset):
-    """Some items of a dataset, without its split and roles."""
+    """Some items of a dataset, without the dataset's split and roles."""
 
     def __init__(self, dataset: Dataset, items: NDArray[np.int64]) -> None:
         self._dataset, self._items = dataset, items

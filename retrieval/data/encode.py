@@ -1,4 +1,4 @@
-"""Compute embeddings in batches: of a dataset's items, or of images from anywhere."""
+"""Compute embeddings in batches, of a dataset's items or of images in any form."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def encode(
     from_features: bool = False,
     raw: RawInputs | None = None,
 ) -> Tensor:
-    """Return the embeddings (N, C) of items, float32, on the CPU.
+    """Return the embeddings of N items, float32 (N, width), on the CPU.
 
-    The model runs on `device`, by default its own, and its mode is restored. `progress` titles the
-    display; `None` shows none. `from_features` says that the dataset's items are the backbone's
-    features. `raw` are the dataset's inputs, if the caller keeps them between calls.
+    The model runs on `device`, by default its own, and its mode is restored. `progress` is the
+    title of the progress display; `None` shows none. `from_features` says that the dataset's items
+    are the backbone's features. `raw` reads the items, if the caller keeps it between calls.
     """
     device = device or next((p.device for p in model.parameters()), torch.device("cpu"))
     embeddings: list[Tensor] = []
@@ -75,7 +75,7 @@ def _channels_last(model: Model, device: torch.device) -> Iterator[None]:
 
 
 def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
-    """Return the embeddings (B, C); retry without channels last if the model fails with it."""
+    """Return the embeddings (B, width); if channels last makes the model fail, retry without."""
     try:
         embeddings: Tensor = model(inputs, from_features)[1]
     except RuntimeError:
@@ -89,7 +89,7 @@ def _forward(model: Model, inputs: Tensor, from_features: bool) -> Tensor:
 def pixels(
     dataset: Dataset, indices: NDArray[np.int64], model: Model, *, batch: int = 256
 ) -> Tensor:
-    """Return raw inputs as unit vectors (N, P), a baseline without training."""
+    """Return the raw inputs of N items as unit vectors (N, values), a baseline without training."""
     flat = [
         chunk.flatten(1).float() for chunk in inputs(dataset, indices, model.preprocessing, batch)
     ]
@@ -116,7 +116,7 @@ class _Images(Dataset):
 
 
 def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> Embeddings:
-    """Return the vectors (N, D) of images or rows, as a bundle of the model would return them."""
+    """Return the vectors that a bundle of the model would return for images or rows."""
     dataset: Dataset
     if model.preprocessing is None:
         rows = as_rows(images)
@@ -127,8 +127,8 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
             if not is_image(image):
                 raise DataError(
                     f"images[{number}]: an image is a path, bytes, a Pillow image, pixels or a"
-                    f" tensor, not an object of type {type(image).__name__}. A dataset with labels"
-                    " is given as retrieval.as_dataset(…)."
+                    f" tensor, not an object of type {type(image).__name__}. For a dataset with"
+                    " labels, pass retrieval.as_dataset(…)."
                 )
         dataset = _Images(listed)
     before = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -150,7 +150,7 @@ def encode_images(model: Model, images: Any, batch: int, progress: Progress) -> 
 
 
 def index_vectors(model: Model, codes: Tensor) -> Embeddings:
-    """Return the vectors that an index stores for codes."""
+    """Return the vectors that an index stores for codes, the embeddings that a model returns."""
     with torch.inference_mode():
         vectors = codes if model.combiner is None else model.combiner.index_vectors(codes)
     return cast(Embeddings, vectors.float().numpy())

@@ -1,6 +1,6 @@
 """A frozen backbone's features, computed once and cached on disk, as a dataset of vectors.
 
-On a CPU, ONNX Runtime computes them in about a third of torch's time.
+On a CPU, ONNX Runtime computes the features in about a third of torch's time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from retrieval.serving.runtime import ONNXRUNTIME, installed_packages
 log = logging.getLogger(__name__)
 
 LEAST = 1 << 24
-"""Smallest number of pixels times channels of all images for which making a graph saves time."""
+"""Fewest values (pixels × channels of all images) for which making an ONNX graph saves time."""
 
 _AT_ONCE, _MOST = 1 << 17, 64
-"""Largest pixels times channels, and largest number of images, that go through a graph at once.
+"""Largest number of values, and of images, that go through a graph at once.
 
-Intermediate results then stay in the CPU cache.
+With so few, intermediate results stay in the CPU cache.
 """
 
 TRIED = 8
@@ -109,8 +109,9 @@ def runtime_for(model: Model, dataset: Dataset, device: torch.device) -> str | N
 class OnnxBackbone:
     """A backbone as an ONNX graph for a fixed number of images, made on first use.
 
-    With a fixed number, all sizes are constants for the exporter, which removes the nodes of
-    TensorFlow's padding from the graph. A few items of the dataset must agree with torch.
+    If the number is fixed, the exporter treats all sizes as constants and leaves the nodes of
+    TensorFlow's padding out of the graph. The graph is only used if its features of a few items of
+    the dataset agree with torch's.
     """
 
     def __init__(self, model: Model, dataset: Dataset) -> None:
@@ -130,7 +131,7 @@ class OnnxBackbone:
         return torch.from_numpy(self._run(self._session, pixels.numpy(), self._rows))
 
     def _run(self, session: Any, pixels: NDArray[Any], size: int) -> NDArray[np.float32]:
-        """Return the features of images, `size` at a time, filled up with black ones."""
+        """Return the features of images, run `size` at a time and filled up with black images."""
         parts = []
         for start in range(0, len(pixels), size):
             part = np.zeros((self._rows, *self._shape), pixels.dtype)
@@ -139,13 +140,13 @@ class OnnxBackbone:
             try:
                 (features,) = session.run(["features"], {"input": part})
             except Exception as fault:  # ONNX Runtime's errors share no public base class
-                raise BundleError(f"ONNX Runtime refuses: {fault}") from fault
+                raise BundleError(f"ONNX Runtime fails: {fault}") from fault
             parts.append(features[:count])
         rows: NDArray[np.float32] = np.concatenate(parts)
         return rows
 
     def _agreed(self) -> Any:
-        """Return a session after checking its features against torch's, for one item and many."""
+        """Return a session whose features agree with torch's, for single images and for many."""
         from retrieval.model import graph
 
         graph.check_size(self._model)

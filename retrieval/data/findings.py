@@ -36,8 +36,8 @@ class Alike:
 
     Attributes:
         items: the items' numbers, ascending.
-        by: how the items compare: identical file "bytes", "pixels" or "numbers" of vectors, or
-            similar by small "picture" or by a "model"'s embeddings.
+        by: what the items have in common: identical file "bytes", "pixels" or vector "numbers", or
+            a similar small "picture" or embedding of a "model".
         distance: distance of near duplicates; 0 for identical items.
     """
 
@@ -62,7 +62,7 @@ class Findings:
             (1, 1.0, 01).
         complete: False if the search stopped because of too many pairs.
         notes: further sentences for the user.
-        few_levels: number of each 16-bit image that keeps few levels in 8 bits, and the reason.
+        few_levels: number of each 16-bit image that has few levels left in 8 bits, and the reason.
     """
 
     checked: str
@@ -88,7 +88,7 @@ class Findings:
         )
 
     def leaks(self, alike: Alike) -> bool:
-        """Return whether items lie on different sides of the split; query and gallery are one."""
+        """Return whether items lie on different sides; query and gallery count as one side."""
         return len(self._sides(alike.items)) > 1
 
     def contradicts(self, alike: Alike) -> bool:
@@ -96,7 +96,7 @@ class Findings:
         return len({self.subjects[i].label for i in alike.items} - {None}) > 1
 
     def across(self, labels: Sequence[str]) -> bool:
-        """Return whether similar labels are on different sides of the split."""
+        """Return whether the items of similar labels lie on different sides of the split."""
         sides = [
             self._sides(i for i, subject in enumerate(self.subjects) if subject.label == label)
             for label in labels
@@ -160,7 +160,7 @@ class Findings:
         lines += _part(_SPELT, spelt, shown)
         if not self.complete:
             lines.append(
-                "There are more pairs than can be listed: ask for a smaller distance (within)."
+                "There are more pairs than can be listed. Choose a smaller distance (within)."
             )
         return "\n".join([*lines, *(["No problems found."] if self.clean else [])])
 
@@ -231,7 +231,7 @@ _SPELT = (
 
 
 def _part(title: _Title, lines: Iterable[str], shown: int, about: str = "") -> list[str]:
-    """Return a heading with the number of lines, and the first lines; empty without any."""
+    """Return a heading with the number of lines, then the first lines; `[]` without lines."""
     every = list(lines)
     if not every:
         return []

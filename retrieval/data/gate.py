@@ -1,4 +1,4 @@
-"""The check of every dataset: labels, unique keys and finite numbers."""
+"""The checks that every dataset must pass: all labels, unique keys and finite numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def usable(dataset: D, where: str) -> D:
         plural = len(rows) > 1
         problems.append(
             f"{len(rows):,} row{'s' if plural else ''} of features hold{'' if plural else 's'} NaN,"
-            f" infinity or numbers too large for 32 bits: {some(rows, 10)}. Remove or mend"
+            f" infinity or numbers too large for 32 bits: {some(rows, 10)}. Remove or correct"
             f" {'them' if plural else 'it'}."
         )
     unlabelled = [i for i, label in enumerate(dataset.labels) if is_missing(label)]
@@ -38,7 +38,7 @@ def usable(dataset: D, where: str) -> D:
         )
     if len(set(dataset.keys)) < len(dataset.keys):
         problems += [
-            f"'{key}' is the key of {count:,} items. Give each item a key of its own."
+            f"'{key}' is the key of {count:,} items. Give each item its own key."
             for key, count in Counter(dataset.keys).items()
             if count > 1
         ]

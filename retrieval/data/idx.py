@@ -1,4 +1,4 @@
-"""The idx format of the MNIST family: a big-endian header, then bytes; plain or gzipped."""
+"""Read the idx files of the MNIST family, plain or gzipped: a big-endian header, then bytes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 
 _UNSIGNED_BYTE = 0x08
-_LIMIT = 1 << 31
+_MAX_BYTES = 1 << 31
 
 
 def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
     """Return the array in an idx file of unsigned bytes; `.gz` files are decompressed.
 
-    The header consists of two zero bytes, the type's code, the number of dimensions, and the length
-    of each dimension as 32 bits (Y. LeCun's MNIST page).
+    The header consists of two zero bytes, the code of the numbers' type, the number of dimensions,
+    and the length of each dimension as 32 bits (Y. LeCun's MNIST page).
 
     Raises:
         DataError: the file is missing, damaged, cut short, or of another type or number of
@@ -34,17 +34,17 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
                 raise DataError(f"{path} is not an idx file.")
             if header[2] != _UNSIGNED_BYTE or header[3] != dimensions:
                 raise DataError(
-                    f"{path} holds {header[3]} dimensions of type 0x{header[2]:02x}; it should hold"
-                    f" {dimensions} of bytes (0x08)."
+                    f"{path} has {header[3]} dimensions and numbers of type 0x{header[2]:02x}; it"
+                    f" should have {dimensions} dimensions and unsigned bytes (0x08)."
                 )
             lengths = file.read(4 * dimensions)
             if len(lengths) < 4 * dimensions:
                 raise DataError(f"{path} is cut short within its header.")
             shape = struct.unpack(f">{dimensions}I", lengths)
             size = math.prod(shape)
-            if size > _LIMIT:
+            if size > _MAX_BYTES:
                 raise DataError(
-                    f"{path} says that it holds {size:,} bytes; the limit is {_LIMIT:,}."
+                    f"{path} should hold {size:,} bytes by its header; the limit is {_MAX_BYTES:,}."
                 )
             content = file.read(size + 1)  # one byte more than expected, to detect a longer file
     except (OSError, EOFError, zlib.error) as error:
@@ -52,5 +52,5 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
         raise DataError(f"{path} cannot be read: {reason}.") from error
     if len(content) != size:
         more = "more" if len(content) > size else f"{len(content):,}"
-        raise DataError(f"{path} should hold {size:,} bytes after its header, and holds {more}.")
+        raise DataError(f"{path} should hold {size:,} bytes after its header, but holds {more}.")
     return np.frombuffer(bytearray(content), dtype=np.uint8).reshape(shape)

@@ -52,7 +52,7 @@ class KeptInputs(Dataset):
 
 
 def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing | None) -> bytes:
-    """Return the content of a safetensors file with a few held-out inputs and their labels."""
+    """Return a few held-out inputs and their labels as the content of a safetensors file."""
     raw = RawInputs(dataset, preprocessing, budget=0)
     held_out = splits.held_out
     size = raw.batch(held_out[:1]).nbytes
@@ -63,7 +63,7 @@ def pack_inputs(dataset: Dataset, splits: Splits, preprocessing: Preprocessing |
 
 
 def read_inputs(path: Path) -> KeptInputs:
-    """Return the inputs in a file of `pack_inputs`.
+    """Return the inputs in a file that `pack_inputs` made.
 
     Raises:
         DataError: the file cannot be read.
@@ -90,7 +90,7 @@ def spread(indices: NDArray[np.int64], number: int = ITEMS) -> NDArray[np.int64]
 def by_class(
     indices: NDArray[np.int64], labels: NDArray[np.int64], number: int = ITEMS
 ) -> NDArray[np.int64]:
-    """Return up to `number` of the indices, evenly spaced; whole classes if these are small."""
+    """Return up to `number` of the indices: a few evenly spaced items of evenly spaced classes."""
     if len(indices) <= number:
         return indices
     classes, counts = np.unique(labels[indices], return_counts=True)

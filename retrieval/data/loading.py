@@ -1,4 +1,4 @@
-"""Batches: chosen by a sampler for training, in order for evaluation."""
+"""Batches of inputs, as a sampler draws them for training, or in order for evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BUDGET = 1 << 30
 """Largest number of bytes of decoded pixels kept in memory."""
-# Each thread gets several parts, because some images take longer.
+# Each decoding thread gets several parts of a batch, because some images take longer.
 _PARTS_PER_THREAD = 4
 
 T = TypeVar("T")
@@ -39,8 +39,8 @@ T = TypeVar("T")
 class RawInputs:
     """A dataset's items as inputs of the encoder.
 
-    If the dataset's array needs no preprocessing, batches are slices of it. Otherwise preprocessed
-    pixels are kept in memory, if those of all items fit.
+    If the dataset's array needs no preprocessing, batches are taken from that array. Otherwise
+    preprocessed pixels are kept in memory, if those of all items fit.
 
     Args:
         dataset: the dataset; `dataset[i]` is called from several threads.
@@ -76,11 +76,11 @@ class RawInputs:
 
     @property
     def in_memory(self) -> bool:
-        """True if batches are slices of an array, or will be once every item is decoded."""
+        """True if batches are taken from an array, or will be once every item is decoded."""
         return self.array is not None or self._kept is not None
 
     def ready(self, indices: NDArray[np.int64]) -> bool:
-        """Return whether none of these items must be decoded."""
+        """Return whether these items are all in memory, so that none must be decoded."""
         return self.array is not None or (
             self._kept is not None and bool(self._decoded[indices].all())
         )
@@ -93,7 +93,7 @@ class RawInputs:
     ) -> NDArray[Any]:
         """Return a copy of inputs, uint8 (B, channels, H, W) or float32 (B, F)."""
         pre = self.preprocessing
-        if changes is None or not changes.active or pre is None:
+        if changes is None or not changes.table.active or pre is None:
             return self._unchanged(indices)
         assert draws is not None
         if changes.table.crop_scale is None:
@@ -139,9 +139,9 @@ class RawInputs:
 
     def _map(self, function: Callable[[Any], T], jobs: Sequence[Any]) -> list[T]:
         """Return a function's results for all jobs, in threads if images must be decoded."""
-        if len(jobs) < 2 or self.dataset.arrays is not None:  # without decoding, threads are slower
+        if len(jobs) < 2 or self.dataset.arrays is not None:  # threads would be slower
             return [function(job) for job in jobs]
-        # Submit images in parts: submitting one costs a twentieth of decoding a small image.
+        # Submit several images at once: a submission takes a twentieth of decoding a small image.
         size = -(-len(jobs) // (_PARTS_PER_THREAD * _decoders()))
         parts = [jobs[start : start + size] for start in range(0, len(jobs), size)]
         done = self._threads.map(lambda part: [function(job) for job in part], parts)
@@ -176,7 +176,7 @@ def _decoders() -> int:
 
 
 class Job(NamedTuple):
-    """One process's part of a batch: the whole batch's `items`, and the `share` to make."""
+    """One process's part of a batch: `items` of the whole batch, of which it makes `share`."""
 
     items: NDArray[np.int64]
     epoch: int
@@ -194,7 +194,7 @@ class BatchMaker:
 
     def __call__(self, job: Job) -> Tensor:
         """Return the inputs of the job's items."""
-        if not self.changes.active:
+        if not self.changes.table.active:
             return torch.from_numpy(self.raw.batch(job.items[job.share]))
         draws = self.changes.draw(self.seed, job.epoch, job.batch, len(job.items))
         mix = self.mix(job.epoch, job.batch, len(job.items))
@@ -208,7 +208,7 @@ class BatchMaker:
         return torch.from_numpy(mix.of(pixels[: len(rows)], pixels[len(rows) :]))
 
     def mix(self, epoch: int, batch: int, size: int) -> Mix | None:
-        """Return how a batch of `size` images is mixed, or None if it is not, as for vectors."""
+        """Return how a batch of `size` images is mixed; None for vectors or without a mix."""
         if self.raw.preprocessing is None:
             return None
         key = (self.seed, epoch, batch)
@@ -216,7 +216,7 @@ class BatchMaker:
 
 
 class _Work(torch_data.Dataset[Any]):
-    """Dataset of the worker processes, which maps a job to a batch, or to an error message."""
+    """Dataset of the worker processes; maps a job to its inputs or to an error message."""
 
     def __init__(self, make: BatchMaker) -> None:
         self.make = make
@@ -224,7 +224,7 @@ class _Work(torch_data.Dataset[Any]):
     def __getitem__(self, job: Job) -> Tensor | str:
         try:
             return self.make(job)
-        except DataError as error:  # raising it here would wrap it in a traceback as text
+        except DataError as error:  # if raised here, the text of a traceback would surround it
             return str(error)
 
 
@@ -249,7 +249,7 @@ class Workers:
         )
 
     def run(self, jobs: list[Job]) -> Iterator[Tensor]:
-        """Yield each job's batch, in order."""
+        """Yield each job's inputs, in order."""
         self._jobs[:] = jobs
         try:
             batches = iter(self._loader)
@@ -289,14 +289,14 @@ class TrainBatches:
         indices: training items (n,) (`Splits.train`).
         labels: class ids (n,) of those items (`Splits.train_labels`).
         preprocessing: see `RawInputs`.
-        sampler: P, M and the number of batches in an epoch.
+        sampler: the number of batches in an epoch, of classes P, and of items M of each class.
         batch_sampler: chooses the items; the default draws P random classes and M items of each.
         augmentation: random changes to images, number of views of each item, and their labels.
         transforms: the transforms that `augmentation` names, built.
         seed: the run's seed.
         workers: number of processes that decode images from files that do not fit in memory; 0
-            uses threads of this process. The batches do not depend on it.
-        raw: the dataset's inputs, to share them with `inputs`; the default makes new ones.
+            uses threads of this process. The batches do not depend on this number.
+        raw: reads the dataset's items, to share kept pixels with `inputs`; by default a new one.
 
     Raises:
         DataError: a batch takes more classes than there are, or dataset and backbone do not fit.
@@ -331,8 +331,8 @@ class TrainBatches:
         raw = raw or RawInputs(dataset, preprocessing)
         self._make = BatchMaker(raw, Changes(augmentation, tuple(transforms)), seed)
         self._workers: Workers | None = None
-        # Worker processes could not use pixels kept in this process's memory. A random crop differs
-        # each time, so kept pixels are of no use for it.
+        # Mere slices of pixels in this process's memory need no workers. A random crop cannot use
+        # such pixels, because it starts from the whole image, and transforms take time.
         self._slices = raw.in_memory and augmentation.crop_scale is None and not transforms
         if workers and not self._slices and preprocessing is not None and dataset.arrays is None:
             self._workers = Workers(self._make, workers)
@@ -379,10 +379,10 @@ class TrainBatches:
         self, number: int, start: int, rank: int, world: int, rows: list[NDArray[np.int64]]
     ) -> Iterator[tuple[Tensor, Labels]]:
         jobs, labels = [], []
-        for batch, drawn in enumerate(rows, start):
-            share = slice(len(drawn) * rank // world, len(drawn) * (rank + 1) // world)
-            jobs.append(Job(self.indices[drawn], number, batch, share))
-            labels.append(self._labels(self.labels[drawn], number, batch, share))
+        for batch, positions in enumerate(rows, start):
+            share = slice(len(positions) * rank // world, len(positions) * (rank + 1) // world)
+            jobs.append(Job(self.indices[positions], number, batch, share))
+            labels.append(self._labels(self.labels[positions], number, batch, share))
         if self._workers is not None:
             batches = self._workers.run(jobs)
         elif self._slices and self._make.raw.ready(self.indices):
@@ -423,8 +423,8 @@ def inputs(
 ) -> Iterator[Tensor]:
     """Yield items' raw inputs in order: uint8 (B, channels, H, W) or float32 (B, F).
 
-    Threads decode images one batch ahead of the caller. `raw` are the dataset's inputs, to share
-    them with `TrainBatches`; by default nothing is kept in memory.
+    Threads decode images one batch ahead of the caller. `raw` reads the items, to share kept pixels
+    with `TrainBatches`; by default nothing is kept in memory.
 
     Raises:
         DataError: an item cannot be read, or dataset and backbone do not fit.
@@ -440,7 +440,7 @@ def inputs(
 
 
 def _ahead(make: Callable[[Any], T], jobs: Iterable[Any]) -> Iterator[T]:
-    """Yield `make(job)` for each job, while a thread makes the next one."""
+    """Yield `make(job)` for each job, while a thread works on the next job."""
     with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
         pending = None
         for job in jobs:

@@ -23,9 +23,9 @@ from retrieval.serving.progress import Meter
 from retrieval.serving.store.search import nearest
 
 SIDE, COLOURS = 16, 4
-"""Rows (and columns) of a picture's brightness, and of its colours."""
+"""Height and width of a picture's brightness, and of each of its two colour channels."""
 WIDTH = SIDE * SIDE + 2 * COLOURS * COLOURS
-_FLAT = 2.0  # of 255: pictures with a smaller standard deviation of brightness are not compared
+_FLAT = 2.0  # of 255: an image whose brightness deviates less than this has no picture
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Fingerprint:
 
     Attributes:
         values: hash of an image's size and RGB pixels, or of a vector's numbers.
-        picture: (WIDTH,), unit length; `None` for a vector or an image of one colour.
+        picture: (WIDTH,), unit length; `None` for a vector or an image of even brightness.
     """
 
     values: bytes
@@ -59,11 +59,11 @@ def fingerprint(item: Image.Image | NDArray[Any]) -> Fingerprint:
 
 
 def picture(image: Image.Image) -> NDArray[np.float32] | None:
-    """Return an RGB image's small picture (WIDTH,) at unit length, or None for one colour.
+    """Return an RGB image's small picture (WIDTH,) at unit length; None for even brightness.
 
     A difference hash (Krawetz, "Kind of Like That", 2013) keeps only the signs of differences
-    between neighbours. In flat areas these are JPEG noise, so copies can differ as much as
-    different images. The picture keeps the numbers instead.
+    between neighbours. In flat areas these signs are JPEG noise, so copies can differ as much
+    as different images. This picture keeps the values themselves.
     """
     small = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, reducing_gap=3.0).convert("YCbCr")
     values = np.asarray(small, dtype=np.float32)
@@ -82,8 +82,8 @@ Rows = NDArray[np.int64]
 Doubles = NDArray[np.float64]
 Measure = Callable[[int, Rows], Doubles]
 
-_FIRST, _MOST = 8, 2048
-_PAGE = 1024
+_FIRST, _MOST = 8, 2048  # a row's candidates in the first step, and in the last
+_PAGE = 1024  # rows that are searched at a time
 MOST_PAIRS = 1_000_000
 
 
@@ -116,18 +116,18 @@ def near_pairs(
 ) -> Near:
     """Return pairs of rows within a distance of each other, the nearest first.
 
-    Each row is compared with its nearest rows by Euclidean distance, four times as many as long as
-    more of them are near, up to 2,048 (or `candidates`). The search stops after more than
-    `MOST_PAIRS` pairs.
+    Each row is compared with its eight (or `candidates`) nearest rows by Euclidean distance, then
+    with four times as many, and so on, until no further row is near or 2,048 have been compared.
+    The search stops after more than `MOST_PAIRS` pairs.
 
     Args:
-        vectors: finite vectors (N, P).
+        vectors: N finite vectors of P numbers (N, P).
         within: largest distance of a pair.
         same: group numbers (N,); rows of the same group are not a pair.
-        spans: column ranges that are searched separately for candidates; `None` is all columns.
+        spans: column ranges, each searched separately for candidates; `None` means all columns.
         measure: returns the distances (n,) of a row to n others, by row number. `None` is the
             Euclidean distance.
-        candidates: smallest number of candidates, for a measure that orders rows otherwise.
+        candidates: number of rows to compare first, if the measure orders rows differently.
         what: title of the progress display.
     """
     threads, size = cores(), len(vectors)
@@ -138,23 +138,23 @@ def near_pairs(
             queries, count = np.arange(done, min(done + _PAGE, size)), max(_FIRST, candidates)
             done += len(queries)
             meter.update(len(queries))
-            known = np.ones(len(queries), np.int64)  # each row is near itself
+            near_before = np.ones(len(queries), np.int64)  # each row is near itself
             while len(queries):
                 most = min(count, size)
-                rows, apart = _candidates(vectors, queries, most, spans, measure, threads)
-                close: NDArray[np.bool_] = apart <= within
-                # A measure may order rows otherwise, so look on while further rows are near.
+                rows, distances = _candidates(vectors, queries, most, spans, measure, threads)
+                close: NDArray[np.bool_] = distances <= within
+                # A measure may order rows differently, so go on while a step finds new near rows.
                 counts = np.count_nonzero(close, axis=1)
-                more = counts == close.shape[1] if measure is None else counts > known
-                if count >= min(_MOST, size):  # otherwise there may be more pairs
+                more = counts == close.shape[1] if measure is None else counts > near_before
+                if count >= min(_MOST, size):  # stop; the rows in `cut` may have further pairs
                     cut += int(np.count_nonzero(more)) if count < size else 0
                     more[:] = False
                 row, place = np.nonzero(close & ~more[:, None])
                 item, neighbor = queries[row], rows[row, place]
                 kept = item != neighbor if same is None else same[item] != same[neighbor]
-                parts.append((item[kept], neighbor[kept], apart[row, place][kept]))
+                parts.append((item[kept], neighbor[kept], distances[row, place][kept]))
                 total += int(kept.sum())
-                queries, known, count = queries[more], counts[more], 4 * count
+                queries, near_before, count = queries[more], counts[more], 4 * count
     # A pair is missing only if the search was cut short for both of its rows.
     return _once(parts, done == size and total <= MOST_PAIRS and cut < 2)
 
@@ -174,22 +174,22 @@ def _candidates(
     if measure is None:
         return searches[0][1], np.sqrt(searches[0][0])
     rows = np.sort(np.concatenate([rows_of_span for _, rows_of_span in searches], axis=1), axis=1)
-    apart = np.full(rows.shape, np.nan)
+    distances = np.full(rows.shape, np.nan)
     for place, query in enumerate(queries.tolist()):
         unique, first = np.unique(rows[place], return_index=True)
-        apart[place, first] = measure(query, unique)
-    return rows, apart
+        distances[place, first] = measure(query, unique)
+    return rows, distances
 
 
 def _once(parts: Sequence[tuple[Rows, Rows, Doubles]], complete: bool) -> Near:
     """Return each pair once, with the smaller of its two distances."""
     empty = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
-    first, second, apart = map(np.concatenate, zip(empty, *parts, strict=True))
+    first, second, distance = map(np.concatenate, zip(empty, *parts, strict=True))
     low, high = np.minimum(first, second), np.maximum(first, second)
-    order = np.lexsort((apart, high, low))
-    low, high, apart = low[order], high[order], apart[order]
+    order = np.lexsort((distance, high, low))
+    low, high, distance = low[order], high[order], distance[order]
     is_new = np.ones(len(low), bool)
     is_new[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    low, high, apart = low[is_new], high[is_new], apart[is_new]
-    order = np.argsort(apart, kind="stable")
-    return Near(low[order], high[order], apart[order], complete)
+    low, high, distance = low[is_new], high[is_new], distance[is_new]
+    order = np.argsort(distance, kind="stable")
+    return Near(low[order], high[order], distance[order], complete)

@@ -1,4 +1,4 @@
-"""`as_dataset`: turns objects of other libraries into datasets."""
+"""`as_dataset` turns objects of other libraries into datasets."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from retrieval.serving.images import as_list, decode, from_pixels
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_LABELS = ("targets", "labels", "_labels", "y")
-_PAIRS = ("samples", "_samples", "imgs")
-_PLAIN = (str, int, float, bool, np.generic)
+_LABELS = ("targets", "labels", "_labels", "y")  # attributes of torchvision that list labels
+_PAIRS = ("samples", "_samples", "imgs")  # attributes of torchvision that list (file, label)
+_PLAIN = (str, int, float, bool, np.generic)  # types of values that metadata may hold
 _READINGS = 3
 """How often item 0 is read again; a random flip stays unnoticed once in eight times."""
 _LARGEST_IN_MEMORY = 1 << 28
-"""Floating-point images of up to this many bytes become one array; more are read one by one."""
+"""Images of floats become one array up to this many bytes; larger data are read item by item."""
 
 
 def as_dataset(
@@ -47,8 +47,8 @@ def as_dataset(
     An image is a path, the bytes of an image file, a Pillow image, an array (H, W) or (H, W, 3) of
     uint8 or of floats from 0 to 1, or a tensor of such pixels with channels first. If items are
     vectors (F,) instead, the result is a dataset of features. Items are read when they are used, so
-    the object's own transforms run; they must neither be random nor normalise pixels. The sides of
-    a dictionary are the split: the recipe says `[split] by = "given"`, which is the default.
+    the object's own transforms run; they must neither be random nor normalise pixels. The keys
+    of a dictionary are the split, which `[split] by = "given"` uses; this is the default.
 
     Args:
         obj: a PyTorch dataset with a length and items (image, label) or {"image": …, "label": …};
@@ -99,14 +99,14 @@ def _refuse_random(dataset: Dataset, name: str) -> None:
     first = np.asarray(dataset[0])
     if not all(np.array_equal(first, np.asarray(dataset[0])) for _ in range(_READINGS)):
         raise DataError(
-            f"{name}: item 0 differs when it is read again, so its own transforms are random. Leave"
-            " them out, since evaluation needs the same image each time; [augmentation] of the"
-            " recipe changes the images of training."
+            f"{name}: item 0 differs when it is read again, so the dataset's own transforms are"
+            " random. Remove them, because evaluation needs the same image each time. The recipe's"
+            " [augmentation] changes training images."
         )
 
 
 def _converted(obj: Any, image: Any, label: Any, split: Any, metadata: Any, name: str) -> Dataset:
-    """Return an object that is neither a `Dataset` nor a mapping as one; see `as_dataset`."""
+    """Return the dataset of an object that is neither a `Dataset` nor a mapping."""
     columns = getattr(obj, "column_names", getattr(obj, "columns", None))
     if columns is not None:
         return _Table(obj, [*columns], name).dataset(image, label, split, metadata)
@@ -130,7 +130,7 @@ class ItemDataset(Dataset):
 
     Args:
         read: returns the image with an index, in any form that `as_dataset` accepts.
-        labels: one label per item; further columns as in `Dataset`.
+        labels: one label per item; `splits`, `roles` and `metadata` are as in `Dataset`.
         keys: one name per item; the default is the item's number.
         name: name of the data in error messages.
     """
@@ -237,8 +237,8 @@ class _Table:
 
     def dataset(self, image: Any, label: Any, split: Any, metadata: Any) -> Dataset:
         """Return the table as a dataset."""
-        usual = "path" if "path" in self.columns and "image" not in self.columns else "image"
-        image, label = usual if image is None else image, "label" if label is None else label
+        default = "path" if "path" in self.columns and "image" not in self.columns else "image"
+        image, label = default if image is None else image, "label" if label is None else label
         split = "split" if split is None and "split" in self.columns else split
         named = [image, label, *([split] if isinstance(split, str) else []), *(metadata or ())]
         problems = [
@@ -282,10 +282,10 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
             ' (image, label) or a dictionary {"image": …, "label": …}.'
         )
     keyed = isinstance(first, Mapping)
-    place: Any = image if image is not None else "image" if keyed else 0
-    other: Any = label if label is not None else "label" if keyed else 1
+    image_key: Any = image if image is not None else "image" if keyed else 0
+    label_key: Any = label if label is not None else "label" if keyed else 1
     members = list(first) if keyed else [*range(len(first))]
-    for chosen in (place, other):
+    for chosen in (image_key, label_key):
         if chosen not in members:
             raise DataError(f"{name}: an item has no {chosen!r} (it has: {members}).")
 
@@ -293,18 +293,19 @@ def _of_items(obj: Any, image: Any, label: Any, name: str, further: dict[str, An
         return [reading(f"{name} item {i}", _member, obj, member, i) for i in range(len(obj))]
 
     values = _listed_labels(obj) if label is None else None
-    values = read_all(other) if values is None else values
+    values = read_all(label_key) if values is None else values
     labels = _texts(values, getattr(_innermost(obj), "classes", None), name)
-    if getattr(first[place], "ndim", 0) == 1:
-        return _of_images(np.stack([*map(np.asarray, read_all(place))]), labels, name, **further)
-    data = _pixels(obj, first[place])
+    if getattr(first[image_key], "ndim", 0) == 1:
+        vectors = np.stack([*map(np.asarray, read_all(image_key))])
+        return _of_images(vectors, labels, name, **further)
+    data = _pixels(obj, first[image_key])
     if data is not None:
         return ArrayDataset(data, labels, **further)
-    return ItemDataset(partial(_member, obj, place), labels, name=name, **further)
+    return ItemDataset(partial(_member, obj, image_key), labels, name=name, **further)
 
 
-def _member(obj: Any, place: Any, index: int) -> Any:
-    return obj[index][place]
+def _member(obj: Any, key: Any, index: int) -> Any:
+    return obj[index][key]
 
 
 def _listed(values: Any) -> list[Any]:
@@ -312,9 +313,9 @@ def _listed(values: Any) -> list[Any]:
 
 
 def _of_torchvision(obj: Any) -> bool:
-    """Return whether a class is torchvision's own, whose attributes say what its items are.
+    """Return whether an object's class is torchvision's own, so that its attributes can be trusted.
 
-    Any other class may return something else from `__getitem__`.
+    The `__getitem__` of any other class may return something else than its attributes list.
     """
     return type(obj).__module__.startswith("torchvision.")
 
@@ -359,21 +360,21 @@ def _listed_labels(obj: Any) -> list[Any] | None:
 
 
 def _texts(values: Any, classes: Any, name: str) -> list[str]:
-    """Return labels as text, with the names in `classes` for numbers; "" is a missing label."""
+    """Return labels as text: a number becomes its name in `classes`, a missing label ""."""
     names = list(classes) if isinstance(classes, list | tuple) else []
     texts = []
     for value in _listed(values):
         plain = value.item() if hasattr(value, "item") and not getattr(value, "ndim", 0) else value
         if isinstance(plain, float) and plain.is_integer():
-            plain = int(plain)  # pandas makes a column of integers real if one is missing
+            plain = int(plain)  # pandas turns integers into floats if one is missing
         if is_missing(plain):
             texts.append("")
         elif isinstance(plain, bool) or not isinstance(plain, int | str):
             raise DataError(f"{name}: a label must be text or an integer, not {str(plain)[:60]}.")
         elif names and isinstance(plain, int) and plain >= len(names):
             raise DataError(
-                f"{name}: an item has the label {plain}, and `classes` has {len(names)} names, from"
-                " 0 on."
+                f"{name}: an item has the label {plain}, but `classes` only names the labels 0 to"
+                f" {len(names) - 1}."
             )
         else:
             named = names and isinstance(plain, int) and plain >= 0
@@ -385,16 +386,17 @@ def _joined(parts: Mapping[str, Dataset], name: str) -> Dataset:
     """Return datasets joined into one, each as one side of the split."""
     if not parts:
         raise DataError(f"{name} holds no items.")
-    known = [
+    sides_and_roles = [
         SIDES.get(str(side).lower(), (str(side), ""))
         for side, part in parts.items()
         for _ in part.labels
     ]
+    roles = [role for _, role in sides_and_roles]
     columns: dict[str, Any] = {
         "labels": [label for part in parts.values() for label in part.labels],
         "keys": [f"{side}/{key}" for side, part in parts.items() for key in part.keys],
-        "splits": [side for side, _ in known],
-        "roles": [role for _, role in known] if any(role for _, role in known) else None,
+        "splits": [side for side, _ in sides_and_roles],
+        "roles": roles if any(roles) else None,
     }
     if all(part.metadata is not None for part in parts.values()):
         columns["metadata"] = [row for part in parts.values() for row in part.metadata or ()]

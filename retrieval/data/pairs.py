@@ -46,7 +46,7 @@ class LabelledPairs:
 
 
 class Row(NamedTuple):
-    """A line of a list: line number, two names, "same" or not, and the fold ("" without folds)."""
+    """One pair of a list: line number, both names, "same" or not, and fold ("" without folds)."""
 
     line: int
     first: str
@@ -94,7 +94,7 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
         items[_lfw_name(key) if lfw else key].append(i)
     indices = np.zeros((len(rows), 2), np.int64)
     seen: dict[tuple[int, int], Row] = {}
-    example = f" (the data's have keys such as {keys[0]!r})" if len(keys) else ""
+    example = f" (the data have keys such as {keys[0]!r})" if len(keys) else ""
     for i, row in enumerate(rows):
         places = [items.get(name, ()) for name in (row.first, row.second)]
         shown = [f"the image {name}" if lfw else repr(name) for name in (row.first, row.second)]
@@ -133,11 +133,11 @@ def find_pairs(file: Path, keys: Sequence[str]) -> tuple[LabelledPairs, list[str
 def fold_problems(
     same: NDArray[np.bool_], fold: NDArray[np.int64], names: Sequence[str]
 ) -> list[str]:
-    """Return problems with choosing a threshold for each fold on the other folds."""
+    """Return the problems that prevent choosing each fold's threshold on the other folds."""
     if len(names) < 2:
         return [
             f"all pairs are in one fold ('{names[0]}'): the threshold of a fold is chosen on the"
-            " others, so there must be two at least. Without folds in the file they are made."
+            " others, so at least two are needed. If the file has no folds, they are made."
         ]
     counts = [np.bincount(fold[same == kind], minlength=len(names)) for kind in (True, False)]
     return [
@@ -163,7 +163,7 @@ def _lines(file: Path) -> list[str]:
 
 
 def _lfw_name(key: str) -> str:
-    """Return folder and file name without extension, the name in LFW's lists."""
+    """Return a key's last folder and its file name without extension, as LFW's lists name it."""
     path = PurePosixPath(key)
     return f"{path.parent.name}/{path.stem}"
 
@@ -220,7 +220,7 @@ def _header(header: list[str]) -> list[str]:
     if len(problems) == len(COLUMNS):
         return [
             "it is not a list of pairs: its first line must be 'first,second,same' or"
-            " 'first,second,same,fold', or LFW's counts ('10 300', or '500'); it is"
+            " 'first,second,same,fold', or LFW's counts ('10 300' or '500'), not"
             f" '{columns[:60]}'."
         ]
     return problems
@@ -232,7 +232,7 @@ def _value_fault(row: dict[str, str]) -> str:
     if row["same"] not in ("0", "1"):
         return f"same must be 1 or 0, not '{row['same']}'."
     if row.get("fold") == "":
-        return "its fold is empty: each pair has one, or the file has no column 'fold'."
+        return "its fold is empty: name the fold of each pair, or remove the column 'fold'."
     return ""
 
 
@@ -244,17 +244,17 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
     (start, head), *body = numbered
     counts = [int(word) for word in head]
     folds, per_kind = counts if len(counts) == 2 else (1, counts[0])
-    size = 2 * per_kind
+    fold_lines = 2 * per_kind
     problems: list[str] = []
     if not folds or not per_kind:
         return [], [
             f"line {start}: '{' '.join(head)}' states {folds} folds of {per_kind} pairs: neither"
             " may be 0."
         ]
-    if len(body) != folds * size:
+    if len(body) != folds * fold_lines:
         problems.append(
             f"line {start} states {folds:,} × {per_kind:,} same and as many different pairs,"
-            f" {folds * size:,} lines; {len(body):,} follow."
+            f" {folds * fold_lines:,} lines; {len(body):,} follow."
         )
     rows: list[Row] = []
     kinds: list[bool | None] = []
@@ -264,12 +264,12 @@ def _lfw(lines: list[str]) -> tuple[list[Row], list[str]]:
             problems.append(f"line {line}: {named}")
             kinds.append(None)
         else:
-            rows.append(Row(line, *named, str(i // size + 1) if len(counts) == 2 else ""))
+            rows.append(Row(line, *named, str(i // fold_lines + 1) if len(counts) == 2 else ""))
             kinds.append(named[2])
-    for k in range(folds if len(body) == folds * size else 0):
-        part = kinds[k * size : (k + 1) * size]
+    for k in range(folds if len(body) == folds * fold_lines else 0):
+        part = kinds[k * fold_lines : (k + 1) * fold_lines]
         if None not in part and part.count(True) != per_kind:
-            first, last = body[k * size][0], body[(k + 1) * size - 1][0]
+            first, last = body[k * fold_lines][0], body[(k + 1) * fold_lines - 1][0]
             where = f"fold {k + 1} (lines {first} to {last})" if len(counts) == 2 else "it"
             problems.append(
                 f"{where} has {part.count(True):,} same and {part.count(False):,} different pairs;"
@@ -287,10 +287,10 @@ def _names(words: list[str]) -> tuple[str, str, bool] | str:
         )
     numbers = words[1:] if len(words) == 3 else words[1::2]
     if not all(map(_is_count, numbers)):
-        return f"images are numbered from 1; '{' '.join(numbers)[:60]}' are not such numbers."
+        return f"images are numbered from 1, and '{' '.join(numbers)[:60]}' holds another value."
     first, second = words[0], words[0] if len(words) == 3 else words[2]
     if len(words) == 4 and first == second:
-        return f"it is among the different pairs, and names {first} twice."
+        return f"it is for a pair of two people, but names {first} twice."
     return stem(first, int(numbers[0])), stem(second, int(numbers[1])), len(words) == 3
 
 
@@ -301,9 +301,9 @@ def _is_count(word: str) -> bool:
 def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]]], list[str]]:
     """Read LFW's list of people: `people.txt`, or a list of its development view.
 
-    With folds, the list has their number, then for each fold the number of people and a line `NAME
-    images` per person. Without folds, it has one such list of people. Return (line number, name,
-    number of images) of each person by fold, and the problems.
+    A list with folds has their number, then for each fold the number of people and a line `NAME
+    images` per person. A list without folds is like one fold. Return (line number, name, number of
+    images) of each person by fold, and the problems.
 
     Raises:
         DataError: the file cannot be read.
@@ -343,7 +343,7 @@ def read_people(file: Path, folds: bool) -> tuple[list[list[tuple[int, str, int]
             return read, problems
     if extra := list(lines):
         problems.append(
-            f"line {extra[0][0]} is after the last person that is counted ({len(extra):,} too many"
-            " in all)."
+            f"line {extra[0][0]} is after the last person that the list counts ({len(extra):,} too"
+            " many in all)."
         )
     return read, problems

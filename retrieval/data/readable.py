@@ -1,4 +1,4 @@
-"""Find images that cannot be read before training starts."""
+"""Check all images of a data set before training, and leave out those that cannot be read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from retrieval.serving.progress import Meter
 
 log = logging.getLogger(__name__)
 
-SHOWN = 10  # images that a message names
+SHOWN = 10  # largest number of images that a message names
 ADVICE = "Set [data] skip_bad = true to leave out what cannot be read."
 
 
 def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[str]]:
-    """Return the indices of images that can be decoded, and a sentence for each other image.
+    """Return the indices of the readable images, and a sentence on each of the others.
 
     Each image is decoded in full, because a truncated file can have an intact header. The result is
     cached until a file changes. `what` names the data set in messages.
@@ -31,11 +31,11 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
     Raises:
         DataError: no image can be read.
     """
-    record = cache_folder() / "readable" / f"{files_identity(files)}.json"
-    bad = _remembered(record, len(files))
+    cached = cache_folder() / "readable" / f"{files_identity(files)}.json"
+    bad = _remembered(cached, len(files))
     if bad is None:
         bad = _unreadable(files)
-        _remember(record, bad)
+        _remember(cached, bad)
     if len(bad) == len(files):
         raise DataError(
             f"{what}: none of its {len(files):,} images can be read. {next(iter(bad.values()), '')}"
@@ -57,7 +57,7 @@ def skip_unreadable(files: Sequence[Path], what: str) -> tuple[list[int], list[s
 
 
 def report_left_out(files: ImageFiles, folder: Path, skip_bad: bool) -> list[str]:
-    """Return and log a sentence for each reason why files in a folder are left out.
+    """Return and log the reasons why files in a folder are left out, a sentence each.
 
     Raises:
         DataError: a link is broken, and `skip_bad` is false.
@@ -80,7 +80,7 @@ def _unreadable(files: Sequence[Path]) -> dict[int, str]:
         return None
 
     reasons: dict[int, str] = {}
-    # Each thread holds a decoded image, so more threads cost more memory.
+    # At most eight threads, because each holds a decoded image in memory.
     with (
         ThreadPoolExecutor(min(8, cores())) as threads,
         Meter("checking images", len(files), "images") as meter,
@@ -107,7 +107,7 @@ def _remember(path: Path, bad: dict[int, str]) -> None:
         write_bytes(path, json.dumps(bad).encode(), shared=True)
     except OSError as error:  # not fatal: the next run checks again
         log.warning(
-            "What was found about the images cannot be kept in %s: %s.",
+            "The result of checking the images cannot be stored in %s: %s.",
             path,
             error.strerror or error,
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 
 SIDE = 32
-_MOST_RECORDS = 1_000_000
+_MAX_RECORDS = 1_000_000  # of a file; CIFAR has at most 50,000
 
 
 def read_records(
@@ -26,30 +26,30 @@ def read_records(
         grey: whether to return grey images, 0.299 R + 0.587 G + 0.114 B as in OpenCV.
 
     Raises:
-        DataError: the file is missing, ends within a record, or has a label that is too large.
+        DataError: the file is missing, is empty, ends within a record, or has too large a label.
     """
-    first = len(classes)
-    length = first + 3 * SIDE * SIDE
+    label_bytes = len(classes)
+    length = label_bytes + 3 * SIDE * SIDE
     try:
         size = path.stat().st_size
-        if not size or size % length or size // length > _MOST_RECORDS:
+        if not size or size % length or size // length > _MAX_RECORDS:
             raise DataError(
-                f"{path} has {size:,} bytes; a file of {name}'s binary version is made of records"
-                f" of {length:,} bytes."
+                f"{path} has {size:,} bytes; a file of {name}'s binary version holds 1 to"
+                f" {_MAX_RECORDS:,} whole records of {length:,} bytes."
             )
         records = np.fromfile(path, dtype=np.uint8).reshape(-1, length)
     except OSError as fault:
         raise DataError(f"{path} cannot be read: {fault.strerror}.") from fault
-    for place, count in enumerate(classes):
-        column = records[:, place]
+    for position, count in enumerate(classes):
+        column = records[:, position]
         if column.max() >= count:
             raise DataError(
                 f"{path}: record {int(column.argmax())} has the label {int(column.max())}; labels"
                 f" go from 0 to {count - 1}."
             )
     pixels = np.ascontiguousarray(
-        records[:, first:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
+        records[:, label_bytes:].reshape(-1, 3, SIDE, SIDE).transpose(0, 2, 3, 1)
     )
     if grey:
         pixels = np.rint(pixels @ np.array([0.299, 0.587, 0.114])).astype(np.uint8)
-    return pixels, records[:, :first]
+    return pixels, records[:, :label_bytes]

@@ -26,12 +26,12 @@ class ClassBalanced(BatchSampler):
     """P random classes and M random items of each.
 
     Items repeat only if a class has fewer than M. Items of a class are adjacent. Batches equal
-    those of pytorch-metric-learning's `MPerClassSampler`, which draws from a generator that all
-    threads share.
+    those of pytorch-metric-learning's `MPerClassSampler` if its generator, which all threads share,
+    has the state of `random`.
     """
 
     def batches(self, items: TrainingItems) -> int:
-        """Return the number of batches, after checking that a batch has enough classes."""
+        """Return the number of batches, after checking that a batch can get enough classes."""
         check_classes(items)
         return items.batches
 
@@ -54,13 +54,13 @@ def check_classes(items: TrainingItems) -> None:
     classes = len(np.unique(items.labels))
     if classes < items.classes:
         raise DataError(
-            f"[sampler] classes: a batch takes {items.classes} classes, and only {classes} train."
+            f"[sampler] classes: a batch takes {items.classes} classes, but only {classes} train."
             f" Set classes = {classes} or fewer."
         )
 
 
 def rows_by_class(labels: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the positions of each class's items; classes in order of appearance."""
+    """Return the positions of each class's items, with the classes in order of appearance."""
     by_class = np.argsort(labels, kind="stable")
     firsts = np.flatnonzero(np.diff(labels[by_class], prepend=labels.min() - 1))
     rows = np.split(by_class, firsts[1:])
@@ -79,10 +79,10 @@ def rows_of(
 class TorchBatches(BatchSampler):
     """A batch sampler of torch, or any object that yields batches of positions and has a length.
 
-    It may draw from the global generators of torch, NumPy and Python, which are seeded for each
-    epoch and restored afterwards, or from its own. A resumed run draws the earlier epochs again on
-    a copy of the sampler, which restores the sampler's state. `set_epoch` is called before each
-    epoch, if the sampler has it.
+    The sampler may draw from its own generator, or from the global generators of torch, NumPy and
+    Python, which are seeded for each epoch and restored afterwards. If a run is resumed, a copy of
+    the sampler draws the earlier epochs again to reach the same state. `set_epoch` is called before
+    each epoch, if the sampler has it.
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
@@ -124,7 +124,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def random_of(seed: int, epoch: int) -> np.random.RandomState:
-    """Return the random numbers of an epoch's batches."""
+    """Return the generator from which an epoch's batches are drawn."""
     return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed % 2**64, epoch])))
 
 
@@ -132,7 +132,7 @@ def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
     """Return the result of a sampler's factory as a `BatchSampler`.
 
     Raises:
-        PluginError: it is no sampler.
+        PluginError: the result is not a sampler.
     """
     if isinstance(sampler, BatchSampler):
         return sampler
@@ -148,7 +148,7 @@ def as_batch_sampler(sampler: Any, name: str, seed: int) -> BatchSampler:
 def training_items(
     table: Sampler, labels: NDArray[np.int64], metadata: Sequence[Mapping[str, Any]] | None
 ) -> TrainingItems:
-    """Return the training items and the batch size and count of `[sampler]`, for a sampler."""
+    """Return what a sampler needs: the training items, and P, M and the batches of an epoch."""
     batches = table.batches or max(1, len(labels) // (table.classes * table.items))
     return TrainingItems(labels, metadata, table.classes, table.items, batches)
 
@@ -177,8 +177,8 @@ def drawn_batches(
             f"{who} drew {len(drawn)} batches for epoch {epoch}, but its length is {count}."
         )
     for batch in drawn:
-        whole = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
-        if not whole or batch.min() < 0 or batch.max() >= len(items.labels):
+        is_list = batch.ndim == 1 and len(batch) and np.issubdtype(batch.dtype, np.integer)
+        if not is_list or batch.min() < 0 or batch.max() >= len(items.labels):
             raise PluginError(
                 f"{who} drew a batch that is not a list of positions among the {len(items.labels)}"
                 " training items, numbered from 0."

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
     from retrieval.recipe.tables import Split
 
-Items = NDArray[np.int64]
+Items = NDArray[np.int64]  # indices of items in the dataset
 
 SPLITS = ("train", "validation", "test")
 ROLES = ("", "query", "gallery")
@@ -29,7 +29,7 @@ SIDES = {
     "query": ("test", "query"),
     "gallery": ("test", "gallery"),
 }
-"""Folder names that mean a side of the split, with the split and role of the folder's items."""
+"""Folder names that stand for a side of the split, with the split and role of their items."""
 
 
 def sides(column: Sequence[str] | None) -> list[str] | None:
@@ -45,13 +45,13 @@ class Splits:
     """A dataset's items by side.
 
     Attributes:
-        labels: index (N,) into `classes` of every item of the dataset.
+        labels: for each item of the dataset, the index (N,) of its label in `classes`.
         classes: the labels in natural order ("class 2" before "class 10").
         train: training items, ascending.
         validation: items held out from training for early stopping and model selection; may be
             empty.
         query: test items used as queries.
-        gallery: test items that queries search in. `None` means that each query searches all other
+        gallery: test items in which queries search. `None` means that each query searches all other
             queries.
         notes: sentences for the user.
     """
@@ -86,14 +86,14 @@ def make_splits(dataset: Dataset, split: Split) -> Splits:
     - `given` uses the dataset's own "train", "validation" and "test". If the dataset has roles but
       no split, items with a role are the test side.
     - `class` holds out the last part of the classes in natural order, or the named classes. With
-      one half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
+      a half, this is the protocol of CUB-200 and Cars-196 (Oh Song et al., "Deep Metric Learning
       via Lifted Structured Feature Embedding", CVPR 2016, §6). It ignores the dataset's own split.
     - `item` holds out a random part of every class.
 
     With `given`, the dataset's own "validation" items are used if there are any; otherwise a part
-    of the training side becomes the validation side. A part of a class is either empty or at least
-    two items, and leaves at least two in the class, because a single item has nothing to find. The
-    dataset's roles "query" and "gallery" hold for the test side.
+    of the training side becomes the validation side. A held-out part of a class has at least two
+    items and leaves at least two, because a query needs another item to find. The dataset's roles
+    "query" and "gallery" apply to the test side.
 
     The sides are always the same for the same dataset and table.
 
@@ -187,7 +187,7 @@ def _held_out(test: float | Sequence[str | int], classes: list[str]) -> list[int
 def _part_of_each(
     items: Items, labels: Items, part: float, seed: int, purpose: str
 ) -> tuple[Items, Items]:
-    """Divide items so that `part` of every class is on the second side; both are sorted."""
+    """Divide items so that a fraction `part` of every class is on the second side; sort both."""
     random = _generator(seed, purpose)
     parts = []
     for label in np.unique(labels[items]):
@@ -208,8 +208,8 @@ def _take_validation(train: Items, labels: Items, split: Split) -> tuple[Items, 
         refuse(
             "[split] validation_by",
             [
-                f"whole classes cannot be kept for validation when only {len(classes)} train: two"
-                ' at least must stay on each side. Set validation_by = "item", or validation = 0.'
+                f"whole classes cannot be kept for validation when only {len(classes)} train: at"
+                ' least two must stay on each side. Set validation_by = "item", or validation = 0.'
             ],
         )
     chosen = _generator(split.seed, "validation").permutation(classes)[:count]
@@ -242,8 +242,8 @@ def _check(splits: Splits) -> None:
         problems.append("nothing is left to train on.")
     elif len(present) == 1:
         problems.append(
-            f"only the class '{splits.classes[present[0]]}' is left to train on; there must be two"
-            " at least."
+            f"only the class '{splits.classes[present[0]]}' is left to train on; at least two are"
+            " needed."
         )
     elif counts.max() < 2:
         problems.append(
@@ -270,7 +270,7 @@ def _check(splits: Splits) -> None:
         splits.notes.append(f"{alone:,} queries have no item of their class in the gallery.")
         if alone == len(query):
             problems.append(
-                "no query has an item of its class in the gallery, so none can find anything."
+                "no query has an item of its class in the gallery, so no query can find a match."
             )
     if problems:
         refuse("[split]", problems)

@@ -1,4 +1,4 @@
-"""Items for `check_data`, from files, folders and tables, or from a dataset with its split."""
+"""Collect the items that `check_data` checks, from files, folders and tables, or from a dataset."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from retrieval.model.contracts import Dataset
 
 Content = bytes | DataError | None
-"""Content of an item's file, why it cannot be read, or None if it is not read yet."""
+"""An item's bytes from a Parquet table, the error of reading them, or `None` for any other item."""
 Item = tuple["bytes | None", "Image | NDArray[Any]"]
-"""The hash of an item's file, or None if it has no file of its own, and the item."""
+"""The hash of an item's bytes, or `None` without any, and its decoded image or its vector."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Subjects:
         items: the items' names, labels and sides.
         kind: "image" or "features".
         notes: sentences on what was left out.
-        read: yields the numbers of items, ascending, and their content. Not thread-safe.
-        open: returns an item from its number and the content that `read` yielded. Thread-safe.
+        read: yields the numbers that it receives, each with its item's content. Not thread-safe.
+        open: returns an item, from its number and the content that `read` yielded. Thread-safe.
     """
 
     items: Sequence[Subject]
@@ -50,7 +50,7 @@ class Subjects:
 
 
 def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
-    """Return the items of files, folders and tables, as for making an index.
+    """Return the items of files, folders and tables, collected as for an index.
 
     An item's side comes from a table's columns `split` and `role`, or from a folder's subfolders if
     all those with images have names such as `train`, `validation`, `test`, `query` or `gallery`.
@@ -58,7 +58,7 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
 
     Args:
         sources: the result of `collect` for each named file, folder or table.
-        named: their names. If there are several, each is a side of its own.
+        named: the name of each of the `sources`. If there are several, each name is a side.
     """
     items = [item for source in sources for item in source.items]
     vectors = [
@@ -76,7 +76,7 @@ def of_sources(sources: Sequence[Sources], named: Sequence[str]) -> Subjects:
             raise content
         item = items[row]
         if content is None:
-            assert item.path is not None  # otherwise the item has an origin
+            assert item.path is not None  # an item without a path is a row of a table
             content = read_image(item.path, limits, item.name)
         return digest(content), decode(content, limits, item.name)
 
@@ -129,23 +129,23 @@ def of_dataset(dataset: Dataset, splits: Splits) -> Subjects:
 
 def _subjects(sources: Sources, named: Path, side: str) -> Iterator[Subject]:
     inside = [_inside(item, named) for item in sources.items]
-    tops = {parts[0].lower() for parts in inside if len(parts) > 1}
-    deep = all(len(parts) > 2 for parts in inside)
-    sided = not side and bool(tops) and tops <= SIDES.keys() and deep
+    subfolders = {parts[0].lower() for parts in inside if len(parts) > 1}
+    are_sides = bool(subfolders) and subfolders <= SIDES.keys()
+    by_folder = not side and are_sides and all(len(parts) > 2 for parts in inside)
     for item, parts in zip(sources.items, inside, strict=True):
         name = item.key if item.row is not None else item.name
         name = str(named.joinpath(*parts)) if parts else name
-        if sided:
+        if by_folder:
             split, role = SIDES[parts[0].lower()]
             yield Subject(name, parts[1], role or split)
         else:
             split, role = (str(item.metadata.get(x) or "").lower() for x in ("split", "role"))
-            own, known = SIDES.get(split, (split, ""))
-            yield Subject(name, item.label, side or role or known or own)
+            own_side, own_role = SIDES.get(split, (split, ""))
+            yield Subject(name, item.label, side or role or own_role or own_side)
 
 
 def _inside(item: Source, folder: Path) -> tuple[str, ...]:
-    """Return the parts of an image's path below a folder; empty if it is not below the folder."""
+    """Return the parts of an image's path below a folder, or `()` for any other item."""
     above = folder.absolute()
     if item.path is None or item.row is not None or not item.path.is_relative_to(above):
         return ()

@@ -1,7 +1,7 @@
 """Permission to run the plugin files that come with a recipe or a run's folder.
 
-A plugin is a program: reading somebody's recipe could run their code with the reader's rights. The
-user allows it with `--allow-plugins`, by an answer on a terminal, or with
+A plugin is a program, so opening somebody's recipe could run their code with the reader's rights.
+The user allows such plugins with `--allow-plugins`, by an answer on a terminal, or with
 RETRIEVAL_ALLOW_PLUGINS=1 in the environment, which child processes inherit. Installed plugins and
 those passed with `--plugin` need no permission.
 """
@@ -29,11 +29,11 @@ _ask: ContextVar[Ask | None] = ContextVar("ask", default=None)
 
 @contextlib.contextmanager
 def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
-    """Context manager that sets how the question whether plugins may run is answered.
+    """Context manager that sets who decides whether plugins may run.
 
     Args:
-        ask: called with a sentence that names the files; returns whether they may run. `None`
-            means no.
+        ask: called with a sentence that names the files; returns whether they may run. With
+            `None`, they may not.
         allowed: whether plugins may run without asking.
     """
     token, setting = _ask.set(ask), os.environ.get(ALLOW)
@@ -50,7 +50,7 @@ def answering(ask: Ask | None, allowed: bool = False) -> Iterator[None]:
 
 
 def require(items: Sequence[str], where: Path) -> None:
-    """Raise a `PluginError` for a recipe's plugin files, unless the user allows them."""
+    """Raise a `PluginError` unless the user allows the plugin files that a recipe brings."""
     if os.environ.get(ALLOW) == _YES:
         return
     files = dict.fromkeys(file for item in items for file in sources(item, where.parent))
@@ -71,16 +71,16 @@ def require(items: Sequence[str], where: Path) -> None:
     os.environ[ALLOW] = _YES
 
 
-def sources(item: str, near: Path) -> list[Path]:
+def sources(item: str, recipe_folder: Path) -> list[Path]:
     """Return the files that loading a plugin runs; an empty list for an installed module."""
     if is_file_plugin(item):
         if not Path(item).exists():
             return []  # loading it reports the missing file
         return [file for file in FilePlugin.from_name(item).files.values() if file.suffix == ".py"]
-    return _module_files(item.partition(".")[0], near)
+    return _module_files(item.partition(".")[0], recipe_folder)
 
 
-def _module_files(name: str, near: Path) -> list[Path]:
+def _module_files(name: str, recipe_folder: Path) -> list[Path]:
     """Return a module's files if it lies in the working folder or beside the recipe."""
     if name in sys.modules or not name.isidentifier():
         return []
@@ -90,10 +90,11 @@ def _module_files(name: str, near: Path) -> list[Path]:
         return []
     schemes = ("stdlib", "purelib", "platlib")
     installed = [Path(sysconfig.get_path(scheme)).resolve() for scheme in schemes]
+    local = [Path.cwd().resolve(), recipe_folder.resolve()]
     files: list[Path] = []
     for place in [spec.origin, *(spec.submodule_search_locations or ())] if spec else []:
         path = Path(place or "").resolve()
-        if _below(path, [Path.cwd().resolve(), near.resolve()]) and not _below(path, installed):
+        if _below(path, local) and not _below(path, installed):
             inner = sorted(p.resolve() for p in path.rglob("*.py") if p.is_file())
             files += inner if path.is_dir() else [path]
     return files

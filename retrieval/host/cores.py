@@ -40,19 +40,19 @@ def _affinity() -> int:
 def _quota(root: Path) -> float:
     """Return how many cores' time the process's cgroups allow; infinity for no limit.
 
-    A parent's limit holds for its children. In a container, the path may be the host's and not
+    A parent's limit holds for its children. In a container, a path may be that of the host and not
     exist.
     """
     try:
         groups = (root / "proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:  # no Linux, or no /proc
+    except OSError:  # not Linux, or no /proc
         return math.inf
     limits = [math.inf]
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        # Version 2 has no controllers; it is in a subfolder if version 1 is mounted as well.
+        # Version 2 names no controllers. Its mount is a subfolder if version 1 is mounted as well.
         names = [name for name in path.split("/") if name]
         for mount in (controllers, "cpu" if controllers else "unified"):
             base = root / "sys/fs/cgroup" / mount

@@ -11,7 +11,7 @@ from retrieval.host.values import toml_value
 
 
 def list_text(plugins: Plugins, kind: str | None = None) -> str:
-    """Return a list of all plugins, their factories (of one kind or all), and disabled ones."""
+    """Return a list of plugins, their factories (of all kinds, or of one), and disabled ones."""
     if kind is not None and kind not in KINDS:
         raise PluginError(
             f"There is no kind '{kind}' (known: {', '.join(KINDS)}).{did_you_mean(kind, KINDS)}"
@@ -115,7 +115,7 @@ def _inline(factory: Factory) -> str:
 
 
 def _owner(kind: str, plugins: Plugins | None) -> tuple[str, str, str]:
-    """Return table, name and parameter of a factory that takes one part of this kind."""
+    """Return the table, name and parameter of a factory that takes a part of this kind."""
     for table in ("loss", "miner"):
         for owner in plugins.factories(COMPONENTS[table]).values() if plugins else ():
             place = next((p.name for p in owner.parameters if p.part == kind and not p.many), None)

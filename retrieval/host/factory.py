@@ -83,18 +83,18 @@ GIVEN = {
     "embedding_size": "width of the codes",
     "classes": "number of training classes",
     "distance": "the recipe's combiner, when it has one",
-    "address": "where an index is, for a store",
-    "plugins": "files and modules that were named as plugins, for a store",
+    "address": "address of the index, for a store",
+    "plugins": "files and modules that the user named as plugins, for a store",
 }
 """Values that the host passes to a factory with a parameter of that name."""
 
-UPSTREAM = {
+PML_PARAMETERS = {
     "distance": ("distances", "how two embeddings are compared"),
     "reducer": ("reducers", "how the losses become one number"),
-    "embedding_regularizer": ("regularizers", "what is added for the embeddings' own sake"),
-    "weight_regularizer": ("regularizers", "what is added for the weights' own sake"),
-    "embedding_reg_weight": (None, "multiplies what `embedding_regularizer` adds"),
-    "weight_reg_weight": (None, "multiplies what `weight_regularizer` adds"),
+    "embedding_regularizer": ("regularizers", "penalty on the embeddings, added to the loss"),
+    "weight_regularizer": ("regularizers", "penalty on the loss's weights, added to the loss"),
+    "embedding_reg_weight": (None, "factor of the embeddings' penalty"),
+    "weight_reg_weight": (None, "factor of the weights' penalty"),
     "collect_stats": (None, "whether the module keeps metrics of each batch as attributes"),
 }
 """Kind of part and description for the untyped parameters of pytorch-metric-learning's bases."""
@@ -118,7 +118,7 @@ class Part:
 
 
 def traits(**values: bool) -> Callable[[T], T]:
-    """Decorator that states what a loss or miner can do where its signature does not show it.
+    """Decorator that states what a loss or miner can do if its signature does not show it.
 
     Args:
         values: `ref_emb=False` marks a loss or miner that refuses a reference set, `miner=False` a
@@ -143,7 +143,11 @@ def traits(**values: bool) -> Callable[[T], T]:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter of a factory; its default is `inspect.Parameter.empty` when required."""
+    """One parameter of a factory; its default is `inspect.Parameter.empty` if it has none.
+
+    `part` is the kind of a parameter that is a part, `many` is true for a list of parts, and
+    `by_host` for a parameter that only the host sets.
+    """
 
     name: str
     annotation: Any
@@ -213,7 +217,7 @@ class Factory:
             reading = read_signature(make)
         except Exception as error:  # resolving annotations runs the plugin's code
             raise PluginError(
-                f"{what} has a signature that cannot be read when it is loaded:"
+                f"{what} has a signature that cannot be read at run time:"
                 f" {type(error).__name__}: {error}."
             ) from error
         summary, description, docs = documentation(make, reading.homes)
@@ -231,25 +235,23 @@ class Factory:
                     f" kind{did_you_mean(part, KINDS)}"
                 )
                 part = None
-            upstream, meaning = (None, "") if typed else UPSTREAM.get(p.name, (None, ""))
+            usual_part, usual_doc = (None, "") if typed else PML_PARAMETERS.get(p.name, (None, ""))
             if kind in ("losses", "miners") and (p.default is None or p.default is p.empty):
-                part = part or upstream
+                part = part or usual_part
             # A `distance` whose default is text or a number is the author's own setting, not the
             # recipe's combiner.
-            own = p.name == "distance" and isinstance(p.default, str | int | float)
-            from_host = p.name in GIVEN and not part and not own
-            doc = docs.get(p.name) or (GIVEN[p.name] if from_host else meaning)
+            setting = p.name == "distance" and isinstance(p.default, str | int | float)
+            from_host = p.name in GIVEN and not part and not setting
+            doc = docs.get(p.name) or (GIVEN[p.name] if from_host else usual_doc)
             if not doc:
                 hints.append(f"it does not document '{p.name}' under 'Args:'")
-            if not (typed or part or from_host or p.name in UPSTREAM):
-                hints.append(f"'{p.name}' has no type, so a recipe's value is handed on as it is")
+            if not (typed or part or from_host or p.name in PML_PARAMETERS):
+                hints.append(f"'{p.name}' has no type, so a recipe's value is passed on unchecked")
             parameters.append(
                 Parameter(p.name, annotation, p.default, doc, part, many, from_host, widths)
             )
         if reading.loose:
-            hints.append(
-                f"nothing spells '**{reading.loose}' out, so a recipe cannot set what it takes"
-            )
+            hints.append(f"nothing says what '**{reading.loose}' takes, so a recipe cannot set it")
         if faults:
             raise PluginError(f"{what} {'; it '.join(faults)}.")
         return cls(kind, name, make, tuple(parameters), summary, description, tuple(hints))
@@ -282,7 +284,7 @@ class Factory:
             names = inspect.signature(calls[0]).parameters
         except (IndexError, TypeError, ValueError):
             return True
-        # A product with an unknown call, such as a bare nn.Module, is assumed to take it.
+        # An nn.Module without `forward` takes *args, so it is assumed to take the argument.
         return argument in names or any(p.kind is p.VAR_POSITIONAL for p in names.values())
 
     def check(
@@ -290,7 +292,7 @@ class Factory:
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the checked values of a recipe, and all problems as sentences.
 
-        `host_keys` are keys of the table that the host reads.
+        `host_keys` are further keys of the table, which the host reads.
         """
         settable = {p.name: p for p in self.parameters if not p.by_host}
         by_host = {p.name for p in self.parameters if p.by_host}
@@ -323,7 +325,7 @@ class Factory:
 
     @cached_property
     def _types(self) -> tuple[type[BaseModel], set[str]]:
-        """Return a pydantic model of the values, and the parameters that no recipe can set."""
+        """A pydantic model of the values, and the names of parameters that no recipe can set."""
         from pydantic import ConfigDict, Field, TypeAdapter, create_model
 
         fields: dict[str, Any] = {}
@@ -398,7 +400,7 @@ def _lists(annotation: Any) -> bool:
 BUILT_IN = "core"
 """The plugin that offers the package's built-in parts."""
 SHORT = ("augmentations", "indexes", "metrics", "stores")
-"""Kinds whose built-in parts also go by their short names: `flat` means `core.flat`."""
+"""Kinds whose built-in parts also have a short name: `flat` means `core.flat`."""
 
 
 def new_manager() -> pluggy.PluginManager:
@@ -425,7 +427,7 @@ def own_factories(kind: str, module: types.ModuleType) -> dict[str, Factory]:
 # class itself, and whether it passes on `**kwargs`.
 
 _MODULES_THAT_TAKE_NOTHING = ("torch.nn.modules.module", "typing")
-"""Modules with an `__init__` that classes without their own inherit and that takes no settings."""
+"""Modules whose classes' `__init__` takes no settings, whatever its signature says."""
 
 
 @dataclass
@@ -437,7 +439,7 @@ class Reading:
             its `**kwargs`.
         hints: annotations of the parameters that have one.
         homes: the functions that define the parameters, the factory's own first.
-        loose: the name of a `**kwargs` whose keys no base class defines, or None.
+        loose: name of the `**kwargs` whose keys no base class names, or None.
     """
 
     parameters: dict[str, inspect.Parameter] = field(default_factory=dict)
@@ -499,7 +501,7 @@ def documentation(
 def _chain(
     make: Callable[..., Any],
 ) -> Iterator[tuple[Callable[..., Any], inspect.Signature, set[str]]]:
-    """Yield each function that defines parameters, its signature, and the arguments it gets."""
+    """Yield each function with parameters, its signature, and what subclasses pass to it."""
     if not inspect.isclass(make):
         yield make, inspect.signature(make), set()
         return
@@ -527,8 +529,8 @@ def _chain(
                 n for n in names if signature.parameters[n].default is inspect.Parameter.empty
             }
         else:
-            keywords, positional, whole = passed
-            if not whole:
+            keywords, positional, passes_kwargs = passed
+            if not passes_kwargs:
                 return
             supplied |= keywords | set(names[:positional])
         yield (
@@ -543,7 +545,7 @@ def _takes_more(function: Callable[..., Any]) -> bool:
 
 
 def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | None:
-    """Return the arguments that an `__init__` passes on; None if its source is not available.
+    """Return what an `__init__` passes to its base class; None if its source is not available.
 
     Returns:
         The keywords, the number of positional arguments, and whether `**kwargs` is passed on.
@@ -553,7 +555,7 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | Non
     except (OSError, TypeError, SyntaxError):
         return None
     keywords: set[str] = set()
-    positional, whole = 0, False
+    positional, passes_kwargs = 0, False
     for call in ast.walk(tree):
         if not (
             isinstance(call, ast.Call)
@@ -566,5 +568,5 @@ def _passed_on(function: Callable[..., Any]) -> tuple[set[str], int, bool] | Non
             arguments = arguments[1:]  # Base.__init__(self, …) instead of super().__init__(…)
         keywords |= {argument.arg for argument in call.keywords if argument.arg}
         positional = max(positional, len(arguments))
-        whole |= any(argument.arg is None for argument in call.keywords)
-    return keywords, positional, whole
+        passes_kwargs |= any(argument.arg is None for argument in call.keywords)
+    return keywords, positional, passes_kwargs

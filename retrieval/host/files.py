@@ -20,7 +20,7 @@ from retrieval.errors import RetrievalError
 if sys.platform != "win32":
     import fcntl
 
-_LOCK = ".lock"
+_LOCK = ".lock"  # suffix of a scratch folder's lock file, whose content is _MARK
 _MARK = b"retrieval: the folder beside this file may be deleted when nobody holds its lock\n"
 
 
@@ -42,8 +42,8 @@ def whole_file(
 ) -> Iterator[Path]:
     """Context manager that yields an empty temporary file and renames it to `path` at the end.
 
-    The file is synced before the rename, and removed if the block raises. A killed process leaves
-    `NAME.tmp` behind; the next writer removes it.
+    The temporary file is synced before the rename, and removed if the block raises. A killed
+    process leaves `NAME.tmp`; the next writer removes it.
 
     Args:
         path: the file to write; an existing one is replaced.
@@ -53,7 +53,7 @@ def whole_file(
             its own temporary file.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written. `error` replaces it if given.
+        OSError: the disk is full, or the folder cannot be written; `error` instead, if it is set.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp" if shared else f"{path.name}.tmp")
     try:
@@ -106,7 +106,7 @@ def whole_folder(path: Path, *, replace: bool, exists_error: RetrievalError) -> 
     """Context manager that yields a hidden folder and renames it to `path` at the end.
 
     The hidden folder `.NAME.XXXXXXXX.part` lies beside `path`; its content is synced before the
-    rename. A killed process leaves it behind, and the next call with the same parent removes it.
+    rename. A killed process leaves the hidden folder; the next call in that parent removes it.
 
     Args:
         path: the folder to write. Its parents are created; an existing empty folder is replaced.
@@ -143,8 +143,8 @@ def rename_whole(
         # The new folder is in place, even if parts of the old one cannot be removed.
         shutil.rmtree(finished, ignore_errors=True)
     else:
-        # Without that system call, no folder has the name for a moment. A crash then leaves the old
-        # folder under its hidden name.
+        # If the names cannot be exchanged, no folder has the final name for a moment. A crash at
+        # that moment leaves the old folder under its hidden name.
         aside = output.with_name(f".{output.name}.old")
         output.rename(aside)
         try:
@@ -176,7 +176,7 @@ def sync_below(folder: Path) -> None:
 
 
 def _umask() -> int:
-    """Return the process's umask, which only setting it can read."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -232,7 +232,7 @@ def _remove(path: Path) -> None:
 
 
 def _clear(parent: Path, pattern: str) -> None:
-    """Remove the scratch folders that ended processes have left."""
+    """Remove the scratch folders that processes left when they ended."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = fnmatch.filter([entry.name for entry in parent.iterdir()], pattern)

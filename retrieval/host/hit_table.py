@@ -9,7 +9,7 @@ from typing import Any
 from retrieval.errors import printable
 
 MOST_PICTURES = 50
-"""Most pictures of a table of hits."""
+"""Largest number of pictures in a table of hits."""
 
 
 def text_table(hits: Sequence[Any]) -> str:
@@ -17,8 +17,8 @@ def text_table(hits: Sequence[Any]) -> str:
     if not hits:
         return "no hits"
     rows = [("distance", "label", "id"), *map(_row, hits)]
-    first, second = (max(len(row[column]) for row in rows) for column in (0, 1))
-    return "\n".join(f"{row[0]:>{first}}  {row[1]:{second}}  {row[2]}" for row in rows)
+    distance, label = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return "\n".join(f"{row[0]:>{distance}}  {row[1]:{label}}  {row[2]}" for row in rows)
 
 
 def html_table(hits: Sequence[Any], picture: Callable[[Any], str] | None = None) -> str:

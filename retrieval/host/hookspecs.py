@@ -1,6 +1,6 @@
 """The plugin hooks.
 
-A plugin is a module or package whose functions have one of these names and the decorator
+A plugin is a module or package with functions that have one of these names and the decorator
 `retrieval.plugin.hookimpl`. A hook for factories takes no arguments and returns `{name: factory}`.
 Recipes refer to each factory as `PLUGIN.NAME`. A factory is a class or function: a recipe may set
 the parameters in its signature, and its docstring describes them. A faulty factory disables only
@@ -24,9 +24,9 @@ hookspec = pluggy.HookspecMarker("retrieval")
 hookimpl = pluggy.HookimplMarker("retrieval")
 
 Factories = Mapping[str, Callable[..., Any] | str]
-"""What a factory hook returns: a class or function by name, or its location as `MODULE:NAME` text.
+"""What a factory hook returns: by name, a class or function, or its location `MODULE:NAME` as text.
 
-A module given as text is imported when the factory is first needed.
+The module of a location is imported when the factory is first needed.
 """
 
 

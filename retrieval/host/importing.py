@@ -27,7 +27,7 @@ from retrieval.errors import PluginError, did_you_mean
 from retrieval.host import hookspecs
 
 PREFIX = "retrieval_file_plugin_"
-"""Prefix of the module name of a file or folder plugin, so that it hides no other module."""
+"""Prefix of a file or folder plugin's module name, so that the plugin hides no other module."""
 
 MAX_FILES, MAX_BYTES = 1_000, 64 << 20
 """Largest number of files and bytes of a plugin folder."""
@@ -40,7 +40,7 @@ def is_file_plugin(item: str) -> bool:
 
 @dataclass(frozen=True)
 class FilePlugin:
-    """A plugin in a file or a folder, at `path`."""
+    """A plugin in the file or folder `path`."""
 
     path: Path
 
@@ -53,7 +53,7 @@ class FilePlugin:
             raise PluginError(f"The plugin {kind} {item} does not exist.")
         if kind == "folder" and not (path / "__init__.py").is_file():
             raise PluginError(
-                f"The plugin folder {item} has no __init__.py, which is where its hooks belong."
+                f"The plugin folder {item} has no __init__.py, where its hooks belong."
             )
         if not path.stem.isidentifier():
             raise PluginError(
@@ -74,7 +74,7 @@ class FilePlugin:
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """The plugin's file, or all files of its folder except hidden ones, by relative path."""
+        """The plugin's file, or all files of its folder that are not hidden, by relative path."""
         if not self.is_folder:
             return {self.path.name: self.path}
         files: dict[str, Path] = {}
@@ -111,7 +111,7 @@ class FilePlugin:
         root = PREFIX + self.name
         _forget(root)
         entry = self.path / "__init__.py" if self.is_folder else self.path
-        # Let `_Loader` import the modules inside a folder, too.
+        # Let `_Loader` also import the modules inside a folder.
         for folder in {str(file.parent) for file in self.files.values()} if self.is_folder else ():
             sys.path_importer_cache[folder] = importlib.machinery.FileFinder(
                 folder, (_Loader, [".py"])
@@ -143,13 +143,13 @@ class FilePlugin:
             return
         if self.is_folder:
             advice = (
-                "is its own. Its modules are found relative to it: write `from . import …` or"
-                f" `from .{top} import …`."
+                "is a module of its own. A folder's modules import each other relatively: write"
+                f" `from . import …` or `from .{top} import …`."
             )
         else:
             advice = (
-                f"lies beside it. A file stands alone: make a folder {self.name}/ of both, with"
-                f" {self.path.name} as its __init__.py, and write `from . import {top}`."
+                f"lies beside it. A plugin file stands alone: make a folder {self.name}/ of both,"
+                f" with {self.path.name} as its __init__.py, and write `from . import {top}`."
             )
         kind = "folder" if self.is_folder else "file"
         raise PluginError(
@@ -176,7 +176,7 @@ class FilePlugin:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Compiles the source each time, because cached bytecode may come from somebody else."""
+    """Compiles the source each time, because cached bytecode may be somebody else's code."""
 
     def get_code(self, fullname: str) -> Any:
         path = self.get_filename(fullname)
@@ -220,7 +220,7 @@ def import_plugin(source: PluginSource, load: Callable[[], Any]) -> ModuleType:
             place = f" ({error.filename}, line {error.lineno})"
         raise PluginError(
             f"The plugin '{source.plugin}' ({source.origin}) cannot be imported:"
-            f" {reason(error)}{place}. Mend it, or leave it out with"
+            f" {reason(error)}{place}. Correct it, or leave it out with"
             f" RETRIEVAL_BLOCK={source.plugin}."
         ) from error
     if not isinstance(module, ModuleType):
@@ -250,7 +250,7 @@ def import_extra(item: str) -> ModuleType:
 def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
     """Raise a `PluginError` for an unknown hook, or a function named like a hook but not marked.
 
-    A plugin that is not installed must mark a hook.
+    A plugin that is not installed must mark at least one hook.
     """
     hooks = [name for name in vars(hookspecs) if name.startswith("retrieval_")]
     marks = 0
@@ -278,7 +278,7 @@ def refuse_misspelt(source: PluginSource, module: ModuleType) -> None:
 
 
 def misfit(error: Exception) -> str:
-    """Return one sentence for pluggy's error about a hook with the wrong parameters."""
+    """Return pluggy's error about a hook with wrong parameters as the end of a sentence."""
     definition = re.search(r"hookimpl definition: (\w+)(\(.*\))", str(error))
     if not definition:
         return " ".join(str(error).split()).rstrip(".")

@@ -1,7 +1,7 @@
-"""Lazy imports: names of a package, and modules that other libraries import but do not use.
+"""Import a package's names on first use, and skip a module that torch imports but does not use.
 
-torch's optimisers load torch's compiler only to state that they are not compiled, which takes as
-long as loading torch itself.
+torch's optimisers load torch's compiler only to mark functions that it must not compile. Loading
+the compiler takes as long as loading torch itself.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def lazy(
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return a package's `__getattr__` and `__dir__`, which import on first use.
 
-    `homes` are names by the module that has them, or what a factory hook returns (`MODULE:NAME`
-    texts), or a list of both. `modules` are modules by their name in the package.
+    `homes` maps modules to the names that they define, or is what a factory hook returns
+    (`MODULE:NAME` texts), or is a list of both. `modules` maps further names to modules.
     """
     home: dict[str, str] = {}
     tables: Sequence[Mapping[str, Any]] = [homes] if isinstance(homes, Mapping) else homes
@@ -60,7 +60,7 @@ def lazy(
 
 
 def how_to_have(module: str) -> str:
-    """Return the end of a sentence on a missing module: what to install."""
+    """Return what to install for a missing module, as the end of a sentence that names it."""
     root, _, inner = module.partition(".")
     if inner and find_spec(root) is not None:
         return (
@@ -70,8 +70,8 @@ def how_to_have(module: str) -> str:
     if not any(map(find_spec, ("torch", "onnxruntime", "faiss"))):
         return (
             "and only the base of the package is installed. Install what you use: pip install"
-            " 'embedding-retrieval[cpu,train,serve]' is all of it; take gpu in place of cpu for a"
-            " CUDA device, and leave out train where models are only served."
+            " 'embedding-retrieval[cpu,train,serve]' installs everything; write gpu instead of cpu"
+            " for a CUDA device, and leave out train where models are only served."
         )
     extras = {
         "faiss": "cpu",
@@ -90,9 +90,9 @@ def how_to_have(module: str) -> str:
 
 @contextmanager
 def kept_out(module: str, **names: Callable[..., Any]) -> Iterator[None]:
-    """Context manager that replaces a module not yet loaded by an empty one with these names.
+    """Context manager that puts an empty module with these names in place of an unloaded module.
 
-    It affects all threads: no code that needs the real module may run meanwhile.
+    This affects all threads: no code that needs the real module may run meanwhile.
     """
     if module in sys.modules:
         yield
@@ -113,7 +113,7 @@ _kept_out = False
 def keep_compiler_out() -> None:
     """Make `optimizing` keep torch's compiler from loading, in this process from now on.
 
-    Only for the command line's processes: a user's may compile in another thread.
+    Only the command line calls this: another thread of a user's process may need the compiler.
     """
     global _kept_out
     _kept_out = True
@@ -126,9 +126,9 @@ def load_compiler() -> None:
 
 @contextmanager
 def optimizing() -> Iterator[None]:
-    """Context manager for creating optimisers and their steps, without loading torch's compiler.
+    """Context manager in which optimisers are created or stepped without torch's compiler.
 
-    Nothing else may run in it. Without compilation, torch's `graph_break` does nothing and
+    No other code may run inside. Without compilation, torch's `graph_break` does nothing and
     `disable` returns its function.
     """
     if not _kept_out:

@@ -14,8 +14,8 @@ from retrieval.errors import DataError, PluginError, RetrievalError
 
 LONGEST_REASON = 300
 """Largest number of characters quoted from a plugin's error."""
-SMALLER_BATCH = "Make it smaller, or the batch: [sampler] classes × items, [evaluate] batch."
-"""Advice for a training that runs out of memory."""
+SMALLER_BATCH = "Make it or the batch smaller: [sampler] classes × items, [evaluate] batch."
+"""Advice for a run whose part, "it", runs out of memory."""
 
 
 @contextlib.contextmanager
@@ -43,7 +43,7 @@ def calling(
 
 
 def failure(what: str, error: Exception) -> str:
-    """Return which part failed, how and where: "The loss acme.margin failed: …"."""
+    """Return which part failed, why and where: "The loss acme.margin failed: …"."""
     reason = " ".join(str(error).split())[:LONGEST_REASON].rstrip(".")
     if isinstance(error, NotImplementedError) and "forward" in reason:
         reason = "it defines no forward"

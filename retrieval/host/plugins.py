@@ -31,7 +31,7 @@ from retrieval.host.importing import (
     refuse_misspelt,
 )
 from retrieval.host.plugin_calls import calling
-from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, refuse_no_objects
+from retrieval.host.python_parts import OBJECT, is_object, missing, object_plugin, require_objects
 
 GROUP = "retrieval"
 TRAINING_MODULES = ("torch", "torchvision", "pytorch_metric_learning", "sklearn")
@@ -51,7 +51,7 @@ class Plugins:
         """Offer Python objects as parts, by recipe table: `{"loss": my_loss}`."""
         if not objects:
             return
-        refuse_no_objects(objects)
+        require_objects(objects)
         try:
             self.manager.register(object_plugin(objects), OBJECT)
         except ValueError:
@@ -72,23 +72,23 @@ class Plugins:
             getattr(self.hook, hook)(**arguments)
 
     def factories(self, kind: str) -> dict[str, Factory]:
-        """Return all sound factories of a kind by full name, sorted."""
+        """Return all usable factories of a kind by full name, sorted."""
         every = {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
         return {name: factory for name, factory in every.items() if isinstance(factory, Factory)}
 
     def disabled(self, kind: str) -> dict[str, str]:
-        """Return why factories cannot be used, by full name (or plugin, if its hook failed)."""
+        """Return why factories cannot be used, by full name (by plugin if its hook failed)."""
         every = {name: self._factory(kind, name) for name in sorted(self._offered(kind))}
         return {name: str(fault) for name, fault in every.items() if isinstance(fault, PluginError)}
 
     def named(self, kind: str, name: str) -> Factory | None:
-        """Return a sound factory by its full name, or None; this loads no other."""
+        """Return the usable factory with a full name, or None; only its plugin's hook is called."""
         plugin = name.partition(".")[0]
         factory = self._factory(kind, name) if name in self._offered(kind, plugin) else None
         return factory if isinstance(factory, Factory) else None
 
     def _offered(self, kind: str, plugin: str | None = None) -> dict[str, Any]:
-        """Return the unread offers of all plugins, or of one: by full name, errors by plugin."""
+        """Return what all plugins, or one, offer, by full name; a failed hook's error by plugin."""
         offered: dict[str, Any] = {}
         for impl in getattr(self.hook, f"retrieval_{kind}").get_hookimpls():
             owner = impl.plugin_name
@@ -107,7 +107,7 @@ class Plugins:
         return offered
 
     def _factory(self, kind: str, name: str) -> Factory | PluginError:
-        """Return the factory offered under a name, or the error that disables it; cached."""
+        """Return the factory with a full name, or the error that disables it; cached."""
         if (kind, name) not in self._read:
             plugin = name.partition(".")[0]
             offer = self._offered(kind, plugin)[name]
@@ -146,7 +146,7 @@ class Plugins:
         raise PluginError(f"There is no {KINDS[kind]} '{name}'.{hint}")
 
     def _hint(self, kind: str, name: str, known: Mapping[str, Factory]) -> str:
-        """Return what may be meant by a name that no factory has."""
+        """Return a suggestion, as a sentence or "", for a name that no factory has."""
         plugin, loaded = name.partition(".")[0], sorted(s.plugin for s in self.sources)
         if "." in name and plugin not in loaded:
             names = f"(loaded: {', '.join(loaded)})"
@@ -158,14 +158,14 @@ class Plugins:
         for other in KINDS if not hint else ():
             if other != kind and name in self.factories(other):
                 hint = f" '{name}' is a {KINDS[other]}."
-        by_name = [
+        with_model = [
             full
             for full, factory in known.items()
             if any(p.name == "model" and p.required for p in factory.parameters)
         ]
-        if by_name and "." not in name:
+        if with_model and "." not in name:
             hint += (
-                f' {" and ".join(by_name)} take a model by its name: name = "{by_name[-1]}",'
+                f' {" and ".join(with_model)} take a model by its name: name = "{with_model[-1]}",'
                 f' model = "{name}".'
             )
         return hint
@@ -179,9 +179,9 @@ class Plugins:
     ) -> list[str]:
         """Return every problem of a table `{name = …, parameters}`, nested parts included.
 
-        `where` is its place, such as `[loss]`; `host_keys` are further keys that it may have.
+        `where` names the table in messages, such as `[loss]`; `host_keys` are its further keys.
         """
-        if is_made(values):
+        if is_part(values):
             return []
         table = _table(values)
         if table is None or not isinstance(table.get("name"), str):
@@ -199,7 +199,7 @@ class Plugins:
         return problems
 
     def every(self, kind: str, values: Any, test: Callable[[Factory], bool]) -> bool:
-        """Return whether a factory and its nested parts of the kind pass; unknown parts do."""
+        """Return whether a factory and its nested parts of that kind pass; unknown parts pass."""
         table = _table(values) or {}
         factory = self.named(kind, str(table.get("name")))
         return factory is None or (
@@ -217,7 +217,7 @@ class Plugins:
 
         Args:
             kind: one of `KINDS`.
-            values: the recipe's table. A nested part may be a Python object (`is_made`).
+            values: the recipe's table. A nested part may be a Python object (`is_part`).
             known: values that the host knows (`factory.GIVEN`). Each factory gets those that it has
                 parameters for.
 
@@ -225,7 +225,7 @@ class Plugins:
             PluginError: the name is unknown.
             RecipeError: the values do not fit, or the factory refuses them.
         """
-        if is_made(values):
+        if is_part(values):
             return values
         known = known or {}
         table = _table(values) or {}
@@ -254,8 +254,8 @@ class Plugins:
                 checked[p.name] = parts if p.many or p.per_width else parts[0]
             elif p.by_host and p.default is inspect.Parameter.empty:
                 raise PluginError(
-                    f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which it does"
-                    " not know here."
+                    f"{factory.name} asks the host for '{p.name}' ({GIVEN[p.name]}), which is not"
+                    " known here."
                 )
         return factory.build(checked)
 
@@ -272,7 +272,7 @@ def _offers(plugin: str, kind: str, function: Callable[[], Any]) -> Mapping[Any,
 
 
 def _offer(plugin: str, kind: str, short: Any, make: Any) -> Any:
-    """Return the factory that a plugin offers, imported if it is named as `MODULE:NAME`."""
+    """Return the factory that a plugin offers; `MODULE:NAME` text is imported."""
     hook = f"retrieval_{kind}"
     if isinstance(make, str):
         module, _, attribute = make.partition(":")
@@ -318,8 +318,8 @@ def _table(values: Any) -> dict[str, Any] | None:
     return dict(values) if isinstance(values, Mapping) else None
 
 
-def is_made(value: Any) -> bool:
-    """Return whether a value is a part itself, not its name, its table or another TOML value."""
+def is_part(value: Any) -> bool:
+    """Return whether a value is a part itself, not the part's name or table or a TOML value."""
     return not isinstance(
         value, str | bytes | int | float | Mapping | list | tuple | date | time | None
     )
@@ -328,13 +328,13 @@ def is_made(value: Any) -> bool:
 def _widths(
     p: Parameter, checked: Mapping[str, Any], known: Mapping[str, Any]
 ) -> list[Mapping[str, Any]]:
-    """Return the host's values for each part of a parameter: one per width, then the whole."""
+    """Return the host's values for each part of a parameter: for every width, then the whole."""
     widths = checked.get(p.per_width, []) if p.per_width else []
     return [*({**known, "embedding_size": width} for width in widths), known]
 
 
 def _parts(p: Parameter, value: Any, where: str) -> list[tuple[str, Any]]:
-    """Return a parameter's parts, each with its place."""
+    """Return a parameter's parts, each with its place for messages."""
     if not p.many:
         return [(where, value)]
     values = value if isinstance(value, list | tuple) else [value]
@@ -363,8 +363,8 @@ def load_plugins(extra: Iterable[str] = (), *, block: Iterable[str] | None = Non
         other = manager.get_name(module)
         if other:
             raise PluginError(
-                f"The {source.origin} is loaded already, as the plugin '{other}'. Name what it"
-                f" offers '{other}.…', and leave the {source.origin} out."
+                f"The {source.origin} is loaded already, as the plugin '{other}'. Name its parts"
+                f" '{other}.…', and leave the {source.origin} out."
             )
         refuse_misspelt(source, module)
         try:
@@ -429,7 +429,7 @@ def names(kind: str) -> list[str]:
     """Return the sorted names of all parts of a kind that the installed plugins offer.
 
     Args:
-        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner",
+        kind: "loss", "miner", "backbone", "dataset", "generator", "combiner", "learner", "sampler",
             "augmentation", "metric", "index", "store", "distance", "reducer", "regularizer" or
             "tracker", or the plural.
 
@@ -443,8 +443,8 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
     """Build a plugin's part, as in `create("loss", "pml.triplet_margin", margin=0.1)`.
 
     Parameters are checked as in a recipe; `retrieval plugins show NAME` lists them. A nested part
-    is a name, a dictionary `{"name": …, parameters}` or an object. Pass the values that training
-    would provide (`features`, `embedding_size`, `classes`) as parameters too.
+    is a name, a dictionary `{"name": …, parameters}` or an object. Values that training would
+    provide (`features`, `embedding_size`, `classes`) are parameters too.
 
     Args:
         kind: the kind of part; see `names`.
@@ -475,7 +475,7 @@ def create(kind: str, name: str, /, **parameters: Any) -> Any:
 
 
 def _plural(kind: str) -> str:
-    """Return the plural of a kind, as in `KINDS`, from its singular or plural."""
+    """Return the plural of a kind that is named in the singular or plural."""
     plurals = {singular: plural for plural, singular in KINDS.items()}
     if kind not in KINDS and kind not in plurals:
         raise PluginError(

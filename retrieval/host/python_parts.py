@@ -1,7 +1,7 @@
 """Python objects in place of named parts, offered by a plugin called `object`.
 
 The host may build a part several times, and training changes it. Each build therefore returns a
-copy, and the user's object stays unchanged.
+copy, so that the user's object stays unchanged.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ OBJECT = "object"
 DICTIONARY = "dictionary_of_sides"
 """`origin` of a dataset that was a dictionary such as `{"train": …, "test": …}`."""
 WORDS = {table: KINDS[kind] for table, kind in COMPONENTS.items()}
-"""The name of a recipe's table as an argument: `[data]` is `dataset`."""
+"""For each table of a recipe, the argument that passes its object: `dataset` for `[data]`."""
 
-
-_PLAIN = (
+_PLAIN = (  # types that a recipe holds; a value of any other type is a part
     str,
     bytes,
     numbers.Number,
@@ -43,7 +42,7 @@ _PLAIN = (
 
 
 def object_name(value: Any) -> str:
-    """Return an object's name in a recipe: `object.` and its class, or what `as_dataset` read."""
+    """Return an object's name in a recipe: `object.` and its class (`origin` for a dataset)."""
     short = re.sub(r"\W", "", getattr(value, "origin", "") or _maker(value).__name__)
     return f"{OBJECT}.{short if short.isidentifier() else 'made'}"
 
@@ -57,7 +56,7 @@ def missing(kind: str, name: str) -> str:
     """Return the error message for a recipe that names an object that was not passed."""
     word = KINDS[kind]
     return (
-        f"The {word} '{name}' was made in Python and is kept by no plugin. Give the same object"
+        f"The {word} '{name}' was made in Python, so no plugin can build it. Pass the same object"
         f" again, in Python: retrieval.load(…, {word}=…), or retrieval.train(…, {word}=…,"
         " resume=True)."
     )
@@ -72,20 +71,20 @@ def objects_in(tables: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_no_objects(objects: Mapping[str, Any]) -> None:
+def require_objects(objects: Mapping[str, Any]) -> None:
     """Raise a `PluginError` for a class, a name or a table in place of an object."""
     for table, value in objects.items():
         word = KINDS[COMPONENTS[table]]
         if isinstance(value, type):
             raise PluginError(
-                f"The {word} is a class, {value.__name__}; give an object of it:"
+                f"The {word} is a class, {value.__name__}; pass an object of it:"
                 f" {value.__name__}(…)."
             )
         if isinstance(value, str | PurePath | Mapping):
             raise PluginError(
-                f"The {word} that is given is text or a table, and must be an object. Name a"
-                " plugin's part in the recipe, as "
-                f'{table}={{"name": …}}, or give what retrieval.create("{word}", …) makes.'
+                f"The {word} is text or a table, but must be an object. Name a plugin's part in the"
+                f' recipe, as {table}={{"name": …}}, or pass what retrieval.create("{word}", …)'
+                " returns."
             )
 
 
@@ -93,14 +92,14 @@ def object_plugin(objects: Mapping[str, Any]) -> ModuleType:
     """Return a plugin whose factories return these objects, or copies of them."""
     module = ModuleType(OBJECT)
     for table, value in objects.items():
-        shared = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
-        offered = {object_name(value).partition(".")[2]: _factory(table, value, shared)}
+        measured = "combiner" in objects and getattr(value, "distance", None) is objects["combiner"]
+        offered = {object_name(value).partition(".")[2]: _factory(table, value, measured)}
         setattr(module, f"retrieval_{COMPONENTS[table]}", hookimpl(lambda offered=offered: offered))
     return module
 
 
 def described(value: Any) -> dict[str, Any]:
-    """Return an object's class and constructor arguments, to be saved in a run's folder."""
+    """Return an object's class and constructor arguments, which the run's folder records."""
     maker = _maker(value)
     return {"class": f"{maker.__module__}.{maker.__qualname__}", "settings": _settings(value)}
 
@@ -109,21 +108,21 @@ def _maker(value: Any) -> Any:
     return value if inspect.isroutine(value) else type(value)
 
 
-def _factory(table: str, value: Any, shared: bool) -> Callable[..., Any]:
+def _factory(table: str, value: Any, measured: bool) -> Callable[..., Any]:
     """Return a factory that returns the dataset itself, or a copy of any other object."""
 
     def give() -> Any:
         return value if table == "data" else _copied(value)
 
-    def give_measuring(distance: Any = None) -> Any:
+    def give_measuring(distance: Any = None) -> Any:  # the host passes the run's combiner
         part = _copied(value)
         if distance is not None:
             part.distance = distance
         return part
 
-    factory = give_measuring if shared else give
+    factory = give_measuring if measured else give
     stated: dict[str, bool] = {}
-    # An object without a signature is assumed to support both traits.
+    # An object without a signature is assumed to take a reference set and a miner's indices.
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(getattr(value, "forward", value)).parameters
         if not any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):

@@ -27,7 +27,7 @@ EXAMPLES = {
     "index": ("Matrix", "matrix"),
     "store": ("JournalPlace", "journal"),
 }
-"""The class and the part's name of each kind's template in `scaffolds/`."""
+"""For each kind, the class in its template (in `scaffolds/`) and the name of the part."""
 _RECIPE = {
     "data": {"name": "core.digits"},
     "split": {"by": "class"},
@@ -57,7 +57,7 @@ def package_files(name: str, kind: str = "loss") -> dict[str, str]:
 
 
 def _recipe(name: str, kind: str) -> dict[str, Any]:
-    """Return a recipe that trains with the part."""
+    """Return a recipe that trains with the new part."""
     part = f"{name}.{EXAMPLES[kind][1]}"
     recipe: dict[str, Any] = {"name": name, **_RECIPE}
     if kind == "metric":

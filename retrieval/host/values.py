@@ -1,6 +1,6 @@
 """Strict checks of a recipe's values against types.
 
-pydantic decides whether a value fits. The error messages are this module's own and describe the
+pydantic decides whether a value fits. This module writes its own error messages, which describe the
 expected type in a recipe author's words.
 """
 
@@ -89,7 +89,7 @@ def check_values(
 
 
 def _plain(value: Any, place: Place, faults: dict[Place, str]) -> Any:
-    """Return a value as plain JSON; report and leave out what a recipe cannot hold."""
+    """Return a value as plain JSON; add a fault for what a recipe cannot hold, and leave it out."""
     if isinstance(value, Mapping):
         return {str(k): _plain(v, (*place, str(k)), faults) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -121,6 +121,7 @@ def dotted(place: Place) -> str:
 
 
 def _fault(error: Any, model: type[BaseModel], values: Any) -> tuple[Place, str]:
+    """Return place and message of one of pydantic's errors."""
     place, annotation, value, container = _locate(error["loc"], model, values)
     where, kind = dotted(place), error["type"]
     if kind == "extra_forbidden":
@@ -149,7 +150,7 @@ def _unknown(place: Place, key: str, known: list[str], value: Any) -> str:
 
 
 def _locate(loc: tuple[Any, ...], model: Any, values: Any) -> tuple[Place, Any, Any, Any]:
-    """Follow an error's path through the user's values; pydantic adds steps for union branches."""
+    """Follow an error's path up to a union; return place, type, value and enclosing type."""
     place: Place = ()
     annotation, value, container = model, values, model
     for step in loc:

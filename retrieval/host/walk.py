@@ -17,7 +17,7 @@ IMAGE_EXTENSIONS = frozenset(
 )
 """Lower-case file name extensions of images."""
 MAX_VISITS = 100
-"""How often links may lead to one folder. Folders that all link to each other have n! paths."""
+"""How often links may lead to one folder: n folders that all link to each other have n! paths."""
 
 
 def files_below(folder: Path) -> Iterator[Path]:

@@ -72,8 +72,8 @@ class Evaluate(Section):
         [],
         description=(
             "False acceptance rates. Each adds DIR@FAR: the share of known queries that are"
-            " identified at the threshold that accepts this share of unknown queries, whose class"
-            " is not in the gallery."
+            " identified, at a threshold that accepts this share of unknown queries (their class is"
+            " not in the gallery)."
         ),
     )
     batch: Count = Field(256, description="Number of images encoded at a time.")

@@ -1,4 +1,4 @@
-"""Check a recipe's `[optimizer]` and `[schedule]`: torch's classes, or the shapes below."""
+"""Check a recipe's `[optimizer]` and `[schedule]` against torch's classes and `SHAPES`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from retrieval.recipe.tables import Optimizer, Schedule
 SHAPES = ("constant", "linear", "cosine")
 """The built-in schedules."""
 
-
 _UNUSABLE = ("LBFGS", "LambdaLR", "MultiplicativeLR", "ChainedScheduler", "SequentialLR")
-"""Classes that need a closure, functions or other schedules."""
+"""Classes that no recipe can set up: they need a closure, functions or other schedules."""
 
 
 def _classes(kind: str) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def takes(kind: str, name: str, key: str) -> bool:
 def _option_problems(
     cls: Any, options: dict[str, Any], reserved: set[str], where: str, make: Callable[[], object]
 ) -> list[str]:
-    """Return every problem of the options; `make` makes an object of the class with them."""
+    """Return every problem of the options; `make` creates an object of the class with them."""
     what, parameters = cls.__name__, inspect.signature(cls).parameters
     known = [name for name in parameters if name not in reserved]
     problems = [

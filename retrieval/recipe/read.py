@@ -114,7 +114,7 @@ def read_table(
     """Read a recipe without checking it; see `read_recipe` for the arguments.
 
     Returns:
-        The tables, and the plugins that the recipe itself names and the caller did not.
+        The tables, and the plugins that only the recipe itself names, not the caller.
     """
     path = Path(recipe) if isinstance(recipe, str | os.PathLike) else Path("recipe")
     if isinstance(recipe, Tables):
@@ -124,24 +124,24 @@ def read_table(
     else:
         table = _parsed(path)
     before = table.get("plugins")
-    before = [*before] if isinstance(before, list) else []  # overrides change the list itself
+    before = [*before] if isinstance(before, list) else []  # overrides change the list in place
     apply_overrides(table, overrides, COMPONENTS)
     named = table.get("plugins", [])
     if not isinstance(named, list) or not (named or plugins):
         return table, []
-    own = [_beside(Path(), item) for item in plugins]
+    from_caller = [_beside(Path(), item) for item in plugins]
     places = [_beside(path, item) if isinstance(item, str) else item for item in named]
-    table["plugins"] = places + own
+    table["plugins"] = places + from_caller
     brought = [
         place
         for place, item in zip(places, named, strict=True)
         if isinstance(item, str) and item in before
     ]
-    return table, [place for place in brought if place not in own]
+    return table, [place for place in brought if place not in from_caller]
 
 
 def _without_none(value: Any) -> Any:
-    """Return a copy of tables without the keys that are None, which TOML lacks."""
+    """Return a copy of tables without the keys whose value is None, which TOML lacks."""
     if isinstance(value, Mapping):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
     return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
@@ -263,7 +263,7 @@ def read_tables(table: Mapping[str, Any]) -> tuple[Tables, dict[Place, str]]:
 
 
 def _entry(table: Mapping[str, Any], place: Place) -> Place:
-    """Return the place to leave out for a fault: for an item of a plain list, the whole list."""
+    """Return the place to leave out for a fault; a fault in a plain list leaves out the list."""
     value: Any = table
     for i, step in enumerate(place):
         if isinstance(value, list) and not isinstance(value[int(step)], Mapping):
@@ -299,7 +299,7 @@ def _bracketed(problem: str) -> str:
 
 
 def _beside(recipe: Path, item: str) -> str:
-    """Return the absolute path of a plugin beside the recipe, or else in the working folder."""
+    """Return the absolute path of a plugin file beside the recipe, or in the working folder."""
     if not is_file_plugin(item):
         return item
     beside = recipe.parent / item
@@ -319,7 +319,7 @@ def to_toml(recipe: Tables) -> str:
     return "".join(notes) + tomli_w.dumps(_without_none(recipe.model_dump(exclude_unset=True)))
 
 
-_SERVE_THE_LOSS = ("miner", "generator")
+_SERVE_THE_LOSS = ("miner", "generator")  # of no use without a loss
 
 
 def apply_overrides(
@@ -328,13 +328,13 @@ def apply_overrides(
     """Apply `key.path=value` texts to a recipe's table, in place.
 
     A new name for a component, such as `loss.name=…`, first removes the parameters of the old one.
-    `loss=none` removes the component's table; for the loss, miner and generator go with it.
-    `key.path=none` removes a key that the recipe sets, which then has its default.
+    `loss=none` removes the component's table, and with the loss also miner and generator.
+    `key.path=none` removes a key that the recipe sets, so that its default applies.
 
     Args:
         table: the recipe's tables.
         overrides: the texts.
-        components: the tables for which this holds.
+        components: the tables that count as components.
 
     Raises:
         RecipeError: the message lists the texts that cannot be applied.
@@ -342,7 +342,7 @@ def apply_overrides(
     overrides = [text for text in overrides if not _removed(table, text, components)]
     for text in overrides:
         _switch(table, text, components)
-    problems = [problem for text in overrides if (problem := _override(table, text))]
+    problems = [f"The change {text}: {p}" for text in overrides if (p := _override(table, text))]
     if problems:
         raise RecipeError(problems, "The command line")
 
@@ -370,11 +370,6 @@ def _switch(table: dict[str, Any], text: str, components: Collection[str]) -> No
 
 def _override(table: dict[str, Any], text: str) -> str | None:
     """Apply one override; return its problem, or None."""
-    problem = _overridden(table, text)
-    return problem and f"The change {text}: {problem}"
-
-
-def _overridden(table: dict[str, Any], text: str) -> str | None:
     key, sep, value = (part.strip() for part in text.partition("="))
     *steps, last = [step.strip() for step in key.split(".")]
     if not sep or not all([*steps, last]):
@@ -397,7 +392,7 @@ def _overridden(table: dict[str, Any], text: str) -> str | None:
         else:
             place = place.setdefault(step, {})
         if not isinstance(place, dict | list):
-            return f"{path} is {shown(place)}, and no table to set a key in."
+            return f"{path} is {shown(place)}, not a table, so no key can be set in it."
     if isinstance(place, dict):
         if value != "none":
             place[last] = _toml(value)
@@ -405,7 +400,7 @@ def _overridden(table: dict[str, Any], text: str) -> str | None:
             del place[last]
         else:
             known = did_you_mean(last, place)
-            return f"the recipe does not set this key, so there is none to unset.{known}"
+            return f"the recipe does not set this key, so it cannot be removed.{known}"
         return None
     if last.isdigit() and int(last) < len(place) and not isinstance(place[int(last)], dict):
         place[int(last)] = _toml(value)

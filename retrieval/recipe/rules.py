@@ -41,7 +41,7 @@ def check_names(recipe: Tables) -> list[str]:
 def _check_metric(
     plugins: Plugins, named: str | dict[str, Any], where: str, number: str = ""
 ) -> list[str]:
-    """Return the problems of a metric that `[evaluate] metrics` or `[train] monitor` names."""
+    """Return the problems of a metric in `[evaluate] metrics` or `[train] monitor`."""
     from retrieval.model.metrics import metric
 
     if not isinstance(named, str):
@@ -76,18 +76,17 @@ def option_hint(recipe: Tables, place: Sequence[str | int]) -> str:
 
 
 Rule = tuple[Any, str]
-"""Whether something is wrong, and what."""
+"""A value that is true if a rule is broken, and the message for that case."""
 
 
 def check_together(recipe: Tables, present: Iterable[str]) -> list[str]:
-    """Return conflicts between a recipe's tables; `present` are the component tables it has."""
+    """Return conflicts between a recipe's tables; `present` names its tables of parts."""
     has = set(present)
     rules = [*_trained(recipe, has), *_generator(recipe, has), *_once(recipe, has)]
     rules += _training(recipe, has)
     for phase in recipe.phase:
         rules += _phase(recipe, phase, has)
-    problems = [sentence for wrong, sentence in rules if wrong]
-    return _loss(recipe) + problems
+    return _loss(recipe) + [message for broken, message in rules if broken]
 
 
 def _trained(recipe: Tables, has: set[str]) -> Iterator[Rule]:
@@ -185,8 +184,8 @@ def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
     train, augmentation, sampler = recipe.train, recipe.augmentation, recipe.sampler
     yield (
         recipe.data.name == f"{OBJECT}.{DICTIONARY}" and recipe.split.by != "given",
-        f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that is the'
-        ' dataset. Set by = "given", or give one dataset.',
+        f'[split] by = "{recipe.split.by}" would mix the sides of the dictionary that was passed as'
+        ' the dataset. Set by = "given", or pass one dataset.',
     )
     yield (
         train.compile and train.sync_batch_norm,
@@ -202,14 +201,14 @@ def _training(recipe: Tables, has: set[str]) -> Iterator[Rule]:
         f"[augmentation] views = {augmentation.views}: nothing changes the images, so all views of"
         " an item are equal. Add a crop or transforms, or remove views.",
     )
-    items = augmentation.positives == "item"
+    by_item = augmentation.positives == "item"
     yield (
-        items and augmentation.views == 1,
+        by_item and augmentation.views == 1,
         '[augmentation] positives = "item": only views of the same item are positives, but each'
         " item has one view. Set views to 2 or more.",
     )
     yield (
-        items and sampler.items != 1,
+        by_item and sampler.items != 1,
         f'[sampler] items = {sampler.items}: with [augmentation] positives = "item" each item is'
         " its own class. Set items = 1, and classes to the number of items in a batch.",
     )
@@ -288,8 +287,8 @@ def _loss(recipe: Tables) -> list[str]:
 
     def alternatives(test: Callable[[Factory], bool]) -> str:
         names = [f.name for f in plugins.factories("losses").values() if test(f)]
-        own = name.partition(".")[0] + "."
-        names.sort(key=lambda full_name: not full_name.startswith(own))  # the same plugin's first
+        same_plugin = name.partition(".")[0] + "."
+        names.sort(key=lambda full_name: not full_name.startswith(same_plugin))
         return ", ".join(names[:6]) + (f", … ({len(names)} in all)" if len(names) > 6 else "")
 
     if combiner and not plugins.every(
@@ -306,7 +305,7 @@ def _loss(recipe: Tables) -> list[str]:
                 f" none. Use one that does: {alternatives(lambda f: f.takes('distance'))}."
             )
         problems += [
-            f"[{table}] distance: [combiner] {combiner} is the distance already. Remove one of the"
+            f"[{table}] distance: [combiner] {combiner} is already the distance. Remove one of the"
             " two."
             for table, part in (("loss", recipe.loss), ("miner", recipe.miner))
             if part and "distance" in part.parameters
@@ -339,7 +338,7 @@ def _loss(recipe: Tables) -> list[str]:
 
 
 def _measures(plugins: Plugins, values: Any) -> bool:
-    """Return whether a loss, or every loss that it wraps, takes a distance."""
+    """Return whether a loss, or else every loss that it wraps, takes a distance."""
     wrapped: list[Any] = []
     try:
         factory = plugins.find(

@@ -15,24 +15,24 @@ Trainable = Literal["backbone", "head", "combiner", "loss", "generator"]
 
 
 def selector(text: str) -> str:
-    """Return `text` if it is a valid selector. Training checks that it covers a parameter."""
+    """Return `text` if it is a valid selector. Training checks that a parameter matches."""
     if text in (*get_args(Trainable), "vectors") or re.fullmatch(r"stages:[1-9]\d{0,2}", text):
         return text
     if ":" in text or not any(sign in text for sign in ".*?["):
         parts = get_args(Trainable)
         raise ValueError(
             f"{text!r} selects no parameters.{did_you_mean(text, [*parts, 'vectors'])} Write a"
-            f' part ({", ".join(parts)}), "stages:N", "vectors", or a pattern of their names, such'
-            ' as "backbone.*.bias"'
+            f' part ({", ".join(parts)}), "stages:N", "vectors", or a pattern of parameter names,'
+            ' such as "backbone.*.bias"'
         )
     return text
 
 
 Selector = Annotated[str, AfterValidator(selector)]
-"""Selects parameters of the model and the loss.
+"""Text that selects parameters of the model and the loss.
 
-It is a part; `stages:N` for the backbone's first N stages; `vectors` for parameters of one
-dimension (biases and the scales of norms); or a shell pattern of full names, such as
+It is the name of a part; `stages:N` for the backbone's first N stages; `vectors` for parameters of
+one dimension (biases and the scales of norms); or a shell pattern of full parameter names, such as
 `backbone.*.bias`.
 """
 

@@ -26,7 +26,7 @@ class Range(Section):
     )
 
     @model_validator(mode="after")
-    def _whole(self) -> Self:
+    def _check_limits(self) -> Self:
         if self.choices:
             if self.low is not None or self.high is not None or self.log:
                 raise ValueError("write either choices, or low and high")
@@ -176,7 +176,7 @@ class Augmentation(Section):
         )
 
     @model_validator(mode="after")
-    def _ranges(self) -> Self:
+    def _check_ranges(self) -> Self:
         if self.crop_scale and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
             raise ValueError("crop_scale must be two numbers 0 < smallest ≤ largest ≤ 1")
         if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
@@ -215,7 +215,7 @@ class Optimizer(Section):
         1.0, description="Factor of the learning rate from each backbone stage to the one before."
     )
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="Weight decay, by the same keys as `lr_factor`; the rest has `options`'."
+        {}, description="Weight decay by the keys of `lr_factor`; others use that of `options`."
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
@@ -251,7 +251,7 @@ class Schedule(Section):
         ),
     )
     warmup: float | str = Field(
-        0.0, description='Rise of the rate: a share of a phase, `"500 steps"` or `"2 epochs"`.'
+        0.0, description='Time to reach `lr`: a share of a phase, `"500 steps"` or `"2 epochs"`.'
     )
     options: dict[str, Any] = Field(
         {}, description="Arguments of a `torch.optim.lr_scheduler` class."
@@ -362,7 +362,7 @@ class Train(Section):
     )
     deterministic: bool = Field(
         False,
-        description="Only deterministic algorithms on a GPU: a run repeats exactly, but slower.",
+        description="Use only deterministic GPU algorithms: a run repeats exactly, but slower.",
     )
     clip_norm: Annotated[float, Field(gt=0)] | None = Field(
         None, description="Norm to which larger gradients are clipped. The default is no clipping."
@@ -373,11 +373,11 @@ class Train(Section):
     )
     monitor: str | dict[str, Any] = Field(
         "map_at_r",
-        description="The validation metric that decides the best epoch; epoch 0 is the start.",
+        description="The validation metric that decides the best epoch; epoch 0 precedes training.",
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="Decay, such as 0.999, of a moving average of the weights, which is then kept.",
+        description="Decay, such as 0.999, of a moving average of the weights; the run keeps it.",
     )
     average_last: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Number of last epochs of each phase whose weights are averaged."
@@ -405,7 +405,7 @@ class Train(Section):
     )
     sync_batch_norm: bool = Field(
         False,
-        description="With several processes, batch norm uses the whole batch, not their shares.",
+        description="With several processes, batch norm uses the whole batch, not each share.",
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
         0.0, description="With a generator, the weight of an added loss on real negatives."
@@ -436,7 +436,7 @@ class Train(Section):
 
 
 class _Loaded:
-    """Holds a recipe's plugins, which comparing and pickling the recipe ignore."""
+    """Holds a recipe's plugins; comparing or pickling the recipe ignores them."""
 
     def __init__(self, plugins: Plugins | None = None) -> None:
         self.plugins = plugins
@@ -475,7 +475,7 @@ class Tables(Section):
     )
     head: Head = Field(default_factory=Head)
     combiner: Component | None = Field(
-        None, description="The distance over codes; a combiner has its own head."
+        None, description="The distance between embeddings; a combiner has its own head."
     )
     loss: Component | None = Field(None, description="The loss.")
     miner: Component | None = Field(None, description="The miner.")
@@ -532,14 +532,14 @@ class Tables(Section):
     def from_features(self, number: int) -> bool:
         """Return whether a phase trains on backbone features that are computed only once."""
         phases = self.phases
-        kept = not any("backbone" in phase.train for phase in phases[: number + 1])
+        fixed = not any("backbone" in phase.train for phase in phases[: number + 1])
         return self.backbone.frozen or (
-            kept and not (self.augmentation.active and phases[number].augment)
+            fixed and not (self.augmentation.active and phases[number].augment)
         )
 
     @property
     def loaded(self) -> Plugins:
-        """The recipe's plugins, loaded on first use unless the recipe was checked with them."""
+        """The recipe's plugins: those that it was checked with, or else loaded on first use."""
         if self._loaded.plugins is None:
             self._loaded.plugins = load_plugins(self.plugins)
         return self._loaded.plugins

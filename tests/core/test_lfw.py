@@ -180,7 +180,7 @@ def test_every_fault_of_the_folder_and_the_lists_at_once(plugins, faces):
         ),
         (
             "1\n1\nPerson_00\t5\nPerson_01\t5\n",
-            "people.txt: line 4 is after the last person that is counted (1 too many in all).",
+            "people.txt: line 4 is after the last person that the list counts (1 too many in all).",
         ),
         ("1\n1\nPerson_00\t5\n", "people.txt: there must be at least two folds"),
         (

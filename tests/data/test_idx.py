@@ -27,12 +27,12 @@ def test_plain_and_gzipped(tmp_path, name):
         (b"PNG!" + GOOD, "not an idx file"),
         (
             struct.pack(">HBB3I", 0, 0x0D, 3, 2, 3, 4) + BODY,
-            "3 dimensions of type 0x0d; it should hold 3 of bytes",
+            "3 dimensions and numbers of type 0x0d; it should have 3 dimensions and unsigned",
         ),
-        (struct.pack(">HBBI", 0, 8, 1, 24) + BODY, "1 dimensions of type 0x08"),
+        (struct.pack(">HBBI", 0, 8, 1, 24) + BODY, "1 dimensions and numbers of type 0x08"),
         (GOOD[:10], "cut short within its header"),
-        (GOOD[:-1], "should hold 24 bytes after its header, and holds 23"),
-        (GOOD + b"x", "and holds more"),
+        (GOOD[:-1], "should hold 24 bytes after its header, but holds 23"),
+        (GOOD + b"x", "but holds more"),
         (struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 9) + BODY, "the limit is"),
     ],
 )

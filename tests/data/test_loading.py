@@ -175,7 +175,7 @@ def test_the_draw_is_pytorch_metric_learnings(monkeypatch, dtype):
 
 def test_too_few_classes(digits):
     with pytest.raises(
-        DataError, match=r"a batch takes 16 classes, and only 10 train. Set classes = 10 or fewer"
+        DataError, match=r"a batch takes 16 classes, but only 10 train. Set classes = 10 or fewer"
     ):
         batches(digits, sampler=Sampler())
 

@@ -105,7 +105,7 @@ def test_labels_are_those_of_the_items_whatever_the_class_lists():
 def test_names_must_reach_to_the_last_class():
     few = Torch(pillow)
     few.classes = few.classes[:2]
-    with pytest.raises(DataError, match="`classes` has 2 names"):
+    with pytest.raises(DataError, match="`classes` only names the labels 0 to 1"):
         as_dataset(few)
 
 

@@ -148,7 +148,7 @@ def test_queries_without_gallery():
     with pytest.raises(DataError, match="no gallery"):
         make_splits(dataset(each("a b", 5), roles=roles), Split())
     roles = ["", "", "", "", "query", "", "", "", "", "gallery"]
-    with pytest.raises(DataError, match="none can find anything"):
+    with pytest.raises(DataError, match="no query can find a match"):
         make_splits(dataset(each("a b", 5), roles=roles), Split())
 
 

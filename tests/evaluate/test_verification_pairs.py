@@ -75,13 +75,13 @@ Bo/Bo_0001.png,Cy/Cy_0002.png,0,
 
 
 def test_all_faults_of_a_csv_file_at_once(tmp_path):
-    known = "there is no such item (the data's have keys such as 'Ann_Lee/Ann_Lee_0001.png')."
+    known = "there is no such item (the data have keys such as 'Ann_Lee/Ann_Lee_0001.png')."
     assert refused(tmp_path, FAULTY) == [
         f"{tmp_path / 'pairs.txt'} has 7 problems:",
         "line 6: same must be 1 or 0, not 'yes'.",
         "line 7: a pair needs two items; one is empty.",
         "line 8: it has 3 values; the header names 4 columns.",
-        "line 9: its fold is empty: each pair has one, or the file has no column 'fold'.",
+        "line 9: its fold is empty: name the fold of each pair, or remove the column 'fold'.",
         f"line 2: 'nobody': {known}",
         "line 3: 'Bo/Bo_0001.png' is paired with itself.",
         "line 5: Bo/Bo_0002.png and Bo/Bo_0001.png are different here and the same in line 4.",
@@ -100,7 +100,7 @@ HEADER = "first,second,same"
         (f"{HEADER},fold\na,b,0,x\nb,c,1,x\na,c,0,y\n", "the fold 'x' all pairs are different"),
         (f"{HEADER}\n", "it lists no pair."),
         ("", "it is not a list of pairs: its first line must be"),
-        ("a;b;1\n", "it is 'a;b;1'."),
+        ("a;b;1\n", "not 'a;b;1'."),
         ("first,secnd,same\na,b,1\n", "no column 'second' (it has: first, secnd, same). Did you"),
         (f"{HEADER},same\na,b,1,1\n", "the first line names 'same' twice."),
         (f'{HEADER}\n"a,b,1\n', "not valid CSV"),
@@ -125,11 +125,11 @@ def test_a_csv_file_that_cannot_be_used(tmp_path, text, says):
         ),
         (
             {"Bo\t1\t2": "Bo\t1\t4"},
-            "line 2: the image Bo/Bo_0004: there is no such item (the data's have keys such as",
+            "line 2: the image Bo/Bo_0004: there is no such item (the data have keys such as",
         ),
         (
             {"Bo\t1\tCy\t1": "Bo\t1\tBo\t2"},
-            "line 4: it is among the different pairs, and names Bo twice.",
+            "line 4: it is for a pair of two people, but names Bo twice.",
         ),
         (
             {"Bo\t1\t2": "Bo\t1"},

@@ -288,7 +288,7 @@ def test_the_command_on_digits_from_end_to_end(cli, tmp_path, monkeypatch):
     Path("wrong.csv").write_text("first,second,same\ndigits/1,digits/1,1\ndigits/2,digits/9999,1\n")
     done = cli(*evaluate, "--pairs", "wrong.csv")
     assert (done.code, done.out) == (2, "")
-    known = "there is no such item (the data's have keys such as 'digits/0')."
+    known = "there is no such item (the data have keys such as 'digits/0')."
     assert done.err.splitlines() == [
         "Error: wrong.csv has 3 problems:",
         "  - line 2: 'digits/1' is paired with itself.",

@@ -95,13 +95,13 @@ def test_what_cannot_be_indexed_encoded_or_drawn(bundle, photos, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"backbone": Net}, r"The backbone is a class, Net; give an object of it: Net\(…\)"),
+        ({"backbone": Net}, r"The backbone is a class, Net; pass an object of it: Net\(…\)"),
         (
             {"loss": "pml.triplet_margin"},
-            r'as loss=\{"name": …\}, or give what retrieval\.create\("loss", …\) makes',
+            r'as loss=\{"name": …\}, or pass what retrieval\.create\("loss", …\) returns',
         ),
         ({"dataset": "photos"}, r'as data=\{"name": …\}'),
-        ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, and must be an object"),
+        ({"miner": {"name": "pml.multi_similarity"}}, "is text or a table, but must be an object"),
     ],
 )
 def test_what_is_no_object_is_refused(tmp_path, given, said):

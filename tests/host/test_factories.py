@@ -179,9 +179,9 @@ def test_what_is_missing_for_a_reader_is_a_hint_and_no_fault():
     assert factory.hints == (
         "it has no docstring",
         "it does not document 'b' under 'Args:'",
-        "'b' has no type, so a recipe's value is handed on as it is",
+        "'b' has no type, so a recipe's value is passed on unchecked",
         "it does not document 'c' under 'Args:'",
-        "nothing spells '**others' out, so a recipe cannot set what it takes",
+        "nothing says what '**others' takes, so a recipe cannot set it",
     )
     checked, problems = factory.check({"b": [1, "x", {"y": 2.5}], "c": 3}, "[loss]")
     assert (checked, problems) == ({"b": [1, "x", {"y": 2.5}], "c": 3}, [])

@@ -42,7 +42,7 @@ def test_kwargs_are_what_the_next_class_takes_and_was_not_given():
     assert [p.name for p in read(ByPosition).parameters] == ["second"]
     assert read(ByPosition).build({"second": 5}).numbers == (7.0, 5)
     assert read(Swallows).parameters == ()
-    assert "nothing spells '**more' out" in read(Swallows).hints[-1]
+    assert "nothing says what '**more' takes" in read(Swallows).hints[-1]
     # without source what has no default is taken to be given by the class
     scope: dict[str, Any] = {"Passes": Passes}
     exec("class Made(Passes):\n def __init__(self, **more): super().__init__(3.0, **more)", scope)

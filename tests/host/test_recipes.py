@@ -106,7 +106,7 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
     ({**MINER, **FIXED}, ["everything.fixed has no use for them", "everything.margin"]),
     (
         {**COMBINER, **DISTANCE},
-        ["[loss] distance: [combiner] everything.cosine is the distance already"],
+        ["[loss] distance: [combiner] everything.cosine is already the distance"],
     ),
     ({**COMBINER, "head": {"identity": True}}, [f"[head] identity: {BRINGS}"]),
     ({**COMBINER, "head": {"hidden": [8]}}, [f"[head] hidden: {BRINGS}"]),

@@ -96,7 +96,7 @@ def test_show_gives_hints_and_lines_to_paste(styles):
     for hint in ("it has no docstring", "it does not document 'margin'", "'margin' has no type"):
         assert f"  - {hint}" in text
     assert "Hints" not in show_text(styles, "everything.margin")
-    assert "nothing spells '**kwargs' out" in show_text(styles, "styles.angular")
+    assert "nothing says what '**kwargs' takes" in show_text(styles, "styles.angular")
 
 
 FAULTY = '''

@@ -136,7 +136,7 @@ def test_the_last_set_of_a_key_counts():
     [
         ("=3", "write it as table.key=value."),
         ("a..b=3", "write it as table.key=value."),
-        ("name.x=3", 'name is "run", and no table to set a key in.'),
+        ("name.x=3", 'name is "run", not a table, so no key can be set in it.'),
         ("phase.5.epochs=3", "phase has 1 entry, numbered from 0; '5' is none of them."),
         ("phase.first.epochs=3", "phase has 1 entry, numbered from 0; 'first' is none of them."),
         ("phase.epochs=3", "by the entry's number, as in phase.0.epochs=…"),

@@ -134,7 +134,7 @@ def test_a_box_outside_its_image_is_named(tmp_path):
     path.write_text(path.read_text().replace("1 2.0 3.0 10.0 5.0", "1 30.0 3.0 10.0 5.0", 1))
     data = cub200(root, crop=True, counts="any")
     with pytest.raises(
-        DataError, match=r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) holds nothing .* 24 × 16"
+        DataError, match=r"Bird_1_0.jpg: its box \(30, 3, 40, 8\) covers no pixel .* 24 × 16"
     ):
         data[0]
     path.write_text(path.read_text().replace("1 30.0 3.0 10.0 5.0", "1 20.0 -3.0 10.0 nine", 1))
