@@ -53,7 +53,7 @@ GAVE = "it must give a vector"
             PHOTO,
             lambda x: (Image.fromarray(x), "3"),
             r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels"
-            r" .* Give the image alone",
+            r" .* Return the image alone",
         ),
         (PHOTO, lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image"),
         (
@@ -66,7 +66,7 @@ GAVE = "it must give a vector"
             lambda x: x / 255,
             r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)",
         ),
-        (PHOTO, lambda x: Image.new("L", (0, 8)), "gave an image of 0 × 8 pixels"),
+        (PHOTO, lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
         (PHOTO, cut_short, "cannot read it: "),
         (
             PHOTO,
