@@ -275,8 +275,8 @@ def _blocking(
 class Client:
     """Blocking client of a search server, with the methods of `AsyncClient`. Thread-safe.
 
-    Requests run in an event loop in a background thread, which can limit the time of a request as a
-    whole.
+    Requests run in an event loop in a background thread, where `asyncio.timeout` can limit their
+    total time.
 
     Args:
         url: address of the server, such as "https://search.example.com".
@@ -331,7 +331,7 @@ class Client:
                 return
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop's thread and return its result; an interrupt cancels it."""
+        """Run a coroutine in the loop's thread and return its result; Ctrl+C cancels it."""
         with self._lock:
             if self._closed or self._process != os.getpid():
                 work.close()

@@ -51,15 +51,15 @@ class CheckedDataset(Dataset):
         faults = []
         if self.kind not in ("image", "features"):
             faults.append(f'kind is {self.kind!r}, and must be "image" or "features"')
-        columns = {part: getattr(dataset, part, None) for part in _COLUMNS}
+        columns = {field: getattr(dataset, field, None) for field in _COLUMNS}
         lengths = _lengths(dataset, columns, faults)
         if len(set(lengths.values())) > 1:
-            parts = ", ".join(f"{n} {part}" for part, n in lengths.items())
-            faults.append(f"its parts differ in length: {parts}")
+            counts = ", ".join(f"{n} {field}" for field, n in lengths.items())
+            faults.append(f"its columns differ in length: {counts}")
         lists = {
-            part: _listed(column) if part in lengths else None
-            for part, column in columns.items()
-            if part != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
+            field: _listed(column) if field in lengths else None
+            for field, column in columns.items()
+            if field != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
         }
         self.labels = _texts(lists["labels"] or [], "labels", "a label", faults)
         faults_before = len(faults)
@@ -140,17 +140,17 @@ def _image(item: Any, what: str) -> Image.Image:
 def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
     """Return the length of each column that is not None; add faults to `faults`."""
     lengths: dict[str, int] = {}
-    for part, column in columns.items():
+    for field, column in columns.items():
         if column is None:
-            if part in ("labels", "keys"):
-                faults.append(f"it has no {part}, and must have one entry per item")
+            if field in ("labels", "keys"):
+                faults.append(f"it has no {field}, and must have one entry per item")
         elif isinstance(column, str | bytes | Mapping | Set):
-            faults.append(f"{part} is {shown(column)}, and must hold one entry per item, in order")
+            faults.append(f"{field} is {shown(column)}, and must hold one entry per item, in order")
         else:
             try:
-                lengths[part] = len(column)
+                lengths[field] = len(column)
             except TypeError:
-                faults.append(f"{part} is {shown(column)}, and must hold one entry per item")
+                faults.append(f"{field} is {shown(column)}, and must hold one entry per item")
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
     return lengths
@@ -161,7 +161,7 @@ def _listed(column: Any) -> list[Any]:
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 
-def _texts(column: Sequence[Any], part: str, what: str, faults: list[str]) -> list[str]:
+def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
     """Return a column as text; describe entries that are not text or whole numbers in `faults`."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
@@ -170,7 +170,8 @@ def _texts(column: Sequence[Any], part: str, what: str, faults: list[str]) -> li
         described = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
         more = f" (and {len(rows) - 1:,} more such entries)" if len(rows) > 1 else ""
         faults.append(
-            f"{part} has {described} for item {rows[0]}{more}, and {what} is text or a whole number"
+            f"{field} has {described} for item {rows[0]}{more}, but {what} is text or a whole"
+            " number"
         )
     return [text or "" for text in texts]
 
@@ -195,13 +196,13 @@ def _check_keys(keys: Sequence[str], faults: list[str]) -> None:
 
 
 def _check_entries(
-    column: Sequence[Any] | None, part: str, kind: type, must: str, faults: list[str]
+    column: Sequence[Any] | None, field: str, kind: type, must: str, faults: list[str]
 ) -> None:
     """Add to `faults` the first entry of a column that is not of type `kind`."""
     rows = [number for number, entry in enumerate(column or ()) if not isinstance(entry, kind)]
     if rows and column is not None:
         faults.append(
-            f"{part} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
+            f"{field} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
         )
 
 

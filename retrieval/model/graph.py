@@ -227,7 +227,7 @@ def session(graph: bytes, threads: int | None = None) -> Any:
 
     runtime = load_onnxruntime()
     options = runtime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = 4  # only fatal errors
     options.intra_op_num_threads = threads or torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:

@@ -35,7 +35,7 @@ def shown(value: Any) -> str:
 
 
 def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
-    """Return the error about a value that breaks a contract: "WHAT gave VALUE PART; …"."""
+    """Return the error "WHAT gave VALUE PART; it must give MUST" for a value against a contract."""
     return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")
 
 

@@ -50,20 +50,20 @@ class CheckedLoss(BaseMetricLossFunction):
     ) -> Tensor:
         """Return the loss, a scalar; see `retrieval.plugin.Loss`.
 
-        Its type is that of the embeddings, or float32 under autocast.
+        The loss has the embeddings' type, or float32 under autocast.
 
         Raises:
-            ValueError: shapes, labels or indices do not fit, or the loss does not take an argument.
+            ValueError: shapes, labels or indices do not fit, or an argument is not accepted.
             DataError: an embedding on a CPU is NaN or infinite.
         """
         takes = getattr(type(self), "__retrieval_traits__", {})
         if indices_tuple is not None and not takes.get("miner", True):
             raise ValueError(f"{type(self).__name__} takes no miner's indices: remove the miner")
         query = checked_embeddings(embeddings, "embeddings")
-        own = ref_emb is None or ref_emb is embeddings
-        if not own and not takes.get("ref_emb", True):
+        batch_only = ref_emb is None or ref_emb is embeddings
+        if not batch_only and not takes.get("ref_emb", True):
             raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
-        reference = None if own else checked_embeddings(ref_emb, "ref_emb")
+        reference = None if batch_only else checked_embeddings(ref_emb, "ref_emb")
         if labels is not None or indices_tuple is None:
             labels = checked_labels(labels, query, "labels")
             self._check_class_ids(labels)

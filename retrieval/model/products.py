@@ -76,10 +76,10 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
     if not isinstance(head, nn.Module):
         must = f"a module from features (B, {features}) to codes (B, C)."
         raise breach(what, head, must, " as the head")
-    first = next(head.parameters(), torch.empty(0))
+    weight = next(head.parameters(), torch.empty(0))
     with calling(f"{what}'s head"), untouched(head):
-        codes = head(torch.zeros(2, features, device=first.device))
-    checked_rows(codes, f"{what}'s head", (2, -1), first.device, "codes")
+        codes = head(torch.zeros(2, features, device=weight.device))
+    checked_rows(codes, f"{what}'s head", (2, -1), weight.device, "codes")
     return head
 
 
@@ -202,12 +202,12 @@ class ModuleBackbone(Backbone):
             self.preprocessing = getattr(module, "preprocessing", None) or IMAGENET
             if isinstance(self.preprocessing, Preprocessing):  # else `check_backbone` raises
                 shape = (self.preprocessing.channels, *self.preprocessing.size)
-        first = next(module.parameters(), torch.empty(0))
-        probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(first.device)
+        weight = next(module.parameters(), torch.empty(0))
+        probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(weight.device)
         what = f"The backbone {name}"
         with calling(what), untouched(module):
             output = module(probe) if shape else torch.zeros(2, 1)
-        features = checked_rows(output, what, (2, -1), first.device, "features")
+        features = checked_rows(output, what, (2, -1), weight.device, "features")
         self.features = int(features.shape[1])
         content = features.float().cpu().numpy().tobytes()
         self._output_hash = hashlib.blake2b(content, digest_size=16).hexdigest()

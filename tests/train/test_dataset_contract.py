@@ -129,7 +129,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
             ),
         ),
         ({"labels": "0123" * 10}, "labels is a str, and must hold one entry per item"),
-        ({"labels": NAMES[1:]}, "its parts differ in length: 39 labels, 40 keys"),
+        ({"labels": NAMES[1:]}, "its columns differ in length: 39 labels, 40 keys"),
         (
             {"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})},
             "differ in length: 40 labels, 40 keys, 50 by len",
