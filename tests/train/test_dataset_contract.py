@@ -124,7 +124,7 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         (
             {"labels": [float(i % 4) for i in range(40)]},
             (
-                r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a"
+                r"labels has 0\.0 for item 0 \(and 39 more such entries\), but a label is text or a"
                 r" whole number"
             ),
         ),
