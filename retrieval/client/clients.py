@@ -130,7 +130,7 @@ class AsyncClient(Sender):
         metadata: Mapping[str, Any] | None = None,
         keep: str | None = None,
     ) -> answers.PutAnswer:
-        """Add an item; if its id already exists, that item is replaced as a whole.
+        """Add an item, or replace as a whole the item with the same id.
 
         Args:
             id: id of the item.
@@ -191,7 +191,7 @@ class AsyncClient(Sender):
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
-        """Iterate over all items or those that match, sorted by id, one page per request."""
+        """Iterate over all items, or those that match `filter`, by id and in pages of `page`."""
         cursor: str | None = None
         while True:
             reply = await self._page(filter, fields, page, cursor)
@@ -211,7 +211,7 @@ class AsyncClient(Sender):
         await self._send("DELETE", "/item", bytes, gone_is_done=True, **id_parameter(id))
 
     async def delete_where(self, filter: Filter) -> int:
-        """Delete all items that match, and return their number.
+        """Delete all items that match `filter`, and return their number.
 
         A failed request is not repeated, because it might have deleted some items already.
         """

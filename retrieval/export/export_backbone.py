@@ -182,7 +182,7 @@ def whitening_head(
             " photos than dimensions. Name more photos, or choose fewer dimensions, such as"
             f" {max(1, photos // 4)}."
         )
-    # Rounding alone makes equal features of this size vary by so much.
+    # Rounding alone makes equal features of this size vary by this much.
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
     if float(np.ptp(features, axis=0).max()) <= noise:
         raise DataError(
@@ -383,12 +383,11 @@ def named_backbone(
         BundleError: the backbone takes vectors, or its weights are random.
     """
     factory = plugins.find("backbones", name)
+    takes_vectors = BundleError(f"{name} takes vectors, not images, so it cannot encode photos.")
     if factory.takes("features"):
-        raise BundleError(
-            f"{name} takes vectors, not images: it has no features of photos to export."
-        )
+        raise takes_vectors
     if "name" in parameters:
-        raise RecipeError(["[backbone] name: the backbone is already named; omit this."], name)
+        raise RecipeError(["[backbone] name: the backbone is already named. Leave it out."], name)
     table = {**parameters, "name": name}
     if problems := plugins.check("backbones", table, "[backbone]"):
         raise RecipeError(problems, name)
@@ -400,9 +399,7 @@ def named_backbone(
 
     backbone = build(0)
     if backbone.preprocessing is None:
-        raise BundleError(
-            f"{name} takes vectors, not images: it has no features of photos to export."
-        )
+        raise takes_vectors
     if not random_weights and (drawn := differing(backbone, build(1))):
         names = (p.name for p in factory.parameters if p.name in _WEIGHTS_PARAMETERS)
         advice = "Train it (retrieval train), or name another backbone"

@@ -274,7 +274,7 @@ def export_model(
         output: the folder to create; it appears only when the bundle is complete.
         name: the model's name in the manifest.
         labels: (N,), one label per item, for Recall@1 of the variants.
-        calibration: raw inputs from the training side, required for "int8".
+        calibration: raw inputs from the training set, required for "int8".
         codes: (N, C), codes of more real items, which decide the number of candidates; by default
             the codes of `items`.
         evaluation: metrics for the manifest.
@@ -359,7 +359,7 @@ def _checked(
 
 
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write the manifest, open the bundle as a check, and add a probe (a test input) if it fits."""
+    """Write the manifest, open the bundle as a check, and add a probe: a test input's vectors."""
     try:
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -255,8 +255,8 @@ def measure(
     Args:
         file: the variant's file.
         before: the encoder's outputs.
-        afters: the outputs of the variant and of the graphs that emulate it. The outputs with the
-            lowest cosine count.
+        afters: the outputs of the variant and of the graphs that emulate it. Those with the lowest
+            cosine are measured.
         labels: (N,), or `None` to leave out Recall@1.
         rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if the bundle has
             one.

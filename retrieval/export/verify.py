@@ -46,7 +46,7 @@ _OVERLAP_QUERIES = 512
 
 
 class Difference(NamedTuple):
-    """The largest difference, divided by the mean length of torch's rows, and where it occurred."""
+    """The largest difference from torch, over torch's mean vector length or distance, and where."""
 
     value: float
     where: str
@@ -141,7 +141,7 @@ def compare_encoder(
 def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
     """Return the largest difference between torch's and the graph's distances, over their mean.
 
-    Pairs that both find nearer than `NEAR` times the mean are left out, because the square root
+    Pairs that are nearer than `NEAR` times the mean in both are left out, because the square root
     near zero turns a rounding error of 1e-7 into 3e-4.
     """
     differences = []
@@ -342,7 +342,7 @@ def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
 
 @torch.no_grad()
 def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | None:
-    """Return the share of the ten nearest by the combiner that are among the first candidates.
+    """Return the share of the ten exactly nearest items that are among the first candidates.
 
     Args:
         combiner: a combiner that is not exact.

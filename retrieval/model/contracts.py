@@ -94,7 +94,7 @@ class TrainingItems:
     """What a batch sampler chooses from, and how much `[sampler]` says to take.
 
     Attributes:
-        labels: class ids (N,) of the items that train.
+        labels: class ids (N,) of the training items.
         metadata: the columns of these items, one mapping per item, or `None`.
         classes: number P of classes in a batch.
         rows: number M of items of each class; a batch has P × M rows.
@@ -371,8 +371,8 @@ class Metric(Protocol):
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has
             relevant items), or "all".
-        larger_is_better: false if smaller values are better, which `[train] monitor` follows. The
-            attribute may be missing.
+        larger_is_better: false if smaller values are better, which `[train] monitor` then prefers.
+            The attribute may be missing.
     """
 
     depth: int | Literal["relevant", "all"]

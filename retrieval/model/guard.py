@@ -35,15 +35,15 @@ def shown(value: Any) -> str:
 
 
 def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
-    """Return the error "WHAT gave VALUE PART; it must give MUST" for a value against a contract."""
+    """Return the error "WHAT gave VALUE PART; it must give MUST"."""
     return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")
 
 
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Return the result of a loss or objective if it is a valid scalar.
 
-    It must be differentiable in `inputs` or in the parameters of `owner`. `what` names the part at
-    the beginning of an error: "The loss acme.margin".
+    The scalar must be differentiable in `inputs` or in the parameters of `owner`. `what` names the
+    part at the beginning of an error: "The loss acme.margin".
 
     Raises:
         PluginError: the result is not a scalar, is on another device, or has no gradient.

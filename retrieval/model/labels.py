@@ -1,4 +1,4 @@
-"""Reading of labels: text or whole numbers, all of one kind, none missing."""
+"""Read labels, which must be all text or all whole numbers, with none missing."""
 
 from __future__ import annotations
 

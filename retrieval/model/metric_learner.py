@@ -104,7 +104,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         for name, value in seeds.items():
             if not isinstance(value, numbers.Integral) or value < 0:
                 raise ValueError(
-                    f"{name} is {value!r}; it must be a whole number from 0 on, or None for 0."
+                    f"{name} is {value!r}; it must be a whole number of at least 0, or None for 0."
                 )
         if len(set(seeds.values())) > 1:
             raise ValueError(

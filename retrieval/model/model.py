@@ -144,7 +144,7 @@ def _channels_last(images: Tensor) -> Tensor:
     """Return images (B, channels, H, W) in the channels-last memory format."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
-    # With one channel both formats order memory alike, so torch would keep the other's strides.
+    # With one channel both formats order memory alike, so that torch would keep the old strides.
     images = images.contiguous()
     return images.as_strided(images.shape, (images.stride(0), 1, images.stride(2), 1))
 

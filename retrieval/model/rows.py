@@ -47,7 +47,7 @@ _first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 
 def first_row() -> int | None:
-    """Return the batch position of the first row of a divided loss's call; None if undivided."""
+    """Return where a divided loss's rows begin in the batch, or None if the loss is not divided."""
     return _first_row.get()
 
 

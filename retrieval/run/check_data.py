@@ -73,7 +73,7 @@ def check_data(
             so are the values of a table's `split` column.
         model: a bundle, or its folder.
         within: the largest model distance at which two items count as the same. The default is the
-            distance that 95 % of test copies keep to their originals: up to 256 items, saved again
+            95th percentile of the distances between up to 256 items and their copies, saved again
             as JPEG of quality 70. Required for a bundle that takes vectors.
         overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
@@ -241,7 +241,7 @@ class _Scan:
     def same(self) -> tuple[list[Alike], Rows]:
         """Return the groups of identical items, and the rows to compare further.
 
-        Of each group, one item per side and label is compared further.
+        Identical items of the same side and label are represented by one of their rows.
         """
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for row, number in enumerate(self.same_values.tolist()):
@@ -279,7 +279,7 @@ class _Scan:
         )
 
     def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
-        """Return the distance that 95 % of the sampled items' JPEG copies keep to the items."""
+        """Return the 95th percentile of the distances between sampled items and JPEG copies."""
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
         chosen = rows[np.unique(places)]
         work: Callable[[Any], Any] = partial(_copy, self.subjects, bundle)
@@ -305,7 +305,7 @@ class _Scan:
 
 
 class _Measured(NamedTuple):
-    """What `_measure` finds: the hash of the file, a fingerprint, model input, a `flat` fault."""
+    """Measurements of an item: hash of its file, fingerprint, model input, and why it is `flat`."""
 
     file: bytes | None
     hashes: Fingerprint

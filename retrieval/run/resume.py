@@ -182,7 +182,7 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return a run's checkpoint `last`, or `previous` if that is missing; `None` without both.
+    """Return a run's checkpoint `last`, or else `previous`; `None` if the run has neither.
 
     Raises:
         DataError: the folder is not a run, or the checkpoint is damaged.
