@@ -97,7 +97,7 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not output.exists():
         return
     if not output.is_dir():
-        raise BundleError(f"{output} is a file, but a bundle is a folder. Choose another output.")
+        raise BundleError(f"{output} is a file, and a bundle is a folder. Choose another output.")
     if not any(output.iterdir()):
         return
     if not (output / FILE).is_file():

@@ -90,7 +90,7 @@ def refuse_taken(path: Path, replace: bool) -> None:
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return
     if not path.is_dir():
-        raise DataError(f"{path} is a file, but a run is a folder. Choose another output.")
+        raise DataError(f"{path} is a file, and a run is a folder. Choose another output.")
     if not is_run(path):
         raise DataError(
             f"{path} exists already and is not a run, so it can be neither resumed nor replaced."
