@@ -277,7 +277,7 @@ def _recorded(value: Any) -> dict[str, Any]:
     return description
 
 
-def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
+def refuse_extra_objects(path: Path, objects: Mapping[str, Any]) -> None:
     """Refuse an object for a part that was not an object when the run was trained.
 
     Raises:
@@ -294,7 +294,7 @@ def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_others(path: Path, recipe: Recipe) -> None:
+def refuse_other_objects(path: Path, recipe: Recipe) -> None:
     """Refuse a recipe whose Python objects differ from those that a run was trained with.
 
     Raises:

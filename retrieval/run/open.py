@@ -36,8 +36,8 @@ from retrieval.run.folder import (
     is_run,
     objects_of,
     record,
-    refuse_needless,
-    refuse_others,
+    refuse_extra_objects,
+    refuse_other_objects,
 )
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_learned, load_weights, take_weights
@@ -119,9 +119,9 @@ class Run:
             generator=generator,
             learner=learner,
         )
-        refuse_needless(path, objects)
+        refuse_extra_objects(path, objects)
         recipe = read_recipe(path / "recipe.toml", objects=objects)
-        refuse_others(path, recipe)
+        refuse_other_objects(path, recipe)
         with naming(path / "recipe.toml"):
             items, splits = _items(path, recipe, or_kept)
             if recipe.learner is None:

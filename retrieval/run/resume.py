@@ -22,7 +22,7 @@ from retrieval.run.folder import (
     checkpoint_file,
     has_checkpoint,
     is_run,
-    refuse_others,
+    refuse_other_objects,
 )
 from retrieval.serving.files.places import StrPath
 
@@ -106,7 +106,7 @@ def read_given(
     """
     table, named = read_table(recipe, overrides, plugins)
     folder = Path(output) if output else Path("runs") / str(table.get("name", "run"))
-    refuse_no_run(folder)
+    refuse_unless_run(folder)
     recipe, objects = apart(recipe, objects)
     where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
     if replace_plugins:
@@ -123,7 +123,7 @@ def read_given(
     return folder, check_recipe(table | {"plugins": _plugins(run_table)}, where, objects)
 
 
-def refuse_no_run(folder: Path) -> None:
+def refuse_unless_run(folder: Path) -> None:
     """Refuse to resume a folder that is not a run.
 
     Raises:
@@ -187,7 +187,7 @@ def standing(folder: Path) -> Standing | None:
     Raises:
         DataError: the folder is not a run, or the checkpoint is damaged.
     """
-    refuse_no_run(folder)
+    refuse_unless_run(folder)
     if not has_checkpoint(folder):
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
@@ -213,7 +213,7 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
             epochs has no effect or would undo finished epochs.
         RecipeError: the `recipe.toml` in the run's folder is wrong.
     """
-    refuse_others(folder, recipe)
+    refuse_other_objects(folder, recipe)
     run_recipe, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
