@@ -10,9 +10,9 @@
 Users import everything from here. Authors of plugins also use `retrieval.plugin`. Errors are in
 `retrieval.errors`, the types of results in `retrieval.results`, and a server's clients in
 `retrieval.client`. Each name is imported on first use, along with torch or FAISS if it needs them.
-Paths are text or `pathlib.Path`. With `progress=True`, a function shows the bars of the command
-line, with `False` nothing; a function passed as `progress` is called with the name of the work, how
-much is done, and the total.
+Paths are text or `pathlib.Path`. `progress=True` shows the progress bars of the command line, and
+`progress=False` shows nothing. A function passed as `progress` is called with the name of the work,
+how much is done, and the total.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ __all__ = [
     "train",
 ]
 
-# Both settings must come before the libraries that read them, which the first use of a name below
-# imports. Without the first, ONNX Runtime looks up Microsoft's host at the first search and writes
-# to the home folder.
+# Both settings must precede the import of the libraries that read them, which the first use of a
+# name below imports. Without ORT_DISABLE_TELEMETRY, ONNX Runtime looks up a host of Microsoft's at
+# the first search, and writes to the home folder.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 limit_threads()
 
@@ -112,7 +112,7 @@ def load(
             or bundle.
         parameters: the backbone's parameters, as in a recipe, such as `{"size": 160}`.
         plugins: further plugin files or modules, for a backbone.
-        random_weights: allow a backbone whose weights are random.
+        random_weights: allow a backbone with random weights.
         variant: the variant of a bundle's encoder to run, such as "int8".
         device: where a bundle's encoder runs: "auto", "cpu" or "cuda".
         objects: the objects that a run was trained with: `dataset`, `backbone`, `combiner`,
@@ -148,7 +148,7 @@ def load(
             raise PluginError(f"{error} Nor is there a folder of that name.") from error
     advice = instead(path, "run")
     if "://" in str(source):
-        advice = " An index is opened by retrieval.Index.open, a server by retrieval.client.Client."
+        advice = " Open an index with retrieval.Index.open, a server with retrieval.client.Client."
     raise DataError(
         f"{source} is neither a run, nor a bundle, nor the name of a backbone (PLUGIN.name)."
         f"{advice}"

@@ -28,7 +28,7 @@ class RecipeError(RetrievalError):
     """A recipe is invalid; the error holds all problems, not only the first.
 
     Args:
-        problems: one sentence per problem; a text is a single problem.
+        problems: one sentence per problem; a string is a single problem.
         where: path of the recipe if it came from a file.
     """
 
@@ -90,10 +90,10 @@ class ServerError(RetrievalError):
 
 
 def printable(text: str) -> str:
-    """Return untrusted text with non-printable characters escaped, safe to show on a terminal.
+    """Escape the non-printable characters of untrusted text, except line breaks and tabs.
 
-    Control characters could move the cursor or answer for the user, and direction marks reorder
-    text. Line breaks and tabs are kept.
+    On a terminal, control characters could move the cursor or answer for the user, and direction
+    marks could reorder text.
     """
     return "".join(
         (
@@ -126,8 +126,8 @@ def listed(what: str, problems: Sequence[str], shown: int = 10) -> str:
     return "\n".join(lines)
 
 
-_SAME = {"gpu": "cuda"}
-"""Synonyms of known words."""
+_SYNONYMS = {"gpu": "cuda"}
+"""Words that users write for a known word."""
 
 
 def at_least_one(what: str, value: object) -> int:
@@ -151,8 +151,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     For `PLUGIN.NAME`, names of the same plugin come first, then those of other plugins.
     """
     known = list(known)
-    if _SAME.get(word.lower()) in known:
-        return f" Did you mean '{_SAME[word.lower()]}'?"
+    if _SYNONYMS.get(word.lower()) in known:
+        return f" Did you mean '{_SYNONYMS[word.lower()]}'?"
     plugin, dot, name = word.rpartition(".")
     same, other = {}, {}
     for candidate in known:

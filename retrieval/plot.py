@@ -1,4 +1,4 @@
-"""Figures: the `neighbours` of queries, the `curves` of training, and a `map` of embeddings."""
+"""Plots: the `neighbours` of queries, the `curves` of training, and a `map` of embeddings."""
 
 from retrieval.evaluation.plot import curves, map, neighbours
 

@@ -1,4 +1,4 @@
-"""The API for plugins: the mark of a hook, the contract of each kind of part, and helpers.
+"""The API for plugins: the hook marker, the contracts of the kinds of parts, and helpers.
 
 Each name is imported on first use, so that a plugin for serving needs no torch.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from retrieval.host.lazy import lazy as lazy
 
-# Type checkers read the first list, the interpreter the second.
+# Type checkers read the first list of names, the interpreter the second.
 if TYPE_CHECKING:
     from retrieval.data.counts import Count as Count
     from retrieval.data.counts import Counts as Counts

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from retrieval.host.lazy import lazy
 
-# Type checkers read the first list, the interpreter the second.
+# Type checkers read the first list of names, the interpreter the second.
 if TYPE_CHECKING:
     from retrieval.data.findings import Findings as Findings
     from retrieval.evaluation.evaluate_run import CandidateStep as CandidateStep

@@ -228,7 +228,7 @@ def test_input_that_a_checked_loss_refuses(name):
         loss(broken, LABELS)
     for labels, words in (
         (None, "labels are missing"),
-        (["a"] * 12, "number labels that are text"),
+        (["a"] * 12, "replace text labels with whole numbers"),
         (LABELS[:4], "one number per item"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -118,7 +118,7 @@ def test_a_missing_label_is_no_class_to_learn(name, wine):
     text = [f"class {number}" for number in y]
     for gap in (math.nan, None):
         for labels in (text, y.tolist()):
-            says = r"1 of 178 labels is missing .* in row 3 from 0 on"
+            says = r"1 of 178 labels is missing .* in row 3, counted from 0"
             with pytest.raises(ValueError, match=says):
                 FACTORIES[name].make(**SMALL[name]).fit(x, [*labels[:3], gap, *labels[4:]])
     says = r"labels are of two kinds.* row 0 is 'class 0' .* row 3 is 0 \(int\)"

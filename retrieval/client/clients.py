@@ -130,7 +130,7 @@ class AsyncClient(Sender):
         metadata: Mapping[str, Any] | None = None,
         keep: str | None = None,
     ) -> answers.PutAnswer:
-        """Add an item; if its id already exists, that item is replaced as a whole.
+        """Add an item, or replace as a whole the item with the same id.
 
         Args:
             id: id of the item.
@@ -191,7 +191,7 @@ class AsyncClient(Sender):
     async def items(
         self, filter: Filter | None = None, *, fields: Sequence[str] | None = None, page: int = 100
     ) -> AsyncIterator[answers.ItemAnswer]:
-        """Iterate over all items or those that match, sorted by id, one page per request."""
+        """Iterate over all items, or those that match `filter`, by id and in pages of `page`."""
         cursor: str | None = None
         while True:
             reply = await self._page(filter, fields, page, cursor)
@@ -211,7 +211,7 @@ class AsyncClient(Sender):
         await self._send("DELETE", "/item", bytes, gone_is_done=True, **id_parameter(id))
 
     async def delete_where(self, filter: Filter) -> int:
-        """Delete all items that match, and return their number.
+        """Delete all items that match `filter`, and return their number.
 
         A failed request is not repeated, because it might have deleted some items already.
         """
@@ -275,8 +275,8 @@ def _blocking(
 class Client:
     """Blocking client of a search server, with the methods of `AsyncClient`. Thread-safe.
 
-    Requests run in an event loop in a background thread, which can limit the time of a request as a
-    whole.
+    Requests run in an event loop in a background thread, where `asyncio.timeout` can limit their
+    total time.
 
     Args:
         url: address of the server, such as "https://search.example.com".
@@ -331,7 +331,7 @@ class Client:
                 return
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop's thread and return its result; an interrupt cancels it."""
+        """Run a coroutine in the loop's thread and return its result; Ctrl+C cancels it."""
         with self._lock:
             if self._closed or self._process != os.getpid():
                 work.close()

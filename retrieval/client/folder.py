@@ -32,7 +32,7 @@ _ITEM_STATUSES = {400, 413, 422}
 
 @dataclass(frozen=True)
 class PushProgress:
-    """Progress of a push: images done and in total, bytes sent, seconds since its start."""
+    """Progress of a push: images done, images in total, bytes sent, seconds since the start."""
 
     done: int
     total: int
@@ -96,7 +96,7 @@ class Push:
     async def run(self, connections: int) -> PushReport:
         """Push the folder with `connections` concurrent requests; see `AsyncClient.push`."""
         connections = at_least_one("connections", connections)
-        next(walk(self._folder), None)  # raises an error before the first request if not a folder
+        next(walk(self._folder), None)  # if there is no folder, fails before the first request
         index, counts = await self._client.index(), self._counts
         if index.input.kind != "image":
             raise DataError("This index takes features, not images.")
@@ -117,8 +117,8 @@ class Push:
                 if isinstance(fault, ServerError | DataError):
                     raise fault from None
             raise
-        ends = (counts["added"], counts["replaced"], counts["there"], kinds[False])
-        return PushReport(*ends, tuple(sorted(self._bad)))
+        totals = (counts["added"], counts["replaced"], counts["unchanged"], kinds[False])
+        return PushReport(*totals, tuple(sorted(self._bad)))
 
     def _batched(self) -> Iterator[list[_File]]:
         files: list[_File] = []
@@ -165,7 +165,7 @@ class Push:
                 self._progress(PushProgress(done, total, sent, time.monotonic() - self._began))
 
     def _read(self, files: Sequence[_File], hashes: Mapping[str, object]) -> list[NewItem]:
-        """Return the items whose file has changed since it was added; runs in a thread."""
+        """Return the items that are new or whose file has changed; runs in a thread."""
         items, largest = [], min(self._limits.bytes, self._limits.batch_bytes)
         for file in files:
             try:
@@ -175,14 +175,14 @@ class Push:
                 continue
             hash = hashlib.sha256(content).hexdigest()
             if hashes.get(file.id) == hash:
-                self._counts += Counter(there=1, done=1)
+                self._counts += Counter(unchanged=1, done=1)
             else:
                 items.append(NewItem(file.id, content, None, file.label, {HASH: hash}))
                 self._counts["sent"] += len(content)
         return items
 
     async def _send(self, items: Sequence[NewItem]) -> None:
-        """Send items; if the server refuses them, send halves until each bad item is alone."""
+        """Send items; if the server refuses them, send their halves, down to single bad items."""
         try:
             answer = await self._client.add(items)
         except ServerError as fault:

@@ -38,19 +38,19 @@ class NewItem:
         return {"id": self.id, **without_none(fields)}
 
 
-# The format that stores an image of a Pillow mode without conversion, which is left to the server.
+# File format that stores each Pillow mode unchanged, so that only the server converts images.
 _FORMATS = {
     **dict.fromkeys(("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "PNG"),
     **dict.fromkeys(("F", "I", "I;16B", "LAB", "PA", "YCbCr"), "TIFF"),
 }
 _TARGET_MODES = {"La": "LA", "RGBa": "RGBA"}
-"""Modes with alpha to convert to; images of all other modes are saved as RGB."""
+"""Modes without a format, and what they become to keep their alpha; all others become RGB."""
 
 
 def image_bytes(image: Image) -> bytes:
     """Return an image as the bytes of a file.
 
-    The content of a path and bytes are returned unchanged; other images become PNG or TIFF.
+    Bytes and the content of a path are returned unchanged; other images become PNG or TIFF.
 
     Raises:
         DataError: the file cannot be read, or the argument is not an image.
@@ -107,7 +107,7 @@ def _of_array(array: Any) -> Picture:
 
 
 async def files_of(images: Iterable[Image]) -> list[bytes]:
-    """Return images as the bytes of files; reads and encodes them in a thread."""
+    """Return images as the bytes of files, read and encoded in a thread."""
     return await asyncio.to_thread(lambda: [image_bytes(image) for image in images])
 
 
@@ -156,7 +156,7 @@ def _plain(value: object) -> object:
 
 
 def numbers_of(vector: Iterable[float]) -> list[float]:
-    """Return a vector as a list of numbers; raise a `DataError` if it is none."""
+    """Return a vector as a list of numbers; raise a `DataError` if it is not a vector."""
     try:
         return [float(number) for number in vector]
     except (TypeError, ValueError):

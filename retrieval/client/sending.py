@@ -103,7 +103,7 @@ class Sender:
         odd = address.query or address.fragment or any(character.isspace() for character in url)
         if address.scheme not in ("http", "https") or not address.host or odd or address.userinfo:
             raise DataError(
-                "The server's address must be like http://127.0.0.1:8000, without a name or"
+                "The server's address must be like http://127.0.0.1:8000, without user name or"
                 f" password, not {str(address.copy_with(userinfo=b''))[:200]!r}."
             )
         if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
@@ -187,14 +187,14 @@ class Sender:
                 error = ServerError(self._failed(fault))
             except UnicodeEncodeError:
                 raise DataError(
-                    "Text that is sent must be Unicode without lone surrogates."
+                    "The request holds text that is not valid Unicode (a lone surrogate)."
                 ) from None
             left = end - time.monotonic()
             backoff = min(self._retries.first * 2.0**done, self._retries.longest)
             pause = backoff * random.uniform(0.5, 1.0) + retry_after
             if not again or done >= self._retries.times or pause >= left:
-                later = f" It asks to retry in {retry_after:,.0f} seconds." * (retry_after > left)
-                tried = f" It was tried {done + 1} times." if done else ""
+                later = f" Retry in {retry_after:,.0f} seconds." * (retry_after > left)
+                tried = f" The request was tried {done + 1} times." if done else ""
                 name = f" (request {error.request_id})" if error.request_id else ""
                 text = f"{error}{later}{tried}{name}"
                 raise ServerError(text, error.status, error.request_id, error.detail) from None
@@ -210,7 +210,7 @@ class Sender:
                     raise httpx.RemoteProtocolError(
                         f"its answer has more than {MAX_ANSWER_BYTES:,} bytes"
                     )
-        response.headers.pop("content-encoding", None)  # so that httpx unpacks nothing
+        response.headers.pop("content-encoding", None)  # so that httpx does not decompress it
         return httpx.Response(
             response.status_code, headers=response.headers, content=bytes(content)
         )
@@ -223,8 +223,8 @@ class Sender:
             return parsed
         except ValidationError:
             raise ServerError(
-                f"The server at {self._url} sent a response that is not of the /v1 API. Is it"
-                " `retrieval serve`?",
+                f"The server at {self._url} sent a response that is not of the /v1 API. Is this"
+                " address a `retrieval serve`?",
                 response.status_code,
                 response.headers.get("x-request-id"),
             ) from None
@@ -264,7 +264,7 @@ def _proxies() -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Return the seconds until the time in a `Retry-After` header, or 0 without the header."""
+    """Return the seconds to wait by a `Retry-After` header (seconds or a date), or 0 without it."""
     text = response.headers.get("retry-after", "").strip()
     if text.isascii() and text.isdecimal():
         return float(text[:9])

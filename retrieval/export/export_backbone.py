@@ -1,4 +1,4 @@
-"""A pretrained backbone as an encoder, and its bundle, without training and without labels."""
+"""Use a pretrained backbone as an encoder, and export it, without training or labels."""
 
 from __future__ import annotations
 
@@ -43,14 +43,12 @@ log = logging.getLogger(__name__)
 Pixels = NDArray[np.uint8]
 
 _SHOWN = 5
-"""Most photos that a message names."""
+"""Largest number of unreadable photos that a message names."""
 _CROPS = 64
 
 
 class Photos:
-    """The files of the user's photos, in random order.
-
-    Photos that cannot be read are skipped and logged.
+    """The files of the user's photos, in an order that is random but the same on each call.
 
     Raises:
         DataError: a place does not exist, or the places hold no image.
@@ -74,7 +72,11 @@ class Photos:
         self.files = [files[i] for i in np.random.default_rng(0).permutation(len(files))]
 
     def batches(self, preprocessing: Preprocessing, most: int, size: int = 32) -> Iterator[Pixels]:
-        """Yield the first `most` photos as uint8 (B, channels, H, W), decoded ahead in threads."""
+        """Yield the first `most` photos as uint8 (B, channels, H, W), decoded ahead in threads.
+
+        Photos that cannot be read are skipped and logged. If none can be read, a `DataError` is
+        raised.
+        """
         bad: list[str] = []
         files = self.files[:most]
 
@@ -102,7 +104,7 @@ class Photos:
         if bad:
             more = f"\n  - … and {len(bad) - _SHOWN:,} more." if len(bad) > _SHOWN else ""
             log.warning(
-                "%d of %d photos cannot be read and are left out:%s%s",
+                "%d of %d photos cannot be read and are skipped:%s%s",
                 len(bad),
                 len(files),
                 "".join(f"\n  - {text}" for text in bad[:_SHOWN]),
@@ -134,16 +136,16 @@ DIMENSIONS = 128
 """Default dimension of whitened vectors."""
 
 _FEATURE_BYTES = 1 << 29
-"""Most bytes of the float32 features that whitening is fitted on."""
+"""Largest size of the float32 features that whitening is fitted on."""
 _RANK = 1e-9
 """A direction with less than this share of the largest variance is float32 noise."""
 _SMALL = 1e-6
-"""Added to each variance, as a share of the largest variance.
+"""Share of the largest variance that is added to each variance.
 
-No direction is therefore scaled more than 1,000 times as much as the first.
+It limits the scale of any direction to 1,000 times that of the first.
 """
 _EXACT_WIDTH = 4096
-"""Wider features use scikit-learn's randomised solver, because their covariance is too large."""
+"""Wider features are whitened by scikit-learn's randomised solver, as their covariance is large."""
 
 
 def whitening_head(
@@ -162,7 +164,8 @@ def whitening_head(
         dimensions: C, by default the smaller of 128 and F.
 
     Raises:
-        DataError: the features have too few rows for C dimensions, or vary in fewer directions.
+        DataError: C is out of range, the features have no more than C rows, or they vary in fewer
+            than C directions.
     """
     from sklearn.decomposition import PCA
 
@@ -170,21 +173,21 @@ def whitening_head(
     outputs = min(DIMENSIONS, width) if dimensions is None else dimensions
     if not 1 <= outputs <= width:
         raise DataError(
-            f"{outputs:,} dimensions are not available: the backbone has {width:,} features. Ask"
-            f" for 1 to {width:,}."
+            f"{outputs:,} dimensions are not available: the backbone has {width:,} features. Choose"
+            f" 1 to {width:,}."
         )
     if photos <= outputs:
         raise DataError(
-            f"{photos:,} photos are too few to whiten {outputs:,} dimensions: more photos than"
-            " dimensions are needed. Name more photos, or ask for fewer dimensions, such as"
+            f"{photos:,} photos are too few to whiten {outputs:,} dimensions: whitening needs more"
+            " photos than dimensions. Name more photos, or choose fewer dimensions, such as"
             f" {max(1, photos // 4)}."
         )
-    # the variation that rounding alone causes in equal features of this size
+    # Rounding alone makes equal features of this size vary by this much.
     noise = float(np.finfo(np.float32).eps * np.abs(features).max())
     if float(np.ptp(features, axis=0).max()) <= noise:
         raise DataError(
-            f"The backbone gives the same features for all {photos:,} photos: there is nothing to"
-            " whiten. Name photos that differ."
+            f"The backbone gives the same features for all {photos:,} photos, which cannot be"
+            " whitened. Name photos that differ."
         )
     exact = width <= _EXACT_WIDTH
     pca = PCA(outputs, svd_solver="covariance_eigh" if exact else "randomized", random_state=0)
@@ -194,8 +197,8 @@ def whitening_head(
     varied = int((variance > max(_RANK * largest, noise**2)).sum())
     if varied < outputs:
         raise DataError(
-            f"The features of the {photos:,} photos vary in {varied:,} directions only: name more"
-            f" photos that differ, or ask for {varied:,} dimensions or fewer."
+            f"The features of the {photos:,} photos vary in only {varied:,} directions. Name more"
+            f" photos that differ, or choose at most {varied:,} dimensions."
         )
     components = pca.components_ / np.sqrt(variance + _SMALL * largest)[:, None]
     return nn.Sequential(*linear_head(components, pca.mean_), Normalize())
@@ -204,9 +207,9 @@ def whitening_head(
 Places = StrPath | Sequence[StrPath]
 
 MOST_PHOTOS = 20_000
-"""Most photos that whitening is fitted on."""
-_ASKING = ("pretrained", "weights")
-"""Names of the parameter with which backbones load pretrained weights."""
+"""Largest number of photos that whitening is fitted on."""
+_WEIGHTS_PARAMETERS = ("pretrained", "weights")
+"""Usual names of the parameter that makes a backbone load pretrained weights."""
 
 
 class BackboneEncoder(Encoder):
@@ -216,7 +219,7 @@ class BackboneEncoder(Encoder):
         name: the backbone's name, as `PLUGIN.name`.
         parameters: the backbone's parameters.
         plugins: further plugin files or modules.
-        random_weights: allow a backbone whose weights are random, as a baseline.
+        random_weights: allow a backbone with random weights, for use as a baseline.
 
     Raises:
         PluginError: the backbone does not exist.
@@ -286,21 +289,20 @@ class BackboneEncoder(Encoder):
             The encoder of the bundle, on the CPU.
 
         Raises:
-            DataError: photos are missing, cannot be read, are too few for the dimensions, or all
-                alike.
-            BundleError: `output` exists, torch cannot export the model, or the graph disagrees
-                with it; see `export_model`.
+            DataError: photos are missing, cannot be read, are too few for the dimensions, or are
+                all alike.
+            BundleError: the arguments do not fit together, or `export_model` raises the error.
         """
         refuse_existing(Path(output), replace)
         fitted = _photos(whiten)
         checked = _photos(photos) or fitted
         if dimensions is not None and fitted is None:
             raise BundleError(
-                "Dimensions are those of whitened vectors: name photos to whiten by, too."
+                "Dimensions apply only to whitened vectors: name photos for the whitening too."
             )
         if "int8" in variants and checked is None:
             raise BundleError(
-                "The int8 variant is calibrated on photos, and none are named (photos, or whiten)."
+                "The int8 variant is calibrated on photos: name some with photos or whiten."
             )
         built = Model(self.model.backbone, nn.Identity())
         if fitted is not None:
@@ -322,19 +324,19 @@ class BackboneEncoder(Encoder):
 
     @contextmanager
     def exported(self) -> Iterator[Path]:
-        """Give the folder of a bundle that is removed at the end."""
+        """Context manager that yields the folder of a bundle and removes it at the end."""
         with tempfile.TemporaryDirectory() as folder:
             yield self.export(Path(folder) / "bundle", progress=False).path
 
 
 def _photos(places: Places) -> Photos | None:
-    """Return the photos in `places`; `None` without places."""
+    """Return the photos in `places`, or `None` if there are no places."""
     listed = [places] if isinstance(places, str | os.PathLike) else list(places)
     return Photos(listed) if listed else None
 
 
 def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Module:
-    """Return a head that whitens the backbone's features, fitted on those of photos."""
+    """Return a head that whitens the backbone's features, fitted on the features of photos."""
     assert model.preprocessing is not None
     what, width = f"The backbone {type(model.backbone).__name__}", model.backbone.features
     most = max(1, min(MOST_PHOTOS, _FEATURE_BYTES // (4 * width)))
@@ -346,7 +348,7 @@ def _whitening(model: Model, photos: Photos, dimensions: int | None) -> nn.Modul
     features: NDArray[np.float32] = torch.cat(parts).numpy()
     check_width(features, what, width)
     if not np.isfinite(features).all():
-        raise DataError(f"{what} gives NaN or infinite features of these photos.")
+        raise DataError(f"{what} gives NaN or infinite features for these photos.")
     return whitening_head(features, dimensions)
 
 
@@ -357,14 +359,14 @@ def _items(
     assert model.preprocessing is not None
     if photos is None:
         return example_photos(model.preprocessing), None
-    read = np.concatenate(list(photos.batches(model.preprocessing, (1 + calibrated) * ITEMS)))
+    pixels = np.concatenate(list(photos.batches(model.preprocessing, (1 + calibrated) * ITEMS)))
     if not calibrated:
-        return read, None
-    if len(read) < 2:
+        return pixels, None
+    if len(pixels) < 2:
         raise BundleError(
             "The int8 variant needs at least 2 photos: one to calibrate it, one to measure it."
         )
-    return read[::2], read[1::2]
+    return pixels[::2], pixels[1::2]
 
 
 def named_backbone(
@@ -372,8 +374,8 @@ def named_backbone(
 ) -> Backbone:
     """Return an image backbone by name, and refuse random weights.
 
-    The backbone is built with two seeds: weights that differ are random. This does not detect a
-    factory that seeds torch itself.
+    The backbone is built with two seeds; weights that differ are random. This check misses the
+    random weights of a factory that seeds torch itself.
 
     Raises:
         PluginError: the backbone does not exist, or breaks its contract.
@@ -381,12 +383,11 @@ def named_backbone(
         BundleError: the backbone takes vectors, or its weights are random.
     """
     factory = plugins.find("backbones", name)
+    takes_vectors = BundleError(f"{name} takes vectors, not images, so it cannot encode photos.")
     if factory.takes("features"):
-        raise BundleError(
-            f"{name} takes vectors, not images: it has no features of photos to export."
-        )
+        raise takes_vectors
     if "name" in parameters:
-        raise RecipeError(["[backbone] name: the backbone is named already; leave this out."], name)
+        raise RecipeError(["[backbone] name: the backbone is already named. Leave it out."], name)
     table = {**parameters, "name": name}
     if problems := plugins.check("backbones", table, "[backbone]"):
         raise RecipeError(problems, name)
@@ -398,20 +399,18 @@ def named_backbone(
 
     backbone = build(0)
     if backbone.preprocessing is None:
-        raise BundleError(
-            f"{name} takes vectors, not images: it has no features of photos to export."
-        )
+        raise takes_vectors
     if not random_weights and (drawn := differing(backbone, build(1))):
-        asking = next((p.name for p in factory.parameters if p.name in _ASKING), None)
-        advice = (
-            f"Ask for its pretrained weights by its parameter '{asking}', which `retrieval plugins"
-            f" show {name}` explains"
-            if asking
-            else "Train it (retrieval train), or name another backbone"
-        )
+        names = (p.name for p in factory.parameters if p.name in _WEIGHTS_PARAMETERS)
+        advice = "Train it (retrieval train), or name another backbone"
+        if parameter := next(names, None):
+            advice = (
+                f"Load pretrained weights with its parameter '{parameter}', which `retrieval"
+                f" plugins show {name}` explains"
+            )
         raise BundleError(
             f"The weights of {name} are random: {len(drawn)} of its {len(backbone.state_dict())}"
-            f" tensors differ from one build to the next, as '{drawn[0]}' does. {advice}. To export"
-            " it as it is, say --random-weights (in Python random_weights=True)."
+            f" tensors differ from one build to the next, such as '{drawn[0]}'. {advice}. To export"
+            " the random weights, use --random-weights (in Python random_weights=True)."
         )
     return backbone

@@ -61,30 +61,30 @@ _MAKERS = (
     "onnxruntime-gpu",
     "numpy",
 )
-"""Distributions that make a bundle, and whose versions its manifest records."""
+"""Distributions that take part in an export; the manifest records their versions."""
 
 
 @contextlib.contextmanager
 def whole_folder(output: Path, *, replace: bool) -> Iterator[Path]:
     """Context manager that yields a hidden folder and renames it to `output` at the end.
 
-    On an error the hidden folder is removed. A process that is killed leaves it behind as
-    `.NAME.XXXXXXXX.part`, which can be deleted.
+    On an error the hidden folder is removed. A killed process leaves it as `.NAME.XXXXXXXX.part`;
+    the next export into the same parent folder removes it.
 
     Raises:
-        BundleError: `output` exists and may not be replaced, another process is exporting to it, or
-            the disk is full or refuses.
+        BundleError: `output` exists and must not be replaced, another process is exporting to it,
+            or the folder cannot be written.
     """
     output = Path(os.path.realpath(output))
     refuse_existing(output, replace)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         with hold(output, "exporting this bundle", BundleError):
-            refuse_existing(output, replace)  # the last holder of the lock may have made it
+            refuse_existing(output, replace)  # the lock's previous holder may have created it
             exists = _exists_already(output)
             with files.whole_folder(output, replace=replace, exists_error=exists) as temporary:
                 yield temporary
-                refuse_existing(output, replace)  # a program without our lock may have made it
+                refuse_existing(output, replace)  # a program without the lock may have created it
     except OSError as fault:
         raise BundleError(
             f"The bundle {output} cannot be written: {fault.strerror or fault}. Nothing was left"
@@ -101,25 +101,25 @@ def refuse_existing(output: Path, replace: bool) -> None:
     if not any(output.iterdir()):
         return
     if not (output / FILE).is_file():
-        raise BundleError(f"{output} exists and is not a bundle: name another output.")
+        raise BundleError(f"{output} exists and is not a bundle. Choose another output.")
     if not replace:
         raise _exists_already(output)
 
 
 def _exists_already(output: Path) -> BundleError:
     return BundleError(
-        f"The bundle {output} exists. Say replace (--replace, in Python replace=True), or name"
+        f"The bundle {output} exists. Replace it with --replace (in Python replace=True), or choose"
         " another output."
     )
 
 
 class _Export:
-    """A bundle in the making: the graphs of a model, each compared with torch.
+    """A bundle that is being built: a model's ONNX graphs, each compared with torch.
 
     Attributes:
-        outputs: the outputs of torch for all items.
+        outputs: torch's outputs for all items, by name.
         files: the content of the bundle's files, by name.
-        differences: the largest difference of each graph from torch, by the name of its file.
+        differences: each graph's largest difference from torch, by the name of its file.
         rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if there is one.
     """
 
@@ -150,8 +150,7 @@ class _Export:
     def split(self) -> SplitEntry:
         """Add the graphs of backbone and head.
 
-        The backbone's graph does not depend on the head, so that it is the same to the byte with
-        another head.
+        The backbone's graph does not depend on the head: another head leaves its bytes the same.
         """
         backbone = FeatureEncoder(self.model).eval()
         features = verify.torch_outputs(backbone, self.items)
@@ -176,21 +175,21 @@ class _Export:
         return entry
 
     def rescorer(self, codes: Tensor | None) -> RescorerEntry:
-        """Add the rescorer's graph; `codes` decide the number of candidates."""
+        """Add the rescorer's graph; `codes`, by default the items', decide its `candidates`."""
         combiner = self.model.combiner
         assert combiner is not None
         self.step("exporting the rescorer and comparing it with torch")
-        name, own = "rescorer.onnx", self.outputs["code"]
-        graph, self.differences[name] = verify.rescorer_graph(combiner, own, self.tolerance)
+        name, item_codes = "rescorer.onnx", self.outputs["code"]
+        graph, self.differences[name] = verify.rescorer_graph(combiner, item_codes, self.tolerance)
         self.files[name] = graph
         run = session(graph).run
         self.rescore = lambda query, items: run(["distance"], {"query": query, "items": items})[0]
-        known = torch.from_numpy(own) if codes is None else codes
+        codes = torch.from_numpy(item_codes) if codes is None else codes
         return RescorerEntry(
             file=name,
-            candidates=combiner.choose_candidates(known),
-            overlap=verify.candidate_overlap(combiner, known),
-            items=len(known),
+            candidates=combiner.choose_candidates(codes),
+            overlap=verify.candidate_overlap(combiner, codes),
+            items=len(codes),
         )
 
     def variant(
@@ -262,20 +261,20 @@ def export_model(
 ) -> Manifest:
     """Write a bundle, and return its manifest.
 
-    The graphs of encoder and rescorer run in ONNX Runtime on one item, an odd number of items, and
-    batches of all items. The largest absolute difference from torch must not exceed `tolerance`. It
-    is divided by the mean length of the vectors, so that 1e-4 means 1e-4 for unit vectors, or by
-    the mean distance. If a combiner declares itself `exact`, the order of its distances is checked.
-    The model is exported in evaluation mode on the CPU; the object itself does not change.
+    The graphs of encoder and rescorer run in ONNX Runtime on one item, on an odd number of items,
+    and on all items in batches. The largest absolute difference from torch, divided by the mean
+    length of the vectors (encoder) or by the mean distance (rescorer), must not exceed `tolerance`.
+    If a combiner declares itself `exact`, the order of its distances is checked. The model is
+    exported in evaluation mode on the CPU; the object itself does not change.
 
     Args:
-        model: backbone, head and combiner.
-        items: raw inputs that were not used in training: uint8 (N, C, H, W) from the backbone's
-            preprocessing, or float (N, F).
-        output: the folder to create; it appears once it is complete.
+        model: the model to export.
+        items: raw inputs that were not used in training: uint8 (N, channels, H, W) from the
+            backbone's preprocessing, or float (N, F).
+        output: the folder to create; it appears only when the bundle is complete.
         name: the model's name in the manifest.
         labels: (N,), one label per item, for Recall@1 of the variants.
-        calibration: raw inputs from the training side, required for "int8".
+        calibration: raw inputs from the training set, required for "int8".
         codes: (N, C), codes of more real items, which decide the number of candidates; by default
             the codes of `items`.
         evaluation: metrics for the manifest.
@@ -283,8 +282,9 @@ def export_model(
 
     Raises:
         BundleError: `output` exists, the items do not fit the model, torch cannot export it, the
-            graph disagrees with torch (the message has the largest difference, its place and the
-            likely cause), a variant cannot be made, or the disk refuses. Nothing is left behind.
+            graph disagrees with torch (the message names the largest difference, its place and the
+            likely cause), a variant cannot be made, or the folder cannot be written. Nothing is
+            left behind.
         MissingDependency: ONNX Runtime is not installed.
     """
     names = tuple(dict.fromkeys((variants,) if isinstance(variants, str) else variants))
@@ -336,7 +336,7 @@ def _checked(
     variants: Sequence[VariantName],
     split: bool,
 ) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Return items and calibration items in the form that the model takes."""
+    """Check the arguments; return items and calibration items in the type that the model takes."""
     for variant in variants:
         if variant not in get_args(VariantName):
             known = " and ".join(get_args(VariantName))
@@ -346,20 +346,20 @@ def _checked(
         calibration = verify.checked_items(model, calibration, "calibration items")
     if "int8" in variants and calibration is None:
         raise BundleError(
-            "The int8 variant cannot be made: it needs calibration items, from the training side."
+            "The int8 variant cannot be made without calibration items from the training set."
         )
     if labels is not None and len(labels) != len(items):
         raise BundleError(f"There are {len(labels)} labels for {len(items)} items.")
     if split and model.preprocessing is None:
         raise BundleError(
-            "A model of features has no backbone to be split off: its bundle is a head as it is."
+            "This model takes feature vectors and has no backbone to split off; export it unsplit."
         )
     check_size(model)
     return items, calibration
 
 
 def _seal(folder: Path, content: Mapping[str, Any], items: NDArray[Any]) -> Manifest:
-    """Write the manifest of a bundle, and check it by opening the bundle."""
+    """Write the manifest, open the bundle as a check, and add a probe: a test input's vectors."""
     try:
         manifest = Manifest(
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -27,7 +27,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 
 MANY = 10_000
-"""Most items for choosing the number of candidates."""
+"""Largest number of items whose codes decide the rescorer's number of candidates."""
 
 
 @shown
@@ -45,19 +45,19 @@ def export(
 ) -> BundleEncoder:
     """Write the bundle of a run, and open it.
 
-    Held-out items of the run verify the bundle; training items calibrate int8.
+    The run's held-out items verify the bundle; its training items calibrate the int8 variant.
 
     Args:
-        run: a run. If it was opened without its data, the inputs that it keeps verify the bundle.
+        run: a run. If it was opened without its data, the inputs stored in it verify the bundle.
         output: the folder to create, by default `bundle` in the run's folder.
         dimensions: keep only the first `dimensions` numbers of the embedding, scaled to unit length
-            if the embedding is. The loss core.matryoshka trains for that; with other losses quality
-            drops more.
+            if the whole embedding has unit length. The loss core.matryoshka trains for such a cut;
+            with other losses quality drops more.
         variants: further precisions of the encoder: "fp16", "int8".
         split: write the encoder as two graphs, backbone and head, so that an index can keep
             features and apply other heads to them.
-        allow_drift: write a variant even if its vectors are further from the encoder's than
-            `variants.DRIFT`.
+        allow_drift: write a variant even if its vectors differ from the encoder's by more than
+            `variants.DRIFT` allows.
         tolerance: largest difference between torch and ONNX Runtime, on vectors of length 1.
         replace: whether a bundle at `output` may be replaced.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -66,8 +66,7 @@ def export(
         The encoder of the bundle, on the CPU.
 
     Raises:
-        BundleError: the embedding has fewer dimensions, `output` exists, torch cannot export the
-            model, or the graph disagrees with it; see `export_model`.
+        BundleError: the embedding has fewer dimensions, or `export_model` raises the error.
         DataError: an item cannot be read.
     """
     folder = run.path / "bundle" if output is None else Path(output)
@@ -75,7 +74,7 @@ def export(
     chosen = by_class(splits.held_out, splits.labels)
     if "int8" in variants and isinstance(run.dataset, KeptInputs):
         raise BundleError(
-            "The int8 variant is calibrated on training items, and there are none."
+            "The int8 variant is calibrated on training items, but there are none."
             f" {splits.notes[0]}"
         )
     items = _load(run, chosen)
@@ -104,16 +103,16 @@ def _cut(model: Model, items: NDArray[Any], dimensions: int) -> Model:
     """Return a model whose vectors are the first `dimensions` numbers of `model`'s."""
     if model.combiner is not None:
         raise BundleError(
-            f"The run's combiner {type(model.combiner).__name__} compares whole codes: dimensions"
-            " cut a plain embedding only. Leave them out."
+            f"The run's combiner {type(model.combiner).__name__} compares whole codes, which cannot"
+            " be cut. Export without dimensions."
         )
     with ready(model), torch.inference_mode():
         _, codes = model(torch.from_numpy(items[:32]))
     width = codes.shape[1]
     if not 1 <= dimensions <= width:
         raise BundleError(
-            f"{dimensions:,} dimensions are not available: the run's embedding has {width:,}. Ask"
-            f" for 1 to {width:,}."
+            f"{dimensions:,} dimensions are not available: the run's embedding has {width:,}."
+            f" Choose 1 to {width:,}."
         )
     if dimensions == width:
         return model
@@ -128,7 +127,7 @@ def _load(run: Run, indices: NDArray[np.int64]) -> NDArray[Any]:
         return run.dataset.inputs[indices]
     chunks = list(inputs(run.dataset, indices, run.model.preprocessing, 64))
     if not chunks:
-        raise BundleError(f"{run.path} has no items to compare torch and ONNX Runtime on.")
+        raise BundleError(f"{run.path} has no items on which to compare torch and ONNX Runtime.")
     return torch.cat(chunks).numpy()
 
 

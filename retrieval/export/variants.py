@@ -21,15 +21,15 @@ from retrieval.serving.merging import best_score
 VariantName = Literal["fp16", "int8"]
 
 _HEAVY = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Operators that int8 speeds up; nodes before the first and after the last stay float32."""
+"""Operators that int8 speeds up; nodes before the first of them and after the last stay float32."""
 
 _CALIBRATION_BATCH = 8
 
 DRIFT = Cosine(mean=0.99, min=0.9)
-"""Smallest mean and smallest single cosine of a variant's vectors to the encoder's."""
+"""Lowest mean and lowest single cosine allowed between a variant's vectors and the encoder's."""
 
 SCORED = 10
-"""Number of results for a merge by score, whose order depends on it; the default of a search."""
+"""Number k of results, a search's default, for merge "score", whose order depends on k."""
 
 
 def make_variant(
@@ -46,8 +46,9 @@ def make_variant(
 def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy with float16 weights and arithmetic, and the same inputs and (float32) outputs.
 
-    It has half the size and is faster on devices with float16 units, but not on a CPU, which
-    converts back and forth. Nodes that normalise to unit length or preprocess pixels stay float32.
+    The copy has half the size and is faster on devices with float16 units, but not on a CPU, which
+    converts to float32 and back. Nodes that normalise to unit length or preprocess pixels stay
+    float32.
 
     Raises:
         BundleError: the graph cannot be converted.
@@ -69,7 +70,7 @@ def make_fp16(proto: onnx.ModelProto) -> onnx.ModelProto:
                 node_block_list=sorted(light),
             )
             return tidy(converted)
-    except Exception as fault:  # the converter raises ValueError, RuntimeError and protobuf's own
+    except Exception as fault:  # the converter raises ValueError, RuntimeError, protobuf's errors
         raise BundleError(f"The fp16 variant cannot be made: {first_line(fault)}") from fault
 
 
@@ -125,9 +126,9 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
         for v in copy.graph.value_info
         if v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT
     }
-    kept = {name for node in copy.graph.node if node.name in light for name in node.input}
+    unrounded = {name for node in copy.graph.node if node.name in light for name in node.input}
     for tensor in copy.graph.initializer:
-        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in kept:
+        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name not in unrounded:
             with np.errstate(over="ignore"):
                 values = onnx.numpy_helper.to_array(tensor).astype(np.float16).astype(np.float32)
             tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
@@ -152,17 +153,15 @@ def rounded_to_float16(proto: onnx.ModelProto) -> onnx.ModelProto:
 def make_int8(proto: onnx.ModelProto, calibration: NDArray[Any], scratch: Path) -> onnx.ModelProto:
     """Return the graph statically quantised to int8.
 
-    Weights are quantised per channel, activations by their ranges on the calibration items.
-
-    Activations are unsigned, weights signed. With signed activations ONNX Runtime leaves a third of
+    Weights are signed and quantised per channel. Activations are unsigned and quantised by their
+    ranges on the calibration items. With signed activations ONNX Runtime leaves a third of
     EfficientNet-Lite0's layers unfused and is hardly faster (13.1 ms of CPU time; float32 takes
-    13.8 ms, unsigned 8.2 ms). x86 processors without VNNI saturate such sums, so the drift there
-    may be larger than measured here.
+    13.8 ms, unsigned 8.2 ms).
 
     Args:
         proto: the encoder.
-        calibration: (N, …), raw items of the training side. Held-out items would make the measured
-            drift too small.
+        calibration: (N, …), raw training items. With held-out items, the drift that is measured on
+            held-out items would come out too small.
         scratch: a folder for temporary files.
     """
     if not any(node.op_type in _HEAVY for node in proto.graph.node):
@@ -213,8 +212,7 @@ def kept_float32(proto: onnx.ModelProto) -> set[str]:
     """Return the names of nodes that int8 keeps in float32: the light ends, and a linear head.
 
     A head costs little time, and no later layer averages out its rounding. On a small convolutional
-    net (digits, unseen classes), keeping it in float32 raised the mean cosine from 0.9991 to
-    0.9997.
+    net (digits, unseen classes), a float32 head raised the mean cosine from 0.9991 to 0.9997.
     """
     heavy = [node for node in proto.graph.node if node.op_type in _HEAVY]
     head = {heavy[-1].name} if len(heavy) > 1 and heavy[-1].op_type in {"Gemm", "MatMul"} else set()
@@ -231,7 +229,7 @@ def light_ends(proto: onnx.ModelProto) -> set[str]:
         node.name = node.name or f"{node.op_type}_{number}"
 
     def light(nodes: Sequence[onnx.NodeProto], source: str, target: str) -> set[str]:
-        heavy: set[str] = set()  # values that lead through a heavy layer
+        heavy: set[str] = set()  # values on the far side of a heavy layer
         names = set()
         for node in nodes:
             if node.op_type in _HEAVY or heavy.intersection(getattr(node, source)):
@@ -257,7 +255,8 @@ def measure(
     Args:
         file: the variant's file.
         before: the encoder's outputs.
-        afters: the outputs of the variant and of the graphs that emulate it; the worst counts.
+        afters: the outputs of the variant and of the graphs that emulate it. Those with the lowest
+            cosine are measured.
         labels: (N,), or `None` to leave out Recall@1.
         rescore: the rescorer, from codes (Q, C) and (N, C) to distances (Q, N), if the bundle has
             one.
@@ -279,12 +278,12 @@ def measure(
     cosine = row_cosine(before["vector"], after["vector"])
     recall = None
     if labels is not None:
-        firsts = [
+        recalls = [
             recall_at_1(distances_of(outputs, rescore, subspaces, merge), labels)
             for outputs in (before, after)
         ]
-        if firsts[0] is not None and firsts[1] is not None:
-            recall = Recall(before=firsts[0], after=firsts[1])
+        if recalls[0] is not None and recalls[1] is not None:
+            recall = Recall(before=recalls[0], after=recalls[1])
     return Variant(
         file=file,
         cosine=Cosine(mean=float(cosine.mean()), min=float(cosine.min())),
@@ -299,13 +298,13 @@ def check_drift(name: str, variant: Variant) -> None:
         raise BundleError(
             f"The {name} variant drifts too far: the cosine of its vectors to the encoder's is"
             f" {cosine.mean:.3f} on average and {cosine.min:.3f} at worst on held-out items;"
-            f" {DRIFT.mean:g} and {DRIFT.min:g} are asked for. Leave this variant out, or write it"
-            " anyway with --allow-drift (in Python allow_drift=True)."
+            f" at least {DRIFT.mean:g} and {DRIFT.min:g} are required. Leave this variant out, or"
+            " write it anyway with --allow-drift (in Python allow_drift=True)."
         )
 
 
 def row_cosine(a: Floats, b: Floats) -> NDArray[np.float64]:
-    """Return the cosines (N,) of the rows of `a` with those of `b`; 1 if both rows are zero."""
+    """Return the cosines (N,) between rows of `a` and of `b`; 1 if both rows are zero."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     both_zero = ~x.any(axis=1) & ~y.any(axis=1)
@@ -321,7 +320,7 @@ def distances_of(
 ) -> NDArray[np.floating[Any]]:
     """Return the distances (N, N) by which a bundle sorts results, with each item as a query.
 
-    With merge "score" they are those of a list of `SCORED` results without the item itself.
+    With merge "score", the distances are those of a list of `SCORED` results without the query.
     """
     if rescore is None and merge == "score":
         query, vector = outputs.get("query", outputs["vector"]), outputs["vector"]

@@ -25,28 +25,28 @@ from retrieval.model.model import Model
 from retrieval.serving.merging import spans_of
 
 Floats = NDArray[np.float32]
-Run = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
+RunGraph = Callable[[list[str], dict[str, NDArray[Any]]], Sequence[Any]]
 """Runs a graph on (names of its outputs, inputs by name), like an ONNX Runtime session."""
 
 BATCH = 64
 """Default number of items per batch, which bounds the memory."""
 
-ODD = 7
-QUERIES = 16
+ODD, QUERIES = 7, 16
+"""Size of a small batch that reveals a fixed batch size, and number of queries per comparison."""
 NEAR = 0.01
 """Pairs nearer than this share of the mean distance are not compared."""
 
 EXPORTERS: Sequence[Exporter] = ("dynamo", "torchscript")
 """torch's exporters; the first whose graph agrees with torch is used."""
 _OVERLAP = (10, 20, 50, 100, 200, 500)
-"""Numbers of candidates for which the manifest records the overlap."""
+"""Numbers of candidates for which the manifest records `candidate_overlap`."""
 
-_QUERIES = 512
-"""Most queries for measuring the overlap."""
+_OVERLAP_QUERIES = 512
+"""Largest number of queries for measuring the overlap."""
 
 
 class Difference(NamedTuple):
-    """The largest difference, divided by the mean length of torch's rows, and where it occurred."""
+    """The largest difference from torch, over torch's mean vector length or distance, and where."""
 
     value: float
     where: str
@@ -65,21 +65,21 @@ def torch_outputs(encoder: Encoder, items: NDArray[Any], batch: int = BATCH) -> 
     for name, values in outputs.items():
         if values.ndim != 2:
             raise BundleError(
-                f"The model's '{name}' has shape {values.shape}; it must be one vector per item."
+                f"The model's '{name}' has shape {values.shape}; it must hold one vector per item."
             )
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
             raise BundleError(
-                f"The model gives NaN or infinity in '{name}' for item {row}: there is nothing to"
-                " export."
+                f"The model gives NaN or infinity in '{name}' for item {row}, so it cannot be"
+                " exported."
             )
     return outputs
 
 
 def onnx_outputs(
-    run: Run, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
+    run: RunGraph, names: Sequence[str], items: NDArray[Any], batch: int = BATCH
 ) -> dict[str, Floats]:
-    """Return each output of the graph that `run` runs for all items."""
+    """Return each output of the graph behind `run` for all items."""
     parts = []
     for inputs in _batches(items, batch):
         try:
@@ -87,8 +87,8 @@ def onnx_outputs(
         except Exception as fault:  # ONNX Runtime's errors share no public base class
             raise BundleError(
                 f"The exported graph fails on a batch of {len(inputs)}: {first_line(fault)}. The"
-                " model's code probably fixes the batch size: write x.flatten(1), not x.reshape(8,"
-                " -1)."
+                " model's code probably fixes the batch size: write x.flatten(1) instead of"
+                " x.reshape(8, -1)."
             ) from fault
         for name, values in zip(names, parts[-1], strict=True):
             if len(values) != len(inputs):
@@ -121,11 +121,13 @@ def _worst(
     return max(differences)
 
 
-def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[Any]) -> Difference:
+def compare_encoder(
+    reference: Mapping[str, Floats], run: RunGraph, items: NDArray[Any]
+) -> Difference:
     """Return the largest difference between torch's outputs and the graph's, at three batch sizes.
 
-    They are one item, an odd number, and all items in batches of up to `BATCH`. A batch size that
-    the exporter fixed in the graph shows as a difference or a failure.
+    The batches are one item, `ODD` items, and all items in batches of up to `BATCH`. A batch size
+    that the exporter fixed in the graph shows as a difference or a failure.
     """
     differences = []
     for batch, start in ((1, 0), (ODD, max(0, len(items) - ODD)), (BATCH, 0)):
@@ -137,10 +139,10 @@ def compare_encoder(reference: Mapping[str, Floats], run: Run, items: NDArray[An
 
 
 def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Difference:
-    """Return the largest difference between torch's distances and the graph's, over their mean.
+    """Return the largest difference between torch's and the graph's distances, over their mean.
 
-    Pairs that are nearer than `NEAR` of the mean in both are left out, because the square root
-    turns rounding of 1e-7 into 3e-4 there.
+    Pairs that are nearer than `NEAR` times the mean in both are left out, because the square root
+    near zero turns a rounding error of 1e-7 into 3e-4.
     """
     differences = []
     for queries, items in ((codes[:1], codes), (codes[:3], codes[-ODD:]), (codes[:QUERIES], codes)):
@@ -174,7 +176,7 @@ def compare_rescorer(rescorer: Rescorer, session: Any, codes: Floats) -> Differe
 def encoder_graph(
     module: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float, what: str
 ) -> tuple[bytes, float]:
-    """Return the graph of an encoder or half of one, and its difference from torch's `outputs`."""
+    """Return the graph of an encoder or of its half, and the difference from torch's `outputs`."""
     signature = Signature(
         inputs={"input": ("N", *items.shape[1:])},
         outputs={name: ("N", values.shape[1]) for name, values in outputs.items()},
@@ -212,9 +214,9 @@ def agreed_graph(
     """Return the graph of the first exporter that agrees with torch, and its difference.
 
     Raises:
-        BundleError: no exporter's graph agrees; the message is on the first.
+        BundleError: no exporter's graph agrees; the message is about the first exporter.
     """
-    complaints = []
+    faults = []
     for exporter in EXPORTERS:
         try:
             proto = to_onnx(module, example, signature, exporter=exporter)
@@ -222,8 +224,8 @@ def agreed_graph(
             refuse_difference(worst := compare(graph), module, tolerance)
             return graph, worst.value
         except BundleError as fault:
-            complaints.append(fault)
-    raise BundleError(f"The {what} cannot be exported. {complaints[0]}") from complaints[0]
+            faults.append(fault)
+    raise BundleError(f"The {what} cannot be exported. {faults[0]}") from faults[0]
 
 
 def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) -> None:
@@ -233,7 +235,7 @@ def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) ->
     kinds = {str(p.dtype).removeprefix("torch.") for p in module.parameters()} - {"float32"}
     cause = "torch's exporter translates a layer wrongly."
     if isinstance(module, Rescorer):
-        cause = "compute_mat may depend on how many queries or items it is given."
+        cause = "The result of compute_mat may depend on the number of queries or items."
     elif kinds:
         cause = (
             f"Parameters of type {', '.join(sorted(kinds))} round differently: call model.float()"
@@ -248,20 +250,19 @@ def refuse_difference(worst: Difference, module: nn.Module, tolerance: float) ->
 def check_repeatable(
     encoder: Encoder, items: NDArray[Any], outputs: Mapping[str, Floats], tolerance: float
 ) -> None:
-    """Refuse a model that is not repeatable, because no graph could agree with it."""
-    # for the second run, the same batch as in the first
+    """Refuse a model whose outputs change with the call or the batch: no graph could agree."""
     for batch, part, cause in (
         (
-            BATCH,
+            BATCH,  # the batch of the first run, so that only the call differs
             items[:BATCH],
-            "it gives other numbers each time: dropout, or another random layer, runs in"
-            " evaluation mode too.",
+            "it gives other numbers on each call. Dropout or another random layer is still active"
+            " in evaluation mode.",
         ),
         (
             1,
             items[:ODD],
-            "an item's vector depends on which others are in the batch: batch normalisation, or"
-            " another statistic of the batch, is computed in evaluation mode too.",
+            "an item's vector depends on the other items in the batch. Batch normalisation, or"
+            " another statistic of the batch, is still computed in evaluation mode.",
         ),
     ):
         worst = _worst(outputs, torch_outputs(encoder, part, batch))
@@ -274,15 +275,15 @@ def check_repeatable(
 def merged_distances(
     query: Floats, vector: Floats, subspaces: Sequence[Subspace]
 ) -> NDArray[np.float64]:
-    """Return Euclidean distances (Q, N); with sub-spaces, the smallest over them."""
+    """Return Euclidean distances (Q, N): the smallest over the sub-spaces, if there are any."""
     from scipy.spatial.distance import cdist
 
-    apart = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
-    return np.asarray(np.minimum.reduce(apart))
+    distances = [cdist(query[:, span], vector[:, span]) for span in spans_of(subspaces)]
+    return np.asarray(np.minimum.reduce(distances))
 
 
 def check_combiner(model: Model, items: NDArray[Any], outputs: Mapping[str, Floats]) -> None:
-    """Refuse a combiner whose vectors do not fit its sub-spaces, or whose `exact` is not true."""
+    """Refuse a combiner whose vectors do not fit its sub-spaces, or that is wrongly `exact`."""
     combiner, vector = model.combiner, outputs["vector"]
     if combiner is None:
         return
@@ -295,8 +296,8 @@ def check_combiner(model: Model, items: NDArray[Any], outputs: Mapping[str, Floa
     for space in combiner.subspaces:
         if not 0 <= space.start < space.stop <= width:
             raise BundleError(
-                f"{type(combiner).__name__}: sub-space '{space.name}' is columns {space.start} to"
-                f" {space.stop} of {width}."
+                f"{type(combiner).__name__}: sub-space '{space.name}' has start {space.start} and"
+                f" stop {space.stop}, which must lie in this order within 0 to {width}."
             )
     if not combiner.exact or combiner.merge != "min":
         return
@@ -309,18 +310,18 @@ def check_combiner(model: Model, items: NDArray[Any], outputs: Mapping[str, Floa
     row, column = np.unravel_index(int(drop.argmax()), drop.shape)
     if drop[row, column] > 1e-3 * (distances.max() - distances.min()):
         raise BundleError(
-            f"{type(combiner).__name__} says exact=True, but item {order[row, column]} is nearer to"
-            f" item {row} by compute_mat than others that its index_vectors and query_vectors put"
-            " before it. Set exact=False, so that export adds a rescorer."
+            f"{type(combiner).__name__} has exact=True, but compute_mat puts item"
+            f" {order[row, column]} nearer to item {row} than some items that are nearer by"
+            " index_vectors and query_vectors. Set exact=False, so that export adds a rescorer."
         )
 
 
 def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
-    """Return raw inputs in the encoder's type."""
+    """Check raw inputs, and return them in the encoder's type."""
     preprocessing = model.preprocessing
     if len(items) == 0:
         raise BundleError(
-            f"Export needs real {what} to compare torch and ONNX Runtime on; there are none."
+            f"Export compares torch and ONNX Runtime on real {what}, but there are none."
         )
     if preprocessing is not None:
         if items.dtype != np.uint8 or items.shape[1:] != preprocessing.shape:
@@ -341,11 +342,11 @@ def checked_items(model: Model, items: NDArray[Any], what: str) -> NDArray[Any]:
 
 @torch.no_grad()
 def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | None:
-    """Return the share of the exact nearest ten among the first candidates, by their number.
+    """Return the share of the ten exactly nearest items that are among the first candidates.
 
     Args:
         combiner: a combiner that is not exact.
-        codes: (N, C), codes of real items; up to 512 evenly spaced ones are the queries.
+        codes: (N, C), codes of real items. Up to 512 of the rows, evenly spaced, are the queries.
 
     Returns:
         The shares by number of candidates, or `None` if there are too few items.
@@ -353,9 +354,10 @@ def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | N
     numbers = [number for number in _OVERLAP if number < len(codes) - 1]
     if not numbers:
         return None
-    queries = np.linspace(0, len(codes) - 1, min(len(codes), _QUERIES)).round().astype(np.int64)
+    count = min(len(codes), _OVERLAP_QUERIES)
+    queries = np.linspace(0, len(codes) - 1, count).round().astype(np.int64)
     vectors = combiner.index_vectors(codes).float().numpy()
-    kept = np.zeros(len(numbers))
+    sums = np.zeros(len(numbers))
     for rows in np.split(queries, range(QUERIES, len(queries), QUERIES)):
         exact = combiner.compute_mat(codes[rows], codes).double().numpy()
         query = combiner.query_vectors(codes[rows]).float().numpy()
@@ -365,11 +367,8 @@ def candidate_overlap(combiner: Combiner, codes: Tensor) -> dict[str, float] | N
         nearest = np.argsort(exact, axis=1, kind="stable")[:, :10]
         rank = np.argsort(np.argsort(near, axis=1, kind="stable"), axis=1)
         ranks = np.take_along_axis(rank, nearest, axis=1)
-        kept += [(ranks < number).mean(axis=1).sum() for number in numbers]
-    return {
-        str(number): float(share / len(queries))
-        for number, share in zip(numbers, kept, strict=True)
-    }
+        sums += [(ranks < number).mean(axis=1).sum() for number in numbers]
+    return {str(n): float(total / count) for n, total in zip(numbers, sums, strict=True)}
 
 
 def is_normalized(vectors: Floats) -> bool:

@@ -1,4 +1,4 @@
-"""Checks of a plugin's dataset: its columns once, each item when it is read."""
+"""Check a plugin's dataset: its columns when it is created, each item when it is read."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def check_dataset(dataset: Any, name: str) -> Dataset:
     """Check a dataset's columns and return a dataset that checks each item when it is read."""
     if not isinstance(dataset, Dataset):
         raise PluginError(
-            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset,"
-            " which retrieval.as_dataset(…) makes of most objects."
+            f"{name} gave {shown(dataset)}; a dataset factory must give a retrieval.plugin.Dataset."
+            " retrieval.as_dataset(…) turns most objects into one."
         )
     with calling(f"The dataset {name}"):
         return CheckedDataset(dataset, name)
 
 
 class CheckedDataset(Dataset):
-    """A plugin's dataset with text labels and keys, list columns, and checked items.
+    """Wrapper of a plugin's dataset: text labels and keys, lists as columns, and checked items.
 
     Labels and keys that are whole numbers or booleans become text. Other types raise an error,
-    because the text of a float or an array makes no good name. Other attributes are the dataset's.
+    because a float or an array makes a poor name. All other attributes are the wrapped dataset's.
 
     Raises:
         PluginError: the columns break the contract; the message lists every fault.
@@ -48,36 +48,38 @@ class CheckedDataset(Dataset):
         self._dataset, self._name = dataset, name
         self._width: int | None = None
         self.kind = dataset.kind
-        wrong = []
+        faults = []
         if self.kind not in ("image", "features"):
-            wrong.append(f'kind is {self.kind!r}, and must be "image" or "features"')
-        columns = {part: getattr(dataset, part, None) for part in _COLUMNS}
-        lengths = _lengths(dataset, columns, wrong)
+            faults.append(f'kind is {self.kind!r}, and must be "image" or "features"')
+        columns = {field: getattr(dataset, field, None) for field in _COLUMNS}
+        lengths = _lengths(dataset, columns, faults)
         if len(set(lengths.values())) > 1:
-            parts = ", ".join(f"{n} {part}" for part, n in lengths.items())
-            wrong.append(f"its parts differ in length: {parts}")
+            counts = ", ".join(f"{n} {field}" for field, n in lengths.items())
+            faults.append(f"its columns differ in length: {counts}")
         lists = {
-            part: _listed(column) if part in lengths else None
-            for part, column in columns.items()
-            if part != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
+            field: _listed(column) if field in lengths else None
+            for field, column in columns.items()
+            if field != "arrays"  # a list of all pixels takes seconds and hundreds of megabytes
         }
-        self.labels = _texts(lists["labels"] or [], "labels", "a label", wrong)
-        faults_before = len(wrong)
-        self.keys = _texts(lists["keys"] or [], "keys", "a key", wrong)
-        if len(wrong) == faults_before:
-            _check_keys(self.keys, wrong)
+        self.labels = _texts(lists["labels"] or [], "labels", "a label", faults)
+        faults_before = len(faults)
+        self.keys = _texts(lists["keys"] or [], "keys", "a key", faults)
+        if len(faults) == faults_before:
+            _check_keys(self.keys, faults)
         self.splits, self.roles = lists["splits"], lists["roles"]
         self.metadata, self.files = lists["metadata"], lists["files"]
-        _check_each(self.metadata, "metadata", Mapping, "a mapping from columns to values", wrong)
-        _check_each(self.files, "files", os.PathLike, "a pathlib.Path", wrong)
+        _check_entries(
+            self.metadata, "metadata", Mapping, "a mapping from columns to values", faults
+        )
+        _check_entries(self.files, "files", os.PathLike, "a pathlib.Path", faults)
         self.arrays = columns["arrays"]
-        _check_arrays(self.arrays, self.kind, wrong)
+        _check_arrays(self.arrays, self.kind, faults)
         self.notes = dataset.notes
         self.origin = dataset.origin or type(dataset).__name__
         if isinstance(self.notes, str) or not all(isinstance(note, str) for note in self.notes):
-            wrong.append(f"notes is {shown(self.notes)}, and must be a list of sentences")
-        if wrong:
-            raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(wrong)}.")
+            faults.append(f"notes is {shown(self.notes)}, and must be a list of sentences")
+        if faults:
+            raise PluginError(f"The dataset {name} breaks its contract: {'; '.join(faults)}.")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # also while unpickling, before `_dataset` exists
@@ -109,7 +111,7 @@ class CheckedDataset(Dataset):
             size = "(F,)" if shape == (None,) else f"({shape[0]},)"
             raise breach(what, item, f"a vector: a numpy array of numbers of shape {size}.")
         if not np.isfinite(item).all():
-            raise DataError(f"{what} gave NaN or infinity; leave the item out, or mend it.")
+            raise DataError(f"{what} gave NaN or infinity; leave the item out, or repair it.")
         return item
 
 
@@ -123,52 +125,53 @@ def _image(item: Any, what: str) -> Image.Image:
         try:
             return from_array(item)
         except DataError:
-            hint = " Values from 0 to 1 are scaled by (255 * x).round().astype('uint8')."
+            hint = " Scale values from 0 to 1 with (255 * x).round().astype('uint8')."
     elif isinstance(item, Image.Image):
-        raise PluginError(f"{what} gave an image of {item.width} × {item.height} pixels.")
+        raise PluginError(f"{what} gave an empty image of {item.width} × {item.height} pixels.")
     elif isinstance(item, Tensor):
-        hint = " torchvision.transforms.functional.to_pil_image makes an image of a tensor."
+        hint = " torchvision.transforms.functional.to_pil_image turns a tensor into an image."
     elif isinstance(item, tuple | list | Mapping):
-        hint = " Give the image alone: labels are what `labels` holds."
+        hint = " Return the image alone; its label belongs in `labels`."
     elif isinstance(item, bytes | str | os.PathLike):
         hint = " retrieval.data.datasets.FileDataset opens files."
     raise breach(what, item, f"a Pillow image, or uint8 pixels (H, W) or (H, W, 3).{hint}")
 
 
-def _lengths(dataset: Dataset, columns: Mapping[str, Any], wrong: list[str]) -> dict[str, int]:
-    """Return the length of each column that is not None; add faults to `wrong`."""
+def _lengths(dataset: Dataset, columns: Mapping[str, Any], faults: list[str]) -> dict[str, int]:
+    """Return the length of each column that is not None; add faults to `faults`."""
     lengths: dict[str, int] = {}
-    for part, column in columns.items():
+    for field, column in columns.items():
         if column is None:
-            if part in ("labels", "keys"):
-                wrong.append(f"it has no {part}, one for each item")
+            if field in ("labels", "keys"):
+                faults.append(f"it has no {field}, and must have one entry per item")
         elif isinstance(column, str | bytes | Mapping | Set):
-            wrong.append(f"{part} is {shown(column)}, and must hold one entry per item, in order")
+            faults.append(f"{field} is {shown(column)}, and must hold one entry per item, in order")
         else:
             try:
-                lengths[part] = len(column)
+                lengths[field] = len(column)
             except TypeError:
-                wrong.append(f"{part} is {shown(column)}, and must hold one entry per item")
+                faults.append(f"{field} is {shown(column)}, and must hold one entry per item")
     if "labels" in lengths and len(dataset) != lengths["labels"]:
         lengths["by len()"] = len(dataset)
     return lengths
 
 
 def _listed(column: Any) -> list[Any]:
-    """Return a column as a list, as pandas columns and tensors index differently."""
+    """Return a column as a list, because pandas columns and tensors are indexed differently."""
     return column.tolist() if isinstance(column, np.ndarray | Tensor) else list(column)
 
 
-def _texts(column: Sequence[Any], part: str, what: str, wrong: list[str]) -> list[str]:
-    """Return a column as text; add entries that cannot be text to `wrong`."""
+def _texts(column: Sequence[Any], field: str, what: str, faults: list[str]) -> list[str]:
+    """Return a column as text; describe entries that are not text or whole numbers in `faults`."""
     texts = [_text(value) for value in column]
     rows = [number for number, text in enumerate(texts) if text is None]
     if rows:
         first = column[rows[0]]
         described = f"text as bytes ({first!r:.40})" if isinstance(first, bytes) else shown(first)
         more = f" (and {len(rows) - 1:,} more such entries)" if len(rows) > 1 else ""
-        wrong.append(
-            f"{part} has {described} for item {rows[0]}{more}, and {what} is text or a whole number"
+        faults.append(
+            f"{field} has {described} for item {rows[0]}{more}, but {what} is text or a whole"
+            " number"
         )
     return [text or "" for text in texts]
 
@@ -182,29 +185,29 @@ def _text(value: Any) -> str | None:
     return "" if value is None else None
 
 
-def _check_keys(keys: Sequence[str], wrong: list[str]) -> None:
-    """Add missing and duplicate keys to `wrong`."""
+def _check_keys(keys: Sequence[str], faults: list[str]) -> None:
+    """Add missing and duplicate keys to `faults`."""
     counts = Counter(keys)
     if empty := counts.pop("", 0):
-        wrong.append(f"{empty:,} item{'s have' if empty > 1 else ' has'} no key")
+        faults.append(f"{empty:,} item{'s have' if empty > 1 else ' has'} no key")
     if twice := [key for key, number in counts.items() if number > 1]:
         more = f", and {len(twice) - 1:,} more keys are not unique" if len(twice) > 1 else ""
-        wrong.append(f"{counts[twice[0]]:,} items have the key {twice[0]!r}{more}")
+        faults.append(f"{counts[twice[0]]:,} items have the key {twice[0]!r}{more}")
 
 
-def _check_each(
-    column: Sequence[Any] | None, part: str, kind: type, must: str, wrong: list[str]
+def _check_entries(
+    column: Sequence[Any] | None, field: str, kind: type, must: str, faults: list[str]
 ) -> None:
-    """Add the first entry of a column that is not of type `kind` to `wrong`."""
+    """Add to `faults` the first entry of a column that is not of type `kind`."""
     rows = [number for number, entry in enumerate(column or ()) if not isinstance(entry, kind)]
     if rows and column is not None:
-        wrong.append(
-            f"{part} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
+        faults.append(
+            f"{field} has {shown(column[rows[0]])} for item {rows[0]}, and must have {must}"
         )
 
 
 def rows_not_finite(vectors: NDArray[Any]) -> list[int]:
-    """Return the rows of vectors (N, F) that hold NaN or infinity."""
+    """Return the numbers of the rows of vectors (N, F) that hold NaN or infinity."""
     rows: list[int] = []
     for start in range(0, len(vectors), _ROWS):  # in blocks, to limit memory
         finite = np.isfinite(vectors[start : start + _ROWS])
@@ -213,22 +216,24 @@ def rows_not_finite(vectors: NDArray[Any]) -> list[int]:
     return rows
 
 
-def _check_arrays(arrays: Any, kind: str, wrong: list[str]) -> None:
-    """Add faults of the array of all items to `wrong`."""
+def _check_arrays(arrays: Any, kind: str, faults: list[str]) -> None:
+    """Add to `faults` what is wrong with `arrays`, which holds all items of the dataset."""
     if arrays is None:
         return
     if not isinstance(arrays, np.ndarray):
-        wrong.append(f"arrays is {shown(arrays)}, and must be a numpy array")
+        faults.append(f"arrays is {shown(arrays)}, and must be a numpy array")
     elif kind == "features":
         if arrays.ndim != 2:
-            wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
+            faults.append(f"arrays has the shape {arrays.shape}, and must be (N, F)")
         elif arrays.dtype.kind not in "fiu":
-            wrong.append(f"arrays has the type {arrays.dtype}, and must be float32")
+            faults.append(f"arrays has the type {arrays.dtype}, and must be float32")
         elif bad := rows_not_finite(arrays):
-            wrong.append(
+            faults.append(
                 f"arrays holds NaN or infinity in {len(bad):,} rows, first in row {bad[0]}"
             )
     elif arrays.ndim not in (3, 4) or (arrays.ndim == 4 and arrays.shape[3] not in (1, 3)):
-        wrong.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
+        faults.append(f"arrays has the shape {arrays.shape}, and must be (N, H, W) or (N, H, W, 3)")
     elif arrays.dtype != np.uint8:
-        wrong.append(f"arrays has the type {arrays.dtype}, and pixels must be uint8, from 0 to 255")
+        faults.append(
+            f"arrays has the type {arrays.dtype}, and pixels must be uint8, from 0 to 255"
+        )

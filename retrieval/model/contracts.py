@@ -1,8 +1,9 @@
 """The contracts of plugins' parts: dataset, backbone, loss, miner, generator, combiner and others.
 
-Shapes: B items in a batch, F features, C numbers in a code, P numbers in a vector, T triplets,
-Q queries, R references. Losses and miners have the same call as in pytorch-metric-learning, so its
-own losses and miners work here.
+Shapes: B items in a batch, F features, C numbers in a code (the head's output), P numbers in a
+vector that the index stores, T triplets, Q queries, R references. "The host" is this package, which
+calls the parts. Losses and miners are called as in pytorch-metric-learning, so its losses and
+miners work here.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
 
     from retrieval.serving.images import Preprocessing
 
-# SciPy loads these on first use, and pytorch-metric-learning seldom uses them.
+# These slow modules load on first use instead, because pytorch-metric-learning seldom uses them.
 with kept_out("scipy.stats"), kept_out("scipy.special"):
-    import pytorch_metric_learning.losses  # noqa: F401 (whoever imports it first, it is without them)
+    import pytorch_metric_learning.losses  # noqa: F401 (later imports then skip them too)
     from pytorch_metric_learning.distances import BaseDistance
 
 
 TripletIndices = tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]
-"""A miner's `(anchor, positive, negative)` or `(anchor1, positive, anchor2, negative)`: (T,) int64.
-"""
+"""A miner's (T,) int64 indices: (anchor, positive, negative) or (anchor1, positive, anchor2,
+negative)."""
 
 
 class Dataset(ABC):
@@ -51,7 +52,7 @@ class Dataset(ABC):
         roles: "query", "gallery" or "" per item, or `None` if the data have no retrieval protocol.
         metadata: additional columns, one mapping per item, or `None`.
         arrays: all images as uint8 (N, H, W) or (N, H, W, 3), or all vectors as float32 (N, F), if
-            they are in memory or memory-mapped anyway; batches are slices of it. Otherwise `None`.
+            they are in memory or memory-mapped anyway, to slice batches from. Otherwise `None`.
         files: one path per item if items are files, otherwise `None`.
         notes: sentences for the user on how the data were read, such as which items were left out.
             `run.json` keeps them.
@@ -93,13 +94,13 @@ class TrainingItems:
     """What a batch sampler chooses from, and how much `[sampler]` says to take.
 
     Attributes:
-        labels: class ids (N,) of the items that train.
+        labels: class ids (N,) of the training items.
         metadata: the columns of these items, one mapping per item, or `None`.
         classes: number P of classes in a batch.
         rows: number M of items of each class; a batch has P × M rows.
         batches: number of batches in an epoch.
         embeddings: current embeddings (N, C) of these items, for a sampler that uses them; `None`
-            where batches are only tried.
+            when the host only tries the sampler before training.
     """
 
     labels: NDArray[np.int64]
@@ -146,7 +147,7 @@ class Transform(Protocol):
     """A random change to one training image, such as torchvision's.
 
     Random numbers from torch's default generator depend only on the run's seed and the image's
-    epoch, batch and place in it. They are the same in a resumed run and with any number of
+    epoch, batch and place in the batch. They are the same in a resumed run and with any number of
     processes. Random numbers from elsewhere (`random`, NumPy) are not.
     """
 
@@ -172,7 +173,7 @@ class Backbone(nn.Module):
 
 @runtime_checkable
 class Loss(Protocol):
-    """pytorch-metric-learning's loss call."""
+    """A loss, with the signature of pytorch-metric-learning's losses."""
 
     def __call__(
         self,
@@ -190,7 +191,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class Miner(Protocol):
-    """pytorch-metric-learning's miner call."""
+    """A miner of pairs or triplets, with the signature of pytorch-metric-learning's miners."""
 
     def __call__(
         self,
@@ -199,7 +200,7 @@ class Miner(Protocol):
         ref_emb: Tensor | None = None,
         ref_labels: Tensor | None = None,
     ) -> TripletIndices:
-        """Return indices of anchors in `embeddings` (B, C) and of the others in `ref_emb`.
+        """Return indices of anchors in `embeddings` (B, C) and of their partners in `ref_emb`.
 
         Without `ref_emb`, all indices refer to `embeddings`.
         """
@@ -212,8 +213,8 @@ def _missing(part: nn.Module, method: str) -> NotImplementedError:
 class Generator(nn.Module):
     """Makes synthetic samples from triplets; they extend the loss's reference set.
 
-    A sample is a row of features, before the head, or of codes, after it (`space`). The rows below
-    are of that space, (T, F) or (T, C).
+    `space` says whether a sample is a row of features (the head's input) or of codes (its output).
+    The methods' rows are accordingly (T, F) or (T, C), even where only (T, F) is named.
 
     A generator with parameters gets its own optimiser, which minimises `objective` alone. For a
     generator without parameters (a closed form), `objective` is never called. If the backbone
@@ -223,8 +224,8 @@ class Generator(nn.Module):
         replaces: "positive" or "negative", the member of the triplet whose place and label a
             synthetic sample takes.
         space: "features" or "embeddings", what the generator works on.
-        classmates: whether `forward` gets a fourth argument: rows of a random other item of each
-            negative's class, or of the negative itself if the batch has no other.
+        classmates: whether `forward` gets a fourth argument: for each negative, the row of another
+            random item of its class, or the negative's own row if the batch has no other.
     """
 
     replaces: ClassVar[Literal["positive", "negative"]] = "negative"
@@ -232,7 +233,7 @@ class Generator(nn.Module):
     classmates: ClassVar[bool] = False
 
     def bind(self, head: nn.Module) -> None:
-        """Store the model's head (features (B, F) to codes (B, C)), for the current metric.
+        """Store the model's head, which maps features (B, F) to codes (B, C), for use in `forward`.
 
         The host calls this once, before training. Keep the head in a tuple: as a plain attribute it
         would become a submodule that is saved and trained twice, which raises an error.
@@ -252,17 +253,17 @@ class Generator(nn.Module):
     ) -> Tensor:
         """Return the scalar that the generator minimises.
 
-        `synthetic` are the rows (T, F) that `forward` returned. `distance` is the one being
-        learned, through combiner and, for features, head: it maps two tensors (T, F) to (T,).
+        `synthetic` are the rows (T, F) that `forward` returned. `distance` maps two tensors (T, F)
+        to the model's current distances (T,); it applies the head if `space` is "features".
         """
         raise _missing(self, "objective(…), as it has parameters")
 
 
 @dataclass(frozen=True)
 class Subspace:
-    """Columns `start` to `stop` of the index vector, searched separately for candidates.
+    """Columns `start:stop` of the index vector, searched separately for candidates.
 
-    With merge "score", the sub-space's scores are multiplied by `weight`, which must be above 0.
+    If the combiner's `merge` is "score", `weight` > 0 multiplies the scores of this sub-space.
     """
 
     name: str
@@ -287,10 +288,10 @@ class Combiner(BaseDistance):
             codes, so `compute_mat` is then used for training and exact evaluation only.
         candidates: default number of candidates that a rescorer gets; `choose_candidates` may
             return another.
-        measure: the distance in the answers if there is no rescorer. "euclidean" is the one between
-            query vector and stored vector, "inner" is `retrieval.serving.merging.of_products` of
-            their inner product. Use "inner" if it equals `compute_mat` and the Euclidean distance
-            does not. Both give the same order if all stored vectors have the same length.
+        measure: the distance that answers report if there is no rescorer: "euclidean" between query
+            vector and stored vector, or "inner", `retrieval.serving.merging.of_products` of their
+            inner product. Use "inner" if it equals `compute_mat` and the Euclidean distance does
+            not. Both give the same order if all stored vectors have the same length.
         plain: True if there is nothing to combine, as with one part. The model then keeps only the
             head, bit for bit as if the recipe had no combiner.
     """
@@ -303,7 +304,7 @@ class Combiner(BaseDistance):
     plain: bool = False
 
     def __init__(self) -> None:
-        # Codes need no normalisation; it would change the distance.
+        # Normalised codes would have another distance.
         super().__init__(normalize_embeddings=False, p=2, power=1, is_inverted=False)
 
     def build_head(self, features: int) -> nn.Module:
@@ -370,8 +371,8 @@ class Metric(Protocol):
     Attributes:
         depth: how many neighbours the metric needs: a number, "relevant" (as many as the query has
             relevant items), or "all".
-        larger_is_better: false if smaller values are better, which `[train] monitor` follows. The
-            attribute may be missing.
+        larger_is_better: false if smaller values are better, which `[train] monitor` then prefers.
+            The attribute may be missing.
     """
 
     depth: int | Literal["relevant", "all"]
@@ -395,13 +396,13 @@ def as_tensor(array: NDArray[Any]) -> Tensor:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Description of a run that a tracker gets at its beginning.
+    """Description of a run, which the run's tracker gets at the beginning.
 
     Attributes:
         name: name of the recipe or the comparison.
         group: the comparison that this training belongs to, or `None`.
         configuration: the recipe, or the comparison's settings, as JSON values.
-        key: for a resumed run, the key that `begin` returned at first; otherwise `None`.
+        key: for a resumed run, the key that `begin` returned when the run began; otherwise `None`.
         folder: the folder of the run or the comparison.
     """
 
@@ -420,19 +421,19 @@ class Tracker(Protocol):
 
     If a tracker raises an error, the user gets a message and the run continues without the tracker.
 
-    A tracker may also have `log_steps(step, metrics)`, which gets what the hook
-    `retrieval_steps_end` gets, and `image(title, pixels)`, which gets a sheet of validation queries
-    with their nearest items at the end of training, as an array (H, W, 3) of uint8.
+    A tracker may also have `log_steps(step, metrics)`, with the arguments of the hook
+    `retrieval_steps_end`, and `image(title, pixels)`. The host calls `image` at the end of training
+    with a sheet of validation queries and their nearest items, as a uint8 array (H, W, 3).
     """
 
     def begin(self, run: TrackedRun) -> tuple[str, str]:
-        """Begin a run, or resume the one with the key `run.key`; called once, before all others.
+        """Begin a run, or resume the run with the key `run.key`; the host calls this once, first.
 
-        Return the run's key, and the address where the user finds it.
+        Return the run's key, and the address where the user finds the run.
         """
 
     def log(self, metrics: Mapping[str, float], epoch: int | None) -> None:
-        """Log the metrics of an epoch, counted from 0, or the final ones (`None`).
+        """Log the metrics of an epoch, counted from 0, or the final metrics if `epoch` is `None`.
 
         An interrupted epoch is repeated and logged again.
         """

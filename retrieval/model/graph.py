@@ -29,7 +29,7 @@ LIMIT = 2**31 - 1
 """Largest size of a protobuf file, in bytes."""
 
 TOLERANCE = 1e-4
-"""Largest difference between torch and ONNX Runtime, on vectors of length 1."""
+"""Largest allowed difference between torch's and ONNX Runtime's output vectors, of length 1."""
 
 
 class Encoder(nn.Module):
@@ -75,7 +75,7 @@ class FeatureEncoder(Encoder):
         self.names = ["features"]
 
 
-class _Given(Backbone):
+class _PrecomputedFeatures(Backbone):
     """A backbone for precomputed features, which it returns unchanged."""
 
     def __init__(self, features: int) -> None:
@@ -89,7 +89,7 @@ class _Given(Backbone):
 
 def head_encoder(model: Model) -> Encoder:
     """Return an encoder of a model's head and combiner, which takes features as its input."""
-    return Encoder(Model(_Given(model.backbone.features), model.head, model.combiner))
+    return Encoder(Model(_PrecomputedFeatures(model.backbone.features), model.head, model.combiner))
 
 
 class Rescorer(nn.Module):
@@ -114,7 +114,7 @@ class Signature:
 
 @contextlib.contextmanager
 def ready(model: Model) -> Iterator[None]:
-    """Context manager with the model in evaluation mode on the CPU; restores its state after."""
+    """Put a model on the CPU in evaluation mode, and afterwards restore its device and modes."""
     device = next(
         (tensor.device for tensor in [*model.parameters(), *model.buffers()]), torch.device("cpu")
     )
@@ -135,7 +135,7 @@ def check_size(model: Model) -> None:
     size = sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
     if size >= LIMIT:
         raise BundleError(
-            f"The model has {size / 1e9:.1f} GB of numbers; an ONNX file holds at most 2 GB. Take a"
+            f"The model has {size / 1e9:.1f} GB of numbers; an ONNX file holds at most 2 GB. Use a"
             " smaller backbone."
         )
 
@@ -149,14 +149,14 @@ def to_onnx(
 ) -> onnx.ModelProto:
     """Return the graph of a module in evaluation mode.
 
-    torch's current exporter "dynamo" is the default. Its graphs are as fast as those of the
-    deprecated "torchscript" or faster (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes
-    against 609, 10.6 ms against 14.2), but it takes seconds instead of tenths of a second.
-    Both trace, so control flow that depends on input values is fixed by the example, which has at
+    Graphs of torch's current exporter "dynamo" are at least as fast as those of the deprecated
+    "torchscript" (EfficientNet-Lite0 with TensorFlow's padding: 103 nodes and 10.6 ms against 609
+    and 14.2 ms), but exporting takes seconds instead of tenths of a second. Both exporters trace
+    the module, so `example` fixes control flow that depends on input values. `example` needs at
     least two rows, because a batch of one would become a constant.
 
     Raises:
-        BundleError: torch cannot export it.
+        BundleError: torch cannot export the module.
     """
     axes = {
         name: {axis: size for axis, size in enumerate(shape) if isinstance(size, str)}
@@ -180,7 +180,7 @@ def to_onnx(
                     module, example, dynamo=True, dynamic_shapes=shapes, verbose=False, **options
                 )
                 if program is None:
-                    raise RuntimeError("torch.onnx.export gave nothing")
+                    raise RuntimeError("torch.onnx.export returned None")
                 proto = program.model_proto
             else:
                 file: Any = io.BytesIO()  # torch's annotation allows only paths
@@ -190,15 +190,15 @@ def to_onnx(
                     )
                 proto = onnx.load_from_string(file.getvalue())
     except Exception as fault:  # exporters raise any error of the traced code or of an operator
-        raise BundleError(f"torch cannot export it ({exporter}): {first_line(fault)}") from fault
+        raise BundleError(f"torch's exporter {exporter} failed: {first_line(fault)}") from fault
     return clean(proto, signature, exporter)
 
 
 def clean(proto: onnx.ModelProto, signature: Signature, exporter: str) -> onnx.ModelProto:
-    """Return the graph with the signature's shapes, and without metadata and intermediate shapes.
+    """Give a graph the signature's shapes and remove metadata and intermediate shapes; return it.
 
-    The exporter's metadata contain source paths of this machine. The intermediate shapes of the
-    "dynamo" exporter make ONNX Runtime's quantisation fail.
+    The exporter's metadata contain source paths of this machine. The intermediate shapes that
+    "dynamo" writes make ONNX Runtime's quantisation fail.
     """
     graph = proto.graph
     del graph.value_info[:]
@@ -227,7 +227,7 @@ def session(graph: bytes, threads: int | None = None) -> Any:
 
     runtime = load_onnxruntime()
     options = runtime.SessionOptions()
-    options.log_severity_level = 4
+    options.log_severity_level = 4  # only fatal errors
     options.intra_op_num_threads = threads or torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     try:
@@ -239,7 +239,7 @@ def session(graph: bytes, threads: int | None = None) -> Any:
 
 
 def first_line(fault: BaseException) -> str:
-    """Return an error's type and first line, as exporters' messages are pages long."""
+    """Return an error's type and first line, because exporters' messages are pages long."""
     lines: Sequence[str] = [line.strip() for line in str(fault).splitlines() if line.strip()]
     # torch.onnx wraps the actual error in one that lists its own stages first.
     if fault.__cause__ is not None and type(fault).__module__.startswith("torch.onnx"):
@@ -266,15 +266,15 @@ def _silent_stdout() -> Iterator[None]:
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
-        kept = os.dup(1)
+        saved_stdout = os.dup(1)
     except OSError:  # the process has no stdout
         yield
         return
     try:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.close(null)
         yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(saved_stdout, 1)
+        os.close(saved_stdout)

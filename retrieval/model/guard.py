@@ -1,7 +1,7 @@
-"""Checks of the values that a plugin's part returns, on every call, with one sentence per fault.
+"""Check what a plugin's part returns on every call; an error names the part and its fault.
 
-Checking shapes, types and devices costs nothing. Checking the range of a miner's indices costs one
-transfer from the GPU per batch.
+Checking shapes, types and devices costs almost nothing. Checking the range of a miner's indices
+costs one transfer from the GPU per batch.
 """
 
 from __future__ import annotations
@@ -35,36 +35,37 @@ def shown(value: Any) -> str:
 
 
 def breach(what: str, value: Any, must: str, part: str = "") -> PluginError:
-    """Return the error about a value that breaks a contract: "WHAT gave VALUE PART; …"."""
+    """Return the error "WHAT gave VALUE PART; it must give MUST"."""
     return PluginError(f"{what} gave {shown(value)}{part}; it must give {must}")
 
 
 def checked_scalar(value: Any, what: str, inputs: Tensor, owner: nn.Module | None = None) -> Tensor:
     """Return the result of a loss or objective if it is a valid scalar.
 
-    It must be differentiable in `inputs` or in the parameters of `owner`. `what` begins sentences.
+    The scalar must be differentiable in `inputs` or in the parameters of `owner`. `what` names the
+    part at the beginning of an error: "The loss acme.margin".
 
     Raises:
         PluginError: the result is not a scalar, is on another device, or has no gradient.
     """
     scalar = (
-        "a scalar: one floating-point number in a tensor that its embeddings' gradient passes"
-        " through"
+        "a scalar: a tensor of one floating-point number, through which the gradient reaches the"
+        " embeddings"
     )
-    real = isinstance(value, Tensor) and value.is_floating_point()
-    if not real or value.numel() != 1:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    if not is_float or value.numel() != 1:
         hint = ""
         if isinstance(value, Mapping):
             hint = (
-                " A reducer turns pytorch-metric-learning's dictionary into one: subclass"
+                " A reducer turns pytorch-metric-learning's dictionary into a scalar: subclass"
                 " BaseMetricLossFunction and define compute_loss."
             )
         elif isinstance(value, int | float):
             hint = (
-                " Do not call item() or float(); where there are no pairs, give embeddings.sum()"
+                " Do not call item() or float(); if there are no pairs, return embeddings.sum()"
                 " * 0."
             )
-        elif real and value.numel() > 1:
+        elif is_float and value.numel() > 1:
             hint = " Take its mean."
         raise breach(what, value, f"{scalar}.{hint}")
     if value.device != inputs.device:
@@ -92,8 +93,8 @@ def checked_indices(
         PluginError: the types, lengths, device or range of the indices are wrong.
     """
     must = (
-        "(anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors, one"
-        " number a triplet or pair, where the codes are"
+        "(anchor, positive, negative) or (anchor1, positive, anchor2, negative): int64 tensors with"
+        " one index per triplet or pair, on the device of the codes"
     )
     if not isinstance(picked, list | tuple) or len(picked) not in (3, 4):
         raise breach(what, picked, f"{must}.")
@@ -112,14 +113,15 @@ def checked_indices(
         )
     indices = [x.long() for x in picked]
     limits = sizes * 2 if len(picked) == 4 else (sizes[0], sizes[1], sizes[1])
-    limited = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
-    if limited:  # one transfer for all
-        ends = torch.stack([torch.stack(torch.aminmax(x)) for x, _ in limited]).tolist()
-        for (low, high), (_, size) in zip(ends, limited, strict=True):
+    nonempty = [(x, size) for x, size in zip(indices, limits, strict=True) if len(x)]
+    if nonempty:
+        # One stacked tensor costs one transfer from the GPU for all limits.
+        ends = torch.stack([torch.stack(torch.aminmax(x)) for x, _ in nonempty]).tolist()
+        for (low, high), (_, size) in zip(ends, nonempty, strict=True):
             if low < 0 or high >= size:
                 raise PluginError(
-                    f"{what} gave indices from {low} to {high}, and there are {size} items to point"
-                    " at, numbered from 0."
+                    f"{what} gave indices from {low} to {high}, but the {size} items are numbered"
+                    f" from 0 to {size - 1}."
                 )
     return cast(TripletIndices, tuple(indices))
 
@@ -136,7 +138,7 @@ def checked_rows(
 ) -> Tensor:
     """Return features or codes if they are valid.
 
-    `like` has the expected rows and width (−1 allows any width), `of` names the value in words.
+    `like` is the expected shape; a width of −1 allows any. `of` names the value in error messages.
 
     Raises:
         PluginError: the value has another type, shape or device.
@@ -159,7 +161,7 @@ def checked_rows(
 def check_width(features: Any, what: str, width: int) -> None:
     """Raise a `PluginError` if features do not have the width that their backbone states."""
     if features.ndim != 2 or features.shape[1] != width:
-        must = f"features as wide as it says, of shape ({len(features)}, {width})."
+        must = f"features of its stated width, of shape ({len(features)}, {width})."
         raise breach(what, features, must)
 
 
@@ -171,10 +173,10 @@ def checked_objective(
         raise breach(what, value, "a scalar (or None), and metrics by name.", " from objective")
     loss, metrics = value
     for name, number in metrics.items():
-        tensor = isinstance(number, Tensor) and number.numel() == 1
-        if not tensor and (not isinstance(number, int | float) or isinstance(number, bool)):
+        is_scalar = isinstance(number, Tensor) and number.numel() == 1
+        if not is_scalar and (not isinstance(number, int | float) or isinstance(number, bool)):
             raise PluginError(
-                f"{what} gave {shown(number)} for the figure '{name}' of objective; it must be one"
+                f"{what} gave {shown(number)} for the metric '{name}' of objective; it must be one"
                 " number."
             )
     metrics = {k: v.detach() if isinstance(v, Tensor) else v for k, v in metrics.items()}

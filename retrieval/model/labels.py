@@ -1,4 +1,4 @@
-"""Reading of labels: text or whole numbers, all of one kind, none missing."""
+"""Read labels, which must be all text or all whole numbers, with none missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retrieval.errors import DataError
 
 EXACT = 2.0**53
-"""float64 represents every whole number up to this one exactly."""
+"""Limit up to which float64 represents every whole number exactly."""
 
 ADVICE = "Leave those items out, or give them a label."
 
@@ -67,7 +67,7 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
     """
     array = _unchanged(values)
     if array.ndim != 1:
-        raise LabelsError(f"The {what} are of shape {array.shape}: one for each item is needed.")
+        raise LabelsError(f"The {what} have the shape {array.shape}, and must be one per item.")
     if array.dtype.kind == "f":
         missing = np.flatnonzero(np.isnan(array))
     elif array.dtype.kind == "O":
@@ -79,7 +79,7 @@ def read_values(values: Any, what: str, advice: str = ADVICE) -> NDArray[Any]:
         are, plural = ("are", "s") if len(missing) > 1 else ("is", "")
         raise LabelsError(
             f"{len(missing):,} of {len(array):,} {what} {are} missing (None or NaN), in row{plural}"
-            f" {rows} from 0 on. {advice}"
+            f" {rows}, counted from 0. {advice}"
         )
     texts = np.array([isinstance(value, str) for value in array], bool)
     if texts.any() and not texts.all():
@@ -112,7 +112,7 @@ def learner_labels(y: Any) -> Any:
 
 def is_missing(value: Any) -> bool:
     """Return whether a value is None, NaN of any type, or pandas' NaT or NA."""
-    # Comparing NA yields NA, which is neither true nor false.
+    # Comparing pandas' NA yields NA, which is neither true nor false.
     if value is None or type(value).__name__ == "NAType":
         return True
     try:
@@ -122,15 +122,15 @@ def is_missing(value: Any) -> bool:
 
 
 def _unchanged(labels: Any) -> NDArray[Any]:
-    """Return labels as an array of the same values; NumPy would turn mixed ones into text."""
+    """Return labels as an array of the same values; np.asarray would turn mixed types into text."""
     if isinstance(labels, np.ma.MaskedArray):
-        shown: NDArray[Any] = labels.data.astype(object)
-        shown[np.ma.getmaskarray(labels)] = None
-        return shown
+        unmasked: NDArray[Any] = labels.data.astype(object)
+        unmasked[np.ma.getmaskarray(labels)] = None
+        return unmasked
     if callable(detach := getattr(labels, "detach", None)):
         labels = detach().cpu()
-    items = isinstance(labels, Iterable) and not isinstance(labels, str | bytes)
-    if not items or hasattr(labels, "__array__"):
+    is_collection = isinstance(labels, Iterable) and not isinstance(labels, str | bytes)
+    if not is_collection or hasattr(labels, "__array__"):
         array = np.asarray(labels)
         if array.dtype.kind in "biufUO":
             return array

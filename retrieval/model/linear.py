@@ -50,12 +50,12 @@ class LinearMap(MetricLearner):
     def get_metric(self) -> MetricFunction:
         """Return a function that returns the learned distance of two feature vectors (F,)."""
         check_is_fitted(self, "components_")
-        rows = np.array(self.components_, dtype=np.float64)
+        components = np.array(self.components_, dtype=np.float64)
 
         def metric(u: ArrayLike, v: ArrayLike, squared: bool = False) -> float:
-            first, second = two_vectors(u, v, rows.shape[1])
-            apart = rows @ (first - second)
-            square = float(apart @ apart)
+            first, second = two_vectors(u, v, components.shape[1])
+            difference = components @ (first - second)
+            square = float(difference @ difference)
             return square if squared else square**0.5
 
         return metric
@@ -100,7 +100,7 @@ def class_codes(y: ArrayLike, learner: str) -> NDArray[np.intp]:
 
 
 def deviations(x: Floats) -> Floats:
-    """Return each feature's standard deviation (F,), 1 for a constant feature."""
+    """Return each feature's standard deviation (F,), or 1 for a constant feature."""
     deviation = x.std(axis=0)
     scales: Floats = np.where(
         deviation > len(x) * np.finfo(np.float64).eps * np.abs(x).max(axis=0), deviation, 1.0

@@ -1,4 +1,4 @@
-"""Base class of losses: pytorch-metric-learning's call with checked input, and its pairs."""
+"""Base class of losses that check their input, and helpers for embeddings, labels and pairs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from retrieval.host.factory import Part
 from retrieval.model.model import full_precision
 
 Distance = Annotated[nn.Module | None, Part("distances")]
-"""Type of a loss's parameter `distance`, as in `distance: Distance = None`: a recipe names one."""
+"""Type of a parameter `distance: Distance = None` of a loss: a recipe names the distance."""
 Reducer = Annotated[nn.Module | None, Part("reducers")]
-"""Type of a loss's parameter `reducer`, as in `reducer: Reducer = None`: a recipe names one."""
+"""Type of a parameter `reducer: Reducer = None` of a loss: a recipe names the reducer."""
 Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Anchors, their positives, anchors, their negatives: int64 indices."""
 
@@ -50,23 +50,23 @@ class CheckedLoss(BaseMetricLossFunction):
     ) -> Tensor:
         """Return the loss, a scalar; see `retrieval.plugin.Loss`.
 
-        Its type is that of the embeddings, or float32 under autocast.
+        The loss has the embeddings' type, or float32 under autocast.
 
         Raises:
-            ValueError: shapes, labels or indices do not fit, or the loss does not take an argument.
+            ValueError: shapes, labels or indices do not fit, or an argument is not accepted.
             DataError: an embedding on a CPU is NaN or infinite.
         """
         takes = getattr(type(self), "__retrieval_traits__", {})
         if indices_tuple is not None and not takes.get("miner", True):
             raise ValueError(f"{type(self).__name__} takes no miner's indices: remove the miner")
         query = checked_embeddings(embeddings, "embeddings")
-        own = ref_emb is None or ref_emb is embeddings
-        if not own and not takes.get("ref_emb", True):
+        batch_only = ref_emb is None or ref_emb is embeddings
+        if not batch_only and not takes.get("ref_emb", True):
             raise ValueError(f"{type(self).__name__} looks only at its batch and takes no ref_emb")
-        reference = None if own else checked_embeddings(ref_emb, "ref_emb")
+        reference = None if batch_only else checked_embeddings(ref_emb, "ref_emb")
         if labels is not None or indices_tuple is None:
             labels = checked_labels(labels, query, "labels")
-            self._refuse_others(labels)
+            self._check_class_ids(labels)
         if reference is None:
             ref_labels = None
         elif ref_labels is not None or indices_tuple is None:
@@ -75,33 +75,34 @@ class CheckedLoss(BaseMetricLossFunction):
             total: Tensor = super().forward(query, labels, indices_tuple, reference, ref_labels)
         return as_given(total, embeddings)
 
-    def _refuse_others(self, labels: Tensor) -> None:
-        """Refuse labels on a CPU that are no class numbers of a loss with class weights."""
+    def _check_class_ids(self, labels: Tensor) -> None:
+        """Raise a ValueError if labels on a CPU are not class ids that the loss has weights for."""
         count = self.known_classes
         if count and reads_at_once(labels.device) and len(labels):
             low, high = int(labels.min()), int(labels.max())
             if low < 0 or high >= count:
                 raise ValueError(
-                    f"labels go from {low} to {high}, and there are {count} classes, from 0"
+                    f"labels go from {low} to {high}, but the loss has classes 0 to {count - 1}"
                 )
 
 
 def as_given(loss: Tensor, embeddings: Tensor) -> Tensor:
-    """Return a loss in the embeddings' type, or unchanged under autocast, like torch's own losses.
+    """Return a loss in the embeddings' type, or unchanged under autocast, like torch's losses.
 
-    A gradient scaler multiplies the loss by 65,536, which overflows float16.
+    Under autocast, a gradient scaler multiplies the loss by 65,536, which overflows float16.
     """
     return loss if torch.is_autocast_enabled(embeddings.device.type) else loss.to(embeddings.dtype)
 
 
 def pair_views(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Pair the items of each label in their order: first with second, third with fourth.
+    """Pair the items of each label in order: the first with the second, the third with the fourth.
 
     Args:
         labels: (N,).
 
     Returns:
-        The positions of first and of second views, each (P,); an item left over is in neither.
+        The positions of the first and of the second items of the P pairs, each (P,). If a label has
+        an odd number of items, its last item is in no pair.
     """
     order = torch.argsort(labels, stable=True)
     grouped = labels[order]
@@ -118,17 +119,15 @@ def nothing(*embeddings: Tensor) -> dict[str, Any]:
 
 
 def reads_at_once(device: torch.device) -> bool:
-    """Return whether reading a number does not wait: only on a CPU."""
+    """Return whether a tensor's values can be read without waiting for a GPU."""
     return device.type == "cpu"
 
 
 def checked_embeddings(x: Any, name: str) -> Tensor:
     """Return embeddings (B, C) in full precision, after checking them."""
     if not isinstance(x, Tensor) or x.ndim != 2:
-        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise ValueError(
-            f"{name} must be a matrix, one row per item, and this has the shape {shape}"
-        )
+        kind = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise ValueError(f"{name} must be a two-dimensional tensor, one row per item, not {kind}")
     if not x.is_floating_point():
         raise ValueError(f"{name} must be floating-point numbers, not {x.dtype}")
     if reads_at_once(x.device) and not bool(torch.isfinite(x).all()):
@@ -141,16 +140,16 @@ def checked_labels(labels: Any, items: Tensor, name: str) -> Tensor:
     """Return labels (B,) on the embeddings' device, after checking them."""
     if labels is None:
         raise ValueError(
-            f"{name} are missing: without a miner's indices they say which pairs are positive"
+            f"{name} are missing: without a miner's indices, labels say which pairs are positive"
         )
     if not isinstance(labels, Tensor):
         raise ValueError(
-            f"{name} must be a tensor of whole numbers, one a class, not a {type(labels).__name__};"
-            " number labels that are text"
+            f"{name} must be a tensor of class ids, not a {type(labels).__name__}; replace text"
+            " labels with whole numbers"
         )
     if labels.shape != items.shape[:1]:
         raise ValueError(
-            f"{name} must be one number per item: they have the shape {tuple(labels.shape)}, and"
+            f"{name} must hold one number per item: they have the shape {tuple(labels.shape)}, but"
             f" there are {len(items)} items"
         )
     return labels.to(items.device)
@@ -175,13 +174,13 @@ def listed_pairs(indices: Any, shape: tuple[int, int], device: torch.device) -> 
     for anchors, partners in (pairs[:2], pairs[2:]):
         if anchors.shape != partners.shape or anchors.ndim != 1:
             raise ValueError(
-                f"a miner's indices must be as many anchors as others, not {tuple(anchors.shape)}"
-                f" and {tuple(partners.shape)}"
+                "a miner must give as many anchors as partners, in one dimension, not"
+                f" {tuple(anchors.shape)} and {tuple(partners.shape)}"
             )
         for tensor, size in zip((anchors, partners), shape, strict=True):
             if tensor.numel() and not 0 <= int(tensor.min()) <= int(tensor.max()) < size:
                 raise ValueError(
-                    f"a miner's indices go from {int(tensor.min())} to {int(tensor.max())}, and"
-                    f" there are {size} items: was it given the same batch and reference set?"
+                    f"a miner's indices go from {int(tensor.min())} to {int(tensor.max())}, but"
+                    f" there are {size} items: did the miner get the same batch and reference set?"
                 )
     return pairs

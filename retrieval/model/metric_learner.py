@@ -62,9 +62,9 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         """Return a function of two feature vectors (F,) that returns their learned distance.
 
         Call it as `metric(u, v)`, or `metric(u, v, squared=True)` for the square. Fitting the
-        learner again does not change the function. scikit-learn accepts it, as in
-        `KNeighborsClassifier(metric=learner.get_metric())`, but is faster on the embeddings of
-        `transform`.
+        learner again does not change the function. scikit-learn accepts the function, as in
+        `KNeighborsClassifier(metric=learner.get_metric())`, but is faster if it gets the embeddings
+        that `transform` returns.
 
         Raises:
             NotFittedError: the learner is not fitted. The function itself raises ValueError for a
@@ -105,7 +105,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
         for name, value in seeds.items():
             if not isinstance(value, numbers.Integral) or value < 0:
                 raise ValueError(
-                    f"{name} is {value!r}; it must be a whole number from 0 on, or None for 0."
+                    f"{name} is {value!r}; it must be a whole number of at least 0, or None for 0."
                 )
         if len(set(seeds.values())) > 1:
             raise ValueError(
@@ -120,7 +120,7 @@ class MetricLearner(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstim
 
 
 def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floats]:
-    """Return two feature vectors as float64."""
+    """Check two feature vectors and return them as float64."""
     first, second = np.asarray(u, dtype=np.float64), np.asarray(v, dtype=np.float64)
     if first.shape != (features,) or second.shape != (features,):
         raise ValueError(
@@ -128,5 +128,5 @@ def two_vectors(u: ArrayLike, v: ArrayLike, features: int) -> tuple[Floats, Floa
             f" {first.shape} and {second.shape}."
         )
     if not (np.isfinite(first).all() and np.isfinite(second).all()):
-        raise ValueError("The metric compares finite numbers, and a vector holds NaN or infinity.")
+        raise ValueError("The metric compares finite numbers, but a vector holds NaN or infinity.")
     return first, second

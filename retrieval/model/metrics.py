@@ -1,7 +1,7 @@
-"""Retrieval metrics with one value per query; each has the call of `retrieval.plugin.Metric`.
+"""Retrieval metrics with one value per query, which implement `retrieval.plugin.Metric`.
 
 R is the number of gallery items with the query's label, not counting the query itself. rel(i) is 1
-if the neighbour at rank i = 1, 2, … has that label, else 0. The host leaves out queries with R = 0.
+if the neighbour at rank i = 1, 2, … has that label, else 0. Evaluation skips queries with R = 0.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ class RecallAt:
 
 
 class PrecisionAt:
-    """Precision@K: the share of the K nearest that match. Precision@1 is also Recall@1.
+    """Precision@K: the share of a query's K nearest neighbours that match.
 
-    A gallery of fewer than K items counts as if the missing ones did not match.
+    Precision@1 equals Recall@1. If the gallery has fewer than K items, the missing neighbours count
+    as non-matches.
 
     Args:
         k: how many neighbours to look at.
@@ -67,7 +68,7 @@ class PrecisionAt:
 
 
 class RPrecision:
-    """R-precision: the share of the R nearest that match.
+    """R-precision: the share of a query's R nearest neighbours that match.
 
     Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2.
     """
@@ -76,21 +77,20 @@ class RPrecision:
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
-        return np.asarray(np.count_nonzero(_first(matches, relevant), axis=1) / relevant)
+        return np.asarray(np.count_nonzero(_within_r(matches, relevant), axis=1) / relevant)
 
 
 class MAPAtR:
     """MAP@R: (1/R) Σ_{i=1}^{R} rel(i) · Precision@i.
 
-    Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), section 3.2, equations 5 and
-    6.
+    Musgrave, Belongie, Lim, "A Metric Learning Reality Check" (2020), sec. 3.2, equations 5 and 6.
     """
 
     depth: int | Literal["relevant", "all"] = "relevant"
 
     def __call__(self, matches: Matches, relevant: Relevant) -> Values:
         """Return a number from 0 to 1 for each query (Q,); see `retrieval.plugin.Metric`."""
-        return _summed_precision(_first(matches, relevant)) / relevant
+        return _summed_precision(_within_r(matches, relevant)) / relevant
 
 
 class MeanAveragePrecision:
@@ -107,7 +107,8 @@ class NDCGAt:
     """nDCG@K: Σ_i g(i) / log2(i + 1) over the K nearest, divided by the largest possible sum.
 
     Järvelin & Kekäläinen, "Cumulated gain-based evaluation of IR techniques", 2002. The gain g(i)
-    is 1 for a match and 0 otherwise. With `[evaluate] levels` or `tags` it follows from the grade.
+    is 1 for a match and 0 otherwise. With `[evaluate] levels` or `tags`, it follows from the
+    neighbour's grade of relevance.
 
     Args:
         k: how many neighbours to look at.
@@ -133,8 +134,8 @@ class NDCGAt:
 
         Args:
             gains: (Q, k), grade of the item at each rank, nearest first; 0 if it is not relevant.
-            ideal: (Q, k), the largest grades in the gallery, largest first. Each query's first is
-                above 0.
+            ideal: (Q, k), the largest grades in the gallery, largest first. The first one of each
+                query is above 0.
         """
         return np.asarray(self._discounted(gains) / self._discounted(ideal))
 
@@ -144,8 +145,8 @@ class NDCGAt:
         return np.asarray((gains / np.log2(np.arange(2, gains.shape[1] + 2))).sum(axis=1))
 
 
-def _first(matches: Matches, relevant: Relevant) -> Matches:
-    """Return the matches among each query's R nearest; all later ranks are False."""
+def _within_r(matches: Matches, relevant: Relevant) -> Matches:
+    """Return `matches` up to each query's rank R; all later ranks are False."""
     width = int(relevant.max(initial=0))
     matches = matches[:, :width]
     if len(relevant) and int(relevant.min()) == width:
@@ -164,7 +165,7 @@ def _summed_precision(matches: Matches) -> Values:
         terms = np.cumsum(part, axis=1, dtype=np.float64)
         terms *= part
         terms *= inverse
-        # Adding in sequence makes the sum independent of the block's width.
+        # cumsum adds in order; how sum() groups the terms depends on the block's width.
         sums[start : start + step] = np.cumsum(terms, axis=1, out=terms)[:, -1]
     return sums
 
@@ -177,7 +178,7 @@ def _at_least_one(k: int, name: str) -> int:
 
 @hookimpl
 def retrieval_metrics() -> Factories:
-    """Offer the retrieval metrics; their short names work too."""
+    """Return the factories of the built-in retrieval metrics by short name."""
     return {
         "map": MeanAveragePrecision,
         "map_at_r": MAPAtR,
@@ -189,13 +190,13 @@ def retrieval_metrics() -> Factories:
 
 
 def metric(name: str) -> Metric:
-    """Return the built-in metric with a name, such as "recall_at_5" or "map_at_r".
+    """Return the built-in metric called `name`, such as "recall_at_5" or "map_at_r".
 
     Raises:
         RetrievalError: no metric has that name; the message suggests the closest.
     """
-    with_k = {short: factory for short, factory in _own().items() if factory.parameters}
-    plain = {short: factory for short, factory in _own().items() if short not in with_k}
+    with_k = {short: factory for short, factory in _built_in().items() if factory.parameters}
+    plain = {short: factory for short, factory in _built_in().items() if short not in with_k}
     if name in plain:
         return cast("Metric", plain[name].build({}))
     match = re.fullmatch(r"(.+)_(\d{1,9})", name)
@@ -218,7 +219,7 @@ def metric(name: str) -> Metric:
 
 
 @cache
-def _own() -> dict[str, Factory]:
+def _built_in() -> dict[str, Factory]:
     """Return the built-in metrics by short name."""
     from retrieval.host.factory import own_factories
 

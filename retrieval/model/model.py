@@ -1,4 +1,4 @@
-"""`Model`: backbone, head and combiner, the result of every training method."""
+"""`Model`: the backbone, head and optional combiner that every training method returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def full_precision(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def evaluation_mode(*modules: nn.Module) -> Iterator[None]:
-    """Context manager: evaluation mode; restores each submodule's own mode."""
+    """Put modules into evaluation mode, and afterwards restore each submodule's previous mode."""
     modes = {part: part.training for module in modules for part in module.modules()}
     for module in modules:
         module.eval()
@@ -70,16 +70,16 @@ def build_head(
 
 
 class Model(nn.Module):
-    """Maps images or vectors to features and codes.
+    """Maps images or vectors to features (the backbone's output) and codes (the head's output).
 
-    Inputs are raw uint8 pixels (B, channels, H, W) or float vectors (B, F), as for an encoder in a
-    bundle. The model itself scales pixels to 0–1 and normalises them with the backbone's mean and
-    standard deviation, so that torch and ONNX get the same input.
+    Inputs are raw uint8 pixels (B, channels, H, W) or float vectors (B, F'). The model itself
+    scales pixels to 0–1 and normalises them with the backbone's mean and standard deviation, so
+    that the exported ONNX graph takes the same input as the torch model.
 
     Args:
         backbone: maps inputs to features.
         head: maps features to codes.
-        combiner: the distance over codes; `None` for the Euclidean distance of one embedding.
+        combiner: computes the distance between codes; `None` for the Euclidean distance.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class Model(nn.Module):
         )
 
     def feature_distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return distances (T,) between features (T, F) and (T, F), through head and combiner."""
+        """Return the learned distances (T,) between features (T, F) and (T, F), row by row."""
         return self.code_distance(self.head(x), self.head(y))
 
     def code_distance(self, x: Tensor, y: Tensor) -> Tensor:
         """Return distances (T,) between codes (T, C) and (T, C), row by row."""
         if self.combiner is not None:
             return self.combiner.pairwise_distance(x, y)
-        # The gradient of the root at zero is infinite.
+        # 1e-12 keeps the gradient of the root finite at zero.
         return ((x - y).square().sum(-1) + 1e-12).sqrt()
 
 
@@ -144,14 +144,15 @@ def _channels_last(images: Tensor) -> Tensor:
     """Return images (B, channels, H, W) in the channels-last memory format."""
     if images.shape[1] > 1:
         return images.contiguous(memory_format=torch.channels_last)
+    # With one channel both formats order memory alike, so that torch would keep the old strides.
     images = images.contiguous()
     return images.as_strided(images.shape, (images.stride(0), 1, images.stride(2), 1))
 
 
 class Shift(nn.Module):
-    """Subtract a vector.
+    """Subtract a vector from each row.
 
-    This is not part of the linear map's bias, because large means would then cost precision.
+    As part of a linear layer's bias, a large offset would cost precision.
     """
 
     def __init__(self, offset: Tensor) -> None:

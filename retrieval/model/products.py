@@ -1,4 +1,4 @@
-"""Checks of the parts that plugins' factories return, once, before their first use."""
+"""Check the parts that plugins' factories return, each once before its first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from retrieval.serving.images import Preprocessing
 
 @contextlib.contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """Context manager: evaluation mode without gradients; restores modes and random state."""
+    """Run modules in evaluation mode without gradients, then restore modes and random state."""
     with evaluation_mode(*modules), torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
 
@@ -47,8 +47,8 @@ def check_backbone(product: Any, name: str) -> Backbone:
     features = getattr(backbone, "features", None)
     if not isinstance(features, int) or isinstance(features, bool) or features < 1:
         raise PluginError(
-            f"The backbone {name} has features = {shown(features)}; it must be the width of what"
-            " forward gives, a whole number."
+            f"The backbone {name} has features = {shown(features)}; it must be the width of the"
+            " output of forward, a whole number."
         )
     preprocessing = getattr(backbone, "preprocessing", None)
     if preprocessing is not None and not isinstance(preprocessing, Preprocessing):
@@ -76,10 +76,10 @@ def check_head(head: Any, what: str, features: int) -> nn.Module:
     if not isinstance(head, nn.Module):
         must = f"a module from features (B, {features}) to codes (B, C)."
         raise breach(what, head, must, " as the head")
-    first = next(head.parameters(), torch.empty(0))
+    weight = next(head.parameters(), torch.empty(0))
     with calling(f"{what}'s head"), untouched(head):
-        codes = head(torch.zeros(2, features, device=first.device))
-    checked_rows(codes, f"{what}'s head", (2, -1), first.device, "codes")
+        codes = head(torch.zeros(2, features, device=weight.device))
+    checked_rows(codes, f"{what}'s head", (2, -1), weight.device, "codes")
     return head
 
 
@@ -104,9 +104,10 @@ def check_learner(learner: Any, name: str) -> None:
         m for m in ("fit", "transform", "to_model_parts") if not callable(getattr(learner, m, None))
     ]
     if missing or inspect.isclass(learner):
+        fault = f"without {', '.join(missing)}" if missing else "(a class, not an instance)"
         raise PluginError(
-            f"{name} gave {shown(learner)} without {', '.join(missing) or 'being made'}; a learner"
-            " must have fit, transform and to_model_parts."
+            f"{name} gave {shown(learner)} {fault}; a learner must have fit, transform and"
+            " to_model_parts."
         )
 
 
@@ -134,8 +135,8 @@ class CheckedMetric:
     def __init__(self, metric: Any, name: str) -> None:
         self.metric, self.what = metric, f"The metric {name}"
         depth = getattr(metric, "depth", None)
-        number = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
-        if not callable(metric) or not (number or depth in ("relevant", "all")):
+        is_count = isinstance(depth, int) and not isinstance(depth, bool) and depth >= 1
+        if not callable(metric) or not (is_count or depth in ("relevant", "all")):
             raise PluginError(
                 f"{self.what} is {shown(metric)} with depth = {depth!r}; it must be callable, and"
                 ' depth a number of neighbours, "relevant" or "all".'
@@ -180,11 +181,11 @@ class CheckedMetric:
 
 
 IMAGENET = Preprocessing((224, 224), 3, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), resize=256)
-"""Default preprocessing, as most networks trained on ImageNet expect it."""
+"""The preprocessing that most networks trained on ImageNet expect, which is the default."""
 
 
 class ModuleBackbone(Backbone):
-    """Adapter that makes a backbone of any torch module.
+    """Adapter that turns any torch module into a backbone.
 
     Args:
         module: maps images or vectors (B, F') to features (B, F). Its attribute `preprocessing`,
@@ -201,16 +202,15 @@ class ModuleBackbone(Backbone):
             self.preprocessing = getattr(module, "preprocessing", None) or IMAGENET
             if isinstance(self.preprocessing, Preprocessing):  # else `check_backbone` raises
                 shape = (self.preprocessing.channels, *self.preprocessing.size)
-        self.features = 0
-        first = next(module.parameters(), torch.empty(0))
-        probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(first.device)
+        weight = next(module.parameters(), torch.empty(0))
+        probe = torch.rand(2, *shape, generator=torch.Generator().manual_seed(0)).to(weight.device)
         what = f"The backbone {name}"
         with calling(what), untouched(module):
             output = module(probe) if shape else torch.zeros(2, 1)
-        features = checked_rows(output, what, (2, -1), first.device, "features")
+        features = checked_rows(output, what, (2, -1), weight.device, "features")
         self.features = int(features.shape[1])
         content = features.float().cpu().numpy().tobytes()
-        self._behaves = hashlib.blake2b(content, digest_size=16).hexdigest()
+        self._output_hash = hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return features (B, F) of normalised images or vectors."""
@@ -219,11 +219,11 @@ class ModuleBackbone(Backbone):
 
     def extra_repr(self) -> str:
         """Return a hash of the module's outputs, by which the feature cache tells modules apart."""
-        return f"behaves={self._behaves}"
+        return f"behaves={self._output_hash}"
 
 
 def as_backbone(product: Any, name: str, width: int | None) -> Any:
-    """Return a torch module as a backbone; backbones and other objects are returned unchanged."""
+    """Wrap a torch module as a backbone; return backbones and other objects unchanged."""
     if isinstance(product, Backbone) or not isinstance(product, nn.Module):
         return product
     return ModuleBackbone(product, name, width)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from pytorch_metric_learning import reducers
@@ -21,21 +21,21 @@ from retrieval.errors import PluginError
 from retrieval.model.contracts import TripletIndices
 
 Rows = Literal["items", "anchors", "classes"]
-"""How a loss can be divided over processes; its attribute `rows` names the way.
+"""How a loss can be divided over processes; the loss's attribute `rows` says so.
 
-- "items": each number depends on one item and the loss's own parameters. The loss is called with
-  some rows and their labels.
+- "items": each number depends on one item and the loss's parameters. The loss is called with some
+  rows and their labels.
 - "anchors": each number depends on one anchor and its pairs or triplets. The loss is called with
-  some rows as anchors, the whole batch as `ref_emb`, and the indices of the rows' pairs, without
-  those of an item with itself. With `rows_by_labels = True` it is called without indices, and must
-  itself leave out the pair of row i with item `first_row() + i`. With `rows_mined = False` it is
-  divided only if there is no miner.
-- "classes": the loss divides its own parameters over the processes. It is called with the whole
-  batch on each process and returns the whole loss; the gradient is the part that passes through
-  this process's parameters.
+  some rows as anchors, the whole batch as `ref_emb`, and the indices of these rows' pairs, except
+  pairs of an item with itself. A loss with `rows_by_labels = True` is called without indices, and
+  must itself leave out the pair of row i with item `first_row() + i`. A loss with `rows_mined =
+  False` is divided only if there is no miner.
+- "classes": the loss divides its parameters over the processes. It is called with the whole batch
+  on each process and returns the whole loss; the gradient is the part that passes through this
+  process's parameters.
 """
 
-_KINDS = ("items", "anchors", "classes")
+_KINDS = get_args(Rows)
 _REDUCERS = (
     reducers.MeanReducer,
     reducers.SumReducer,
@@ -43,12 +43,12 @@ _REDUCERS = (
     reducers.ThresholdReducer,
 )
 
-_first: ContextVar[int | None] = ContextVar("first_row", default=None)
+_first_row: ContextVar[int | None] = ContextVar("first_row", default=None)
 
 
 def first_row() -> int | None:
-    """Return the position of a loss's first row in the batch, or None if it is not divided."""
-    return _first.get()
+    """Return where a divided loss's rows begin in the batch, or None if the loss is not divided."""
+    return _first_row.get()
 
 
 def rows_of(loss: nn.Module, mined: bool) -> Rows | None:
@@ -89,7 +89,7 @@ def compares_with_classes(loss: nn.Module) -> bool:
 
 
 class Sums(nn.Module):
-    """Replaces a reducer and keeps the sum and count of each sub-loss's numbers."""
+    """Takes a reducer's place and records the sum and count of each sub-loss's numbers."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -126,9 +126,9 @@ def row_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return sums (K,) and counts (K,) of some rows' numbers for the loss's K sub-losses.
 
-    `rows` (R, C) have `labels` (R,) and begin at position `start` of the `whole` batch (B, C) with
-    labels (B,). `kind` is the loss's `rows_of`, "items" or "anchors". `indices` are the miner's in
-    the batch, or `None`.
+    `whole` is the batch: codes (B, C) and labels (B,). `rows` (R, C), with `labels` (R,), are its
+    rows from position `start` on. `kind`, from `rows_of`, is "items" or "anchors". `indices` are
+    the miner's indices into the batch, or `None`.
     """
     arguments: tuple[Any, ...] = ()
     if kind == "anchors":
@@ -145,14 +145,14 @@ def row_sums(
 
 @contextmanager
 def _collecting(loss: Any, start: int) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Context manager that replaces a loss's reducer by `Sums` and yields the sums."""
-    reducer, token = loss.reducer, _first.set(start)
+    """Context manager that replaces a loss's reducer with `Sums` and yields the sums."""
+    reducer, token = loss.reducer, _first_row.set(start)
     loss.reducer = sums = Sums(reducer)
     try:
         yield sums.sums
     finally:
         loss.reducer = reducer
-        _first.reset(token)
+        _first_row.reset(token)
 
 
 def _reducers(reducer: nn.Module) -> list[Any]:
@@ -168,11 +168,11 @@ def _reducer(reducer: Any, name: str) -> Any:
 
 
 def _summed(
-    name: str, sub_loss: Mapping[str, Any], reducer: Any, like: Tensor
+    name: str, sub_loss: Mapping[str, Any], reducer: Any, embeddings: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return sum and count of those numbers of a sub-loss that its reducer counts."""
+    """Return the sum and count of the numbers that a sub-loss's reducer would average or add."""
     losses = sub_loss["losses"]
-    none = like.sum() * 0, torch.zeros((), dtype=torch.int64, device=like.device)
+    none = embeddings.sum() * 0, torch.zeros((), dtype=torch.int64, device=embeddings.device)
     if not isinstance(losses, Tensor):
         return none
     if sub_loss["reduction_type"] == "summed":
@@ -195,7 +195,7 @@ def _summed(
 
 
 def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
-    """Return the pairs or triplets of some rows' anchors, with anchors counted from `start`."""
+    """Return the pairs or triplets whose anchors are among the rows, with `start` as anchor 0."""
     groups = [indices[:2], indices[2:]] if len(indices) == 4 else [indices]
     picked: list[Tensor] = []
     for anchors, *partners in groups:
@@ -204,11 +204,11 @@ def _of_rows(indices: TripletIndices, start: int, count: int) -> TripletIndices:
     return cast(TripletIndices, tuple(picked))
 
 
-def _pairs(labels: Tensor, every: Tensor, start: int) -> TripletIndices:
+def _pairs(labels: Tensor, batch_labels: Tensor, start: int) -> TripletIndices:
     """Return all pairs of some rows with the batch, except those of an item with itself."""
-    same = labels.unsqueeze(1) == every.unsqueeze(0)
+    same = labels.unsqueeze(1) == batch_labels.unsqueeze(0)
     a2, n = torch.where(~same)
-    own = torch.arange(len(labels), device=labels.device)
-    same[own, start + own] = False
+    row = torch.arange(len(labels), device=labels.device)
+    same[row, start + row] = False
     a1, p = torch.where(same)
     return a1, p, a2, n

@@ -1,6 +1,6 @@
 """Parameters whose rows are divided over processes.
 
-A module's attribute `shards` maps the name of each such parameter to its `Shard`.
+A module's attribute `shards` maps the name of each divided parameter to this process's `Shard`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def world_of() -> tuple[int, int]:
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """Return the divided parameters of a module and its submodules, by name in its state."""
+    """Return the shards of a module and its submodules, by the parameter's `state_dict` name."""
     return {
         f"{place}.{name}" if place else name: shard
         for place, submodule in module.named_modules()

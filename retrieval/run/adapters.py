@@ -1,8 +1,7 @@
-"""`[lora]`: low-rank additions to a backbone's layers, with the library PEFT.
+"""The recipe's `[lora]`: low-rank additions to a backbone's layers, with the library PEFT.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022), equation 3: h = W x +
-(α / r) B A x. Only A and B are trained. B starts at zero, so training starts from the pretrained
-net.
+(α / r) B A x. Only A and B are trained. B is zero at first, so that the net is at first unchanged.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ def adapt(model: Model, lora: Lora) -> None:
     layers = [
         name
         for name, module in model.backbone.named_modules()
-        # Grouped convolutions are left out: they have few inputs per output, so a low rank saves
-        # nothing.
+        # Grouped convolutions have few inputs per output, so that a low rank saves nothing.
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
     ]
     unmatched = [p for p in lora.modules if not any(fnmatchcase(name, p) for name in layers)]
     if unmatched or not layers:
-        names = f"The names are {some(layers, 5)}." if layers else "It has no such layers."
+        names = f"The names are {some(layers, 5)}." if layers else "The backbone has none."
         raise RecipeError(
             [
                 "[lora] modules: no name of a linear layer or convolution of the backbone matches"
@@ -69,7 +67,7 @@ def adapt(model: Model, lora: Lora) -> None:
 def merge(model: Model) -> None:
     """Merge the additions into the layers' weights, in place, if the model has any."""
     for name, module in list(model.backbone.named_modules()):
-        # PEFT's wrapper of a layer has both attributes
+        # Only PEFT's wrapper of a layer has both attributes.
         if hasattr(module, "base_layer") and hasattr(module, "merge"):
             module.merge(safe_merge=True)
             parent, _, child = name.rpartition(".")

@@ -15,7 +15,7 @@ from retrieval.host.plugin_calls import calling
 from retrieval.host.python_parts import is_object
 from retrieval.model.checked_dataset import check_dataset
 from retrieval.model.contracts import Backbone, BatchSampler, Combiner, Dataset, Generator
-from retrieval.model.model import Model, build_head
+from retrieval.model.model import Model, build_head, evaluation_mode
 from retrieval.model.products import (
     as_backbone,
     check_backbone,
@@ -59,7 +59,7 @@ def check_columns(evaluate: Evaluate, dataset: Dataset) -> None:
     known = sorted({str(name) for row in dataset.metadata or [] for name in row})
     listing = f"they have: {', '.join(known)}" if known else "they have none"
     if problems := [
-        f"[evaluate] {key}: the data have no column '{name}' of metadata"
+        f"[evaluate] {key}: the data have no metadata column '{name}'"
         f" ({listing}).{did_you_mean(name, known)}"
         for key, name in columns
         if name not in known
@@ -102,9 +102,9 @@ def build_backbone(recipe: Recipe, dataset: Dataset) -> Backbone:
 def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
     """Return the names of the backbone's tensors that are initialised at random.
 
-    The backbone is built with two seeds, and its tensors are compared. The result is empty if
-    `[train] start_from` loads the backbone's weights. The tensors of a factory that seeds torch
-    itself are not detected.
+    The backbone is built with two seeds, and its tensors are compared. This comparison misses the
+    tensors of a factory that seeds torch itself. The result is empty if `[train] start_from` loads
+    the backbone's weights.
     """
     if recipe.train.start_from is not None and "backbone" in recipe.train.start_parts:
         return []
@@ -118,11 +118,11 @@ def drawn_at_random(recipe: Recipe, dataset: Dataset) -> list[str]:
 
 def differing(backbone: Backbone, other: Backbone) -> list[str]:
     """Return the names of the tensors that differ between two builds of a backbone."""
-    theirs = other.state_dict()
+    tensors = other.state_dict()
     return [
         name
         for name, value in backbone.state_dict().items()
-        if name not in theirs or not torch.equal(value, theirs[name])
+        if name not in tensors or not torch.equal(value, tensors[name])
     ]
 
 
@@ -152,15 +152,9 @@ def build_model(recipe: Recipe, dataset: Dataset) -> Model:
 def code_size(model: Model) -> int:
     """Return the number of columns of the model's codes, the output of its head."""
     weight = next(iter(model.head.parameters()), torch.empty(0))
-    training = model.head.training
-    with torch.no_grad():
-        size = int(
-            model.head.eval()(torch.zeros(2, model.backbone.features, device=weight.device)).shape[
-                1
-            ]
-        )
-    model.head.train(training)
-    return size
+    with evaluation_mode(model.head), torch.no_grad():
+        codes = model.head(torch.zeros(2, model.backbone.features, device=weight.device))
+    return int(codes.shape[1])
 
 
 class Objective(nn.Module):
@@ -209,7 +203,7 @@ def build_objective(recipe: Recipe, model: Model, classes: int) -> Objective:
 
 
 def loss_sizes(objective: Objective, width: int) -> str:
-    """Return a sentence that helps to find a loss's wrong sizes; "" if the loss has no weights."""
+    """Return a hint on the sizes of a loss's weights, or "" if the loss has no weights."""
     shapes = [str(tuple(p.shape)) for p in objective.loss.parameters()]
     if not shapes:
         return ""
@@ -221,7 +215,7 @@ def loss_sizes(objective: Objective, width: int) -> str:
 
 
 class Called(nn.Module):
-    """Module without weights around a loss or miner that is a plain callable."""
+    """Wraps a loss or miner that is a plain callable as a module."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         super().__init__()
@@ -250,8 +244,8 @@ def as_module(part_object: Any, part: str, name: str) -> nn.Module:
 
 def _bind(generator: Generator, model: Model) -> None:
     generator.bind(model.head)
-    theirs = {id(item) for item in (*model.modules(), *model.parameters())}
-    if any(id(item) in theirs for item in (*generator.modules(), *generator.parameters())):
+    parts = {id(part) for part in (*model.modules(), *model.parameters())}
+    if any(id(part) in parts for part in (*generator.modules(), *generator.parameters())):
         raise PluginError(
             f"{type(generator).__name__}.bind(head) registers the head as a submodule, so the"
             " head's weights would be saved and trained twice. Store it in a tuple instead:"

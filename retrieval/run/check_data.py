@@ -38,12 +38,12 @@ from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.serving.sessions import ahead
 
 PICTURES = 0.08
-"""Two images count as the same if the distance of their small pictures is at most this."""
+"""Largest distance between the small pictures of two images that count as the same."""
 _BATCH = 32
 _COPIES = 256
-"""Number of items that are compared with copies of themselves to choose `within`."""
+"""Largest number of items that are compared with their JPEG copies to choose `within`."""
 _QUALITY = 70
-"""JPEG quality of these copies."""
+"""JPEG quality of the copies."""
 
 
 @shown
@@ -56,25 +56,25 @@ def check_data(
     plugins: Sequence[str] = (),
     progress: Progress = True,
 ) -> Findings:
-    """Find what is wrong with data: broken files, duplicates, leaks, labels likely wrong.
+    """Find faults in data: broken files, duplicates, leaks, and labels that are probably wrong.
 
     Each item is decoded once, by the decoder that training and serving share. Hashes find files
-    with identical bytes and images with identical pixels. Small pictures of the images find those
+    with identical bytes and images with identical pixels. Small pictures of the images find images
     that look the same, for example because they were saved again or resized. If there is a model,
     its distance finds further pairs. Memory grows with the number of items, and the time of the
     comparison with its square.
 
-    The sides of the data (train, test, …) are those of the split; an item on two sides is a leak.
+    The sides of the data are the parts of its split (train, test, …); an item on two sides leaks.
 
     Args:
         data: a recipe or its `.toml` file, whose `[split]` defines the sides; or the sources of an
-            index: folders, CSV files, Parquet tables, `.npz` features. Of several sources, each is
-            a side. The subfolders `train`, `test`, … of a single folder are sides too, and so are
-            the values of a table's `split` column.
+            index: folders, CSV files, Parquet tables, `.npz` features. Each of several sources is a
+            side. In a single source, the subfolders `train`, `test`, … of a folder are sides, and
+            so are the values of a table's `split` column.
         model: a bundle, or its folder.
-        within: the largest model distance at which two items count as the same. By default, up to
-            256 items are saved again as JPEG of quality 70, and 95 % of these copies are within the
-            distance of their originals. Required for a bundle that takes vectors.
+        within: the largest model distance at which two items count as the same. The default is the
+            95th percentile of the distances between up to 256 items and their copies, saved again
+            as JPEG of quality 70. Required for a bundle that takes vectors.
         overrides: changes to the recipe, such as `"data.folder=photos"`.
         plugins: further plugin files or modules of the recipe.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
@@ -86,37 +86,37 @@ def check_data(
         BundleError: the bundle cannot be used.
     """
     if within is not None and (model is None or not 0 <= within < float("inf")):
-        raise DataError("within is a model's distance: pass a model, and a number of at least 0.")
+        raise DataError("within is a model's distance: pass a model and a number of at least 0.")
     bundle = model if model is None or isinstance(model, Bundle) else Bundle.open(model)
     checked, subjects = _subjects(data, bundle, overrides, plugins)
     if bundle is not None and bundle.manifest.input.kind != subjects.kind:
-        theirs = "images" if subjects.kind == "image" else "vectors"
-        raise DataError(f"The items are {theirs}, but the bundle {bundle.path} does not take any.")
+        kind = "images" if subjects.kind == "image" else "vectors"
+        raise DataError(f"The items are {kind}, but the bundle {bundle.path} takes no {kind}.")
     if bundle is not None and within is None and subjects.kind == "features":
         raise DataError(
             "For vectors, pass within: the largest model distance at which two items are the same."
         )
-    seen = _Seen(subjects, bundle)
-    same, alone = seen.same()
+    scan = _Scan(subjects, bundle)
+    same, rows = scan.same()
     limits: dict[str, float] = {}
     near: list[Alike] = []
     complete = True
-    pictured = alone[seen.pictured[alone]]
+    pictured = rows[scan.has_picture[rows]]
     if len(pictured):
         limits["picture"] = PICTURES
-        numbers, what = seen.numbers[pictured], "comparing pictures"
-        pairs = near_pairs(seen.pictures[pictured], PICTURES, same=numbers, what=what)
+        values, what = scan.same_values[pictured], "comparing pictures"
+        pairs = near_pairs(scan.pictures[pictured], PICTURES, same=values, what=what)
         near += _pairs(pairs, pictured, "picture")
         complete = pairs.complete
     if bundle is not None:
-        limits["model"] = seen.copied(bundle, alone) if within is None else within
-        pairs = seen.near(bundle, alone, limits["model"])
-        near += _pairs(pairs, alone, "model")
+        limits["model"] = scan.copy_distance(bundle, rows) if within is None else within
+        pairs = scan.near(bundle, rows, limits["model"])
+        near += _pairs(pairs, rows, "model")
         complete = complete and pairs.complete
     return Findings(
         checked,
         subjects.items,
-        sorted(seen.faults.items()),
+        sorted(scan.faults.items()),
         same,
         near,
         limits,
@@ -124,7 +124,7 @@ def check_data(
         spelt_alike(subjects.items),
         complete,
         subjects.notes,
-        sorted(seen.flat.items()),
+        sorted(scan.flat.items()),
     )
 
 
@@ -134,7 +134,7 @@ def _subjects(
     overrides: Sequence[str],
     plugins: Sequence[str],
 ) -> tuple[str, Subjects]:
-    """Return the data's name for messages, and their items."""
+    """Return the name of the data for messages, and their items."""
     if isinstance(data, Recipe):
         return f"the recipe '{data.name}'", _of_recipe(data)
     named = [str(source) for source in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -147,9 +147,7 @@ def _subjects(
     if overrides:
         raise DataError("Overrides change a recipe: pass its .toml file, or no overrides.")
     if not named:
-        raise DataError(
-            "There is nothing to check: pass a folder, a CSV file, a table or a recipe."
-        )
+        raise DataError("No data are named: pass a folder, a CSV file, a table or a recipe.")
     collected = [_collected(name, bundle) for name in named]
     if len({part.features is None for part in collected}) > 1:
         raise DataError("Images and vectors are checked separately: pass one kind at a time.")
@@ -157,7 +155,7 @@ def _subjects(
 
 
 def _collected(name: str, bundle: Bundle | None) -> Sources:
-    """Return a source's items: as vectors if it holds only vectors or the bundle takes vectors."""
+    """Return a source's items, as vectors if it holds only vectors or the bundle takes vectors."""
     if is_embedding(name):
         items, vectors = in_memory(Path(name))
         return Sources([replace(item, row=row) for row, item in enumerate(items)], vectors)
@@ -175,16 +173,16 @@ def _of_recipe(recipe: Recipe) -> Subjects:
     return of_dataset(dataset, make_splits(dataset, recipe.split))
 
 
-class _Seen:
-    """Hashes, small pictures and embeddings of all N items, each opened once.
+class _Scan:
+    """Hashes, small pictures and embeddings of all N items, from one pass over them.
 
     Attributes:
         faults: why an item cannot be read, by the item's row (its index among the N items).
         flat: why a 16-bit image keeps only a few levels in 8 bits, by the image's row.
-        contents: (N,) first row whose file has the same bytes; −1 if the item is not a file.
-        numbers: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
+        same_bytes: (N,) first row whose file has the same bytes; −1 if the item is not a file.
+        same_values: (N,) first row with the same pixels or vector; −1 if the item cannot be read.
         pictures: (N, WIDTH) small pictures; no rows for vectors.
-        pictured: (N,) true for the rows that have a picture.
+        has_picture: (N,) true for the rows that have a picture.
         encoded: the model's output for N items, if there is a model.
 
     Raises:
@@ -198,16 +196,16 @@ class _Seen:
         self.subjects = subjects
         self.faults: dict[int, str] = {}
         self.flat: dict[int, str] = {}
-        self.contents = np.full(size, -1, np.int64)
-        self.numbers = np.full(size, -1, np.int64)
+        self.same_bytes = np.full(size, -1, np.int64)
+        self.same_values = np.full(size, -1, np.int64)
         self.pictures = np.zeros((size if subjects.kind == "image" else 0, WIDTH), np.float32)
-        self.pictured = np.zeros(size, bool)
+        self.has_picture = np.zeros(size, bool)
         if bundle is not None:
             self.encoded = _empty(bundle, size)
         contents: dict[bytes, int] = {}
         numbers: dict[bytes, int] = {}
         waiting: list[tuple[int, NDArray[Any]]] = []
-        work = partial(_opened, subjects, bundle)
+        work = partial(_measure, subjects, bundle)
         with Meter("checking", size, "items") as meter:
             items = subjects.read(range(size))
             for row, opened in ahead(work, items, workers=min(8, cores()), most=2 * _BATCH):
@@ -218,10 +216,10 @@ class _Seen:
                 if opened.flat is not None:
                     self.flat[row] = opened.flat
                 if opened.file is not None:
-                    self.contents[row] = contents.setdefault(opened.file, row)
-                self.numbers[row] = numbers.setdefault(opened.hashes.values, row)
+                    self.same_bytes[row] = contents.setdefault(opened.file, row)
+                self.same_values[row] = numbers.setdefault(opened.hashes.values, row)
                 if opened.hashes.picture is not None:
-                    self.pictures[row], self.pictured[row] = opened.hashes.picture, True
+                    self.pictures[row], self.has_picture[row] = opened.hashes.picture, True
                 if bundle is not None and opened.pixels is not None:
                     waiting.append((row, opened.pixels))
                     if len(waiting) == _BATCH:
@@ -241,25 +239,25 @@ class _Seen:
         waiting.clear()
 
     def same(self) -> tuple[list[Alike], Rows]:
-        """Return groups of identical items, and the items to compare further.
+        """Return the groups of identical items, and the rows to compare further.
 
-        Each group keeps one item per side and label for further comparison.
+        Identical items of the same side and label are represented by one of their rows.
         """
         groups: defaultdict[int, list[int]] = defaultdict(list)
-        for row, number in enumerate(self.numbers.tolist()):
+        for row, number in enumerate(self.same_values.tolist()):
             if number >= 0:
                 groups[number].append(row)
         pairs: list[Alike] = []
-        alone: list[int] = []
+        compared: list[int] = []
         for rows in groups.values():
             items = {row: self.subjects.items[row] for row in reversed(rows)}
-            alone += {(item.side, item.label): row for row, item in items.items()}.values()
+            compared += {(item.side, item.label): row for row, item in items.items()}.values()
             if len(rows) > 1:
-                files = set(self.contents[rows].tolist())
+                files = set(self.same_bytes[rows].tolist())
                 by: By = "numbers" if self.subjects.kind == "features" else "pixels"
                 by = "bytes" if len(files) == 1 and -1 not in files else by
                 pairs.append(Alike(tuple(rows), by))
-        return pairs, np.array(sorted(alone), np.int64)
+        return pairs, np.array(sorted(compared), np.int64)
 
     def near(self, bundle: Bundle, rows: Rows, within: float) -> Near:
         """Return the pairs of items whose model distance is at most `within`."""
@@ -273,31 +271,31 @@ class _Seen:
         return near_pairs(
             np.ascontiguousarray(self.encoded.vector[rows]),
             within,
-            same=self.numbers[rows],
+            same=self.same_values[rows],
             spans=spans or (None,),
             measure=None if plain else measure,
             candidates=0 if manifest.rescorer is None else manifest.rescorer.candidates,
             what="comparing by the model",
         )
 
-    def copied(self, bundle: Bundle, rows: Rows) -> float:
-        """Return the distance within which 95 % of the sampled items find their own copies."""
+    def copy_distance(self, bundle: Bundle, rows: Rows) -> float:
+        """Return the 95th percentile of the distances between sampled items and JPEG copies."""
         places = np.linspace(0, len(rows) - 1, min(_COPIES, len(rows))).round().astype(np.int64)
         chosen = rows[np.unique(places)]
         work: Callable[[Any], Any] = partial(_copy, self.subjects, bundle)
         items = self.subjects.read(chosen.tolist())
-        apart = []
+        distances = []
         with Meter("measuring copies", len(chosen), "items") as meter:
             for row, pixels in ahead(work, items, workers=min(8, cores()), most=_BATCH):
                 copy = bundle.encode(pixels[None])
-                apart.append(float(self._distances(bundle, copy, 0, np.array([row]))[0]))
+                distances.append(float(self._distances(bundle, copy, 0, np.array([row]))[0]))
                 meter.update()
-        return float(np.quantile(apart, 0.95))
+        return float(np.quantile(distances, 0.95))
 
     def _distances(
         self, bundle: Bundle, queries: Encoded, number: int, rows: Rows
     ) -> NDArray[np.float64]:
-        """Return a query's distances to items: the model's own, or Euclidean if it only scores."""
+        """Return query `number`'s model distances to items; Euclidean if the model only scores."""
         query, vectors = queries.query[number], self.encoded.vector[rows]
         code = None if queries.code is None else queries.code[number]
         codes = None if self.encoded.code is None else self.encoded.code[rows]
@@ -306,8 +304,8 @@ class _Seen:
         return measured(bundle, query, code, vectors, codes, len(rows))
 
 
-class _Opened(NamedTuple):
-    """An item's file's hash, fingerprint, input to the model, and why it has few levels."""
+class _Measured(NamedTuple):
+    """Measurements of an item: hash of its file, fingerprint, model input, and why it is `flat`."""
 
     file: bytes | None
     hashes: Fingerprint
@@ -315,10 +313,10 @@ class _Opened(NamedTuple):
     flat: str | None
 
 
-def _opened(
+def _measure(
     subjects: Subjects, bundle: Bundle | None, numbered: tuple[int, Content]
-) -> tuple[int, _Opened | DataError]:
-    """Return an item's row with its measurements, or with the reason why it cannot be read."""
+) -> tuple[int, _Measured | DataError]:
+    """Return an item's row with its measurements, or with the error if it cannot be read."""
     row, content = numbered
     name = subjects.items[row].name
     try:
@@ -331,7 +329,7 @@ def _opened(
         pixels = None
         if bundle is not None:
             pixels = np.asarray(item, np.float32) if image is None else bundle.preprocess(image)
-        return row, _Opened(file, fingerprint(item), pixels, flat and f"{name} {flat}.")
+        return row, _Measured(file, fingerprint(item), pixels, flat and f"{name} {flat}.")
     except DataError as fault:
         return row, DataError(f"{name}: {fault}")
 
@@ -347,14 +345,15 @@ def _empty(bundle: Bundle, size: int) -> Encoded:
 
 def _pairs(near: Near, rows: Rows, by: By) -> list[Alike]:
     return [
-        Alike((int(rows[row]), int(rows[other])), by, float(apart))
-        for row, other, apart in zip(near.first, near.second, near.distance, strict=True)
+        Alike((int(rows[row]), int(rows[other])), by, float(distance))
+        for row, other, distance in zip(near.first, near.second, near.distance, strict=True)
     ]
 
 
 def _copy(
     subjects: Subjects, bundle: Bundle, numbered: tuple[int, Content]
 ) -> tuple[int, NDArray[Any]]:
+    """Return an item's row, and the model input of its JPEG copy."""
     _, item = subjects.open(*numbered)
     assert isinstance(item, Image.Image)
     out = io.BytesIO()
@@ -404,7 +403,7 @@ def preview(recipe: Recipe, items: int = 8, draws: int = 8) -> Image.Image:
 
 
 def _picture(pixels: np.ndarray) -> Image.Image:
-    """Return pixels (channels, H, W) as an image; small ones are enlarged by a whole number."""
+    """Return pixels (channels, H, W) as an image, enlarged by a whole factor if it is small."""
     array = pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)
     image = Image.fromarray(array).convert("RGB")
     factor = max(1, -(-_LEAST // min(image.size)))
@@ -444,7 +443,7 @@ def _sheet(rows: list[list[Image.Image]], names: list[str]) -> Image.Image:
             name = f"{name[:-2]}…"
         draw.text((_GAP, top), name, fill="black", font=font)
         for column, image in enumerate(row):
-            # a wider gap after the unchanged image
+            # The gap after the unchanged image is wider.
             left = _GAP + column * across + (2 * _GAP if column else 0)
             sheet.paste(image, (left, top + _TEXT))
     return sheet

@@ -132,8 +132,10 @@ def _verified(content: bytes) -> dict[str, Any]:
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Keep a file as `previous`, which is replaced: by a hard link if possible, else by moving."""
-    # A link leaves `path` in place until the new checkpoint replaces it.
+    """Replace `previous` with the file `path`: by a hard link if possible, else by moving `path`.
+
+    A link leaves `path` in place until the new checkpoint replaces it.
+    """
     link = previous.with_name(previous.name + ".tmp")
     try:
         link.unlink(missing_ok=True)
@@ -157,7 +159,7 @@ def _flatten(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
         }
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise TypeError(f"{place} holds a {type(value).__name__}, which a checkpoint cannot keep")
+    raise TypeError(f"{place} holds a {type(value).__name__}, which a checkpoint cannot hold")
 
 
 def _unflatten(node: Any, tensors: dict[str, Tensor]) -> Any:
@@ -212,8 +214,8 @@ def python_random_kept() -> Iterator[None]:
     """Context manager that restores the state of Python's random generator at its end.
 
     Some modules (rich, imported by scikit-learn) draw random numbers when they are imported, which
-    happens only in a process's first run. Without this, the first run would draw different random
-    numbers from later ones.
+    happens only in a process's first run. Unless the state is restored, the first run draws other
+    random numbers than later runs.
     """
     state = random.getstate()
     try:

@@ -1,7 +1,7 @@
 """A run's folder: create it, tell its state, and lock it for the process that writes to it.
 
 recipe.toml             the recipe as it was run, overrides included, with absolute paths
-run.json                versions, machine, split sizes, objects made in Python
+run.json                versions, machine, split sizes, descriptions of objects made in Python
 plugins/                copies of the recipe's plugin files and folders
 inputs.safetensors      a few held-out inputs, to verify an export when the data are gone
 metrics.jsonl           one line per epoch
@@ -67,8 +67,8 @@ def claimed(path: Path) -> Iterator[None]:
     """Context manager that locks a run's folder against other processes.
 
     Raises:
-        DataError: another process writes to the folder (the message names it), or the parent folder
-            cannot be created.
+        DataError: another process, which the message names, writes to the folder, or the parent
+            folder cannot be created.
     """
     real_path = Path(os.path.realpath(path))
     try:
@@ -93,14 +93,14 @@ def refuse_taken(path: Path, replace: bool) -> None:
         raise DataError(f"{path} is a file, and a run is a folder. Choose another output.")
     if not is_run(path):
         raise DataError(
-            f"{path} exists already and holds no run, so there is nothing to resume or"
-            " replace: choose another output."
+            f"{path} exists already and is not a run, so it can be neither resumed nor replaced."
+            " Choose another output."
         )
     if replace:
         return
     state = "a run that was stopped before its first checkpoint"
     if is_complete(path):
-        state = "a complete run, which goes on with a larger train.epochs"
+        state = "a complete run, which only a larger train.epochs continues"
     elif has_checkpoint(path):
         state = "a run that was stopped"
     raise DataError(
@@ -115,7 +115,7 @@ def create_folder(
     """Create a run's folder with its recipe and plugin files, atomically.
 
     Returns:
-        The recipe as recorded, which names the copies of the plugin files.
+        The recipe as written to the folder, which names the copies of the plugin files.
 
     Raises:
         DataError: the folder is not empty, or cannot be written.
@@ -128,8 +128,8 @@ def create_folder(
     try:
         with whole_folder(real_path, replace=is_run(real_path), exists_error=occupied) as temporary:
             (temporary / "checkpoints").mkdir()
-            kept = copy_plugins(temporary, recipe)
-            (temporary / "recipe.toml").write_text(to_toml(kept), encoding="utf-8")
+            recipe = copy_plugins(temporary, recipe)
+            (temporary / "recipe.toml").write_text(to_toml(recipe), encoding="utf-8")
             for name, content in (files or {}).items():
                 if isinstance(content, bytes):
                     (temporary / name).write_bytes(content)
@@ -137,7 +137,7 @@ def create_folder(
                     write_json(temporary / name, content, DataError)
     except OSError as error:
         raise _refused(path, error) from error
-    return kept
+    return recipe
 
 
 def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
@@ -156,7 +156,7 @@ def copy_plugins(path: Path, recipe: Recipe) -> Recipe:
 def record_changes(
     path: Path, recipe: Recipe, changed: Sequence[str], step: int, *, replace_plugins: bool = False
 ) -> None:
-    """Record in `run.json` the changes of a resumed run's recipe, and their step.
+    """Record in `run.json` how a resumed run's recipe changed, and at which step.
 
     `recipe.toml` is updated too. The summary and the evaluations are removed, because the run is no
     longer complete and its weights will change.
@@ -175,10 +175,8 @@ def record_changes(
         if replace_plugins:
             recipe = copy_plugins(path, recipe)
         else:
-            own = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8")).get(
-                "plugins", []
-            )
-            recipe = recipe.model_copy(update={"plugins": own})
+            table = tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8"))
+            recipe = recipe.model_copy(update={"plugins": table.get("plugins", [])})
         for stale in ("summary.json", "evaluation-*.json", "verification-*.json"):
             for file in path.glob(stale):
                 file.unlink()
@@ -193,7 +191,7 @@ def record_changes(
 
 
 def absolute_paths(recipe: AnyTables) -> AnyTables:
-    """Return a recipe whose paths, relative to the working directory, are made absolute."""
+    """Return a recipe with absolute paths; relative paths are relative to the working directory."""
     tables: dict[str, Any] = {}
     for table, kind in COMPONENTS.items():
         part: Component | None = getattr(recipe, table)
@@ -253,8 +251,8 @@ def objects_of(**objects: Any) -> dict[str, Any]:
             f" {', '.join(tables)}."
         )
     dataset = objects.get("dataset")
-    named = isinstance(dataset, Mapping) and isinstance(dataset.get("name"), str)
-    if not named and not isinstance(dataset, type | str | PurePath | None):
+    is_table = isinstance(dataset, Mapping) and isinstance(dataset.get("name"), str)
+    if not is_table and not isinstance(dataset, type | str | PurePath | None):
         objects["dataset"] = as_dataset(dataset)
     return {tables[word]: value for word, value in objects.items() if value is not None}
 
@@ -279,11 +277,11 @@ def _recorded(value: Any) -> dict[str, Any]:
     return description
 
 
-def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
-    """Refuse objects for parts for which a run was trained without an object.
+def refuse_extra_objects(path: Path, objects: Mapping[str, Any]) -> None:
+    """Refuse an object for a part that was not an object when the run was trained.
 
     Raises:
-        DataError: the run used no object for a part; the message names the part.
+        DataError: there is such an object; the message names the part.
     """
     table, _ = read_table(path / "recipe.toml") if objects else ({}, [])
     for part in objects:
@@ -296,7 +294,7 @@ def refuse_needless(path: Path, objects: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_others(path: Path, recipe: Recipe) -> None:
+def refuse_other_objects(path: Path, recipe: Recipe) -> None:
     """Refuse a recipe whose Python objects differ from those that a run was trained with.
 
     Raises:
@@ -320,7 +318,7 @@ def refuse_others(path: Path, recipe: Recipe) -> None:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return in words the first difference between two descriptions of an object."""
+    """Describe the first difference between two descriptions of an object."""
     if before.get("class") != now["class"]:
         return f"{before.get('class')} then, {now['class']} now"
     old, new = before.get("settings") or {}, now["settings"]
@@ -329,4 +327,4 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
             return f"{name} was {old.get(name)}, and is {new.get(name)} now"
     if before.get("items") != now.get("items"):
         return f"{before.get('items'):,} items then, {now.get('items'):,} now"
-    return "its items, their labels or sides differ"
+    return "items, labels or sides differ"

@@ -36,8 +36,8 @@ from retrieval.run.folder import (
     is_run,
     objects_of,
     record,
-    refuse_needless,
-    refuse_others,
+    refuse_extra_objects,
+    refuse_other_objects,
 )
 from retrieval.run.resume import Standing
 from retrieval.run.weights import load_learned, load_weights, take_weights
@@ -119,9 +119,9 @@ class Run:
             generator=generator,
             learner=learner,
         )
-        refuse_needless(path, objects)
+        refuse_extra_objects(path, objects)
         recipe = read_recipe(path / "recipe.toml", objects=objects)
-        refuse_others(path, recipe)
+        refuse_other_objects(path, recipe)
         with naming(path / "recipe.toml"):
             items, splits = _items(path, recipe, or_kept)
             if recipe.learner is None:
@@ -156,21 +156,21 @@ class Run:
 
     @property
     def previous(self) -> Path:
-        """The checkpoint that was written before the last one."""
+        """The checkpoint before `last`."""
         return checkpoint_file(self.path, "previous")
 
     @property
     def best(self) -> Path:
-        """The weights of the best validation; without validation, the final weights."""
+        """The weights of the best validated epoch, or the final weights if none was validated."""
         return checkpoint_file(self.path, "best")
 
     @cached_property
     def metrics_file(self) -> Path:
-        """The log, one JSON object per epoch."""
+        """The log, with one JSON object per epoch."""
         return self.path / "metrics.jsonl"
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a record to `metrics.jsonl`.
+        """Append a record to the log.
 
         Raises:
             DataError: the file cannot be written.
@@ -315,7 +315,7 @@ class ItemCodes:
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.device, self.batch = run, device, run.recipe.evaluate.batch
         untrained_backbone = run.recipe.backbone.frozen or run.recipe.learner is not None
-        # the cached features belong to the dataset's items, not to the kept inputs
+        # Cached features belong to the dataset's items, not to the inputs stored in the run.
         self.from_features = untrained_backbone and not isinstance(run.dataset, KeptInputs)
         self.source: Dataset = run.dataset
         if self.from_features:
@@ -330,7 +330,7 @@ class ItemCodes:
                 must have the run's backbone.
         """
         model = (model or self.run.model).to(self.device)
-        if isinstance(self.source, KeptInputs):  # kept inputs are few and already preprocessed
+        if isinstance(self.source, KeptInputs):  # these are few and already preprocessed
             with evaluating(model):
                 kept = torch.from_numpy(self.source.inputs[indices]).to(self.device)
                 codes: Tensor = model(kept)[1].float().cpu()

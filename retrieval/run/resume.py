@@ -1,4 +1,4 @@
-"""Resume a run with its own recipe and its own copies of plugin files."""
+"""Resume a run: find its checkpoint, and compare recipe and plugins with those it began with."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from retrieval.run.folder import (
     checkpoint_file,
     has_checkpoint,
     is_run,
-    refuse_others,
+    refuse_other_objects,
 )
 from retrieval.serving.files.places import StrPath
 
@@ -50,15 +50,15 @@ class Position:
     with_frozen: float | None = None
     """The best value among the epochs before the backbone was first trained."""
     with_trained: float | None = None
-    """The best value among the epochs from then on."""
+    """The best value among the epochs since the backbone was first trained."""
     best_metrics: dict[str, float] = field(default_factory=dict)
     """All validation metrics of the best epoch."""
     stale: int = 0
-    """Number of validations since the best one."""
+    """Number of validations since the best validation."""
     sums: dict[str, float] = field(default_factory=dict)
     """Sums of the training metrics over the current epoch's steps, by name."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Steps in each sum: a step without triplets, for example, has no generator loss."""
+    """Number of steps in each sum; a step without triplets, for example, has no generator loss."""
     drawn: list[Tensor] | None = None
     """The current epoch's batches, if their sampler uses embeddings."""
 
@@ -104,26 +104,26 @@ def read_given(
         DataError: the folder is not a run.
         RecipeError: the recipe cannot be read, or does not fit the plugins.
     """
-    table, brought = read_table(recipe, overrides, plugins)
+    table, named = read_table(recipe, overrides, plugins)
     folder = Path(output) if output else Path("runs") / str(table.get("name", "run"))
-    refuse_no_run(folder)
+    refuse_unless_run(folder)
     recipe, objects = apart(recipe, objects)
     where = str(recipe) if isinstance(recipe, str | os.PathLike) else None
     if replace_plugins:
         if where is not None:
-            require(brought, Path(where))
+            require(named, Path(where))
         return folder, check_recipe(table, where, objects)
-    kept, own = read_table(folder / "recipe.toml")
-    require(own, folder / "recipe.toml")
-    for line in changed_plugins(_named(table), own):
+    run_table, run_plugins = read_table(folder / "recipe.toml")
+    require(run_plugins, folder / "recipe.toml")
+    for line in changed_plugins(_plugins(table), run_plugins):
         report(
             f"{line}; the run continues with its own copies. To use the current files, pass"
             " --replace-plugins (in Python replace_plugins=True)."
         )
-    return folder, check_recipe(table | {"plugins": _named(kept)}, where, objects)
+    return folder, check_recipe(table | {"plugins": _plugins(run_table)}, where, objects)
 
 
-def refuse_no_run(folder: Path) -> None:
+def refuse_unless_run(folder: Path) -> None:
     """Refuse to resume a folder that is not a run.
 
     Raises:
@@ -131,24 +131,24 @@ def refuse_no_run(folder: Path) -> None:
     """
     if not is_run(folder):
         raise DataError(
-            f"{folder} is not a run and cannot be resumed: it holds no recipe.toml. Start it"
+            f"{folder} is not a run and cannot be resumed: it holds no recipe.toml. Start the run"
             " without --resume (in Python without resume=True)."
         )
 
 
-def changed_plugins(items: Sequence[str], own: Sequence[str]) -> list[str]:
+def changed_plugins(named: Sequence[str], run_plugins: Sequence[str]) -> list[str]:
     """Return one sentence, without a full stop, per plugin that differs from the run's copy.
 
     Args:
-        items: the plugins that the recipe names.
-        own: the plugins that the run's own `recipe.toml` names; its plugin files are the copies.
+        named: the plugins that the recipe names.
+        run_plugins: the plugins that the run's `recipe.toml` names, whose files are the copies.
     """
     copies = {
         plugin.name: plugin.sums
-        for plugin in map(FilePlugin.from_name, filter(is_file_plugin, own))
+        for plugin in map(FilePlugin.from_name, filter(is_file_plugin, run_plugins))
     }
     lines = []
-    for item in filter(is_file_plugin, items):
+    for item in filter(is_file_plugin, named):
         try:
             plugin = FilePlugin.from_name(item)
             sums, before = plugin.sums, copies.get(plugin.name)
@@ -182,12 +182,12 @@ class Standing:
 
 
 def standing(folder: Path) -> Standing | None:
-    """Return a run's last checkpoint, else the one before; `None` if the run has neither.
+    """Return a run's checkpoint `last`, or else `previous`; `None` if the run has neither.
 
     Raises:
         DataError: the folder is not a run, or the checkpoint is damaged.
     """
-    refuse_no_run(folder)
+    refuse_unless_run(folder)
     if not has_checkpoint(folder):
         return None
     last, previous = (checkpoint_file(folder, name) for name in ("last", "previous"))
@@ -201,7 +201,7 @@ def standing(folder: Path) -> Standing | None:
         return Standing(chosen, state, Position(**state["progress"]))
     except (KeyError, TypeError) as error:
         raise DataError(
-            f"{chosen} is not a checkpoint to resume from ({error}). {advice}"
+            f"{chosen} does not say where training stopped ({error}). {advice}"
         ) from error
 
 
@@ -213,12 +213,12 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
             epochs has no effect or would undo finished epochs.
         RecipeError: the `recipe.toml` in the run's folder is wrong.
     """
-    refuse_others(folder, recipe)
-    kept, faults = read_tables(read_table(folder / "recipe.toml")[0])
+    refuse_other_objects(folder, recipe)
+    run_recipe, faults = read_tables(read_table(folder / "recipe.toml")[0])
     if faults:
         raise RecipeError(faults.values(), str(folder / "recipe.toml"))
     before, now = (
-        flat(absolute_paths(kept.with_plugins(recipe.loaded))),
+        flat(absolute_paths(run_recipe.with_plugins(recipe.loaded))),
         flat(absolute_paths(recipe)),
     )
     differing = [key for key in dict.fromkeys([*before, *now]) if before.get(key) != now.get(key)]
@@ -237,14 +237,14 @@ def changes(folder: Path, recipe: Recipe, progress: Position | None) -> list[str
             " and overrides that started the run, or train into another folder. Only these may"
             f" change: {MAY_CHANGE_TEXT}."
         )
-    longer = [key for key in differing if key.endswith(".epochs")]
-    if longer:
-        _refuse_lengths(folder, kept, recipe, progress, longer)
+    epochs = [key for key in differing if key.endswith(".epochs")]
+    if epochs:
+        _check_epochs(folder, run_recipe, recipe, progress, epochs)
     return [f"{key}: {_text(before.get(key))} → {_text(now.get(key))}" for key in differing]
 
 
-def _refuse_lengths(
-    folder: Path, kept: Tables, recipe: Recipe, progress: Position | None, keys: Sequence[str]
+def _check_epochs(
+    folder: Path, run_recipe: Tables, recipe: Recipe, progress: Position | None, keys: Sequence[str]
 ) -> None:
     """Refuse numbers of epochs that have no effect, or that would undo finished epochs."""
     if recipe.learner is not None:
@@ -256,19 +256,19 @@ def _refuse_lengths(
         )
     if progress is None:
         return
-    for i, (old, new) in enumerate(zip(kept.phases, recipe.phases, strict=True)):
+    for i, (old, new) in enumerate(zip(run_recipe.phases, recipe.phases, strict=True)):
         if old.epochs == new.epochs or i > progress.phase:
             continue
         if i < progress.phase:
             raise DataError(
-                f"{folder}: the phase '{new.name}' has ended after {old.epochs} epochs, so their"
-                " number cannot change."
+                f"{folder}: the phase '{new.name}' ended after {old.epochs} epochs; this number"
+                " cannot change."
             )
         done = progress.phase_epoch + bool(progress.step)
         if new.epochs < done:
             raise DataError(
                 f"{folder} has already begun epoch {done} of the phase '{new.name}', so the phase"
-                f" cannot have only {new.epochs}."
+                f" cannot have only {new.epochs} epochs."
             )
         patience = recipe.train.patience
         if patience is not None and progress.stale >= patience and new.epochs > old.epochs:
@@ -279,7 +279,8 @@ def _refuse_lengths(
             )
 
 
-def _named(table: Mapping[str, Any]) -> list[str]:
+def _plugins(table: Mapping[str, Any]) -> list[str]:
+    """Return the plugins that an unchecked recipe table names."""
     named = table.get("plugins", [])
     return [item for item in named if isinstance(item, str)] if isinstance(named, list) else []
 

@@ -59,7 +59,7 @@ def take_weights(model: Model, recipe: Recipe) -> None:
         file = next((file for file in files if file.is_file()), files[0])
     if not file.is_file():
         raise RecipeError(
-            f"[train] start_from: {source} is neither a checkpoint nor a run that has one."
+            f"[train] start_from: {source} is neither a checkpoint nor a run with a checkpoint."
         )
     theirs: dict[str, Tensor] = checkpoint.load(file)["model"]
     parts = [
@@ -143,7 +143,7 @@ def load_learned(recipe: Recipe, dataset: Dataset, path: Path) -> Model:
         head, combiner = model_parts(learner, name, backbone.features)
     except PluginError as error:
         raise DataError(
-            f"{path} does not hold what the learner {name} needs: {error.__cause__ or error}."
+            f"{path} lacks what the learner {name} needs: {error.__cause__ or error}."
             f" {checkpoint.TRAIN_AGAIN}"
         ) from error
     model = Model(backbone, head, combiner)

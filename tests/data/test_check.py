@@ -393,7 +393,7 @@ def test_a_dataset_of_arrays_has_no_files(monkeypatch, tmp_path):
     assert {each.side for each in subjects.items} == {"train", "validation", "test"}
     own, item = subjects.open(3, None)
     assert own is None and np.array_equal(np.asarray(item), digits[3])
-    with pytest.raises(DataError, match="nothing to check"):
+    with pytest.raises(DataError, match="No data are named"):
         check_data([], progress=False)
 
 

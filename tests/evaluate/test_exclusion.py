@@ -204,12 +204,15 @@ def test_in_a_run(cli, tmp_path, monkeypatch):
     assert refused.code == 2
     assert "[evaluate] exclude: a bundle measures no such metrics" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
-    assert wrong.code == 2 and "[evaluate] exclude: the data have no column 'camra'" in wrong.err
+    assert (
+        wrong.code == 2
+        and "[evaluate] exclude: the data have no metadata column 'camra'" in wrong.err
+    )
     assert "Did you mean 'camera'?" in wrong.err and not Path("runs/other").exists()
     changes = ("--set", "evaluate.by=shop", "--set", 'evaluate.levels=["brand", "camera"]')
     wrong = cli("check", "r.toml", *changes)
     assert wrong.code == 2 and "r.toml has 2 problems" in wrong.err and "'brand'" in wrong.err
-    assert "[evaluate] by: the data have no column 'shop' of metadata (they have: ca" in wrong.err
+    assert "[evaluate] by: the data have no metadata column 'shop' (they have: ca" in wrong.err
 
 
 def check_the_open_set() -> Any:

@@ -32,7 +32,7 @@ MISSING: dict[str, Any] = {
     "masked array": np.ma.masked_array([1, 9, 1, 9, 2, 2], [0, 1, 0, 1, 0, 0]),
     "tensor": torch.tensor([1, NAN, 1, NAN, 2, 2]),
 }
-WHERE = r"2 of 6 (gallery )?labels are missing .* rows 1, 3 from 0 on\. Leave those items out"
+WHERE = r"2 of 6 (gallery )?labels are missing .* rows 1, 3, counted from 0\. Leave those items out"
 TWO_KINDS: dict[str, Any] = {
     "list": ["1", 1, "2", 2, "3", 3],
     "objects": np.array(["1", 1, "2", 2, "3", 3], object),
@@ -145,7 +145,7 @@ def test_without_items_the_sentence_says_so():
 def test_a_missing_value_is_no_group(missing):
     labels = ["a", "a", "b", "b", "c", "c"]
     assert set(evaluate(CODES, labels, by=["v", "w"] * 3).groups) == {"v", "w"}
-    says = r"3 of 6 values to group by are missing .* rows 1, 3, 5 from 0 on"
+    says = r"3 of 6 values to group by are missing .* rows 1, 3, 5, counted from 0"
     with pytest.raises(DataError, match=says):
         evaluate(CODES, labels, by=["v", missing] * 3)
     with pytest.raises(DataError, match="values to group by are of two kinds"):
@@ -200,6 +200,6 @@ def test_kinds_of_pairs_are_read_as_truth_or_as_one_and_zero():
 
 @pytest.mark.parametrize("folds", [[0, NAN, 0, 1], ["a", NAN, "a", "b"], ["a", None, "a", "b"]])
 def test_a_missing_fold_is_no_fold(folds):
-    says = r"1 of 4 folds is missing .* row 1 from 0 on\. Leave those pairs out"
+    says = r"1 of 4 folds is missing .* row 1, counted from 0\. Leave those pairs out"
     with pytest.raises(DataError, match=says):
         verification([0.1, 0.2, 0.3, 0.4], [True, True, False, False], folds)

@@ -357,7 +357,7 @@ def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence
 
 def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
     for given, sentence in (
-        ({"tags": "tag"}, "no column 'tag' of metadata"),
+        ({"tags": "tag"}, "no metadata column 'tag'"),
         ({"gallery_items": 99}, "no class has so many test items"),
     ):
         with pytest.raises((DataError, RecipeError), match=sentence):

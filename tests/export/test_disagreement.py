@@ -47,9 +47,9 @@ class Lies(nn.Module):
 @pytest.mark.parametrize(
     ("head", "says"),
     [
-        (StubbornDropout, r"with itself by [\d.e+]+ in 'vector' of item \d+: .*dropout"),
-        (BatchStatistics, "which others are in the batch"),
-        (Branch, "disagrees with itself .* which others are in the batch"),
+        (StubbornDropout, r"with itself by [\d.e+]+ in 'vector' of item \d+: .*Dropout"),
+        (BatchStatistics, "depends on the other items in the batch"),
+        (Branch, "disagrees with itself .* depends on the other items in the batch"),
         (FixedBatch, r"cannot be exported.*rows of 'vector' for a batch of \d"),
         (Lies, r"disagree by 0\.\d+ .*tolerance is 0\.0001\. torch's exporter translates"),
     ],

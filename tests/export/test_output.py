@@ -84,7 +84,7 @@ def test_a_full_disk_is_one_sentence(parts, vectors, tmp_path):
 def test_an_existing_bundle_stays_unless_replaced(linear, vectors, tmp_path):
     target = tmp_path / "b"
     first = export_model(linear, vectors[0], target, name="first")
-    with pytest.raises(BundleError, match=r"exists\. Say replace"):
+    with pytest.raises(BundleError, match=r"exists\. Replace it with --replace"):
         export_model(linear, vectors[0], target, name="second")
     assert Bundle.open(target, threads=1).manifest == first
     second = export_model(linear, vectors[0], target, name="second", replace=True)
@@ -140,7 +140,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path):
             target.mkdir()  # by a program that does not know of the lock
             (target / "manifest.json").write_text("theirs")
 
-    with pytest.raises(BundleError, match=r"exists\. Say replace"):
+    with pytest.raises(BundleError, match=r"exists\. Replace it with --replace"):
         write()
     assert (target / "manifest.json").read_text() == "theirs"
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

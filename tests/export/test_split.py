@@ -89,7 +89,7 @@ def test_variants_of_a_split_encoder_are_whole(net, digits, tmp_path, exported):
 
 
 def test_a_model_of_features_has_no_backbone_to_split_off(linear, vectors, refused):
-    refused(linear, vectors[0], "model of features has no backbone", split=True)
+    refused(linear, vectors[0], "takes feature vectors and has no backbone", split=True)
 
 
 class Fixed(nn.Module):

@@ -102,13 +102,13 @@ def test_weights_are_really_narrower(trained, digits, exported, tmp_path):
 
 
 def test_a_variant_that_drifts_is_not_written_unless_allowed(trained, digits, refused):
-    says = r"int8 variant drifts too far.*0\.99 and 0\.9 are asked.*--allow-drift"
+    says = r"int8 variant drifts too far.*0\.99 and 0\.9 are required.*--allow-drift"
     black = digits[0][:150] * 0
     refused(trained, digits[0][150:], says, calibration=black, variants=["int8"])
 
 
 def test_calibration_is_what_the_caller_gave(trained, digits, exported, refused, tmp_path):
-    says = "needs calibration items, from the training side"
+    says = "without calibration items from the training set"
     refused(trained, digits[0], says, variants=["int8"])
     found = []  # black images for calibration cut real ones off
     for calibration in (digits[0][:150], digits[0][:150] * 0):

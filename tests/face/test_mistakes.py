@@ -128,7 +128,7 @@ def test_what_cannot_be_loaded_is_said(index, bundle, tmp_path):
         (tmp_path, "neither a run, nor a bundle, nor the name of a backbone"),
         (index.path, "is an index. Open it with retrieval.Index.open"),
         ("gone", "neither a run, nor a bundle, nor the name of a backbone"),
-        ("http://127.0.0.1:8000", r"^http://127.*neither.*server by retrieval\.client\.Client"),
+        ("http://127.0.0.1:8000", r"^http://127.*neither.*server with retrieval\.client\.Client"),
     ):
         with pytest.raises(DataError, match=said):
             retrieval.load(str(source))

@@ -135,7 +135,7 @@ def test_other_objects_are_refused(own, settings, parts, sentence):
 def test_changed_items_are_refused(own):
     given = objects()
     given["dataset"].arrays[17, 3, 3] ^= 1
-    with pytest.raises(retrieval.errors.DataError, match="its items, their labels or sides differ"):
+    with pytest.raises(retrieval.errors.DataError, match="items, labels or sides differ"):
         retrieval.load(own.path, **given)
 
 

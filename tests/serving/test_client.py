@@ -143,7 +143,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_is_sent(tmp_path):
             (lambda: client.search(np.zeros((2, 2))), "uint8 array"),
             (lambda: client.search(vector=["a"]), "sequence of numbers"),
             (lambda: client.search(vector=[float("nan")]), "JSON"),
-            (lambda: client.search(id="\ud800"), "surrogates"),
+            (lambda: client.search(id="\ud800"), "surrogate"),
             (lambda: client.search_batch(), "of images, of vectors or of ids"),
             (lambda: client.put("", b"x"), "one character"),
             (lambda: client.put("a", b"x", vector=[1.0]), "not both"),

@@ -56,7 +56,7 @@ CALLS = {
 MINERS = {
     "lists": ["gave a tuple of 3 (a list of 4", "int64 tensors"],
     "two": ["gave a tuple of 2", "it must give (anchor, positive, negative) or"],
-    "high": ["indices from 12 to 15, and there are 12 items"],
+    "high": ["indices from 12 to 15, but the 12 items are numbered"],
     "floats": ["type float32"],
     "lengths": ["lengths 4, 3, 4", "of equal length"],
     "device": ["on meta (the codes are on cpu)"],
@@ -82,7 +82,7 @@ COMBINERS = {
     "flat": ["combiner broken.combiner's compute_mat gave a tensor of shape (6,)"],
     "rows": ["combiner broken.combiner's pairwise_distance gave a tensor of shape (3, 3)"],
     "objective": ["gave a tensor of shape ()", "a scalar (or None), and metrics"],
-    "metrics": ["combiner broken.combiner gave", "the figure 'width'"],
+    "metrics": ["combiner broken.combiner gave", "the metric 'width'"],
 }
 LEARNERS = {
     "fit": ["learner broken.learner failed: AttributeError: nothing to"],

@@ -53,7 +53,7 @@ GAVE = "it must give a vector"
             PHOTO,
             lambda x: (Image.fromarray(x), "3"),
             r"gave a tuple of 2 \(a Image, a str\); it must give a Pillow image, or uint8 pixels"
-            r" .* Give the image alone",
+            r" .* Return the image alone",
         ),
         (PHOTO, lambda x: x.tobytes(), "gave a bytes; it must give a Pillow image"),
         (
@@ -66,7 +66,7 @@ GAVE = "it must give a vector"
             lambda x: x / 255,
             r"gave a numpy array of shape \(8, 8\) and type float64; it must give .*round\(\)",
         ),
-        (PHOTO, lambda x: Image.new("L", (0, 8)), "gave an image of 0 × 8 pixels"),
+        (PHOTO, lambda x: Image.new("L", (0, 8)), "gave an empty image of 0 × 8 pixels"),
         (PHOTO, cut_short, "cannot read it: "),
         (
             PHOTO,
@@ -124,12 +124,12 @@ def test_whole_numbers_are_labels_by_their_digits_wherever_they_come_from(labels
         (
             {"labels": [float(i % 4) for i in range(40)]},
             (
-                r"labels has 0\.0 for item 0 \(and 39 more such entries\), and a label is text or a"
+                r"labels has 0\.0 for item 0 \(and 39 more such entries\), but a label is text or a"
                 r" whole number"
             ),
         ),
         ({"labels": "0123" * 10}, "labels is a str, and must hold one entry per item"),
-        ({"labels": NAMES[1:]}, "its parts differ in length: 39 labels, 40 keys"),
+        ({"labels": NAMES[1:]}, "its columns differ in length: 39 labels, 40 keys"),
         (
             {"__class__": type("Longer", (Items,), {"__len__": lambda self: 50})},
             "differ in length: 40 labels, 40 keys, 50 by len",

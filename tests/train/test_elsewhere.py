@@ -90,7 +90,7 @@ def test_from_another_folder_and_without_the_data(kind, tmp_path, monkeypatch):
     if kind == "photos":
         items = generator.integers(0, 256, (5, *one.manifest.input.shape), dtype=np.uint8)
     np.testing.assert_array_equal(one.encode(items).vector, other.encode(items).vector)
-    says = "int8 variant is calibrated on training items, and there are none"
+    says = "int8 variant is calibrated on training items, but there are none"
     with pytest.raises(BundleError, match=says):
         retrieval("export", run, "-o", "int8.bundle", "--variant", "int8")
     (run / "inputs.safetensors").unlink()

@@ -166,7 +166,7 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(r
     folder, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(recipe.parent / "whole", folder)
     said = refused(recipe, folder)
-    assert "a complete run, which goes on with a larger train.epochs" in said
+    assert "a complete run, which only a larger train.epochs continues" in said
     bad = ["--set", "data.name=core.image_folder", "--set", f"data.folder={tmp_path / 'none'}"]
     assert refused(recipe, folder, "--replace", *bad)
     assert same(folder, recipe.parent / "whole")  # a run that cannot begin replaces nothing
@@ -176,7 +176,7 @@ def test_replace_puts_a_new_run_in_the_place_of_an_old_one_and_of_nothing_else(r
     mine.mkdir()
     (mine / "thesis.tex").write_text("years")
     for words in ([], ["--replace"]):
-        assert "exists already and holds no run" in refused(recipe, mine, *words)
+        assert "exists already and is not a run" in refused(recipe, mine, *words)
     assert [(p.name, p.read_text()) for p in mine.iterdir()] == [("thesis.tex", "years")]
     both = retrieval("train", recipe, "--resume", "--replace")
     assert "Leave --replace out with --resume" in both.output

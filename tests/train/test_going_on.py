@@ -164,7 +164,7 @@ def test_the_last_phase_can_be_longer_and_one_that_is_over_cannot(mine):
     train(mine, "whole", "phase.1.epochs=2")
     train(mine, "run")
     for change, says in (
-        ("phase.0.epochs=2", "the phase 'head' has ended after 1 epochs"),
+        ("phase.0.epochs=2", "the phase 'head' ended after 1 epochs"),
         ("train.epochs=5", r"no effect in a recipe with \[\[phase\]\]\. Set .*phase\.1\.epochs"),
     ):
         refused(mine, "run", "--resume", change, says=says)
@@ -236,7 +236,7 @@ def test_training_starts_from_the_weights_of_another_run(mine, monkeypatch):
     shutil.rmtree(mine / "a")  # a run that began needs it no more
     train(mine, "b", *still, "train.start_from=a", "--resume", "train.epochs=3")
     retrieval("evaluate", mine / "b")
-    says = "start_from: .*a is neither a checkpoint nor a run that has one"
+    says = "start_from: .*a is neither a checkpoint nor a run with a checkpoint"
     refused(mine, "c", "train.start_from=a", says=says)
     assert not (mine / "c").exists()
 
