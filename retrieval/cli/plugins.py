@@ -101,7 +101,7 @@ def new(name: str, kind: str, output: Path | None) -> None:
 
     folder = write_package(name, output, kind)
     say(
-        f"Wrote {folder}. Next:\n  pip install -e {folder}\n"
+        f"Wrote {folder}. Next:\n  pip install -e {folder}\n  pytest {folder}\n"
         f"  retrieval plugins show {name}.{EXAMPLES[kind][1]}"
     )
     if (folder / "recipe.toml").is_file():
