@@ -72,7 +72,7 @@ class Masks:
         """Return a mask computed from columns, or None if they cannot decide the filter."""
         leaves = conditions(where)
         names = {leaf.field for leaf in leaves}
-        if view.stem != self._stem:
+        if view.stem != self._stem:  # row numbers hold within one stem; see `Rows.stem`
             self._stem, self._seq, self._columns, self._unfit = view.stem, 0, {}, set()
         operands = [operand for leaf in leaves for operand in leaf.values]
         exact = all(not isinstance(number, int) or abs(number) < _EXACT for number in operands)
@@ -116,7 +116,7 @@ class _Column:
         self._characters = 0
 
     def extend(self, connection: apsw.Connection, view: View) -> bool:
-        """Read the new items of a view; return False if the field has too many distinct values."""
+        """Read the items that a view of the same stem has added; return False if the field has too many distinct values."""
         more = np.zeros(view.rows - len(self._codes), np.int32)
         self._codes = np.concatenate([self._codes, more])
         label = isinstance(self.name, str)

@@ -290,7 +290,8 @@ class Rows:
     Attributes:
         seq: number of that transaction.
         generation: the generation.
-        stem: prefix of the names of the generation's files.
+        stem: prefix of the names of the generation's files. Compaction writes files with a new stem
+            and renumbers their rows.
         rows: number of rows.
         runs: item numbers of the rows.
         alive: mask (rows,), False for rows of items that have been deleted or changed since; None
