@@ -116,7 +116,10 @@ class _Column:
         self._characters = 0
 
     def extend(self, connection: apsw.Connection, view: View) -> bool:
-        """Read the items that a view of the same stem has added; return False if the field has too many distinct values."""
+        """Read the items that a view of the same stem has added.
+
+        Return False if the field has too many distinct values.
+        """
         more = np.zeros(view.rows - len(self._codes), np.int32)
         self._codes = np.concatenate([self._codes, more])
         label = isinstance(self.name, str)
