@@ -12,7 +12,7 @@ import torch
 from array_rows import ArrayRows
 from retrieval import evaluate, plot
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Levels, Tags, cluster_figures
+from retrieval.evaluation.evaluation import Levels, Tags, cluster_metrics
 from retrieval.evaluation.neighbors import Exclusion
 from retrieval.evaluation.pairwise import pairwise
 from retrieval.evaluation.verification import verification
@@ -42,7 +42,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "evaluate": lambda labels: evaluate(CODES, labels),
     "gallery": lambda labels: evaluate(CODES, ["a", "b"] * 3, gallery=CODES, gallery_labels=labels),
     "pairwise": lambda labels: pairwise(ArrayRows(CODES), labels),
-    "clusters": lambda labels: cluster_figures(CODES, labels),
+    "clusters": lambda labels: cluster_metrics(CODES, labels),
     "map": lambda labels: plot.map(CODES, labels),
 }
 takers = pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)

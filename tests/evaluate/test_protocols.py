@@ -101,7 +101,7 @@ def test_items_of_several_labels():
     found = evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags))
     assert found.values == pytest.approx(expected, abs=1e-12) and found.queries == asked < 40
     assert evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags), block=3) == found
-    with pytest.raises(DataError, match="40 queries and 40 gallery items, and grades of 39 and 39"):
+    with pytest.raises(DataError, match="40 queries and 40 gallery items, but relevance has grades for 39 and 39"):
         evaluate(codes, labels, metrics=GRADED, relevance=Tags(tags[1:]))
 
 
