@@ -374,7 +374,7 @@ class Tags:
     """Items with several labels: the grade is the number of shared labels, and 1 is a match.
 
     Raises:
-        DataError: an item's labels are not a list of text.
+        DataError: an item's labels are not a list of strings.
     """
 
     match = 1.0

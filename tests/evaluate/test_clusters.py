@@ -66,7 +66,7 @@ def test_a_collapsed_embedding_has_figures():
 
 
 def test_codes_and_labels_that_do_not_fit():
-    with pytest.raises(DataError, match="one label a code"):
+    with pytest.raises(DataError, match="one label per code"):
         cluster_metrics(np.ones((3, 2)), np.arange(4))
 
 

@@ -168,7 +168,7 @@ def test_a_missing_level_is_shared_with_none():
 
 @pytest.mark.parametrize("tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]])
 def test_tags_that_are_no_lists_of_text_are_refused(tags):
-    says = r"query labels in row [01] are .*give each item a list of text"
+    says = r"query labels in row [01] are .*give each item a list of strings"
     with pytest.raises(DataError, match=says):
         Tags(tags)
 

@@ -358,7 +358,7 @@ def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence
 def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
     for given, sentence in (
         ({"tags": "tag"}, "no column 'tag' of metadata"),
-        ({"gallery_items": 99}, "no class has so many test items"),
+        ({"gallery_items": 99}, "no class has more test items"),
     ):
         with pytest.raises((DataError, RecipeError), match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)
