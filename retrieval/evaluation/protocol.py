@@ -86,8 +86,8 @@ class Protocol:
         table = self.run.recipe.evaluate
         if keys := [key for key in KEYS if getattr(table, key) not in (None, [])]:
             raise DataError(
-                f"[evaluate] {', '.join(keys)}: a bundle cannot be measured in this way. Leave out"
-                " the bundle, or leave this out of the recipe."
+                f"[evaluate] {', '.join(keys)}: a bundle cannot be measured under this protocol."
+                " Leave out the bundle, or remove this from the recipe."
             )
 
     def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Measured:
