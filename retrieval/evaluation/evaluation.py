@@ -292,19 +292,19 @@ def class_numbers(
             f"There are {queries:,} queries and {items:,} gallery items: at least one of each is"
             " needed."
         )
-    ours = _checked_labels(labels, queries, "labels", "codes")
+    query_labels = _checked_labels(labels, queries, "labels", "codes")
     if gallery_labels is None:
-        number = np.unique(ours, return_inverse=True)[1].astype(np.int64)
+        number = np.unique(query_labels, return_inverse=True)[1].astype(np.int64)
         return number, number
-    theirs = _checked_labels(gallery_labels, items, "gallery labels", "gallery codes")
-    if (ours.dtype.kind == "U") != (theirs.dtype.kind == "U"):
+    item_labels = _checked_labels(gallery_labels, items, "gallery labels", "gallery codes")
+    if (query_labels.dtype.kind == "U") != (item_labels.dtype.kind == "U"):
         raise DataError(
             "The labels of queries and gallery are of two kinds, text and numbers, which never"
             " match."
         )
-    both = np.concatenate([ours, theirs])
+    both = np.concatenate([query_labels, item_labels])
     if both.dtype.kind == "f":  # NumPy converts int64 with uint64 to float64
-        both = np.concatenate([ours.astype(object), theirs.astype(object)])
+        both = np.concatenate([query_labels.astype(object), item_labels.astype(object)])
     number = np.unique(both, return_inverse=True)[1].astype(np.int64)
     return number[:queries], number[queries:]
 
@@ -351,22 +351,22 @@ class Levels:
     def __init__(
         self, query: Sequence[Sequence[Any]], gallery: Sequence[Sequence[Any]] | None = None
     ) -> None:
-        theirs = query if gallery is None else gallery
-        if len(query) != len(theirs) or not query:
+        items = query if gallery is None else gallery
+        if len(query) != len(items) or not query:
             raise DataError(
-                f"The queries have {len(query)} levels and the gallery {len(theirs)}: both need the"
+                f"The queries have {len(query)} levels and the gallery {len(items)}: both need the"
                 " same number of levels, at least one."
             )
-        self._levels = [group_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
+        self._levels = [group_numbers(a, b) for a, b in zip(query, items, strict=True)]
         self.match = float(len(query))
-        self.sizes = len(query[0]), len(theirs[0])
+        self.sizes = len(query[0]), len(items[0])
 
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""
         grades = np.zeros((len(rows), self.sizes[1]), np.float32)
         # coarse levels first, because finer levels overwrite their grades
-        for grade, (ours, theirs) in enumerate(reversed(self._levels), 1):
-            grades[ours[rows, None] == theirs] = grade
+        for grade, (queries, items) in enumerate(reversed(self._levels), 1):
+            grades[queries[rows, None] == items] = grade
         return grades
 
 
@@ -387,7 +387,7 @@ class Tags:
         known: dict[str, int] = {}
         sides = [_checked_tags(query, "query")]
         sides.append(sides[0] if gallery is None else _checked_tags(gallery, "gallery"))
-        ours, theirs = (
+        query_tags, gallery_tags = (
             [[known.setdefault(tag, len(known)) for tag in dict.fromkeys(tags)] for tags in side]
             for side in sides
         )
@@ -398,8 +398,8 @@ class Tags:
             ones = np.ones(len(columns), np.float32)
             return csr_array((ones, columns, ends), shape=(len(side), max(len(known), 1)))
 
-        self._query, self._gallery = matrix(ours), matrix(theirs).T.tocsr()
-        self.sizes = len(ours), len(theirs)
+        self._query, self._gallery = matrix(query_tags), matrix(gallery_tags).T.tocsr()
+        self.sizes = len(query_tags), len(gallery_tags)
 
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""

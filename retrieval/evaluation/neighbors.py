@@ -406,20 +406,23 @@ class Exclusion:
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
         """Return the items that are hidden from each query."""
         itself = self.gallery is None
-        ours, theirs = list(self.query), list(self.query if self.gallery is None else self.gallery)
+        queries, items = (
+            list(self.query),
+            list(self.query if self.gallery is None else self.gallery),
+        )
         for values, count, what in (
-            (ours, len(query_class), "queries"),
-            (theirs, len(item_class), "gallery items"),
+            (queries, len(query_class), "queries"),
+            (items, len(item_class), "gallery items"),
         ):
             if len(values) != count:
                 raise DataError(
                     f"There are {count:,} {what} and {len(values):,} values to exclude by."
                 )
-        groups = group_numbers(ours, theirs)
+        groups = group_numbers(queries, items)
         return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
 
 
-def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
+def group_numbers(queries: Sequence[Any], items: Sequence[Any]) -> tuple[Ints, Ints]:
     """Return numbers of values, equal if the values are; missing values and "" equal nothing."""
     known: dict[Any, int] = {}
 
@@ -432,7 +435,7 @@ def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Int
             np.int64,
         )
 
-    return numbered(ours, -1), numbered(theirs, -2)
+    return numbered(queries, -1), numbered(items, -2)
 
 
 @dataclass(frozen=True)

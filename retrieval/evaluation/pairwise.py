@@ -71,9 +71,9 @@ def evaluate_vectors(
         raise DataError(
             f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
         )
-    theirs = None if items is None else items.labels()
+    item_labels = None if items is None else items.labels()
     options: Any = {"metrics": metrics, "progress": progress}
-    return pairwise(queries, queries.labels(), gallery=items, gallery_labels=theirs, **options)
+    return pairwise(queries, queries.labels(), gallery=items, gallery_labels=item_labels, **options)
 
 
 @shown

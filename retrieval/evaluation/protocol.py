@@ -116,12 +116,12 @@ class Protocol:
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                theirs = labels[items if gallery_items is None else gallery_items]
+                item_class = labels[items if gallery_items is None else gallery_items]
                 rows[-1] |= open_set(
                     left,
                     labels[items],
                     right,
-                    theirs,
+                    item_class,
                     fars=rates,
                     distance=distance,
                     exclude=arguments.get("exclude"),
@@ -167,8 +167,8 @@ class Protocol:
         table_arguments: dict[str, Any] = {}
 
         def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
-            theirs = None if gallery is None else [values[i] for i in gallery]
-            return [values[i] for i in query], theirs
+            gallery_values = None if gallery is None else [values[i] for i in gallery]
+            return [values[i] for i in query], gallery_values
 
         if table.exclude is not None:
             cameras = both(self.column(table.exclude))
@@ -178,8 +178,9 @@ class Protocol:
         if table.levels:
             further = (self.column(name) for name in table.levels)
             levels = [both(column) for column in (self.run.splits.labels.tolist(), *further)]
-            theirs = [column for _, column in levels if column is not None]
-            table_arguments["relevance"] = Levels([ours for ours, _ in levels], theirs or None)
+            gallery_levels = [column for _, column in levels if column is not None]
+            query_levels = [column for column, _ in levels]
+            table_arguments["relevance"] = Levels(query_levels, gallery_levels or None)
         elif table.tags is not None:
             texts = [_tags(value) for value in self.column(table.tags)]
             table_arguments["relevance"] = Tags(*both(texts))

@@ -135,7 +135,7 @@ def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
 def going_on(
     path: Path, recipe: Recipe, report: Callable[[str], None]
 ) -> tuple[Standing | None, list[str]]:
-    """Return the checkpoint of a run to resume and the changes of its recipe; report the changes.
+    """Return a run's checkpoint and the changes of its recipe, to resume; report the changes.
 
     Raises:
         DataError: the folder is not a run, or a recipe key differs that must stay the same.
@@ -173,7 +173,7 @@ def forget_after(log: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
-            break  # the crash cut this line off
+            break  # a crash cut this line off
     write_text(log, "".join(kept))
 
 

@@ -120,7 +120,6 @@ class Trainer:
         self._enter_phase()
 
     # --- phases
-    # ------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -168,12 +167,12 @@ class Trainer:
         self.average = Average(run.model, recipe.train, self.phase)
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """End the processes that load batches, if there are any."""
         if self._batches is not None:
             self._batches.close()
 
     def _begin_phase(self) -> None:
-        """Report the length of the warm-up at the phase's start, and write a checkpoint."""
+        """At a phase's start, report the length of the warm-up, and write a checkpoint."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
         rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
         if rises and self.main:
@@ -186,7 +185,6 @@ class Trainer:
         self.save()
 
     # --- the loop
-    # ----------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
         """Train to the end.
@@ -350,10 +348,8 @@ class Trainer:
 
         A phase that trains only the generator never ends early, as validation does not measure it.
         """
-        patience, trains_metric = (
-            self.recipe.train.patience,
-            any(part != "generator" for part in self.phase.train),
-        )
+        patience = self.recipe.train.patience
+        trains_metric = any(part != "generator" for part in self.phase.train)
         return patience is not None and trains_metric and self.progress.stale >= patience
 
     def _end_epoch(self, metrics: dict[str, float]) -> None:
@@ -456,7 +452,6 @@ class Trainer:
         )
 
     # --- checkpoints
-    # -------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write the checkpoint to resume from.
@@ -509,9 +504,8 @@ def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor,
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all numbers are finite; waits for the device once."""
-    return not tensors or bool(
-        torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
-    )
+    finite = [torch.isfinite(tensor).all() for tensor in tensors]
+    return not finite or bool(torch.stack(finite).all())
 
 
 class Tally:

@@ -135,9 +135,9 @@ def test_what_is_no_label_is_shown(labels, says):
 def test_without_items_the_sentence_says_so():
     with pytest.raises(DataError, match="There are 0 queries"):
         evaluate(CODES[:0], [])
-    with pytest.raises(DataError, match="no items: 6 queries and a gallery of 0"):
+    with pytest.raises(DataError, match="6 queries and 0 gallery items"):
         evaluate(CODES, [1] * 6, gallery=CODES[:0], gallery_labels=[])
-    with pytest.raises(DataError, match="no items"):
+    with pytest.raises(DataError, match="There are 0 queries"):
         pairwise(ArrayRows(CODES[:0]), [])
 
 

@@ -197,13 +197,13 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
         DataError: there are differences, and they are not allowed.
     """
     first, *rest = recipes
-    ours, sentences = same(first), []
+    expected, sentences = same(first), []
     for recipe in rest:
-        theirs = same(recipe)
-        for place in dict.fromkeys([*ours, *theirs]):
-            a, b = ours.get(place), theirs.get(place)
+        actual = same(recipe)
+        for place in dict.fromkeys([*expected, *actual]):
+            a, b = expected.get(place), actual.get(place)
             # A learner has no head to compare. It has no epochs either, but this is reported.
-            headless = place.startswith("[head]") and not (place in ours and place in theirs)
+            headless = place.startswith("[head]") and not (place in expected and place in actual)
             if a != b and not headless:
                 sentences.append(
                     f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
