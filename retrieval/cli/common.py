@@ -90,8 +90,10 @@ WHERE = click.option(
 VARIANT = click.option(
     "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
 )
-MAX_PIXELS = click.option("--max-pixels", default="25M", type=PIXELS, help="Largest image.")
-MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file.")
+MAX_PIXELS = click.option(
+    "--max-pixels", default="25M", type=PIXELS, help="Largest image, in pixels."
+)
+MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file, in bytes.")
 DEVICE = click.option(
     "--device", default="auto", type=Choice(["auto", "cpu", "cuda"]), help="Where the encoder runs."
 )

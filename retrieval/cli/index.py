@@ -95,7 +95,7 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
             "--keep",
             default="reference",
             type=Choice(["reference", "copy", "thumbnail", "nothing"]),
-            help="What the index keeps of each original.",
+            help="What the index keeps of each original image.",
         ),
         MAX_BYTES,
         MAX_PIXELS,

@@ -19,13 +19,7 @@ from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import grid
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import (
-    Measured,
-    Protocol,
-    device_of,
-    items_of,
-    refuse_side,
-)
+from retrieval.evaluation.protocol import Measured, Protocol, device_of, items_of, refuse_side
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
@@ -218,11 +212,7 @@ def evaluate(
 
 
 def _served(
-    run: Run,
-    path: StrPath,
-    query: Rows,
-    gallery: Rows | None,
-    metrics: dict[str, Metric],
+    run: Run, path: StrPath, query: Rows, gallery: Rows | None, metrics: dict[str, Metric]
 ) -> tuple[dict[str, float], CandidateStep | None]:
     """Return a bundle's metrics, and what its rescorer's candidates miss.
 

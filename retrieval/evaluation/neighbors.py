@@ -38,21 +38,17 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 MOST_ITEMS = 2**29
-# A key (see `rounded_keys`) is a float64 whose last 29 bits, which float32 does not have, hold the
-# column: the gallery row.
+# A key (see `rounded_keys`) has the bits of a float64. The last 29 of them are beyond the precision
+# of float32 and hold the column, which is the gallery row. The other bits except the sign are
+# inverted in negative keys, so that keys compare as integers.
 _COLUMN = MOST_ITEMS - 1
 _MAGNITUDE = 2**63 - MOST_ITEMS
-"""The other bits except the sign; inverted, they let negative keys compare as integers."""
-_BLOCK_BYTES = 128 * 2**20
-_PAIRS_PER_CALL = 2**20
-_SELECTED = 2**16
-"""Keys to select from per step; 512 KB stay in a core's cache."""
-_DEEP = 256
-"""Search is full if k is more than one gallery item in this many, because that is faster."""
-_MARGIN = 8
-"""Smallest number of further neighbours in a shallow search, to detect ties."""
-_DIFFERENCES = 2**21
-"""Numbers per step in which pairs are measured again, 16 MB."""
+_BLOCK_BYTES = 128 * 2**20  # working memory of a block
+_PAIRS_PER_CALL = 2**20  # of a `distance`
+_SELECTED = 2**16  # keys to select from at once; 512 KB stay in a core's cache
+_DEEP = 256  # full search is faster if k is more than one gallery item in this many
+_MARGIN = 8  # a shallow search takes at least so many neighbours more than k
+_DIFFERENCES = 2**21  # numbers in the differences that are computed at once, 16 MB
 _CANCELLED = 2.0**-18
 """Below this share of |q|², |q|² + |g|² − 2 q·g in float64 is less precise than float32."""
 

@@ -62,11 +62,7 @@ def svg(figure: Figure) -> bytes:
 
 
 def neighbours(
-    index: Index,
-    queries: Any,
-    k: int = 10,
-    *,
-    labels: Sequence[str] | None = None,
+    index: Index, queries: Any, k: int = 10, *, labels: Sequence[str] | None = None
 ) -> Figure:
     """Draw queries, each with its nearest items in an index and their labels and distances.
 

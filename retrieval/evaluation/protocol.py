@@ -11,13 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import (
-    Evaluation,
-    Levels,
-    Tags,
-    evaluate,
-    relevant_items,
-)
+from retrieval.evaluation.evaluation import Evaluation, Levels, Tags, evaluate, relevant_items
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Exclusion, Search
 from retrieval.run.build import check_columns
 

@@ -36,23 +36,15 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-_SMALLEST = 2048
-"""Smallest set to rank, because the sample must be a small part of it."""
-_SIGMAS = 2.5
-"""Standard deviations by which the expected rank in the sample is exceeded; see `_sample_rank`."""
-_PANEL = 1024
-"""Most queries of a panel, and most items of the sample."""
-_PAIRS = 2**20
-_GROUP = 8
-"""Items of the sample in a group, of which only the nearest one is looked at."""
-_RANKS = 2**17
-"""Ranks to settle per step, so that the temporary arrays stay in a core's cache."""
-_KEPT_BYTES = 96 * 2**20
-"""Most bytes for the candidates of all panels."""
-_MOST = 2**22
-"""Most candidates of a panel."""
-_DOUBT = 16
-"""Full search is cheaper for a query with more than one item in doubt per this many items."""
+_SMALLEST = 2048  # smallest set to rank, of which the sample is a small part
+_SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
+_PANEL = 1024  # most queries of a panel, and most items of the sample
+_EXPECTED = 2**21  # most candidates that a panel is expected to have
+_GROUP = 8  # items of the sample in a group, of which only the nearest one is looked at
+_RANKS = 2**17  # ranks to settle at once, so that the temporary arrays stay in a core's cache
+_KEPT_BYTES = 96 * 2**20  # most bytes for the candidates of all panels
+_MOST = 2**22  # most candidates of a panel
+_DOUBT = 16  # full search is cheaper for a query with one item in doubt per this many, or more
 _UNIT = 2.0**-24  # u of float32
 
 
@@ -127,9 +119,10 @@ class Ranking:
         if 2 * count <= size:
             return 0
         step, spread = max(1, count // 64), size / _sample_size(size)
-        ranks = sum(_sample_rank(size, int(depth)) for depth in depths[:count:step])
+        # expected numbers of candidates: of all queries, and of a panel of the largest depth
+        candidates = step * spread * sum(_sample_rank(size, int(d)) for d in depths[:count:step])
         deepest = _sample_rank(size, int(depths[count - 1])) * _sample_size(size) * spread
-        return count if step * ranks * spread * 2 <= _KEPT_BYTES and deepest <= 2 * _PAIRS else 0
+        return count if 2 * candidates <= _KEPT_BYTES and deepest <= _EXPECTED else 0
 
     def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
         """Yield by panel: queries (B,), matches (B, k), and whether they need full search (B,)."""
@@ -137,9 +130,9 @@ class Ranking:
             self._share(number)
             if panel.depth:
                 part = slice(panel.start, panel.start + len(panel.factors))
-                query_rows = self._depths[part] > 0
+                is_query = self._depths[part] > 0
                 matches, failed = self._ranked(panel)
-                yield self._order[part][query_rows], matches[query_rows], failed[query_rows]
+                yield self._order[part][is_query], matches[is_query], failed[is_query]
             panel.queries.clear()
             panel.keys.clear()
 

@@ -144,9 +144,7 @@ def propose(
         )
     proposed = {
         name: Proposed(
-            folder / f"{name}.toml",
-            summary,
-            expected_seconds(read_recipe(tomllib.loads(text))),
+            folder / f"{name}.toml", summary, expected_seconds(read_recipe(tomllib.loads(text)))
         )
         for name, (summary, text) in texts.items()
     }

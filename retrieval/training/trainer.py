@@ -35,13 +35,7 @@ from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
 from retrieval.run.adapters import merge, without_additions
 from retrieval.run.build import Objective, build_sampler, drawn_at_random
-from retrieval.run.folder import (
-    absolute_paths,
-    claimed,
-    is_complete,
-    record_changes,
-    refuse_taken,
-)
+from retrieval.run.folder import absolute_paths, claimed, is_complete, record_changes, refuse_taken
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
