@@ -212,12 +212,12 @@ def query_values(
 def matching(
     search: Search, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
 ) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
-    """Yield blocks: queries (B,) and matches (B, k), whether the item at a rank has their label.
+    """Yield blocks of queries (B,) and matches (B, k): whether each rank has the query's label.
 
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
     each needs. k is at least the depth of each query in the block.
     """
-    # The first `ranked` queries are left to `Ranking`, which fails for some of them.
+    # The first `ranked` queries go to `Ranking`; those for which it fails are searched in full.
     ranked = Ranking.serves(len(item_class), depths) if _is_plain(search) else 0
     rest = [np.arange(ranked, len(answerable))]
     if ranked:

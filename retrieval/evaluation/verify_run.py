@@ -150,23 +150,22 @@ def verify(
         return pair_distances(other, codes(items, other), first, second)
 
     distances = {"trained": measured(run.model)}
-    raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-    start = "untrained" if run.recipe.learner is None else "backbone features"
     if baseline:
+        raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         distances[raw] = _raw(run, items, first, second, codes.batch)
         if run.recipe.learner is None:
-            distances[start] = measured(_untrained(run))
+            distances["untrained"] = measured(_untrained(run))
         else:
             assert codes.source.arrays is not None
             features = torch.from_numpy(np.asarray(codes.source.arrays[items]))
-            distances[start] = _euclidean(features, first, second)
+            distances["backbone features"] = _euclidean(features, first, second)
     if bundle is not None:
         distances["bundle"] = _bundle(run, bundle, items, first, second)
     if device.type != "cpu":
         run.model.to("cpu")
     assert chosen.fold is not None
     verified = {
-        row: verification(column, chosen.same, chosen.fold) for row, column in distances.items()
+        name: verification(column, chosen.same, chosen.fold) for name, column in distances.items()
     }
     results = _results(run, side, chosen, origin, len(items), verified)
     write(run, side, chosen, verified, distances["trained"], results.as_dict())
@@ -294,9 +293,9 @@ def _results(
 ) -> RunVerification:
     labels, fold = run.splits.labels, pairs.fold
     assert fold is not None
-    alike = labels[pairs.first] == labels[pairs.second]
+    same_label = labels[pairs.first] == labels[pairs.second]
     notes = []
-    if wrong := int((alike != pairs.same).sum()):
+    if wrong := int((same_label != pairs.same).sum()):
         notes.append(
             f"The list contradicts the data's labels for {wrong:,} of {len(pairs):,} pairs."
         )
@@ -322,17 +321,17 @@ def _results(
         **origin,
     }
     by_fold = {
-        row: {
+        name: {
             "accuracy": dict(zip(pairs.folds, outcome.accuracy.tolist(), strict=True)),
             "threshold": dict(zip(pairs.folds, outcome.threshold.tolist(), strict=True)),
         }
-        for row, outcome in verified.items()
+        for name, outcome in verified.items()
     }
     return RunVerification(
         run=str(run.path),
         split=side,
         pairs=used,
-        metrics={row: outcome.values for row, outcome in verified.items()},
+        metrics={name: outcome.values for name, outcome in verified.items()},
         folds=by_fold,
         notes=notes,
         files={name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},
