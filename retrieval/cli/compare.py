@@ -89,8 +89,8 @@ def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def compare(recipes: tuple[Path, ...], **options: Any) -> None:
     """Compare recipes fairly: the same data, net, batches, epochs, tuning and seeds.
 
-    The tables have intervals, and the conclusions are in words. To resume after an interruption,
-    run the same command again.
+    Write tables with intervals, and state the conclusions in words. To resume after an
+    interruption, run the same command again.
 
     Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20
     """

@@ -538,9 +538,9 @@ def migrate(
 @INDEX
 @JSON
 def rollback(path: IndexPlace, as_json: bool) -> None:
-    """Undo the last migration of INDEX: serve the vectors before it again.
+    """Undo the last migration of INDEX: serve the previous vectors again.
 
-    Items that were added since are first embedded with the older bundle.
+    Items that were added since are first embedded with the previous bundle.
     """
     with opened_index(path) as opened:
         done = opened.rollback()

@@ -85,7 +85,7 @@ def search_command(
 @click.argument("indexes", metavar="INDEX…", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
-    "--port", default=8000, type=click.IntRange(0, 65535), help="Port to listen on; 0 picks one."
+    "--port", default=8000, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."
 )
 @click.option(
     "--health-port",

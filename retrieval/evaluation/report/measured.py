@@ -262,6 +262,7 @@ def _pairs(
             for i in range(0, len(part), 64)
         ]
     matrix: Any = np.concatenate(blocks)
+    # a combiner's distance may depend on the order of two items, but t-SNE needs symmetry
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
     first, second = np.triu_indices(len(rows), 1)
     own = labels[rows]
