@@ -29,7 +29,9 @@ SET_OPTION = click.option(
 
 def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options of commands that read a recipe: --set, --plugin and --allow-plugins."""
-    return SET_OPTION(PLUGIN_OPTION(ALLOW_OPTION(command)))
+    for option in (ALLOW_OPTION, PLUGIN_OPTION, SET_OPTION):
+        command = option(command)
+    return command
 
 
 @click.command()

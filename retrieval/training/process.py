@@ -140,13 +140,13 @@ def going_on(
     Raises:
         DataError: the folder is not a run, or a recipe key differs that must stay the same.
     """
-    stands = standing(path)
-    changed = changes(path, recipe, None if stands is None else stands.progress)
-    if stands is None and recipe.learner is None:
+    last = standing(path)
+    changed = changes(path, recipe, None if last is None else last.progress)
+    if last is None and recipe.learner is None:
         report(f"{path} has no checkpoint yet: training starts from the beginning.")
     for line in changed:
         report(line)
-    return stands, changed
+    return last, changed
 
 
 @contextlib.contextmanager

@@ -584,17 +584,17 @@ def train(
     """
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)
-    with ExitStack() as held:
+    with ExitStack() as locks:
 
-        def look() -> tuple[Standing | None, list[str], bool]:
+        def claim() -> tuple[Standing | None, list[str], bool]:
             if main:
-                held.enter_context(claimed(path))
+                locks.enter_context(claimed(path))
             if resume:
                 return *going_on(path, recipe, report), is_complete(path)
             refuse_taken(path, replace)
             return None, [], False
 
-        stands, changed, complete = together(accelerator, look)
+        standing, changed, complete = together(accelerator, claim)
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
             return Run.open(path)
@@ -603,17 +603,17 @@ def train(
         if recipe.learner is not None:
             device = accelerator.device
             return fit_learner(path, recipe, device, report, replace=replace, resume=resume)
-        run = build_run(path, recipe, stands)
+        run = build_run(path, recipe, standing)
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
             _, warnings = look_ahead(run, accelerator)
             run.splits.notes.extend(warnings)
-        trainer = Trainer(run, accelerator, report, stands.progress if stands else None)
+        trainer = Trainer(run, accelerator, report, standing.progress if standing else None)
 
         def begin() -> None:
-            if stands is not None:
-                trainer.resume(stands)
+            if standing is not None:
+                trainer.resume(standing)
             if main and not resume:
                 begin_folder(run, report, replace=replace)
             elif main and (changed or replace_plugins):
