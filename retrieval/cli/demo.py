@@ -57,7 +57,7 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say("\n3. Exporting to ONNX …")
     verified = export(run, output / "bundle").bundle.manifest.verified
     say(
-        f"   torch and ONNX Runtime differ by at most {verified.largest_difference:.1g} on"
+        f"   torch and ONNX Runtime differ by {verified.largest_difference:.1g} at most on"
         f" {verified.items} held-out digits"
     )
 

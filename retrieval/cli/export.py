@@ -107,7 +107,7 @@ def export_command(
         retrieval export --model core.efficientnet_lite0 --whiten photos --output photos.bundle
     """
     if (run is None) == (model is None):
-        raise click.UsageError("Name either a run, or a backbone with --model.")
+        raise click.UsageError("Name a run, or a backbone with --model: one of them.")
     if run is not None:
         refuse_options("without --model", OF_BACKBONES)
         from retrieval.data.kept import KeptInputs
@@ -147,8 +147,8 @@ def _report(bundle: Bundle, items: str) -> None:
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
     verified = manifest.verified
     say(
-        f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by at most"
-        f" {verified.largest_difference:.1g} on {verified.items:,} {items} (tolerance"
+        f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by"
+        f" {verified.largest_difference:.1g} at most on {verified.items:,} {items} (tolerance"
         f" {verified.tolerance:g})."
     )
     for name, variant in manifest.variants.items():

@@ -287,8 +287,8 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
             raise
     files = "file" if report.left_out == 1 else "files"
     say(
-        f"{report.added:,} images added, {report.replaced:,} replaced, {report.unchanged:,}"
-        f" unchanged, {len(report.bad):,} refused; {report.left_out:,} {files} left out, whose"
+        f"{report.added:,} images added, {report.replaced:,} replaced, {report.unchanged:,} there"
+        f" already, {len(report.bad):,} refused; {report.left_out:,} {files} left out, whose"
         " names are not those of images."
     )
     for id, why in report.bad:
