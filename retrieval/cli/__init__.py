@@ -1,6 +1,6 @@
-"""The command line: one thin function per command, imported when it is called.
+"""The command line: one thin function per command, in a module that is imported when it is called.
 
-All commands print through the functions below.
+Commands print through the functions below.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `retrieval`: imports commands when they are called, and prints errors as sentences.
 
-Exit codes: 0 success, 1 `data check` found something, 2 a mistake of the user (one sentence on
-stderr, no traceback), 130 interrupted.
+Exit codes: 0 success, 1 `data check` has findings, 2 an error (one sentence on stderr, without a
+traceback), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ COMMANDS = {
 
 
 class App(Group):
-    """A group that imports a command when it is called, and plugins only for their commands."""
+    """A group that imports each command when it is called, and plugins only if they are needed."""
 
     _loaded = False  # whether plugins have added their commands
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Built-in commands in the order of use, then those of plugins."""
+        """Return the built-in commands in the order of use, then those of plugins."""
         try:
             self._add_plugin_commands()
         except RetrievalError as error:  # a broken plugin must not break --help
@@ -131,12 +131,11 @@ def app(ctx: click.Context, debug: bool) -> None:
 def main() -> None:
     """Run the command line and exit."""
     for stream in (sys.stdout, sys.stderr):
-        # print "?" for characters that the terminal cannot show, instead of failing
+        # print "?" instead of failing for characters that the terminal cannot show
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     settings: dict[str, bool] = {}
     try:
-        # The return value is the command's own, or an exit code after --help and --version.
         app(prog_name="retrieval", standalone_mode=False, obj=settings)
         sys.stdout.flush()
     except RetrievalError as error:
@@ -168,6 +167,6 @@ def main() -> None:
         _leave(f"Error: {what}: {error.strerror}.", 2)
 
 
-def _leave(sentence: str, code: int) -> None:
+def _leave(sentence: str, exit_code: int) -> None:
     click.echo(printable(sentence), err=True)
-    sys.exit(code)
+    sys.exit(exit_code)

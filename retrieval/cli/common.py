@@ -24,10 +24,10 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 class IndexArgument(click.Path):
-    """An index: a folder, or an address such as `milvus://host:19530/photos`."""
+    """The place of an index: a folder, or an address such as `milvus://host:19530/photos`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path or the parsed address."""
+        """Return the folder's path or the parsed address."""
         from retrieval.serving.store.address import Address, place_of
 
         place = place_of(value)
@@ -35,7 +35,7 @@ class IndexArgument(click.Path):
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # older click's is not generic
-    """A whole number, in full or as 20M or 1.5G; with a unit, also as 10MB or 64KiB."""
+    """A whole number, in full or as 20M or 1.5G; with the unit "B", also as 10MB or 64KiB."""
 
     name = "size"
 
@@ -61,7 +61,7 @@ PIXELS, BYTES = Size(), Size("B")
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
-    """A choice that suggests the closest word on a typing error."""
+    """A choice that suggests the closest word for a mistyped one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the chosen word."""
@@ -90,18 +90,20 @@ WHERE = click.option(
 VARIANT = click.option(
     "--variant", help="Encode with this variant of the bundle's encoder, such as int8."
 )
-MAX_PIXELS = click.option("--max-pixels", default="25M", type=PIXELS, help="Largest image.")
-MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file.")
+MAX_PIXELS = click.option(
+    "--max-pixels", default="25M", type=PIXELS, help="Largest image, in pixels."
+)
+MAX_BYTES = click.option("--max-bytes", default="20MB", type=BYTES, help="Largest file, in bytes.")
 DEVICE = click.option(
     "--device", default="auto", type=Choice(["auto", "cpu", "cuda"]), help="Where the encoder runs."
 )
 
 
 class Group(click.Group):
-    """A group that lists its commands in their order, and suggests the closest to a wrong name."""
+    """A group that keeps the order of its commands, and suggests a command for a mistyped name."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the commands in the order of use."""
+        """Return the names of the commands in the order in which they were added."""
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -124,12 +126,10 @@ def command(
     return decorator
 
 
-def refuse_options(where: str, names: Container[str]) -> None:
-    """Refuse parameters of the current command that do not go together with others.
+def refuse_options(when: str, names: Container[str]) -> None:
+    """Refuse some parameters of the current command if they are on the command line.
 
-    Args:
-        where: the others, such as "without --model".
-        names: the parameters that must not stand on the command line.
+    `when` ends the error message with the reason, such as "without --model".
     """
     context = click.get_current_context()
     wrong = [
@@ -139,16 +139,16 @@ def refuse_options(where: str, names: Container[str]) -> None:
         and context.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
     ]
     if wrong:
-        raise click.UsageError(f"Leave {' and '.join(wrong)} out {where}.")
+        raise click.UsageError(f"Leave {' and '.join(wrong)} out {when}.")
 
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Context manager for imports: pauses garbage collection and exempts the imported objects.
+    """Pause garbage collection during imports, and exempt the imported objects from later runs.
 
     Importing torch creates a million objects that live as long as the process. Collecting among
-    them takes a sixth of the time of `retrieval check`. It is for commands only, because a user's
-    own process may have garbage to collect, or may use torch's compiler, which stays out.
+    them takes a sixth of the time of `retrieval check`. Only commands use this: a user's own
+    process may have garbage to collect, or need torch's compiler, which is not imported here.
     """
     from retrieval.host.lazy import keep_compiler_out
 
@@ -162,11 +162,11 @@ def loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        # libraries that use nanobind report objects that are frozen at exit as leaks
+        # at exit, libraries that use nanobind would report frozen objects as leaks
         atexit.register(gc.unfreeze)
 
 
 def this_command(*further: str, without: Container[str] = ()) -> str:
-    """Return this process's command line, quoted for a shell, with changes."""
+    """Return this process's command line for a shell, with `further` words and `without` others."""
     words = [word for word in sys.argv[1:] if word not in without]
     return shlex.join(["retrieval", *words, *(word for word in further if word not in words)])

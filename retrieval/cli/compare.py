@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,18 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.common import PATH, Choice, loading, refuse_options
-from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
-from retrieval.cli.train import SET_OPTION, TRACK_OPTION
+from retrieval.cli.train import TRACK_OPTION, recipe_options
 
 MOST_VALUES = 1000
 """Most values in a range of a sweep."""
-
+OUTPUT = partial(click.option, "--output", type=PATH, help="Folder for tables, runs and trials.")
 OPTIONS = (
     click.option(
-        "--splits",
-        default=1,
-        help="Number of random splits, each with all seeds; 1 uses the recipes' own split.",
+        "--splits", default=1, help="Random splits, each with all seeds; 1 uses the recipes' own."
     ),
-    click.option("--against", metavar="NAME", help="Compare with this contestant alone, not all."),
+    click.option(
+        "--against", metavar="NAME", help="Compare all recipes with this recipe or baseline alone."
+    ),
     click.option("--test-baselines", is_flag=True, help="Also test recipes against baselines."),
     click.option("--workers", default=1, help="Processes that train at the same time."),
     click.option(
@@ -40,8 +40,8 @@ OPTIONS = (
     click.option(
         "--pretrained",
         metavar="BACKBONE",
-        help="Backbone of the row of frozen features, or none. By default the recipes' own if it"
-        " has weights, else core.efficientnet_lite0 if its extra is installed.",
+        help="Backbone of the baseline of frozen features, or none. By default the recipes' own if"
+        " it has pretrained weights, else core.efficientnet_lite0 if its extra is installed.",
     ),
     click.option(
         "--latex",
@@ -51,32 +51,23 @@ OPTIONS = (
     ),
     click.option("--caption", help="Caption of comparison.tex, in LaTeX."),
     click.option("--label", default="tab:comparison", help="Label of comparison.tex."),
-    SET_OPTION,
     TRACK_OPTION,
-    PLUGIN_OPTION,
-    ALLOW_OPTION,
+    recipe_options,
 )
-"""Options of both commands."""
 
 
-def _options(output: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that adds the options of both commands; `output` is the folder."""
-
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        text = "The comparison's folder: tables, runs, trials."
-        folder = click.option("--output", type=PATH, default=output, help=text)
-        for option in reversed((folder, *OPTIONS)):
-            command = option(command)
-        return command
-
-    return add
+def shared_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of both commands."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
 
 
 @click.command()
 @click.argument("recipes", nargs=-1, required=True, metavar="RECIPE...", type=PATH)
 @click.option("--seeds", default=5, help="Runs of each recipe.")
 @click.option(
-    "--search", default=0, help="Settings of its [search] to try for each recipe; 0 tunes nothing."
+    "--search", default=0, help="Settings to try for each recipe, from its [search]; 0 tunes none."
 )
 @click.option(
     "--folds", default=4, help="Folds of the training side; each judges the settings once."
@@ -93,11 +84,12 @@ def _options(output: str) -> Callable[[Callable[..., None]], Callable[..., None]
     is_flag=True,
     help="Compare recipes that differ in data, backbone or budget; the tables say so.",
 )
-@_options("comparison")
+@OUTPUT(default="comparison")
+@shared_options
 def compare(recipes: tuple[Path, ...], **options: Any) -> None:
     """Compare recipes fairly: the same data, net, batches, epochs, tuning and seeds.
 
-    Writes tables with intervals, and states the conclusions in words. To resume after an
+    Write tables with intervals, and state the conclusions in words. To resume after an
     interruption, run the same command again.
 
     Example:  retrieval compare triplet.toml proxy_anchor.toml --seeds 5 --search 20
@@ -108,12 +100,13 @@ def compare(recipes: tuple[Path, ...], **options: Any) -> None:
 @click.command()
 @click.argument("recipe", type=PATH)
 @click.argument("values", nargs=-1, required=True, metavar="KEY=VALUES...")
-@_options("sweep")
+@OUTPUT(default="sweep")
+@shared_options
 def sweep(recipe: Path, values: tuple[str, ...], **options: Any) -> None:
     """Compare settings of one recipe: every combination of the values, with several seeds.
 
-    Values are a list, such as loss.alpha=1,2,4, or a range of whole numbers, such as seed=0..4. The
-    tables and the folder are those of 'retrieval compare', and the same command resumes.
+    VALUES are a list, such as loss.alpha=1,2,4, or a range of whole numbers, such as seed=0..4. The
+    tables and the folder are as with 'retrieval compare', and the same command resumes.
 
     Example:  retrieval sweep recipe.toml loss.alpha=1,2,4 seed=0..4
     """
@@ -121,29 +114,32 @@ def sweep(recipe: Path, values: tuple[str, ...], **options: Any) -> None:
     for text in values:
         key, equals, listed = text.partition("=")
         if not equals or not key or key in grid:
-            raise click.UsageError(f"{text}: give each key once, as loss.alpha=1,2,4.")
+            raise click.UsageError(f"{text}: give each key once, as in loss.alpha=1,2,4.")
         grid[key] = _values(text, listed)
     seeds = grid.pop("seed", list(range(5)))
     if seeds != list(range(len(seeds))):
-        raise click.UsageError("seed: seeds are counted from 0, as in seed=0..4.")
+        raise click.UsageError("seed: seeds count from 0, as in seed=0..4.")
     _run((recipe,), grid=grid, seeds=len(seeds), **options)
 
 
 def _values(text: str, listed: str) -> list[Any]:
-    """Return the values in a text: TOML values, bare words, or a range of whole numbers."""
+    """Return the `listed` values: TOML values, bare words, or a range of whole numbers.
+
+    Errors quote `text`, the whole argument.
+    """
     first, dots, last = listed.partition("..")
     if dots:
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise click.UsageError(f"{text}: write a range of whole numbers as seed=0..4.")
+            raise click.UsageError(f"{text}: write a range of whole numbers as in seed=0..4.")
         if int(last) - int(first) >= MOST_VALUES:
-            raise click.UsageError(f"{text}: that is more than {MOST_VALUES:,} values.")
+            raise click.UsageError(f"{text}: a range has at most {MOST_VALUES:,} values.")
         return list(range(int(first), int(last) + 1))
     try:
         values: list[Any] = tomllib.loads(f"values = [{listed}]")["values"]
     except (ValueError, RecursionError):
         values = [word.strip() for word in listed.split(",")]
     if not values or "" in values or any(values.count(value) > 1 for value in values):
-        raise click.UsageError(f"{text}: name values, each once, as loss.alpha=1,2,4.")
+        raise click.UsageError(f"{text}: give each value once, as in loss.alpha=1,2,4.")
     return values
 
 
@@ -157,7 +153,6 @@ def _run(
     extra: tuple[str, ...],
     **options: Any,
 ) -> None:
-    """Compare, and print the tables."""
     if options["ray"] is None:
         refuse_options("without --ray", {"cpus"})
     with loading():

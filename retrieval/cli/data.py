@@ -11,8 +11,7 @@ import click
 
 from retrieval.cli import say
 from retrieval.cli.common import PATH, Group, Number
-from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
-from retrieval.cli.train import RECIPE, SET_OPTION
+from retrieval.cli.train import RECIPE, recipe_options
 
 
 @click.group(cls=Group)
@@ -23,7 +22,7 @@ def data() -> None:
 @data.command()
 @RECIPE
 @click.option(
-    "--output", type=PATH, help="PNG file to write; by default NAME.png, with the recipe's name."
+    "--output", type=PATH, help="PNG file to write; by default NAME.png, by the recipe's name."
 )
 @click.option(
     "--items", type=click.IntRange(1, 64), default=8, help="Rows, one per item of the first batch."
@@ -31,9 +30,7 @@ def data() -> None:
 @click.option(
     "--draws", type=click.IntRange(1, 64), default=8, help="Columns: random changes of each item."
 )
-@SET_OPTION
-@PLUGIN_OPTION
-@ALLOW_OPTION
+@recipe_options
 def show(
     recipe: Path,
     output: Path | None,
@@ -52,7 +49,7 @@ def show(
     checked = read_recipe(recipe, overrides, extra)
     target = output or Path(f"{checked.name}.png")
     if target.suffix.lower() != ".png":
-        raise DataError(f"{target} should end in .png, which is what is written.")
+        raise DataError(f"{target} must end in .png, because the picture is a PNG file.")
     from retrieval.host.files import write_bytes
 
     # slow to import, so that a wrong path is reported first
@@ -74,23 +71,19 @@ def show(
     "--model",
     metavar="BUNDLE",
     type=PATH,
-    help="Also find items that are the same to a model, a bundle of 'retrieval export'.",
+    help="Also find items that a model, a bundle of 'retrieval export', cannot tell apart.",
 )
 @click.option(
     "--within",
     type=Number(min=0),
-    help="Items within this distance of the model are the same; by default measured on copies of"
-    " items as JPEG of quality 70.",
+    help="With --model: the largest distance of items that count as the same. By default measured"
+    " between items and their copies as JPEG of quality 70.",
 )
-@click.option(
-    "--output", type=PATH, metavar="FILE", help="Also write all findings as JSON to FILE."
-)
+@click.option("--output", type=PATH, metavar="FILE", help="Also write all findings as JSON.")
 @click.option(
     "--show", "lines", type=click.IntRange(0), default=10, help="Most lines to print of each kind."
 )
-@SET_OPTION
-@PLUGIN_OPTION
-@ALLOW_OPTION
+@recipe_options
 def check(
     sources: tuple[Path, ...],
     output: Path | None,
@@ -101,15 +94,15 @@ def check(
     """Find what is wrong with data: broken files, duplicates, items on both sides of the split,
     likely label errors.
 
-    FOLDER is a folder, a CSV file, a table, or a recipe with its [split]. Several are the sides of
-    one split. The exit code is 1 if something was found, otherwise 0.
+    FOLDER is a folder, a CSV file, a table, or a recipe with its [split]. Several of them are the
+    sides of one split. The exit code is 1 if there are findings, otherwise 0.
 
     Example:  retrieval data check photos --output findings.json
     """
     from retrieval.errors import DataError
 
     if output is not None and output.suffix.lower() != ".json":
-        raise DataError(f"{output} should end in .json, which is what is written.")
+        raise DataError(f"{output} must end in .json, because the findings are written as JSON.")
     from retrieval.host.files import write_json
 
     # slow to import, so that a wrong path is reported first

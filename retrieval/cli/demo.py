@@ -1,4 +1,4 @@
-"""`retrieval demo`: the whole product on scikit-learn's digits, and a picture of the results."""
+"""`retrieval demo`: train, evaluate, export, index and search scikit-learn's digits."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
     say(textwrap.indent(results.table(), "   "))
 
     say("\n3. Exporting to ONNX …")
-    seen = export(run, output / "bundle").bundle.manifest.verified
+    verified = export(run, output / "bundle").bundle.manifest.verified
     say(
-        f"   torch and ONNX Runtime differ by {seen.largest_difference:.1g} at most on {seen.items}"
-        " held-out digits"
+        f"   torch and ONNX Runtime differ by {verified.largest_difference:.1g} at most on"
+        f" {verified.items} held-out digits"
     )
 
     say("\n4. Indexing …")
@@ -72,12 +72,9 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
         figure = neighbours(
             index, query_files, NEIGHBOURS, labels=[file.parent.name for file in query_files]
         )
-    right = sum(
-        hit.label == file.parent.name
-        for file, hits in zip(query_files, answers, strict=True)
-        for hit in hits
-    )
+    right = 0
     for file, hits in zip(query_files, answers, strict=True):
+        right += sum(hit.label == file.parent.name for hit in hits)
         say(f"   a {file.parent.name} finds {' '.join(str(hit.label) for hit in hits)}")
     say(f"   {right} of {len(query_files) * NEIGHBOURS} right")
     with whole_file(output / "neighbours.png", DataError) as picture:
@@ -96,9 +93,10 @@ def run_demo(output: Path, say: Callable[[str], None]) -> None:
 
 
 def _write_images(run: Run, output: Path) -> list[Path]:
-    """Write the test digits as PNG files and return the paths of the queries.
+    """Write the test digits as PNG files, and return the paths of the queries.
 
-    The first digit of each class is a query and goes to `queries/CLASS`, others to `images/CLASS`.
+    The first digit of each class is a query and goes to `queries/CLASS`, the others go to
+    `images/CLASS`.
     """
     import numpy as np
 
@@ -126,7 +124,7 @@ def remove(folder: Path) -> None:
         DataError: the folder does not hold a demo.
     """
     if not (folder / "run" / "recipe.toml").is_file():
-        raise DataError(f"{folder} is not a demo's folder; it is left alone.")
+        raise DataError(f"{folder} is not a demo's folder, so it is not removed.")
     shutil.rmtree(folder)
 
 

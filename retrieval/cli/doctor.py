@@ -1,6 +1,6 @@
 """`retrieval doctor`: versions, devices, where work runs, and what is broken.
 
-Each library is imported in its own process, so that one that crashes on import becomes a fault.
+Each library is imported in its own process, so that a crash on import is reported as a fault.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import click
 from packaging.requirements import Requirement
 
 from retrieval.cli import say, say_json
+from retrieval.cli.common import JSON
 from retrieval.host.cores import cores
 from retrieval.serving.runtime import FAISS, ONNXRUNTIME, installed_packages, nvidia_smi
 
@@ -24,12 +25,12 @@ DISTRIBUTION = "embedding-retrieval"
 _SECONDS = 120  # time-out per library; a first import of torch from a slow disk takes long
 _DEVELOPERS = {"docs", "test"}  # extras that no user needs
 
-# A graph of one Identity node, to test whether an execution provider really starts.
+# An ONNX graph of one Identity node, to test whether an execution provider really starts.
 _IDENTITY = (
     "08083a370a100a017812017922084964656e746974791201675a0f0a0178120a0a08080112040a020801620f0a0179120a0a0808"
     "0112040a02080142040a001011"
 )
-# Code that assigns a library's report to `out`; `works` says whether it uses a CUDA device.
+# For each library, code that assigns a report to `out`; `works` says whether it uses a CUDA device.
 _ASK = {
     "torch": """
 import torch
@@ -55,7 +56,7 @@ out = {"built for a GPU": gpu, "works": gpu and faiss.get_num_gpus() > 0}
 
 
 def examine() -> dict[str, Any]:
-    """Return the facts on this environment; `faults` has one sentence per fault, with a remedy."""
+    """Return facts about this environment; `faults` has one sentence per fault, with a remedy."""
     libraries = _libraries()
     faults = [fault for library in libraries for fault in _version_faults(library)]
     sees: dict[str, Any] = {}
@@ -97,7 +98,7 @@ def examine() -> dict[str, Any]:
 
 
 def _libraries() -> list[dict[str, Any]]:
-    """Return the requirements of the installed distribution, including extras for users."""
+    """Return the installed distribution's requirements, including those of extras for users."""
     required: dict[str, dict[str, Any]] = {}
     for requirement in map(Requirement, requires(DISTRIBUTION) or []):
         marker = requirement.marker
@@ -113,7 +114,7 @@ def _libraries() -> list[dict[str, Any]]:
 
 
 def _version_faults(library: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a library's version: at most one sentence."""
+    """Return at most one sentence on what is wrong with a library's version."""
     needed = Requirement(f"{library['name']}{library['needs']}")
     have = library["installed"]
     if have is None:
@@ -128,7 +129,7 @@ def _version_faults(library: dict[str, Any]) -> list[str]:
 
 
 def _ask(code: str) -> dict[str, Any] | str:
-    """Run code in a new process, and return its `out`, or why there is none."""
+    """Run code in a new process, and return its `out` or, as text, why it failed."""
     program = [sys.executable, "-c", f"import json\n{code}\nprint(json.dumps(out))"]
     try:
         done = subprocess.run(program, capture_output=True, text=True, timeout=_SECONDS)
@@ -142,19 +143,19 @@ def _ask(code: str) -> dict[str, Any] | str:
 
 
 def _device_faults(has_device: bool, runs: dict[str, str]) -> list[str]:
-    """Return a fault for GPU packages without a device, or for a device that stays unused."""
+    """Return a fault if GPU packages have no device, or cannot use it."""
     gpu = [name for name in installed_packages((*FAISS, *ONNXRUNTIME)) if "gpu" in name]
     idle = ", ".join(part for part, where in runs.items() if where == "cpu")
     if not gpu or (has_device and not idle):
         return []
-    fault = f"NVIDIA's driver names no CUDA device (nvidia-smi), and {' and '.join(gpu)} need one"
+    fault = f"NVIDIA's driver names no CUDA device (nvidia-smi), but {' and '.join(gpu)} need one"
     if has_device:
-        fault = f"The driver names a device, and {idle} cannot use it: the CUDA versions differ"
-    return [f"{fault}. Update the driver, or take the extra cpu in place of gpu."]
+        fault = f"The driver names a device, but {idle} cannot use it: the CUDA versions differ"
+    return [f"{fault}. Update the driver, or install the extra cpu instead of gpu."]
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@JSON
 def doctor(as_json: bool) -> None:
     """Show versions, devices, where work runs, and what is broken.
 

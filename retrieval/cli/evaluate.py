@@ -11,10 +11,9 @@ from retrieval.cli import say, say_json
 from retrieval.cli.common import JSON, PATH, Choice, refuse_options
 from retrieval.cli.plugins import ALLOW_OPTION
 
+# Options of only one protocol: "retrieval" or "verification".
 SEARCH = {"metrics", "clusters"}
-"""Options of the protocol "retrieval" alone."""
 PAIRS = {"pairs", "draw", "folds", "seed"}
-"""Options of the protocol "verification" alone."""
 
 
 @click.command()
@@ -23,21 +22,21 @@ PAIRS = {"pairs", "draw", "folds", "seed"}
     "--protocol",
     type=Choice(["retrieval", "verification"]),
     default="retrieval",
-    help="Search for each item, or judge whether pairs are the same.",
+    help="Search for each item, or judge whether two items are the same.",
 )
 @click.option(
     "--split",
     "side",
     type=Choice(["test", "validation"]),
     default="test",
-    help="The items that are queries or form pairs.",
+    help="The side whose items are queries or form pairs.",
 )
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="NAME",
-    help="A metric by name; repeatable. By default the recipe's.",
+    help="Name of a metric; repeatable. By default the recipe's.",
 )
 @click.option("--clusters", is_flag=True, help="Also compute NMI and F1 of k-means clusters.")
 @click.option(
@@ -53,7 +52,7 @@ PAIRS = {"pairs", "draw", "folds", "seed"}
     help="Verification: number of random pairs, half of them same. By default up to 600 per fold.",
 )
 @click.option(
-    "--folds", type=int, help="Verification: folds of pairs without a fold. By default 10."
+    "--folds", type=int, help="Verification: number of folds, unless FILE has them. By default 10."
 )
 @click.option("--seed", default=0, help="Verification: seed of pairs and folds.")
 @click.option(
@@ -62,10 +61,8 @@ PAIRS = {"pairs", "draw", "folds", "seed"}
     help="Also evaluate the raw inputs (pixels, or vectors), which need no training; for"
     " verification also the untrained model.",
 )
-@click.option("--bundle", type=PATH, help="Also evaluate this bundle, searching as a server does.")
-@click.option(
-    "--gallery", type=PATH, help="For a folder of embeddings: another folder to search in."
-)
+@click.option("--bundle", type=PATH, help="Also evaluate this bundle, searched as a server does.")
+@click.option("--gallery", type=PATH, help="For a folder of embeddings: another one to search in.")
 @JSON
 @ALLOW_OPTION
 def evaluate(
@@ -79,8 +76,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run's best weights on its held-out items, and write the metrics into the run.
 
-    RUN may also be a folder of 'retrieval embed' with labels. The metrics then use its vectors and
-    Euclidean distance, and the folder may be larger than the memory.
+    RUN may also be a folder of 'retrieval embed' whose items have labels. Metrics then use its
+    vectors and Euclidean distance, and the folder may be larger than the memory.
 
     Example:  retrieval evaluate runs/digits --baseline --metric recall_at_1 --metric map_at_r
 
@@ -100,7 +97,7 @@ def evaluate(
         else:
             say(vectors.table())
         return
-    refuse_options("with a run, which brings its own gallery", {"gallery"})
+    refuse_options("with a run, which has its own gallery", {"gallery"})
     verification = protocol == "verification"
     refuse_options(f"with --protocol {protocol}", SEARCH if verification else PAIRS)
     if options["pairs"] is not None:
@@ -122,21 +119,12 @@ def evaluate(
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...", type=PATH)
-@click.option(
-    "--output",
-    type=PATH,
-    default=Path("report.html"),
-    help="The file to write; an existing one is replaced.",
-)
+@click.option("--output", type=PATH, default=Path("report.html"), help="File to write or replace.")
 @click.option("--queries", default=2000, help="Most test items to use as queries.")
 @click.option("--sample", default=600, help="Most test items on the map and in pairs.")
 @click.option("--thumbnails", default=800, help="Most thumbnails of items.")
 @click.option(
-    "--map",
-    "method",
-    type=Choice(["tsne", "pca", "none"]),
-    default="tsne",
-    help="Method of the map.",
+    "--map", "method", type=Choice(["tsne", "pca", "none"]), default="tsne", help="Kind of map."
 )
 @click.option("--label-column", metavar="COLUMN", help="Column of metadata that names the classes.")
 def report(runs: tuple[Path, ...], output: Path, method: str, **options: Any) -> None:

@@ -36,47 +36,46 @@ OF_BACKBONES = {"overrides", "whiten", "photos", "random_weights", "extra"}
     multiple=True,
     type=PATH,
     metavar="PHOTOS",
-    help="With --model: fit PCA whitening on this folder or file of photos, which need no labels;"
+    help="With --model: fit PCA whitening on this folder or file of photos without labels;"
     " repeatable.",
 )
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
-    help="Dimension of the vectors. For a run: keep the first numbers of its embedding, for which"
-    " core.matryoshka trains; by default all. With --whiten: by default 128, or the backbone's"
-    " number of features if smaller.",
+    help="Dimension of the vectors. For a run: keep only the first numbers of its embedding, as"
+    " training with core.matryoshka allows; by default all. With --whiten: by default 128, or the"
+    " backbone's number of features if smaller.",
 )
 @click.option(
     "--photos",
     multiple=True,
     type=PATH,
     metavar="PHOTOS",
-    help="With --model: photos that verify the bundle and calibrate int8, by default those of"
-    " --whiten; repeatable.",
+    help="With --model: photos to verify the bundle and to calibrate int8; repeatable. By default"
+    " those of --whiten.",
 )
 @click.option(
-    "--random-weights",
-    is_flag=True,
-    help="With --model: allow a backbone with random weights, as a baseline.",
+    "--random-weights", is_flag=True, help="With --model: allow random weights, as a baseline."
 )
 @click.option(
     "--variant",
     "variants",
     multiple=True,
     type=Choice(["fp16", "int8"]),
-    help="Also write the encoder in this precision, with its measured drift; repeatable.",
+    help="Also write the encoder in this precision, and report how far its vectors differ;"
+    " repeatable.",
 )
 @click.option(
     "--split",
     is_flag=True,
-    help="Write the encoder as two graphs, backbone and head, so that an index that keeps features"
-    " can change heads in seconds.",
+    help="Write the encoder as two graphs, backbone and head. An index that keeps the backbone's"
+    " features can then change heads in seconds.",
 )
 @click.option(
     "--allow-drift",
     is_flag=True,
-    help="Write a variant even if its vectors' cosine to the encoder's is below 0.99 on average or"
-    " 0.9 at worst.",
+    help="Write a variant even if the cosine of its vectors to the encoder's is below 0.99 on"
+    " average or 0.9 at worst.",
 )
 @click.option(
     "--tolerance",
@@ -127,14 +126,13 @@ def export_command(
     from retrieval.export.export_backbone import BackboneEncoder
 
     backbone = BackboneEncoder(str(model), _parameters(overrides), extra, random_weights)
-    encoder = backbone.export(
-        output, whiten=whiten, dimensions=dimensions, photos=photos, **options
-    )
-    _report(encoder.bundle, "photos" if whiten or photos else "crops of two example photographs")
+    options |= {"whiten": whiten, "dimensions": dimensions, "photos": photos}
+    bundle = backbone.export(output, **options).bundle
+    _report(bundle, "photos" if whiten or photos else "crops of two example photographs")
 
 
 def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Return the values of `--set`, read like a recipe's `[backbone]` table."""
+    """Return the values of `--set`, which are read like those of a recipe's `[backbone]`."""
     from retrieval.recipe.read import apply_overrides
 
     table: dict[str, Any] = {"backbone": {}}
@@ -144,14 +142,14 @@ def _parameters(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _report(bundle: Bundle, items: str) -> None:
-    """Print the bundle's files, the difference of torch and ONNX Runtime, and variants' drift."""
+    """Print sizes, how far torch and ONNX Runtime differ on `items`, and how far variants do."""
     manifest = bundle.manifest
     size = sum(record.bytes for record in manifest.files.values()) / 1e6
-    seen = manifest.verified
+    verified = manifest.verified
     say(
         f"Wrote {bundle.path} ({size:.1f} MB). torch and ONNX Runtime differ by"
-        f" {seen.largest_difference:.1g} at most on {seen.items:,} {items} (tolerance"
-        f" {seen.tolerance:g})."
+        f" {verified.largest_difference:.1g} at most on {verified.items:,} {items} (tolerance"
+        f" {verified.tolerance:g})."
     )
     for name, variant in manifest.variants.items():
         recall = variant.recall_at_1

@@ -1,7 +1,4 @@
-"""`retrieval index` and its commands, and `retrieval embed`, whose folders an index takes.
-
-The commands of `index` create, change, inspect, copy and repair an index.
-"""
+"""`retrieval index` and its commands, and `retrieval embed`, which writes folders for an index."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ if TYPE_CHECKING:
     from retrieval.serving.store.contract import Item, Store
 
 _PLUGINS = "retrieval.plugins"
-_LOW_RECALL = 0.9
-_PAGE = 1000
+_LOW_RECALL = 0.9  # recall@10 below which a note suggests other parameters
+_PAGE = 1000  # items that `list` reads at once
 
 
 @click.group(
@@ -57,9 +54,7 @@ def index() -> None:
     """Create an index, and change, inspect, copy and repair it while it is searched."""
 
 
-verb = partial(command, group=index)
-"""Decorator for a command of the group; see `command`."""
-
+verb = partial(command, group=index)  # decorates a command of the group
 PLACE = click.argument("path", metavar="INDEX", type=IndexArgument())
 
 
@@ -74,13 +69,13 @@ def INDEX(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plugins() -> tuple[str, ...]:
-    """Return the plugins that the user named with the option that `INDEX` added."""
+    """Return the values of the option `--plugin` that `INDEX` added."""
     plugins: tuple[str, ...] = click.get_current_context().meta.get(_PLUGINS, ())
     return plugins
 
 
 def opened_index(path: IndexPlace) -> Index:
-    """Open an index."""
+    """Open an index with the plugins of the command line."""
     from retrieval.serving.index.index import open_index
 
     return open_index(path, plugins=_plugins())
@@ -100,13 +95,13 @@ def embedding(function: Callable[..., Any]) -> Callable[..., Any]:
             "--keep",
             default="reference",
             type=Choice(["reference", "copy", "thumbnail", "nothing"]),
-            help="What the index keeps of each original.",
+            help="What the index keeps of each original image.",
         ),
         MAX_BYTES,
         MAX_PIXELS,
         click.option("--batch", default=32, type=click.IntRange(1), help="Items encoded at once."),
         click.option(
-            "--skip-bad", is_flag=True, help="Skip images that cannot be used, and report each."
+            "--skip-bad", is_flag=True, help="Skip and report images that cannot be used."
         ),
     ):
         function = option(function)
@@ -139,24 +134,18 @@ def tell(path: IndexPlace, as_json: bool, sentence: str, **facts: Any) -> None:
     help="Instead of a bundle: a pretrained backbone, such as core.efficientnet_lite0.",
 )
 @click.option(
-    "--backend",
-    default="auto",
-    help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.name.",
+    "--backend", default="auto", help="auto (by size), flat, hnsw, ivf, ivfpq, or PLUGIN.NAME."
 )
 @click.option(
-    "--set",
-    "options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="A parameter of the back end; repeatable.",
+    "--set", "options", multiple=True, metavar="KEY=VALUE", help="Back-end parameter; repeatable."
 )
 @PLUGIN_OPTION
 @VARIANT
 @click.option(
     "--keep-features",
     is_flag=True,
-    help="Also keep the backbone's features, so that 'index migrate' to another head takes seconds."
-    " For bundles of export --split.",
+    help="Also keep the backbone's features, so that 'index migrate' to another head takes seconds;"
+    " for bundles of export --split.",
 )
 @click.option("--replace", is_flag=True, help="Replace an existing index.")
 @DEVICE
@@ -188,16 +177,16 @@ def create(
             "Name what embeds the images: either --bundle BUNDLE or --model NAME."
         )
     if model is not None and not images:
-        raise click.UsageError("A model is verified on photos: name some.")
-    structure = _options(options)
-    whole = bundle or _exported(str(model), path, images, extra)
+        raise click.UsageError("Name IMAGES too: --model needs photos to verify its bundle.")
+    parameters = _options(options)
+    folder = bundle or _exported(str(model), path, images, extra)
     from retrieval.serving.images import Limits
     from retrieval.serving.index.index import create_index
 
     limits = Limits(max_pixels, max_bytes)
     try:
         summary = create_index(
-            path, whole, images, options=structure, plugins=extra, limits=limits, **settings
+            path, folder, images, options=parameters, plugins=extra, limits=limits, **settings
         )
     except KeyboardInterrupt:
         if not isinstance(path, Path):
@@ -207,21 +196,23 @@ def create(
         raise
     _tell_created(path, summary, settings["backend"].removeprefix("core."), as_json)
     if bundle is None:
-        shutil.rmtree(whole, ignore_errors=True)  # the index has its own copy
+        shutil.rmtree(folder, ignore_errors=True)  # the index has its own copy
 
 
 def _exported(
     model: str, path: IndexPlace, images: tuple[Path, ...], plugins: tuple[str, ...]
 ) -> Path:
-    """Export a bundle of a pretrained model, or return the one that an interrupted run left."""
-    # next to the index; for an address, in the working directory
+    """Export a bundle of a pretrained model, or return the bundle of an interrupted call.
+
+    The bundle is next to the index or, for an address, in the working directory.
+    """
     target = Path(path if isinstance(path, Path) else path.name or "index").absolute()
     target = target.with_name(f".{target.name}.bundle")
     if not target.is_dir():
         from retrieval.export.export_backbone import BackboneEncoder
         from retrieval.serving.index.locations import is_table
 
-        # the export reads only files, so a table does not verify
+        # the export verifies on image files and cannot read tables
         photos = [image for image in images if not is_table(image.name)]
         BackboneEncoder(model, plugins=plugins).export(target, photos=photos)
     return target
@@ -232,14 +223,14 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
 
     notes = [f"back end {summary.backend}"]
     if backend not in ("auto", summary.backend):
-        notes[0] += f"; {backend} from {MIN_ROWS:,} items in a segment on"
+        notes[0] += f"; {backend} only for segments of {MIN_ROWS:,} items or more"
     if summary.recall_at_10 is not None:
         notes.append(f"recall@10 {summary.recall_at_10:.3f} against exact search")
         if summary.recall_at_10 < _LOW_RECALL:
             say(
                 f"Note: {summary.backend} misses more than a tenth of the nearest items. Raise its"
-                " parameters with --set (ef_search of hnsw, probes of ivf), or take --backend"
-                " flat, which is exact.",
+                " parameters with --set (ef_search of hnsw, probes of ivf), or use --backend flat,"
+                " which is exact.",
                 err=True,
             )
     counts = {"done by an interrupted run": summary.resumed}
@@ -247,12 +238,9 @@ def _tell_created(path: IndexPlace, summary: Summary, backend: str, as_json: boo
     notes += [f"{count:,} {what}" for what, count in counts.items() if count]
     for note in summary.left_out:
         say(note, err=True)
-    tell(
-        path,
-        as_json,
-        f"Indexed {summary.count:,} items in {summary.seconds:.1f} s ({', '.join(notes)}): {path}",
-        **{name: value for name, value in vars(summary).items() if name != "path"},
-    )
+    facts = {name: value for name, value in vars(summary).items() if name != "path"}
+    took = f"{summary.seconds:.1f} s ({', '.join(notes)})"
+    tell(path, as_json, f"Indexed {summary.count:,} items in {took}: {path}", **facts)
 
 
 def _options(pairs: tuple[str, ...]) -> dict[str, Any]:
@@ -291,15 +279,14 @@ def add(
 ) -> None:
     """Embed IMAGES and add them to INDEX, skipping those that have not changed.
 
-    INDEX can be searched meanwhile. Items are written to the disk every second or so. To resume
+    INDEX can be searched meanwhile. About every second, items are written to the disk. To resume
     after an interruption or a kill, run the same command again.
     """
     from retrieval.serving.images import Limits
 
+    limits = Limits(max_pixels, max_bytes)
     with opened_index(path) as opened:
-        added = opened.add(
-            list(images), sync=sync, limits=Limits(max_pixels, max_bytes), **settings
-        )
+        added = opened.add(list(images), sync=sync, limits=limits, **settings)
     for note in added.left_out:
         say(note, err=True)
     parts = [f"{added.added:,} added"]
@@ -354,10 +341,8 @@ def list_items(
         )
         return
     for item in items:
-        details = (
-            f"  {json.dumps(dict(item.metadata), ensure_ascii=False)}" if item.metadata else ""
-        )
-        say(f"{item.id}  {item.label or ''}{details}".rstrip())
+        details = json.dumps(dict(item.metadata), ensure_ascii=False) if item.metadata else ""
+        say(f"{item.id}  {item.label or ''}  {details}".rstrip())
     if len(items) < total:
         say(f"{len(items):,} of {total:,} items.", err=True)
 
@@ -414,7 +399,7 @@ def show(path: IndexPlace, id: str | None, as_json: bool) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as text: numbers with thousands separators, objects as JSON."""
+    """Return a value as text: whole numbers with thousands separators, tables as JSON."""
     if value is None:
         return "none"
     if isinstance(value, dict):
@@ -425,18 +410,17 @@ def _shown(value: Any) -> str:
 def _item_facts(item: Item) -> dict[str, Any]:
     names = ("id", "label", "metadata", "path", "source", "keep", "bytes", "width", "height")
     path = None if item.path is None else str(item.path)
-    return {name: getattr(item, name) for name in names} | {
-        "metadata": dict(item.metadata),
-        "path": path,
-    }
+    facts = {name: getattr(item, name) for name in names}
+    return facts | {"metadata": dict(item.metadata), "path": path}
 
 
 @verb("check", "retrieval index check photos.index")
 @INDEX
 @JSON
 def check(path: IndexPlace, as_json: bool) -> None:
-    """Check every file of INDEX against its checksum, and all parts against each other. At an
-    address, read every item and bundle.
+    """Check every file of INDEX against its checksum, and all parts against each other.
+
+    At an address, read every item and bundle.
     """
     from retrieval.serving.index.checking import check_index, check_store
 
@@ -496,7 +480,7 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
     for group in groups:
         say(f"{len(group.ids)} items within {group.largest:.4f}: {'  '.join(group.ids)}")
     extra = sum(len(group.ids) - 1 for group in groups)
-    say(f"{len(groups):,} groups with {extra:,} items more than one each.", err=True)
+    say(f"{len(groups):,} groups; {extra:,} items beyond the first of their group.", err=True)
 
 
 @verb(
@@ -512,7 +496,7 @@ def duplicates(path: IndexPlace, within: float, where: str | None, as_json: bool
 @click.option(
     "--drop-old",
     is_flag=True,
-    help="Delete generations that are not served. Without BUNDLE, do nothing else.",
+    help="Delete the generations that are not served. Without BUNDLE, do nothing else.",
 )
 @JSON
 def migrate(
@@ -523,53 +507,45 @@ def migrate(
     If the index was created with --keep-features and only the head differs, this needs no originals
     and takes seconds.
 
-    Searches use the old vectors until all new ones are complete; old and new never mix. The old
-    generation is kept for 'retrieval index rollback' until --drop-old. To resume after an
-    interruption or a kill, run the same command again.
+    Searches use the old vectors until the new ones are complete; the two never mix. The old vectors
+    are kept as an older generation for 'retrieval index rollback', until --drop-old deletes it. To
+    resume after an interruption or a kill, run the same command again.
     """
     with opened_index(path) as opened:
         if bundle is None and not drop_old:
             raise click.UsageError("Name the bundle to migrate to.")
         done = None if bundle is None else opened.migrate(bundle, skip_bad=skip_bad)
-        metrics: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         sentences = []
         if done is not None:
             for fault in done.skipped:
                 say(f"skipped: {fault}", err=True)
-            kept = (
-                f", {done.from_features:,} from features that were kept"
-                if done.from_features
-                else ""
-            )
+            count = done.from_features
+            kept = f", {count:,} from features that were kept" if count else ""
             sentences.append(
                 f"{path}: {done.embedded:,} items embedded{kept}; generation"
                 f" {done.generation.number} is served."
             )
-            metrics = _generation_facts(done)
+            facts = _generation_facts(done)
         if drop_old:
-            metrics["dropped"] = count = opened.drop_old()
-            sentences.append(
-                f"{path}: {count:,} older generation{'' if count == 1 else 's'} deleted."
-            )
-    tell(path, as_json, "\n".join(sentences), **metrics)
+            facts["dropped"] = count = opened.drop_old()
+            plural = "" if count == 1 else "s"
+            sentences.append(f"{path}: {count:,} older generation{plural} deleted.")
+    tell(path, as_json, "\n".join(sentences), **facts)
 
 
 @verb("rollback", "retrieval index rollback photos.index")
 @INDEX
 @JSON
 def rollback(path: IndexPlace, as_json: bool) -> None:
-    """Serve the generation of INDEX before the last migration again. Items that were added since
-    are first embedded for it.
+    """Undo the last migration of INDEX: serve the previous vectors again.
+
+    Items that were added since are first embedded with the previous bundle.
     """
     with opened_index(path) as opened:
         done = opened.rollback()
-    tell(
-        path,
-        as_json,
-        f"{path}: generation {done.generation.number} is served again; {done.embedded:,} items were"
-        " embedded for it.",
-        **_generation_facts(done),
-    )
+    sentence = f"{path}: generation {done.generation.number} is served again; {done.embedded:,}"
+    tell(path, as_json, f"{sentence} items were embedded for it.", **_generation_facts(done))
 
 
 def _generation_facts(done: Migrated) -> dict[str, Any]:
@@ -581,8 +557,9 @@ def _generation_facts(done: Migrated) -> dict[str, Any]:
 @click.argument("target", type=PATH)
 @JSON
 def snapshot(path: IndexPlace, target: Path, as_json: bool) -> None:
-    """Copy a consistent state of INDEX to the new folder TARGET, which opens as an index. Searches
-    and writes continue meanwhile.
+    """Copy a consistent state of INDEX to the new folder TARGET, which is an index itself.
+
+    Searches and writes continue meanwhile.
     """
     with opened_index(path) as opened:
         opened.snapshot(target)
@@ -597,16 +574,12 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
     """Check SNAPSHOT and copy it to INDEX, a new folder or an address without an index."""
     from retrieval.serving.index.checking import restore as copy
 
-    notes = copy(source, path, plugins=_plugins())
+    facts: dict[str, Any] = {"snapshot": str(source)}
+    if notes := copy(source, path, plugins=_plugins()):
+        facts["left_behind"] = notes
     for note in notes:
         say(note, err=True)
-    tell(
-        path,
-        as_json,
-        f"Restored {path}",
-        snapshot=str(source),
-        **({"left_behind": notes} if notes else {}),
-    )
+    tell(path, as_json, f"Restored {path}", **facts)
 
 
 @command(
@@ -619,9 +592,7 @@ def restore(source: Path, path: IndexPlace, as_json: bool) -> None:
 @click.option("--output", "-o", required=True, type=PATH, help="Folder of the Parquet files.")
 @VARIANT
 @click.option(
-    "--features",
-    is_flag=True,
-    help="Also keep the backbone's features, for bundles of export --split.",
+    "--features", is_flag=True, help="Also keep the backbone's features (see export --split)."
 )
 @click.option("--batch", type=click.IntRange(1), help="Items encoded at once; 32 by default.")
 @MAX_PIXELS
@@ -639,10 +610,10 @@ def embed_command(
 ) -> None:
     """Embed SOURCES with BUNDLE into a folder of Parquet files.
 
-    SOURCES are the same as for 'retrieval index create'. Each item appears exactly once, with key,
-    label, metadata, vector, code, and features on request. 'retrieval index create' and 'add'
-    accept the folder in place of images. bad.jsonl lists unusable items. After an interruption or a
-    kill, run the same command again: finished files are kept.
+    SOURCES are as the IMAGES of 'retrieval index create'. Each item is in the folder once, with
+    key, label, metadata, vector, code, and features on request. 'retrieval index create' and 'add'
+    take the folder in place of images. bad.jsonl lists items that cannot be used. To resume after
+    an interruption or a kill, run the same command again: finished files are kept.
     """
     from retrieval.serving.embedding.embedding import embed_sources
     from retrieval.serving.images import Limits
@@ -651,7 +622,7 @@ def embed_command(
     try:
         done = embed_sources(bundle, list(sources), output=output, limits=limits, **settings)
     except KeyboardInterrupt:
-        say(f"Finished parts are kept in {output}. Go on with: {this_command()}", err=True)
+        say(f"Finished files are kept in {output}. Go on with: {this_command()}", err=True)
         raise
     for note in done.left_out:
         say(note, err=True)

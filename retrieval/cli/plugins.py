@@ -16,7 +16,7 @@ from retrieval.host.scaffold import EXAMPLES
 
 
 def plugin_option(**settings: Any) -> Callable[..., Any]:
-    """Return the option for plugins that are not installed."""
+    """Return the option `--plugin`, for plugins that are not installed."""
     return click.option(
         "--plugin",
         "extra",
@@ -31,6 +31,7 @@ PLUGIN_OPTION = plugin_option()
 
 
 def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
+    """Set for the command whether a recipe's plugin files run: yes, no, or as the user answers."""
     from retrieval.host.allow import answering
 
     alone = os.environ.get("WORLD_SIZE", "1") == "1"  # several processes cannot all ask
@@ -38,8 +39,8 @@ def _answer(ctx: click.Context, param: click.Parameter, allowed: bool) -> None:
     ctx.with_resource(answering(_confirm if interactive else None, allowed))
 
 
-def _confirm(brings: str) -> bool:
-    say(brings, err=True)
+def _confirm(question: str) -> bool:
+    say(question, err=True)
     return click.confirm("Run these files?", default=False, err=True)
 
 
@@ -90,10 +91,10 @@ def show(name: str, extra: tuple[str, ...]) -> None:
 
 @plugins.command()
 @click.argument("name")
-@click.option("--kind", default="loss", type=Choice(list(EXAMPLES)), help="Kind of the part.")
+@click.option("--kind", default="loss", type=Choice(list(EXAMPLES)), help="What the plugin offers.")
 @click.option("--output", type=PATH, help="Folder to write; by default ./retrieval-NAME.")
 def new(name: str, kind: str, output: Path | None) -> None:
-    """Create a package NAME, ready to install, with a plugin of a kind, its test and a recipe.
+    """Create a package NAME with an example plugin, its test and a recipe, ready to install.
 
     Example:  retrieval plugins new acme --kind miner
     """

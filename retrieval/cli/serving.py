@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from retrieval.serving.index.hits import Hit
     from retrieval.serving.store.address import IndexPlace
 
-_DAY = 86_400.0  # seconds, the longest time-out
+_DAY = 86_400.0  # seconds, the longest --deadline
 
 
 @command(
@@ -60,9 +60,7 @@ def search_command(
     extra: tuple[str, ...],
     device: Any,
 ) -> None:
-    """Search INDEX, a folder or an address, with images or .npz features, and print the nearest
-    items.
-    """
+    """Print the items of INDEX, a folder or an address, nearest to images or .npz features."""
     from retrieval.serving.index.index import open_index
     from retrieval.serving.queries import encode_files
 
@@ -71,11 +69,8 @@ def search_command(
         names, encoded = encode_files(opened.bundle, queries)
         answers = opened.search(encoded, k, candidates=candidates, where=where)
     if as_json:
-        results = [
-            {"query": name, "results": [_plain(hit) for hit in hits]}
-            for name, hits in zip(names, answers, strict=True)
-        ]
-        say_json(results)
+        pairs = zip(names, answers, strict=True)
+        say_json([{"query": name, "results": list(map(_plain, hits))} for name, hits in pairs])
     else:
         say("\n\n".join(_table(name, hits) for name, hits in zip(names, answers, strict=True)))
 
@@ -90,10 +85,7 @@ def search_command(
 @click.argument("indexes", metavar="INDEX…", nargs=-1, required=True)
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all.")
 @click.option(
-    "--port",
-    default=8000,
-    type=click.IntRange(0, 65535),
-    help="Port to listen on; 0 picks a free one.",
+    "--port", default=8000, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."
 )
 @click.option(
     "--health-port",
@@ -101,11 +93,7 @@ def search_command(
     help="Another port, for /livez, /readyz and /metrics only; 0 picks a free one.",
 )
 @click.option(
-    "--allow-host",
-    "hosts",
-    multiple=True,
-    metavar="NAME",
-    help="A host name that requests may use; repeatable.",
+    "--allow-host", "hosts", multiple=True, metavar="NAME", help="Host name to accept; repeatable."
 )
 @click.option(
     "--proxy-header-from",
@@ -118,8 +106,8 @@ def search_command(
     "--keys",
     type=PATH,
     metavar="KEYS",
-    help="File of API keys (retrieval keys add); also set by the environment variable"
-    " RETRIEVAL_KEYS.",
+    help="File of API keys (retrieval keys add); by default the one that the environment variable"
+    " RETRIEVAL_KEYS names.",
 )
 @click.option(
     "--open",
@@ -127,31 +115,25 @@ def search_command(
     help="Role of clients without a key. A server that others can reach needs this or --keys.",
 )
 @click.option(
-    "--audit",
-    type=PATH,
-    metavar="FILE",
-    help="Log each change of an index to this file, as JSON lines.",
+    "--audit", type=PATH, metavar="FILE", help="Log each change of an index here, as JSON lines."
 )
 @click.option(
     "--images",
     multiple=True,
     type=PATH,
     metavar="FOLDER",
-    help="Serve the originals below this folder to clients that may read; repeatable.",
+    help="Serve the original images below this folder to clients that may read; repeatable.",
 )
 @click.option(
     "--snapshots", type=PATH, metavar="FOLDER", help="Folder for snapshots that clients request."
 )
 @click.option(
-    "--processes",
-    default=1,
-    type=click.IntRange(1, MAX_PROCESSES),
-    help="Number of server processes.",
+    "--processes", default=1, type=click.IntRange(1, MAX_PROCESSES), help="Server processes."
 )
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Concurrent searches per process; by default the number of cores.",
+    help="Searches at once per process; by default one per core.",
 )
 @click.option(
     "--max-pixels",
@@ -164,7 +146,7 @@ def search_command(
     "--deadline",
     default=Settings.deadline,
     type=Number(0.1, _DAY),
-    help="Seconds to answer a request after it has arrived; then it fails with status 503.",
+    help="Seconds from a request's arrival until it fails with status 503.",
 )
 @click.option(
     "--log-format",
@@ -174,10 +156,10 @@ def search_command(
 def serve_command(
     indexes: tuple[str, ...], host: str, port: int, workers: int | None, **options: Any
 ) -> None:
-    """Serve INDEX, a folder or an address, over HTTP: a web page to search with an image, and a
-    JSON API at POST /v1/search.
+    """Serve INDEX, a folder or an address, over HTTP: a web page for searches, and a JSON API.
 
-    Each of several indexes has a name: that of its folder, or NAME in NAME=PATH.
+    Searches are POST /v1/search. Each of several indexes has a name: that of its folder, or NAME in
+    NAME=PATH.
     """
     from retrieval.serving.http.server import named, serve
 
@@ -195,7 +177,7 @@ _OUTPUT = click.option(
 def keys() -> None:
     """Create, list and remove the API keys of a server (retrieval serve INDEX --keys KEYS).
 
-    The file holds salted hashes; a key itself is shown only once, when it is created. A running
+    The file KEYS holds salted hashes. A key itself is printed once, when it is created. A running
     server reloads a changed file.
 
     Example:  retrieval keys add shop --role read --output keys.jsonl
@@ -209,22 +191,22 @@ def keys() -> None:
     "--role",
     default="read",
     type=Choice(["read", "write", "admin"]),
-    help="read: search and read items. write: also add, change and delete items. admin: also"
-    " snapshots and metrics.",
+    help="read: search and read items. write: also add, change and delete items. admin: also take"
+    " snapshots and read metrics.",
 )
 @click.option(
     "--index", "indexes", multiple=True, metavar="NAME", help="Only this index; repeatable."
 )
 def add(name: str, path: Path, role: Any, indexes: tuple[str, ...]) -> None:
-    """Create a key called NAME, write its hash to a file, and print the key, this once.
+    """Create a key called NAME, write its hash to a file, and print the key.
 
     Example:  retrieval keys add importer --role write --index photos --output keys.jsonl
     """
     from retrieval.serving.http.keys import add_key, new_key
 
-    sent, kept = new_key(name, role, indexes)
-    add_key(path, kept)
-    click.echo(sent)
+    key, record = new_key(name, role, indexes)
+    add_key(path, record)
+    click.echo(key)
     say(f"Wrote its hash to {path}. Requests send it as 'Authorization: Bearer KEY'.", err=True)
 
 
@@ -255,7 +237,7 @@ def list_keys(path: Path, as_json: bool) -> None:
 @click.argument("name")
 @_OUTPUT
 def remove(name: str, path: Path) -> None:
-    """Remove the key called NAME from a file. A running server rejects it within seconds.
+    """Remove the key called NAME from a file. Running servers reject the key within seconds.
 
     Example:  retrieval keys remove shop --output keys.jsonl
     """
@@ -281,8 +263,8 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
     """Add the images below FOLDER to the index of the search server at URL.
 
     An image's id is its path below FOLDER, and its label is the first folder of that path. Images
-    that the index already has with the same content are skipped, so that after an interruption the
-    same command can be run again. The API key is read from the environment variable RETRIEVAL_KEY.
+    that the index already has with the same content are skipped. To resume after an interruption,
+    run the same command again. The environment variable RETRIEVAL_KEY holds the API key.
     """
     from retrieval.client.clients import Client
     from retrieval.serving.progress import Meter
@@ -312,13 +294,13 @@ def push_command(folder: Path, url: str, index: str | None, connections: int, ba
         say(f"{id}: {why}", err=True)
     if report.bad:
         raise DataError(
-            f"{len(report.bad):,} of the images below {folder} are not on the server, for the"
-            " reasons above."
+            f"The server refused {len(report.bad):,} of the images below {folder}, for the reasons"
+            " above."
         )
 
 
 def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
-    """Refuse swapped arguments: an image as INDEX, and the index among the queries."""
+    """Refuse an image as INDEX if the index is among the queries."""
     from retrieval.errors import StoreError
     from retrieval.serving.files.places import kind_of
 
@@ -326,7 +308,7 @@ def _refuse_swapped(index: IndexPlace, queries: tuple[Path, ...]) -> None:
     if swapped is not None and isinstance(index, Path) and kind_of(index) != "index":
         rest = [str(path) for path in (index, *queries) if path != swapped]
         raise StoreError(
-            f"{index} is not an index, and {swapped} is: the index comes first. "
+            f"{index} is not an index, but {swapped} is: the index comes first. "
             f"Write: retrieval search {shlex.join([str(swapped), *rest])}"
         )
 

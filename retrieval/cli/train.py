@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from retrieval.cli.plugins import ALLOW_OPTION, PLUGIN_OPTION
 from retrieval.errors import Interrupted
 
 ONCE = ("--replace", "--replace-plugins")
-"""Options to leave out when a run is resumed."""
+"""Options that the command line of a resumed run omits."""
 
 RECIPE = click.argument("recipe", type=PATH)
 SET_OPTION = click.option(
@@ -26,16 +27,23 @@ SET_OPTION = click.option(
 )
 
 
+def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of commands that read a recipe: --set, --plugin and --allow-plugins."""
+    for option in (ALLOW_OPTION, PLUGIN_OPTION, SET_OPTION):
+        command = option(command)
+    return command
+
+
 @click.command()
 @click.argument("photos", type=PATH)
 @click.option(
     "--output", "-o", type=PATH, default=Path("recipes"), help="Folder to write the recipes to."
 )
-@click.option("--replace", is_flag=True, help="Replace recipes that are there.")
+@click.option("--replace", is_flag=True, help="Replace existing recipes.")
 def init(photos: Path, output: Path, replace: bool) -> None:
     """Look at a folder of photos, and write the recipes that are worth trying on it.
 
-    Each class is a folder in PHOTOS. A comment explains each choice.
+    Each class is a folder in PHOTOS. Comments in the recipes explain each choice.
 
     Example:  retrieval init photos/ --output recipes
     """
@@ -47,9 +55,7 @@ def init(photos: Path, output: Path, replace: bool) -> None:
 
 @click.command()
 @RECIPE
-@SET_OPTION
-@PLUGIN_OPTION
-@ALLOW_OPTION
+@recipe_options
 def check(recipe: Path, overrides: tuple[str, ...], extra: tuple[str, ...]) -> None:
     """Check a recipe and report all problems at once, then build it and run one batch.
 
@@ -78,13 +84,9 @@ TRACK_OPTION = click.option(
 
 @click.command()
 @RECIPE
+@click.option("--output", type=PATH, help="The run's folder; by default runs/NAME of the recipe.")
 @click.option(
-    "--output", type=PATH, help="The run's folder; by default runs/NAME, with the recipe's name."
-)
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Resume from the last checkpoint; --set train.epochs=N can extend the run.",
+    "--resume", is_flag=True, help="Resume a run; --set train.epochs=N trains it for longer."
 )
 @click.option("--replace", is_flag=True, help="Replace an existing run.")
 @click.option(
@@ -93,9 +95,7 @@ TRACK_OPTION = click.option(
     help="With --resume: use the current plugin files instead of the run's copies.",
 )
 @TRACK_OPTION
-@SET_OPTION
-@PLUGIN_OPTION
-@ALLOW_OPTION
+@recipe_options
 def train(
     recipe: Path,
     output: Path | None,
@@ -133,24 +133,23 @@ def train(
         from retrieval.training.tracking import tracking
         from retrieval.training.trainer import train as train_run
 
-    before = _which(folder)
+    before = _inode(folder)
     try:
         with naming(recipe), tracking(track, checked, say):
             train_run(folder, checked, resume=resume, report=say, **options)
     except KeyboardInterrupt:
-        # do not resume the old run if --replace has not replaced it yet
-        begun = resume or _which(folder) != before
+        # if --replace has not replaced the old run yet, --resume would resume the old run
+        begun = resume or _inode(folder) != before
         go_on = this_command("--resume", without=ONCE) if begun else this_command()
         raise Interrupted(f"Interrupted. Go on with: {go_on}") from None
-    except Interrupted as stopped:
-        raise Interrupted(
-            f"{stopped} Go on with: {this_command('--resume', without=ONCE)}"
-        ) from None
+    except Interrupted as error:
+        go_on = this_command("--resume", without=ONCE)
+        raise Interrupted(f"{error} Go on with: {go_on}") from None
     say(f"Trained {folder}. Next:\n  retrieval evaluate {folder}\n  retrieval export {folder}")
 
 
-def _which(folder: Path) -> int | None:
-    """Return the inode of a folder, to detect its replacement; `None` if it does not exist."""
+def _inode(folder: Path) -> int | None:
+    """Return the inode of a folder, which changes if the folder is replaced; `None` if missing."""
     try:
         return folder.stat().st_ino
     except OSError:
@@ -162,19 +161,17 @@ def _which(folder: Path) -> int | None:
 @click.argument("photos", type=PATH)
 @click.option("--output", "-o", type=PATH, required=True, help="The student's bundle to write.")
 @click.option("--student", default="core.convnet", help="The student's backbone.")
-@click.option("--run", type=PATH, help="Folder to work in; by default runs/NAME, as the output.")
-@click.option("--labels", is_flag=True, help="The folder of a photo is its label; learn it, too.")
+@click.option("--run", type=PATH, help="The run's folder; by default runs/NAME of the output.")
+@click.option("--labels", is_flag=True, help="Also learn labels: a photo's is its folder's name.")
 @click.option(
     "--dimensions",
     type=click.IntRange(1),
     default=128,
     help="Width of the student's embeddings, at most the teacher's.",
 )
-@click.option("--resume", is_flag=True, help="Go on where an interrupted call stopped.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted call.")
 @click.option("--replace", is_flag=True, help="Replace the run and the bundle.")
-@SET_OPTION
-@PLUGIN_OPTION
-@ALLOW_OPTION
+@recipe_options
 def distill(
     teacher: str,
     photos: Path,

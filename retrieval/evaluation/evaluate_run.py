@@ -1,4 +1,9 @@
-"""Evaluate a run on its held-out items: the trained model, raw inputs, and a bundle as served."""
+"""Evaluate a run on its held-out items.
+
+The contestants are the trained model, the raw inputs, and a bundle that is searched as a server
+does. A bundle with a rescorer finds candidates by vector; the rescorer then measures the exact
+distances of these candidates alone, from their codes.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,7 @@ from retrieval.data.loading import inputs
 from retrieval.errors import DataError
 from retrieval.evaluation.evaluation import grid
 from retrieval.evaluation.neighbors import exact_neighbors
-from retrieval.evaluation.protocol import (
-    Measured,
-    Protocol,
-    device_of,
-    items_of,
-    refuse_side,
-)
+from retrieval.evaluation.protocol import Measured, Protocol, device_of, items_of, refuse_side
 from retrieval.host.files import write_json
 from retrieval.host.values import toml_value
 from retrieval.model.metrics import metric
@@ -39,18 +38,18 @@ if TYPE_CHECKING:
 Floats = NDArray[np.floating[Any]]
 Rows = NDArray[np.int64]
 
+# Ranks, and most queries, of `CandidateStep.overlap_at_10`.
 OVERLAP_AT = 10
 OVERLAP_QUERIES = 1000
-"""Most queries for measuring the loss of a rescorer's candidate step."""
 
 
 @dataclass(frozen=True)
 class CandidateStep:
-    """The loss of a rescorer's candidate step.
+    """How many of the nearest items a rescorer never sees, because they are not candidates.
 
     Attributes:
-        overlap_at_10: by number of candidates, the share of the exhaustive ranking's first ten
-            that is among them.
+        overlap_at_10: for some numbers of candidates, the share of the ten nearest items, by the
+            rescorer's distance to all items, that are candidates.
         default: the bundle's number of candidates.
     """
 
@@ -68,13 +67,13 @@ class RunEvaluation:
         queries: number of queries in the means.
         gallery: number of items in the gallery.
         singletons: number of queries left out because no other item has their label.
-        metrics: the mean of each metric, by contestant ("trained", "raw pixels" or "raw vectors",
-            "bundle").
-        candidates: the loss of the candidate step, for a bundle with a rescorer.
-        spread: with `[evaluate] gallery_items`, the standard deviation of each metric over random
-            galleries, by contestant.
-        groups: with `[evaluate] by`, the mean of each metric and the number of queries, by
-            contestant and group.
+        metrics: by contestant ("trained", "raw pixels" or "raw vectors", "bundle"), the mean of
+            each metric.
+        candidates: for a bundle with a rescorer, what its candidates miss.
+        spread: with `[evaluate] gallery_items`, by contestant, the standard deviation of each
+            metric over random galleries.
+        groups: with `[evaluate] by`, by contestant and group, the mean of each metric and the
+            number of queries.
     """
 
     run: str
@@ -91,7 +90,7 @@ class RunEvaluation:
         return self.table()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of `evaluation-SIDE.json`, without keys that do not apply."""
+        """Return the content of `evaluation-SIDE.json`, which omits keys without content."""
         table = asdict(self)
         for name in ("candidates", "spread", "groups"):
             if not table[name]:
@@ -104,17 +103,16 @@ class RunEvaluation:
         if self.singletons:
             note += f"; {self.singletons:,} left out: no other item of their class"
         lines = [*grid(self.metrics), note]
-        for row, groups in self.groups.items():
-            lines += ["", f"{row}, by group:", *grid(groups)]
-        for row, spread in self.spread.items():
+        for contestant, groups in self.groups.items():
+            lines += ["", f"{contestant}, by group:", *grid(groups)]
+        for contestant, spread in self.spread.items():
             text = ", ".join(f"{name} {value:.4f}" for name, value in spread.items())
-            lines.append(f"{row}, standard deviation over random galleries: {text}")
+            lines.append(f"{contestant}, standard deviation over random galleries: {text}")
         if self.candidates is not None:
-            kept = ", ".join(
-                f"{value:.3f} at {count}" for count, value in self.candidates.overlap_at_10.items()
-            )
+            shares = self.candidates.overlap_at_10.items()
+            text = ", ".join(f"{share:.3f} at {count}" for count, share in shares)
             lines.append(
-                f"first ten shared with the exhaustive ranking, by number of candidates: {kept}"
+                f"first ten shared with the exhaustive ranking, by number of candidates: {text}"
             )
         return "\n".join(lines)
 
@@ -124,10 +122,10 @@ def resolve_metrics(
     plugins: Plugins,
     always: Sequence[str | Mapping[str, Any]] = (),
 ) -> dict[str, Metric]:
-    """Return metrics, and those in `always`, by the names of their values.
+    """Return the metrics in `names` and `always`, by the names under which results list them.
 
-    A metric is the short name of a built-in, `PLUGIN.NAME`, or a table `{name = …, parameters}`,
-    whose value is named `NAME(parameter=value, …)`.
+    A metric is the short name of a built-in, `PLUGIN.NAME`, or a table of a name and parameters,
+    which results list as `NAME(parameter=value, …)`.
     """
     resolved: dict[str, Metric] = {}
     for item in [*names, *always]:
@@ -154,8 +152,8 @@ def evaluate(
 ) -> RunEvaluation:
     """Evaluate a run's model, and write the metrics into `evaluation-SIDE.json` in its folder.
 
-    For other data, `data = retrieval.as_dataset(…)` and `retrieval.evaluate(run.encode(data),
-    data.labels)`.
+    To evaluate on other data, use `data = retrieval.as_dataset(…)` and
+    `retrieval.evaluate(run.encode(data), data.labels)`.
 
     Args:
         run: a run.
@@ -163,12 +161,11 @@ def evaluate(
         metrics: metrics as in `[evaluate] metrics`, by default the recipe's.
         clusters: also return NMI and F1 of k-means clusters.
         baseline: also evaluate the raw inputs, scaled to unit length, by Euclidean distance.
-        bundle: also evaluate a bundle, searched as a server does: candidates by vector, then its
-            rescorer if it has one.
+        bundle: also evaluate a bundle, searched as a server does, with its rescorer if it has one.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
-        The metrics of each contestant and, with a rescorer, the loss of its candidate step.
+        The metrics of each contestant and, for a rescorer, what its candidates miss.
 
     Raises:
         DataError: the side does not exist, or the run has no items there.
@@ -189,14 +186,14 @@ def evaluate(
         return protocol.measure(left, right, distance, metrics=chosen, clusters=clusters)
 
     combiner = model.combiner
-    rows = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
+    measured = {"trained": measure(codes, None if combiner is None else combiner.compute_mat)}
     if baseline:
         raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-        rows[raw] = measure(lambda items: pixels(run.dataset, items, model))
-    columns, trained = {name: row.values for name, row in rows.items()}, rows["trained"].first
-    candidates = None
+        measured[raw] = measure(lambda items: pixels(run.dataset, items, model))
+    values = {name: contestant.values for name, contestant in measured.items()}
+    trained, candidates = measured["trained"].first, None
     if bundle is not None:
-        columns["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
+        values["bundle"], candidates = _served(run, bundle, query, gallery, chosen)
     if device.type != "cpu":
         model.to("cpu")
     results = RunEvaluation(
@@ -205,29 +202,28 @@ def evaluate(
         trained.queries,
         trained.gallery,
         trained.singletons,
-        columns,
+        values,
         candidates,
-        {row: measured.spread for row, measured in rows.items() if measured.spread},
-        {row: measured.first.groups for row, measured in rows.items() if measured.first.groups},
+        {name: row.spread for name, row in measured.items() if row.spread},
+        {name: row.first.groups for name, row in measured.items() if row.first.groups},
     )
     write_json(run.path / f"evaluation-{side}.json", results.as_dict(), DataError)
     return results
 
 
 def _served(
-    run: Run,
-    path: StrPath,
-    query: Rows,
-    gallery: Rows | None,
-    metrics: dict[str, Metric],
+    run: Run, path: StrPath, query: Rows, gallery: Rows | None, metrics: dict[str, Metric]
 ) -> tuple[dict[str, float], CandidateStep | None]:
-    """Return a bundle's metrics, and the loss of its candidate step."""
+    """Return a bundle's metrics, and what its rescorer's candidates miss.
+
+    Metrics of the whole ranking are left out, because a server returns only the first results.
+    """
     from retrieval.serving.bundle import Bundle
 
     bundle = Bundle.open(path)
     labels = run.splits.labels
-    ours = encoded(bundle, run, query)
-    theirs = ours if gallery is None else encoded(bundle, run, gallery)
+    queries = encoded(bundle, run, query)
+    items = queries if gallery is None else encoded(bundle, run, gallery)
     item_class = labels[query if gallery is None else gallery]
     exclude = np.arange(len(query)) if gallery is None else None
     rescorer = bundle.manifest.rescorer
@@ -237,9 +233,9 @@ def _served(
     k = min(len(item_class) - (exclude is not None), max(deepest, OVERLAP_AT))
     step = None
     if rescorer is None:
-        rows = served_neighbors(ours["query"], theirs["vector"], k, bundle.manifest, exclude)
+        rows = served_neighbors(queries["query"], items["vector"], k, bundle.manifest, exclude)
     else:
-        rows, overlaps = _rescored(bundle, ours, theirs, exclude, k, rescorer.candidates)
+        rows, overlaps = _rescored(bundle, queries, items, exclude, k, rescorer.candidates)
         step = CandidateStep(overlaps, rescorer.candidates)
     relevant = np.bincount(item_class, minlength=int(labels.max()) + 1)[labels[query]] - int(
         gallery is None
@@ -255,63 +251,58 @@ def _served(
 
 
 def encoded(bundle: Bundle, run: Run, indices: Rows) -> dict[str, Any]:
-    """Return a bundle's "vector", "query" and "code" (`None` without a rescorer) of items."""
-    parts = [
-        bundle.encode(chunk.numpy())
-        for chunk in inputs(run.dataset, indices, run.model.preprocessing, 256)
-    ]
+    """Return what a bundle computes of items: arrays "vector", "query" and "code".
+
+    "vector" is indexed, "query" searches, and a rescorer compares "code" (`None` without one).
+    """
+    chunks = inputs(run.dataset, indices, run.model.preprocessing, 256)
+    parts = [bundle.encode(chunk.numpy()) for chunk in chunks]
     vectors = np.concatenate([p.vector for p in parts])
+    queries = [p.query for p in parts if p.query is not None]
+    codes = [p.code for p in parts if p.code is not None]
     return {
         "vector": vectors,
-        "query": np.concatenate([p.query for p in parts])
-        if parts[0].query is not None
-        else vectors,
-        "code": np.concatenate([p.code for p in parts if p.code is not None])
-        if bundle.has_code
-        else None,
+        "query": np.concatenate(queries) if queries else vectors,
+        "code": np.concatenate(codes) if bundle.has_code else None,
     }
 
 
 def _rescored(
     bundle: Bundle,
-    ours: dict[str, Any],
-    theirs: dict[str, Any],
+    queries: dict[str, Any],
+    items: dict[str, Any],
     exclude: Rows | None,
     k: int,
     candidates: int,
 ) -> tuple[Rows, dict[str, float]]:
-    """Return rows (Q, k) after rescoring, and the overlap of their first ten with the exact ten.
-
-    The exhaustive ranking measures all items, so it is limited to `OVERLAP_QUERIES` queries.
-    """
-    size, count = len(theirs["vector"]), len(ours["query"])
-    counts = sorted({min(c, size) for c in (50, 200, 500, candidates)})
+    """Return the rows (Q, k) that a rescorer ranks first, and `CandidateStep.overlap_at_10`."""
+    size, count = len(items["vector"]), len(queries["query"])
+    counts = sorted({min(number, size) for number in (50, 200, 500, candidates)})
     deepest = min(counts[-1], size - (exclude is not None))
     proposed = nearest_in_each(
-        ours["query"], theirs["vector"], deepest, bundle.manifest.subspaces, exclude
+        queries["query"], items["vector"], deepest, bundle.manifest.subspaces, exclude
     )
     rows = np.full((count, k), -1, dtype=np.int64)
-    kept = dict.fromkeys(counts, 0.0)
-    sampled = np.linspace(0, count - 1, min(count, OVERLAP_QUERIES)).round().astype(np.int64)
     for i in range(count):
-        code, some = ours["code"][i : i + 1], np.unique(proposed[:, i, :candidates])
-        ordered = some[np.argsort(bundle.rescore(code, theirs["code"][some])[0], kind="stable")][:k]
+        code, near = queries["code"][i : i + 1], np.unique(proposed[:, i, :candidates])
+        distances = bundle.rescore(code, items["code"][near])[0]
+        ordered = near[np.argsort(distances, kind="stable")][:k]
         rows[i, : len(ordered)] = ordered
+    shares = dict.fromkeys(counts, 0.0)
+    # the distances to all items are slow to compute, so only some queries are measured
+    sampled = np.linspace(0, count - 1, min(count, OVERLAP_QUERIES)).round().astype(np.int64)
     for i in sampled:
-        distances = np.concatenate(
-            [
-                bundle.rescore(ours["code"][i : i + 1], theirs["code"][start : start + 4096])[0]
-                for start in range(0, size, 4096)
-            ]
-        )
+        code, starts = queries["code"][i : i + 1], range(0, size, 4096)
+        parts = [bundle.rescore(code, items["code"][start : start + 4096])[0] for start in starts]
+        distances = np.concatenate(parts)
         if exclude is not None:
             distances[exclude[i]] = np.inf
         truth = np.argsort(distances, kind="stable")[: min(OVERLAP_AT, k)]
-        for c in counts:
-            mine = np.unique(proposed[:, i, :c])
-            ordered = mine[np.argsort(distances[mine], kind="stable")][: len(truth)]
-            kept[c] += len(np.intersect1d(ordered, truth)) / len(truth)
-    return rows, {str(c): value / len(sampled) for c, value in kept.items()}
+        for number in counts:
+            near = np.unique(proposed[:, i, :number])
+            ordered = near[np.argsort(distances[near], kind="stable")][: len(truth)]
+            shares[number] += len(np.intersect1d(ordered, truth)) / len(truth)
+    return rows, {str(number): share / len(sampled) for number, share in shares.items()}
 
 
 def nearest_in_each(
@@ -321,7 +312,10 @@ def nearest_in_each(
     subspaces: Sequence[SubspaceEntry],
     exclude: Rows | None = None,
 ) -> Rows:
-    """Return each sub-space's exact k nearest rows (S, Q, k), without the excluded ones."""
+    """Return the exact k nearest rows (S, Q, k) in each sub-space, without the excluded rows.
+
+    A sub-space is a range of a vector's columns that is searched by itself.
+    """
     rows = [
         exact_neighbors(query[:, span], vector[:, span], k, exclude=exclude)[0]
         for span in spans_of(subspaces)
@@ -332,10 +326,10 @@ def nearest_in_each(
 def served_neighbors(
     query: Floats, vector: Floats, k: int, manifest: Manifest, exclude: Rows | None = None
 ) -> Rows:
-    """Return rows (Q, k), nearest first, in a server's order for a search of k results.
+    """Return the rows (Q, k) that a server returns for k results, nearest first.
 
-    With merge "score" the order depends on k, so that metrics of the first ten are those of a list
-    of k results. The bundle must not have a rescorer. For other arguments see `nearest_in_each`.
+    If the manifest's `merge` is "score", the order depends on k: the first ten of k results are not
+    those of a search for ten. The bundle must not have a rescorer.
     """
     proposed = nearest_in_each(query, vector, k, manifest.subspaces, exclude)
     if len(proposed) == 1 and manifest.merge == "min":

@@ -1,5 +1,7 @@
 """Retrieval metrics of embeddings and labels, graded relevance, and metrics of clusters.
 
+*Codes* are what distances compare: embeddings or, with a combiner, what it compares.
+
 A query without a relevant gallery item, such as the only item of its class, has no right answer. It
 is left out of every mean and counted in `Evaluation.singletons`, but stays in the gallery as a
 distractor.
@@ -64,7 +66,7 @@ class Evaluation:
         gallery: number of items in the gallery.
         singletons: number of queries left out because no other visible gallery item has their
             label.
-        groups: with `by`, the means over each group's queries, and their number as "queries".
+        groups: with `by`, for each group the means over its queries, and their number, "queries".
     """
 
     values: dict[str, float]
@@ -109,19 +111,19 @@ def evaluate(
     Args:
         codes: (Q, C), the queries' codes. Without `gallery` they are the gallery too, and each
             query is left out of its own results.
-        labels: (Q,), one label per query: whole numbers or text, compared exactly. No label may be
+        labels: (Q,), one label per query: whole numbers or text, compared exactly. None may be
             missing.
         gallery: (N, C), the codes to search in.
         gallery_labels: (N,), the labels of the gallery.
-        metrics: names of built-in metrics (see `metric`), or metrics by the name of their value.
+        metrics: names of built-in metrics (see `metric`), or metrics by their name in the result.
         distance: a function from codes (B, C) and (R, C) to distances (B, R), such as a combiner's
             `compute_mat`; `None` means Euclidean.
         exclude: gallery items to hide from each query, such as those of its camera. `None` hides
             only the query itself.
         relevance: grades of relevance that replace equal labels: `Levels`, `Tags`, or another
             `Relevance`.
-        by: (Q,), a value for each query, such as its vendor. The metrics of each value's queries
-            are returned too.
+        by: (Q,), a value for each query, such as its vendor. Queries of equal value are a group,
+            whose metrics are returned too.
         clusters: also return NMI and F1 of k-means clusters of the queries' codes (see
             `retrieval.evaluation.evaluation`).
         seed: seed of k-means.
@@ -141,10 +143,10 @@ def evaluate(
         dict(metrics) if isinstance(metrics, Mapping) else {name: metric(name) for name in metrics}
     )
     if (gallery is None) != (gallery_labels is None):
-        raise DataError("gallery and gallery_labels come together: one of them is missing.")
+        raise DataError("gallery and gallery_labels come together, but one of them is missing.")
     searched = codes if gallery is None else gallery
     for what, rows in (("codes", codes), ("gallery codes", searched)):
-        # often the code of a single item
+        # a common mistake: the code of a single item
         if len(shape := tuple(getattr(rows, "shape", (0, 0)))) != 2:
             raise DataError(
                 f"The {what} have shape {shape}: codes must be a matrix, one row per item."
@@ -165,10 +167,10 @@ def evaluate(
     if by is not None:
         texts = np.array([str(value) for value in by])
         for value in sorted(set(texts.tolist())):
-            some = answerable[texts[answerable] == value]
-            groups[value] = {**means(values, some), "queries": float(len(some))}
+            members = answerable[texts[answerable] == value]
+            groups[value] = {**means(values, members), "queries": float(len(members))}
     if clusters:
-        values_by_name |= cluster_figures(codes, query_class, seed=seed)
+        values_by_name |= cluster_metrics(codes, query_class, seed=seed)
     return Evaluation(
         values_by_name, len(answerable), len(searched), len(query_class) - len(answerable), groups
     )
@@ -180,18 +182,18 @@ def query_values(
     item_class: Ints,
     relevance: Relevance | None,
     metrics: Mapping[str, Metric],
-    some: Ints | None = None,
+    query_rows: Ints | None = None,
 ) -> tuple[dict[str, Values], Ints]:
     """Return each metric's values (Q,), and the number of relevant items of each query (Q,).
 
-    Without `relevance`, items of the query's class are relevant. Values are NaN for a query without
-    a relevant item, and for those that are not in `some` (`None` means all). Without metrics,
-    nothing is searched.
+    Without `relevance`, items of the query's class are relevant. `query_rows` are the queries to
+    measure, which all have a relevant item; `None` means all that have one. The values of other
+    queries are NaN. Without metrics, nothing is searched.
     """
     if relevance is not None:
-        return _graded_values(search, relevance, metrics, some)
+        return _graded_values(search, relevance, metrics, query_rows)
     relevant = relevant_items(search, query_class, item_class)
-    answerable = np.flatnonzero(relevant > 0) if some is None else some
+    answerable = np.flatnonzero(relevant > 0) if query_rows is None else query_rows
     values = {name: np.full(len(query_class), np.nan) for name in metrics}
     if len(answerable) and metrics:
         # Queries with a similar R share a block, which is searched to the depth of its largest R.
@@ -210,13 +212,14 @@ def query_values(
 def matching(
     search: Search, query_class: Ints, item_class: Ints, answerable: Ints, depths: Ints
 ) -> Iterator[tuple[Ints, NDArray[np.bool_]]]:
-    """Yield queries (B,) and matches (B, k): whether the item at a rank has the query's label.
+    """Yield blocks of queries (B,) and matches (B, k): whether each rank has the query's label.
 
     `answerable` (A,) are the queries in ascending order of `depths` (A,), the number of ranks that
     each needs. k is at least the depth of each query in the block.
     """
-    ranked = Ranking.serves(len(item_class), depths) if _only_distance(search) else 0
-    left = [np.arange(ranked, len(answerable))]
+    # The first `ranked` queries go to `Ranking`; those for which it fails are searched in full.
+    ranked = Ranking.serves(len(item_class), depths) if _is_plain(search) else 0
+    rest = [np.arange(ranked, len(answerable))]
     if ranked:
         codes = as_tensor(search.queries, "gallery").cpu()
         if codes.dtype != torch.float64:
@@ -227,29 +230,28 @@ def matching(
             codes.numpy(), item_class, answerable[:ranked], depths[:ranked]
         ):
             yield rows[~failed], matches[~failed]
-            left.append(place[rows[failed]])
-    rest = np.sort(np.concatenate(left))
-    if len(rest):
-        for rows, items, _ in search.blocks(answerable[rest], depths[rest]):
+            rest.append(place[rows[failed]])
+    if len(places := np.sort(np.concatenate(rest))):
+        for rows, items, _ in search.blocks(answerable[places], depths[places]):
             yield rows, (item_class[items] == query_class[rows, None]) & (items >= 0)
 
 
-def _only_distance(search: Search) -> bool:
-    """Return whether items are searched among themselves on a CPU by plain Euclidean distance."""
+def _is_plain(search: Search) -> bool:
+    """Return whether items are searched among themselves on a CPU by Euclidean distance."""
     on_cpu = search.device == "cpu" or (search.device == "auto" and not torch.cuda.is_available())
     plain = search.gallery is None and search.distance is None and search.hidden is None
     return on_cpu and plain and search.block is None
 
 
 def relevant_items(search: Search, query_class: Ints, item_class: Ints) -> Ints:
-    """Return the number of visible items of its class for each query (Q,)."""
+    """Return for each query (Q,) the number of visible items of its class."""
     counts = np.bincount(item_class, minlength=int(query_class.max(initial=-1)) + 1)[query_class]
-    left_out = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
-    return np.asarray(counts - left_out)
+    hidden = int(search.gallery is None) if search.hidden is None else search.hidden.matching()
+    return np.asarray(counts - hidden)
 
 
 def means(values: Mapping[str, Values], answerable: Ints) -> dict[str, float]:
-    """Return the means over queries in ascending order, because rounding depends on the order."""
+    """Return each metric's mean over queries, which must ascend: their order affects rounding."""
     return {
         name: float(column[answerable].mean()) if len(answerable) else float("nan")
         for name, column in values.items()
@@ -287,27 +289,29 @@ def class_numbers(
     """Return class numbers of queries and gallery, which are equal exactly if the labels are."""
     if not queries or not items:
         raise DataError(
-            f"There are no items: {queries:,} queries and a gallery of {items:,}. Each needs at"
-            " least one."
+            f"There are {queries:,} queries and {items:,} gallery items: at least one of each is"
+            " needed."
         )
-    ours = _one_each(labels, queries, "labels", "codes")
+    query_labels = _checked_labels(labels, queries, "labels", "codes")
     if gallery_labels is None:
-        number = np.unique(ours, return_inverse=True)[1].astype(np.int64)
+        number = np.unique(query_labels, return_inverse=True)[1].astype(np.int64)
         return number, number
-    theirs = _one_each(gallery_labels, items, "gallery labels", "gallery codes")
-    if (ours.dtype.kind == "U") != (theirs.dtype.kind == "U"):
+    item_labels = _checked_labels(gallery_labels, items, "gallery labels", "gallery codes")
+    if (query_labels.dtype.kind == "U") != (item_labels.dtype.kind == "U"):
         raise DataError(
-            "Queries' and gallery's labels are of two kinds, text and numbers: none would ever"
+            "The labels of queries and gallery are of two kinds, text and numbers, which never"
             " match."
         )
-    both = np.concatenate([ours, theirs])
+    both = np.concatenate([query_labels, item_labels])
     if both.dtype.kind == "f":  # NumPy converts int64 with uint64 to float64
-        both = np.concatenate([ours.astype(object), theirs.astype(object)])
+        both = np.concatenate([query_labels.astype(object), item_labels.astype(object)])
     number = np.unique(both, return_inverse=True)[1].astype(np.int64)
     return number[:queries], number[queries:]
 
 
-def _one_each(labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str) -> NDArray[Any]:
+def _checked_labels(
+    labels: Sequence[Any] | NDArray[Any], count: int, what: str, of: str
+) -> NDArray[Any]:
     array = read_labels(labels, what)
     if len(array) != count:
         raise DataError(
@@ -325,7 +329,7 @@ class Relevance(Protocol):
     """Grades of relevance of gallery items for queries.
 
     Attributes:
-        match: the smallest grade of a match.
+        match: the smallest grade that counts as a match.
         sizes: the numbers of queries and gallery items.
     """
 
@@ -339,31 +343,30 @@ class Relevance(Protocol):
 class Levels:
     """Classes of several levels, such as species, genus and family, finest first.
 
-    The finest level that two items share decides their grade: of L levels, the finest has grade L,
-    which is a match, and the coarsest grade 1. `query` and `gallery` hold one sequence per level,
-    with one value per item; `gallery=None` means the queries.
+    The finest level that two items share decides their grade: with L levels, the finest gives grade
+    L, which is a match, and the coarsest grade 1. `query` and `gallery` hold one sequence per
+    level, with one value per item; `gallery=None` means the queries.
     """
 
     def __init__(
         self, query: Sequence[Sequence[Any]], gallery: Sequence[Sequence[Any]] | None = None
     ) -> None:
-        theirs = query if gallery is None else gallery
-        if len(query) != len(theirs) or not query:
+        items = query if gallery is None else gallery
+        if len(query) != len(items) or not query:
             raise DataError(
-                f"The queries have {len(query)} levels, and the gallery {len(theirs)}: "
-                "they must have the same, one at least."
+                f"The queries have {len(query)} levels and the gallery {len(items)}: both need the"
+                " same number of levels, at least one."
             )
-        self._levels = [group_numbers(a, b) for a, b in zip(query, theirs, strict=True)]
+        self._levels = [group_numbers(a, b) for a, b in zip(query, items, strict=True)]
         self.match = float(len(query))
-        self.sizes = len(query[0]), len(theirs[0])
+        self.sizes = len(query[0]), len(items[0])
 
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""
         grades = np.zeros((len(rows), self.sizes[1]), np.float32)
-        # coarse first, because a finer level overwrites it
-        for place in reversed(range(len(self._levels))):
-            ours, theirs = self._levels[place]
-            grades[ours[rows, None] == theirs] = len(self._levels) - place
+        # coarse levels first, because finer levels overwrite their grades
+        for grade, (queries, items) in enumerate(reversed(self._levels), 1):
+            grades[queries[rows, None] == items] = grade
         return grades
 
 
@@ -371,7 +374,7 @@ class Tags:
     """Items with several labels: the grade is the number of shared labels, and 1 is a match.
 
     Raises:
-        DataError: an item's labels are not a list of text.
+        DataError: an item's labels are not a list of strings.
     """
 
     match = 1.0
@@ -384,7 +387,7 @@ class Tags:
         known: dict[str, int] = {}
         sides = [_checked_tags(query, "query")]
         sides.append(sides[0] if gallery is None else _checked_tags(gallery, "gallery"))
-        ours, theirs = (
+        query_tags, gallery_tags = (
             [[known.setdefault(tag, len(known)) for tag in dict.fromkeys(tags)] for tags in side]
             for side in sides
         )
@@ -395,8 +398,8 @@ class Tags:
             ones = np.ones(len(columns), np.float32)
             return csr_array((ones, columns, ends), shape=(len(side), max(len(known), 1)))
 
-        self._query, self._gallery = matrix(ours), matrix(theirs).T.tocsr()
-        self.sizes = len(ours), len(theirs)
+        self._query, self._gallery = matrix(query_tags), matrix(gallery_tags).T.tocsr()
+        self.sizes = len(query_tags), len(gallery_tags)
 
     def __call__(self, rows: Ints) -> Grades:
         """Return grades (B, N); see `Relevance`."""
@@ -412,30 +415,30 @@ def _checked_tags(items: Sequence[Sequence[str]], what: str) -> Sequence[Sequenc
             or not all(isinstance(tag, str) for tag in tags)
         ):
             raise DataError(
-                f"The {what} labels in row {row} are {tags!r}: give each item a list of text, empty"
-                " where it has none."
+                f"The {what} labels in row {row} are {tags!r}: give each item a list of strings,"
+                " which may be empty."
             )
     return items
 
 
 def _graded_values(
-    search: Search, relevance: Relevance, metrics: Mapping[str, Metric], some: Ints | None
+    search: Search, relevance: Relevance, metrics: Mapping[str, Metric], query_rows: Ints | None
 ) -> tuple[dict[str, Values], Ints]:
-    """Return what `query_values` does; the number of relevant items is 0 outside of `some`."""
+    """Return the result of `query_values`; relevant items are counted for `query_rows` alone."""
     total = len(search.queries)
     size = total if search.gallery is None else len(search.gallery)
     if relevance.sizes != (total, size):
         raise DataError(
-            f"There are {total:,} queries and {size:,} gallery items, and grades of "
-            f"{relevance.sizes[0]:,} and {relevance.sizes[1]:,}."
+            f"There are {total:,} queries and {size:,} gallery items, but relevance has grades for"
+            f" {relevance.sizes[0]:,} and {relevance.sizes[1]:,}."
         )
     values = {name: np.full(total, np.nan) for name in metrics}
     relevant = np.zeros(total, np.int64)
     step = search.block or max(1, min(1024, _GRADES // size))
-    every = np.arange(total) if some is None else some
-    with Meter("searching", len(every), "queries") as meter:
-        for start in range(0, len(every), step):
-            rows = every[start : start + step]
+    query_rows = np.arange(total) if query_rows is None else query_rows
+    with Meter("searching", len(query_rows), "queries") as meter:
+        for start in range(0, len(query_rows), step):
+            rows = query_rows[start : start + step]
             grades = _visible_grades(search, relevance, rows)
             relevant[rows] = np.count_nonzero(grades >= relevance.match, axis=1)
             kept = np.flatnonzero(relevant[rows] > 0)
@@ -470,7 +473,7 @@ def _visible_grades(search: Search, relevance: Relevance, rows: Ints) -> Grades:
 
 
 def depth_of(chosen: Mapping[str, Metric], relevant: int, size: int) -> int:
-    """Return how many neighbours the metrics need for `relevant` relevant and `size` items."""
+    """Return how many ranks the metrics need if `relevant` of `size` items are relevant."""
     depths = {"relevant": relevant, "all": size}
     deepest = (
         measure.depth if isinstance(measure.depth, int) else depths[measure.depth]
@@ -483,14 +486,14 @@ ROUNDS = 100
 """Iterations of Lloyd's algorithm in k-means."""
 
 
-def cluster_figures(
+def cluster_metrics(
     codes: NDArray[Any] | Tensor, labels: NDArray[Any], *, seed: int = 0
 ) -> dict[str, float]:
     """Return {"nmi": …, "f1": …} of k-means clusters of codes (N, C) against labels (N,)."""
     if len(codes) != len(labels) or not len(codes):
         raise DataError(
-            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: one label a"
-            " code, at least one, is needed."
+            f"There are {len(codes):,} codes and {len(labels):,} labels to cluster: at least one"
+            " code is needed, and one label per code."
         )
     classes = np.unique(read_labels(labels), return_inverse=True)[1]
     clusters = kmeans(codes, int(classes.max()) + 1, seed=seed)
@@ -498,7 +501,7 @@ def cluster_figures(
 
 
 def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArray[np.int64]:
-    """Return the cluster number (N,) of each code (N, C) among `count` k-means clusters."""
+    """Return each code's cluster number (N,), by k-means of codes (N, C) into `count` clusters."""
     faiss = load_faiss()
     array = codes.detach().cpu().numpy() if isinstance(codes, Tensor) else np.asarray(codes)
     table = array - array.mean(0, dtype=np.float64)  # a large offset would lose precision
@@ -507,7 +510,7 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArra
     table = np.ascontiguousarray(table, np.float32)
     count = min(count, len(table))
     threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(1)  # the order of sums would depend on the number of threads
+    faiss.omp_set_num_threads(1)  # with several threads, their number would affect rounding
     try:
         clusters = faiss.Kmeans(
             table.shape[1],
@@ -525,14 +528,14 @@ def kmeans(codes: NDArray[Any] | Tensor, count: int, *, seed: int = 0) -> NDArra
 
 
 def nmi(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
-    """Return 2 I(Ω; C) / (H(Ω) + H(C)), or 1 if both have a single part."""
+    """Return 2 I(Ω; C) / (H(Ω) + H(C)), or 1 if there is a single cluster and a single class."""
     from sklearn.metrics import normalized_mutual_info_score
 
     return float(normalized_mutual_info_score(classes, clusters, average_method="arithmetic"))
 
 
 def pair_f1(clusters: NDArray[Any], classes: NDArray[Any]) -> float:
-    """Return the F1 of pairs, or 1 if neither partition puts two items together."""
+    """Return the F1 of pairs, or 1 if no two items share a cluster or a class."""
     from sklearn.metrics import pair_confusion_matrix
 
     (_, only_clusters), (only_classes, both) = pair_confusion_matrix(classes, clusters).tolist()

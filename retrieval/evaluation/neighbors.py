@@ -2,16 +2,18 @@
 
 Memory grows with the gallery, never with queries × gallery.
 
+*Codes* are what distances compare: embeddings or, with a combiner, what it compares.
+
 **Distance and order.** Squared Euclidean distances are computed in float64 and rounded to the 24
 significant bits of float32. Distances that are equal after rounding are ordered by gallery row.
 Block size, threads and device do not change the order, except where the last bit of a float64 sum
 decides the rounding: about one pair in a hundred million.
 
-**Speed.** On a CPU, `serving.store.search.nearest` searches for a few neighbours if float32 holds
-the codes exactly. It returns some neighbours more than k. If the last of them is as near as the
-k-th after rounding, rows beyond it may tie, and the query is searched in full. A full search
-measures every pair by a product in float64. It also serves large k, GPUs, other codes, and the
-distances of a combiner.
+**Speed.** A *shallow* search, for small k on a CPU if float32 holds the codes exactly, takes some
+neighbours more than k from `serving.store.search.nearest`. If, after rounding, the last of these is
+as near as the k-th, other items may tie with the k-th, and the query is searched in full. A *full*
+search measures every pair by a product in float64. It is also used for large k, on GPUs, for other
+codes, and for the distances of a combiner.
 """
 
 from __future__ import annotations
@@ -36,19 +38,17 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 MOST_ITEMS = 2**29
+# A key (see `rounded_keys`) has the bits of a float64. The last 29 of them are beyond the precision
+# of float32 and hold the column, which is the gallery row. The other bits except the sign are
+# inverted in negative keys, so that keys compare as integers.
 _COLUMN = MOST_ITEMS - 1
-"""The bits of a float64 beyond the precision of float32, which hold the column."""
 _MAGNITUDE = 2**63 - MOST_ITEMS
-"""The other bits except the sign; with these inverted, negative numbers compare as integers."""
-_BLOCK_BYTES = 128 * 2**20
-_PAIRS_PER_CALL = 2**20
-_SELECTED = 2**16
-"""Keys per call of the selection; 512 KB stay in a core's cache."""
-_DEEP = 256
-"""A full search is faster if k is more than one row in this many."""
-_MARGIN = 8
-_DIFFERENCES = 2**21
-"""Numbers of differences per step, 16 MB."""
+_BLOCK_BYTES = 128 * 2**20  # working memory of a block
+_PAIRS_PER_CALL = 2**20  # of a `distance`
+_SELECTED = 2**16  # keys to select from at once; 512 KB stay in a core's cache
+_DEEP = 256  # full search is faster if k is more than one gallery item in this many
+_MARGIN = 8  # a shallow search takes at least so many neighbours more than k
+_DIFFERENCES = 2**21  # numbers in the differences that are computed at once, 16 MB
 _CANCELLED = 2.0**-18
 """Below this share of |q|², |q|² + |g|² − 2 q·g in float64 is less precise than float32."""
 
@@ -71,7 +71,7 @@ def exact_neighbors(
         k: number of neighbours. If the gallery has fewer, index −1 and distance infinity fill the
             row, as in FAISS.
         exclude: (Q,), the gallery row to leave out for each query (`arange(Q)` if the queries are
-            the gallery); −1 leaves out none.
+            the gallery), or −1 to leave out none.
         block: number of queries per block; `None` limits the working memory to about 130 MB.
         distance: a function from codes (B, C) and (R, C) to distances (B, R), smaller is closer;
             `None` means Euclidean.
@@ -81,8 +81,8 @@ def exact_neighbors(
         Indices (Q, k) int64 and distances (Q, k) float32, nearest first.
 
     Raises:
-        DataError: codes have a wrong shape, are not finite or are missing, `k` is below 1, or
-            distances are NaN.
+        DataError: codes have a wrong shape or are not finite, the gallery is empty, `k` is below 1,
+            or distances are NaN.
     """
     search = Neighbors(gallery, distance=distance, block=block, device=device)
     queries = as_tensor(queries, "queries")
@@ -113,7 +113,7 @@ class Neighbors:
         device: str = "auto",
     ) -> None:
         if block is not None and block < 1:
-            raise DataError(f"block is {block}: at least one query at a time must be searched.")
+            raise DataError(f"block is {block}, but a block has at least one query.")
         codes = as_tensor(gallery, "gallery")
         if not len(codes):
             raise DataError("The gallery is empty: there is nothing to search.")
@@ -124,14 +124,14 @@ class Neighbors:
             )
         if device != "auto":
             self.device = torch.device(device)
-        elif distance is not None:  # its weights, if any, are on the device of the codes
+        elif distance is not None:  # the weights of a combiner are on the device of the codes
             self.device = codes.device
         else:
             self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.distance = distance
         self._block = block
         self._codes = codes.to(self.device)
-        self._crowded = False
+        self._crowded = False  # whether most queries of the last block had ties at the k-th place
         # scaling by a power of two is exact, and keeps the squares of codes within float32
         largest = float(codes.abs().max().double()) if codes.numel() else 0.0
         self._exponent = max(-1000, min(1000, int(np.frexp(largest)[1])))
@@ -149,11 +149,11 @@ class Neighbors:
     ) -> tuple[Ints, NDArray[np.float32]]:
         """Return indices and distances (B, k) for queries (B, C); see `exact_neighbors`."""
         if k < 1:
-            raise DataError(f"k is {k}: at least one neighbour must be asked for.")
+            raise DataError(f"k is {k}, but it must be at least 1.")
         codes = as_tensor(queries, "queries").to(self.device)
         if codes.shape[1] != self.width:
             raise DataError(
-                f"The queries have {codes.shape[1]} columns, the gallery {self.width}: "
+                f"The queries have {codes.shape[1]} columns, but the gallery has {self.width}: "
                 "they must be codes of one model."
             )
         left_out = None if exclude is None else np.asarray(exclude, np.int64)
@@ -165,14 +165,14 @@ class Neighbors:
                 columns, values = self._selected(table, min(k, self.size), left_out)
             else:
                 columns, values = self._euclidean(codes, min(k, self.size), left_out)
-        with np.errstate(over="ignore", under="ignore"):  # the order is known already
+        with np.errstate(over="ignore", under="ignore"):  # cannot change the order any more
             distances = values.astype(np.float32)
         if left_out is not None and k >= self.size:
-            # Only here can the excluded row be among the results; move it to the end.
-            hit = columns == left_out[:, None]
-            columns[hit] = -1
-            distances[hit] = np.inf
-            places = np.argsort(hit, axis=1, kind="stable")
+            # The excluded row is among the results only if they are the whole gallery.
+            excluded = columns == left_out[:, None]
+            columns[excluded] = -1
+            distances[excluded] = np.inf
+            places = np.argsort(excluded, axis=1, kind="stable")
             columns = np.take_along_axis(columns, places, 1)
             distances = np.take_along_axis(distances, places, 1)
         if k > self.size:
@@ -182,21 +182,21 @@ class Neighbors:
         return columns, distances
 
     def _measured(self, queries: Tensor, distance: DistanceBlock) -> Tensor:
-        """Return the distances (B, N) of `distance`, float64."""
+        """Return the distances (B, N) by `distance`, in float64."""
         values = torch.empty((len(queries), self.size), dtype=torch.float64, device=self.device)
         step = max(1, _PAIRS_PER_CALL // len(queries))
         for start in range(0, self.size, step):
             part = distance(queries, self._codes[start : start + step])
             if part.shape != (len(queries), min(step, self.size - start)):
                 raise DataError(
-                    f"The distance gave shape {tuple(part.shape)} for {len(queries)} queries and"
-                    f" {min(step, self.size - start)} gallery items: it must give one number per"
-                    " pair, (queries, gallery)."
+                    f"The distance returned shape {tuple(part.shape)} for {len(queries)} queries"
+                    f" and {min(step, self.size - start)} gallery items: it must give one number"
+                    " per pair, (queries, gallery)."
                 )
             values[:, start : start + step] = part
         if values.isnan().any():
             raise DataError(
-                "The distance gave NaN for a pair of codes: such a pair has no rank. Check the"
+                "The distance of a pair of codes is NaN, so the pair has no rank. Check the"
                 " combiner."
             )
         return values
@@ -204,12 +204,12 @@ class Neighbors:
     def _euclidean(
         self, queries: Tensor, k: int, left_out: Ints | None
     ) -> tuple[Ints, NDArray[np.float64]]:
-        """Return columns and distances (B, k)."""
+        """Return columns and Euclidean distances (B, k)."""
         scaled = self._scaled(queries)
         if float(scaled.abs().max() if scaled.numel() else 0) > 2.0**60:
             raise DataError(
-                "The queries are over 10^18 times as large as the gallery's codes: they cannot be"
-                " of one model."
+                "The queries are more than 10^18 times as large as the gallery's codes: the two"
+                " cannot be of one model."
             )
         single = _single(scaled) if self._shallow(k) and not self._crowded else None
         if single is None:
@@ -227,14 +227,9 @@ class Neighbors:
             return columns, np.ldexp(np.sqrt(squared), self._exponent)
 
     def _shallow(self, k: int) -> bool:
-        """Return whether `nearest` is used to search for `k` neighbours."""
-        shallow = (
-            self.distance is None
-            and self.device.type == "cpu"
-            and self.width
-            and k * _DEEP <= self.size
-        )
-        return bool(shallow) and self._singles is not None
+        """Return whether a shallow search finds `k` neighbours; see the module."""
+        plain = self.distance is None and self.device.type == "cpu" and self.width > 0
+        return plain and k * _DEEP <= self.size and self._singles is not None
 
     def _scaled(self, codes: Tensor) -> Tensor:
         return codes.to(torch.float64) * 2.0**-self._exponent
@@ -245,7 +240,7 @@ class Neighbors:
 
     @cached_property
     def _doubles(self) -> tuple[Tensor, Tensor]:
-        """The scaled gallery (N, C), and its factors (C + 2, N) with norms and ones."""
+        """The scaled gallery g (N, C), and its factors g, |g|² and 1 (C + 2, N); see `_full`."""
         codes = self._scaled(self._codes)
         norms = codes.square().sum(1)
         return codes, torch.cat([codes, norms[:, None], torch.ones_like(norms)[:, None]], dim=1).T
@@ -253,7 +248,7 @@ class Neighbors:
     def _shallow_search(
         self, queries: NDArray[np.float32], k: int, left_out: Ints | None
     ) -> tuple[Ints, NDArray[np.float64], NDArray[np.bool_]]:
-        """Return columns and squared distances (B, k), and whether the k-th may tie (B,)."""
+        """Return columns and squared distances (B, k), and whether the k-th may have ties (B,)."""
         assert self._singles is not None
         wide = min(self.size, k + 1 + _MARGIN + k // 16)
         squared, columns = nearest(queries, self._singles, wide, threads=torch.get_num_threads())
@@ -275,18 +270,19 @@ class Neighbors:
         rows = torch.cat([-2 * queries, torch.ones_like(norms)[:, None], norms[:, None]], dim=1)
         squared = rows @ factors
         floor = norms * _CANCELLED
+        # A query with more than k imprecise pairs, as in a collapsed embedding, is measured again.
         crowded = ((squared < floor[:, None]).sum(1) > k).nonzero().ravel()
-        if len(crowded):  # in a collapsed embedding, nearly all pairs are measured again
+        if len(crowded):
             apart = torch.cdist(
                 queries[crowded], codes, compute_mode="donot_use_mm_for_euclid_dist"
             )
             squared[crowded] = apart.square_()
             floor[crowded] = 0
         columns, values = self._selected(squared, k, left_out)
-        queries_again, places = (values < floor.cpu().numpy()[:, None]).nonzero()
+        imprecise, places = (values < floor.cpu().numpy()[:, None]).nonzero()
         step = max(1, _DIFFERENCES // max(self.width, 1))
         for start in range(0, len(places), step):
-            query, place = queries_again[start : start + step], places[start : start + step]
+            query, place = imprecise[start : start + step], places[start : start + step]
             row, column = (
                 torch.from_numpy(index).to(self.device) for index in (query, columns[query, place])
             )
@@ -298,10 +294,10 @@ class Neighbors:
     def _selected(
         self, values: Tensor, k: int, left_out: Ints | None
     ) -> tuple[Ints, NDArray[np.float64]]:
-        """Return columns and rounded values (B, k) of each row's k smallest, in order."""
+        """Return columns and rounded values (B, k) of each query's k smallest, in order."""
         if left_out is not None:
-            chosen = np.flatnonzero(left_out >= 0)
-            values[torch.from_numpy(chosen), torch.from_numpy(left_out[chosen])] = torch.inf
+            rows = np.flatnonzero(left_out >= 0)
+            values[torch.from_numpy(rows), torch.from_numpy(left_out[rows])] = torch.inf
         if values.device.type != "cpu":
             every = torch.arange(self.size, device=values.device)
             keys = rounded_keys(values, every).topk(k, dim=1, largest=False, sorted=True).values
@@ -321,9 +317,10 @@ class Neighbors:
 def rounded_keys(values: Any, columns: Any) -> Any:
     """Return int64 keys that compare by value rounded to 24 bits (halves up), then by column.
 
-    Values are float64 without NaN, an array or a tensor. Columns are int64 of the same shape.
+    Values are a float64 array or tensor without NaN. Columns are int64 of the same shape.
     """
-    keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)  # −0 is 0
+    # adding 0 turns −0, whose bits differ, into 0
+    keys = (values + 0.0).view(torch.int64 if isinstance(values, Tensor) else np.int64)
     keys += MOST_ITEMS // 2
     keys &= ~_COLUMN
     keys ^= (keys >> 63) & _MAGNITUDE
@@ -344,17 +341,17 @@ def _parts(keys: Ints) -> tuple[Ints, NDArray[np.float64]]:
 
 
 def _single(codes: Tensor) -> NDArray[np.float32] | None:
-    """Return float64 codes in float32, or `None` if that would round a code."""
+    """Return float64 codes in float32, or `None` if float32 would round a number."""
     single = codes.to(torch.float32)
     return single.contiguous().numpy() if bool((single == codes).all()) else None
 
 
 def as_tensor(codes: Codes, what: str) -> Tensor:
-    """Return codes as a finite matrix, in their own floating type; integers become float64."""
+    """Return codes as a finite matrix of their own floating type; integers become float64."""
     if not isinstance(codes, Tensor):
         array = np.asarray(codes)
         if array.dtype.kind not in "fiub":
-            raise DataError(f"The {what} are of type {array.dtype}: codes must be numbers.")
+            raise DataError(f"The {what} have type {array.dtype}: codes must be numbers.")
         codes = torch.from_numpy(
             np.ascontiguousarray(
                 array, dtype=array.dtype if array.dtype.kind == "f" else np.float64
@@ -372,13 +369,13 @@ def as_tensor(codes: Codes, what: str) -> Tensor:
         bad = (~finite).nonzero().ravel()
         raise DataError(
             f"{len(bad):,} of {len(codes):,} {what} codes hold NaN or infinity, the first in row"
-            f" {int(bad[0])}: they have no distance to anything. The model has probably diverged."
+            f" {int(bad[0])}, so they have no distances. The model has probably diverged."
         )
     return codes
 
 
 def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
-    """Return some rows of codes, on the device of the codes."""
+    """Return rows of codes, on the device of the codes."""
     if isinstance(codes, Tensor):
         return codes[torch.from_numpy(rows).to(codes.device)]
     return np.asarray(codes)[rows]
@@ -386,9 +383,9 @@ def rows_of(codes: Codes, rows: NDArray[np.int64]) -> Codes:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Hides gallery items that share a value with the query, such as its camera.
+    """Hides gallery items that share a value with the query, such as the camera.
 
-    A missing value (`None`, NaN, NA or "") equals no other.
+    A missing value (`None`, NaN, NA or "") equals no other value.
 
     Attributes:
         query: (Q,), the queries' values.
@@ -405,21 +402,24 @@ class Exclusion:
     def hidden(self, query_class: Ints, item_class: Ints) -> Hidden:
         """Return the items that are hidden from each query."""
         itself = self.gallery is None
-        ours, theirs = list(self.query), list(self.query if self.gallery is None else self.gallery)
+        queries, items = (
+            list(self.query),
+            list(self.query if self.gallery is None else self.gallery),
+        )
         for values, count, what in (
-            (ours, len(query_class), "queries"),
-            (theirs, len(item_class), "gallery items"),
+            (queries, len(query_class), "queries"),
+            (items, len(item_class), "gallery items"),
         ):
             if len(values) != count:
                 raise DataError(
                     f"There are {count:,} {what} and {len(values):,} values to exclude by."
                 )
-        groups = group_numbers(ours, theirs)
+        groups = group_numbers(queries, items)
         return Hidden(groups[0], groups[1], query_class, item_class, self.same_label, itself)
 
 
-def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Ints]:
-    """Return numbers that are equal if the values are; a missing value and "" equal nothing."""
+def group_numbers(queries: Sequence[Any], items: Sequence[Any]) -> tuple[Ints, Ints]:
+    """Return numbers of values, equal if the values are; missing values and "" equal nothing."""
     known: dict[Any, int] = {}
 
     def numbered(values: Sequence[Any], missing: int) -> Ints:
@@ -431,15 +431,16 @@ def group_numbers(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[Ints, Int
             np.int64,
         )
 
-    return numbered(ours, -1), numbered(theirs, -2)
+    return numbered(queries, -1), numbered(items, -2)
 
 
 @dataclass(frozen=True)
 class Hidden:
-    """The items that are hidden from each query: those of its group; −1 and −2 are in no group.
+    """Hides the items of a query's group from it; see `Exclusion`.
 
-    With `same_label`, only items of the query's class are hidden. With `itself`, the queries are
-    the gallery, and each is hidden from itself.
+    `query` (Q,) and `gallery` (N,) are group numbers; −1 and −2 stand for no group. With
+    `same_label`, only items of the query's class are hidden. With `itself`, the queries are the
+    gallery, and each query is hidden from itself.
     """
 
     query: Ints
@@ -450,7 +451,8 @@ class Hidden:
     itself: bool
 
     def matching(self) -> Ints:
-        """Return the number of hidden items of the query's class (Q,), itself included."""
+        """Return how many items of its class are hidden from each query (Q,), itself included."""
+        # pairs of group and class are counted as one number
         width = int(max(self.query_class.max(initial=-1), self.item_class.max(initial=-1))) + 1
         pairs, counts = np.unique(self.gallery * width + self.item_class, return_counts=True)
         own_pairs = self.query * width + self.query_class
@@ -460,10 +462,10 @@ class Hidden:
         return counts_hidden.astype(np.int64)
 
     def every(self) -> Ints:
-        """Return the number of hidden items of each query (Q,), itself included."""
+        """Return how many items are hidden from each query (Q,), itself included."""
         if self.same_label:
             return self.matching()
-        # at least one count, because queries without a value look up the first and ignore it
+        # at least one count, because queries without a group look up the first and ignore it
         counts = np.bincount(
             self.gallery[self.gallery >= 0], minlength=int(self.query.max(initial=0)) + 1
         )
@@ -483,8 +485,8 @@ class Hidden:
 class Search:
     """Exact search for the nearest gallery items that are visible to a query.
 
-    Without a gallery the queries are searched, and each is left out of its own results. `hidden`
-    adds hidden items. For the other arguments see `exact_neighbors`.
+    Without a gallery, the queries are searched, and each is left out of its own results. For the
+    arguments `distance`, `block` and `device`, see `exact_neighbors`.
     """
 
     queries: Codes
@@ -502,13 +504,13 @@ class Search:
     def blocks(
         self, query_rows: Ints, depths: Ints
     ) -> Iterator[tuple[Ints, Ints, NDArray[np.float32]]]:
-        """Yield queries (B,), the rows of their nearest items (B, k), and distances (B, k).
+        """Yield blocks: queries (B,), the rows of their nearest items (B, k), and distances (B, k).
 
-        `depths` is the number of items that each of `query_rows` needs, and k is their largest in a
-        block. If fewer are visible, row −1 and distance infinity fill the results.
+        `depths` is the number of items that each of `query_rows` needs, and k is the largest depth
+        of the block. If fewer items are visible, row −1 and distance infinity fill the results.
         """
         search, hidden = self._neighbors, self.hidden
-        # search deeper by the number of hidden items, which take up ranks
+        # hidden items take up ranks, so search deeper by their number
         reach = (
             depths
             if hidden is None
@@ -521,25 +523,27 @@ class Search:
             own = rows if self.gallery is None else None
             items, distances = search(rows_of(self.queries, rows), int(reach[part].max()), own)
             if hidden is not None:
-                seen = hidden.visible(rows, items)
-                first = np.argsort(~seen, axis=1, kind="stable")[:, : int(depths[part].max())]
-                seen = np.take_along_axis(seen, first, 1)
+                visible = hidden.visible(rows, items)
+                first = np.argsort(~visible, axis=1, kind="stable")[:, : int(depths[part].max())]
+                visible = np.take_along_axis(visible, first, 1)
                 items = np.take_along_axis(items, first, 1)
                 distances = np.take_along_axis(distances, first, 1)
-                items[~seen], distances[~seen] = -1, np.inf
+                items[~visible], distances[~visible] = -1, np.inf
             yield rows, items, distances
             done += len(rows)
 
     def nearest(self, k: int, query_rows: Ints | None = None) -> tuple[Ints, NDArray[np.float32]]:
-        """Return rows and distances (A, k) of the nearest items of some queries, or of all."""
+        """Return rows and distances (A, k) of the items nearest to `query_rows` (A,) or to all."""
         query_rows = np.arange(len(self.queries)) if query_rows is None else query_rows
         items = np.full((len(query_rows), k), -1, np.int64)
         distances = np.full((len(query_rows), k), np.inf, np.float32)
         order, done = np.arange(len(query_rows)), 0
-        if self.hidden is not None:  # a block is searched to its largest depth
+        if (
+            self.hidden is not None
+        ):  # similar depths share a block, which is searched to the largest
             order = np.argsort(self.hidden.every()[query_rows], kind="stable")
-        for rows, near, far in self.blocks(query_rows[order], np.full(len(query_rows), k)):
+        for rows, near, apart in self.blocks(query_rows[order], np.full(len(query_rows), k)):
             part = order[done : done + len(rows)]
-            items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, far
+            items[part, : near.shape[1]], distances[part, : near.shape[1]] = near, apart
             done += len(rows)
         return items, distances

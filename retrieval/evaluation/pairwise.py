@@ -1,9 +1,9 @@
 """Retrieval metrics of vectors that need not fit into memory: `retrieval evaluate FOLDER`.
 
 Each of this machine's cores searches one block of the gallery for one block of queries. A neighbour
-is an integer that holds its distance, rounded to 24 bits as in exact search, and its row. The
-nearest items are therefore the smallest integers of all blocks, in any order of the blocks, and the
-metrics are those of `evaluate`.
+is a key (see `rounded_keys`): an integer that holds its distance, rounded to 24 bits, and its row.
+The nearest items are therefore the smallest keys of all blocks, whatever the order of the blocks,
+and the metrics are those of `evaluate`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Ints = NDArray[np.int64]
 Block = tuple[range, range, int]
 """Rows of queries, rows of the gallery, and the number of neighbours."""
 
+# Sizes of a block: rows of queries, and bytes of the gallery in float64.
 _QUERIES = 8192
 _GALLERY_BYTES = 64 * 2**20
-"""Bytes of a block of the gallery in float64."""
 _NO_NEIGHBOR = np.iinfo(np.int64).max
 
 
@@ -69,12 +69,11 @@ def evaluate_vectors(
     items = None if gallery is None else VectorRows(Path(gallery))
     if items is not None and items.bundle != queries.bundle:
         raise DataError(
-            f"{folder} and {gallery} hold vectors of two bundles, which have no distance to each"
-            " other."
+            f"{folder} and {gallery} hold vectors of two bundles, which cannot be compared."
         )
-    theirs = None if items is None else items.labels()
+    item_labels = None if items is None else items.labels()
     options: Any = {"metrics": metrics, "progress": progress}
-    return pairwise(queries, queries.labels(), gallery=items, gallery_labels=theirs, **options)
+    return pairwise(queries, queries.labels(), gallery=items, gallery_labels=item_labels, **options)
 
 
 @shown
@@ -88,10 +87,10 @@ def pairwise(
     block: int | None = None,
     progress: Progress = False,
 ) -> Evaluation:
-    """Return the metrics of `evaluate` without holding the gallery or a matrix of all pairs.
+    """Return the metrics of `evaluate` without holding the gallery or all distances in memory.
 
-    A block has `block` rows of the gallery and of queries; `None` means 64 MB and 8,192 rows. For
-    the other arguments see `evaluate`.
+    A block has `block` rows of the gallery and of queries; `None` means 64 MB of the gallery and
+    8,192 queries. For the other arguments, see `evaluate`.
 
     Raises:
         DataError: codes and labels do not fit together, or codes are not finite.
@@ -120,12 +119,12 @@ def pairwise(
                 meter.update()
                 if items.stop < len(searched):
                     continue
-                rows, some = np.array(queries), relevant[queries] > 0
+                rows, scored = np.array(queries), relevant[queries] > 0
                 present = nearest != _NO_NEIGHBOR
                 classes = item_class[np.where(present, key_rows(nearest), 0)]
                 matches = (classes == query_class[rows, None]) & present
                 for name, measure in chosen.items():
-                    values[name][rows[some]] = measure(matches[some], relevant[rows[some]])
+                    values[name][rows[scored]] = measure(matches[scored], relevant[rows[scored]])
     finally:
         torch.set_num_threads(threads)
     answerable = np.flatnonzero(relevant > 0)
@@ -136,7 +135,7 @@ def pairwise(
 def _blocks(
     relevant: Ints, gallery: VectorRows, metrics: Mapping[str, Metric], block: int | None
 ) -> list[Block]:
-    """Return all blocks, grouped by queries, which have `relevant` (Q,) relevant items each."""
+    """Return all blocks in the order of queries, whose numbers of relevant items are given (Q,)."""
     size = block or max(1, _GALLERY_BYTES // (8 * max(gallery.width, 1)))
     step = block or _QUERIES
     blocks = []
@@ -150,7 +149,7 @@ def _blocks(
 
 
 class _Search(threading.local):
-    """Searches a block; each thread keeps its last block of the gallery."""
+    """Searches a block. Each thread keeps the last block of the gallery that it read."""
 
     def __init__(self, codes: VectorRows, gallery: VectorRows, itself: bool) -> None:
         self.codes, self.gallery, self.itself = codes, gallery, itself

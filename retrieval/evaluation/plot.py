@@ -1,7 +1,5 @@
 """Plots: the `neighbours` of queries, `curves` of training, and a `map` of codes.
 
-`retrieval.plot` is this module.
-
 Each function returns a matplotlib `Figure`. A notebook shows it, and `figure.savefig("file.png")`
 saves it. No function needs a display or changes pyplot's state.
 """
@@ -37,11 +35,11 @@ __all__ = ["curves", "map", "neighbours"]
 
 MOST_QUERIES = 50
 LARGEST = 256  # pixels of a drawn image's longer side
-NAMED = 10  # most classes in a legend, and number of colours
+NAMED = 10  # most classes in a legend
 
 
 class Picture(Figure):
-    """A `Figure` with a canvas of its own, which notebooks show without pyplot."""
+    """A `Figure` with its own canvas, so that notebooks show it without pyplot."""
 
     def __init__(self, width: float, height: float) -> None:
         super().__init__(figsize=(width, height), layout="constrained")
@@ -54,7 +52,7 @@ class Picture(Figure):
 
 
 def svg(figure: Figure) -> bytes:
-    """Return a figure as SVG; equal figures result in equal bytes."""
+    """Return a figure as SVG; equal figures give equal bytes."""
     import matplotlib as mpl
 
     out = io.BytesIO()
@@ -64,16 +62,12 @@ def svg(figure: Figure) -> bytes:
 
 
 def neighbours(
-    index: Index,
-    queries: Any,
-    k: int = 10,
-    *,
-    labels: Sequence[str] | None = None,
+    index: Index, queries: Any, k: int = 10, *, labels: Sequence[str] | None = None
 ) -> Figure:
-    """Draw queries with their nearest items in an index, with labels and distances.
+    """Draw queries, each with its nearest items in an index and their labels and distances.
 
-    Each query is a row. If the queries have labels, right results have a blue frame and ✓, wrong
-    ones an orange frame and ✗.
+    If the queries have labels, right results have a blue frame and ✓, and wrong results an orange
+    frame and ✗.
 
     Args:
         index: an opened index of images.
@@ -104,10 +98,10 @@ def neighbours(
     names = None if labels is None else read_labels(labels)
     if names is not None and names.dtype.kind != "U":
         raise DataError(
-            "An index's labels are text, which no number equals: give the queries' labels as text."
+            "The labels of an index are text, so give the queries' labels as text, too."
         )
     if index.bundle.manifest.input.preprocessing is None:
-        raise DataError(f"{index.path} holds vectors, not images: there is nothing to draw.")
+        raise DataError(f"{index.path} holds vectors, not images, so it cannot be drawn.")
     answers = index.search(list(images), k=k)
     columns = 1 + max(len(hits) for hits in answers)
     figure = Picture(columns + 0.6, 1.18 * len(images) + 0.5)
@@ -127,7 +121,7 @@ def neighbours(
 
 
 def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, Any]:
-    """Draw every n-th validation item with its nearest others, as pixels (H, W, 3)."""
+    """Return pixels (H, W, 3) that show some validation items, each with its k nearest others."""
     from retrieval.evaluation.neighbors import Search
     from retrieval.run.open import ItemCodes
 
@@ -151,9 +145,10 @@ def validation_sheet(run: Run, queries: int = 6, k: int = 8) -> np.ndarray[Any, 
 def _answer(
     cell: Axes, image: Any, name: str | None, distance: float, label: str | None, id: str = ""
 ) -> None:
-    """Draw one result; an image that cannot be read (`None`) becomes an empty cell with its name.
+    """Draw one result, which is right if its class `name` is `label`, that of the query.
 
-    Without the query's `label`, no result is right or wrong.
+    Without `label`, no result is right or wrong. For an image that cannot be read (`None`), the
+    cell shows the name of its file, from `id`.
     """
     mark, colour = "", "0.4"
     if label is not None:
@@ -177,7 +172,7 @@ def _cell(
 
 
 def _pixels(image: ImageLike) -> np.ndarray[Any, Any]:
-    """Return an image's pixels (H, W) or (H, W, 3), reduced to `LARGEST`."""
+    """Return an image's pixels (H, W) or (H, W, 3), scaled down to `LARGEST`."""
     if isinstance(image, np.ndarray):
         opened = from_pixels(image)
     else:
@@ -191,13 +186,14 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
     """Draw a run's losses (above) and validation metrics (below) by epoch.
 
     Grey lines separate the recipe's phases. A dotted line marks the epoch with the best
-    validation, whose weights the run keeps, unless these are the start's.
+    validation, whose weights the run keeps. There is no line if the weights before training are
+    the best.
 
     Args:
         run: a run, or its folder.
 
     Raises:
-        DataError: `metrics.jsonl` is missing or damaged, or the run has a learner and so no epochs.
+        DataError: `metrics.jsonl` is damaged or missing, as for a learner, which has no epochs.
     """
     records = _records(Path(run if isinstance(run, str | os.PathLike) else run.path))
     names = dict.fromkeys(key for record in records for key in record)  # unique, in order
@@ -227,7 +223,7 @@ def curves(run: Run | str | os.PathLike[str]) -> Figure:
 
 
 def _mark_phases(panels: Sequence[Axes], records: Sequence[dict[str, Any]]) -> None:
-    """Separate phases by lines and name them, if there are several."""
+    """If there are several phases, separate them by lines and name them."""
     phases = [
         (name, len(list(group)))
         for name, group in groupby(str(r.get("phase", "")) for r in records)
@@ -252,11 +248,11 @@ def _records(folder: Path) -> list[dict[str, Any]]:
             " trained in epochs."
         ) from None
     except ValueError:
-        raise DataError(f"{file} is damaged: a line of it is not JSON.") from None
+        raise DataError(f"{file} is damaged: one of its lines is not JSON.") from None
     if not records or not all(
         isinstance(r, dict) and isinstance(r.get("loss"), int | float) for r in records
     ):
-        raise DataError(f"{file} has no epoch with a loss to draw.")
+        raise DataError(f"{file} must have at least one epoch, and each epoch must have a loss.")
     return records
 
 
@@ -270,14 +266,14 @@ def map(
     """Draw codes as points of a plane, coloured by class.
 
     Args:
-        codes: (N, C), codes, embeddings or features, with N and C at least 2.
+        codes: (N, C), embeddings, codes or features, with N and C at least 2.
         labels: (N,), numbers or text. A legend names up to ten classes.
         method: "pca" keeps the two directions of largest variance (scikit-learn's `PCA`). "tsne"
             preserves neighbourhoods, but neither distances nor sizes of clusters (van der Maaten &
             Hinton, JMLR 9, 2008; scikit-learn's `TSNE`, slow for more than ten thousand items).
             "umap" does too, faster (McInnes, Healy & Melville, arXiv 1802.03426, 2018), and needs
             the extra `umap`.
-        seed: seed of t-SNE and UMAP. The same seed, codes and versions give the same figure.
+        seed: seed of t-SNE and UMAP. Equal seeds, codes and versions give equal figures.
 
     Raises:
         DataError: codes have another shape or are not finite, the number of labels differs from
@@ -287,15 +283,13 @@ def map(
     points, names = np.asarray(codes, dtype=np.float64), read_labels(labels)
     if points.ndim != 2 or min(points.shape) < 2:
         raise DataError(
-            f"A map is drawn of codes (N, C), N and C at least 2, not of shape {points.shape}."
+            f"A map needs codes (N, C), with N and C at least 2, not of shape {points.shape}."
         )
     if not np.isfinite(points).all():
-        raise DataError(
-            "The codes hold NaN or infinity; there is no place for those items on a map."
-        )
+        raise DataError("The codes hold NaN or infinity, which have no place on a map.")
     if names.shape != points.shape[:1]:
         raise DataError(
-            f"There are {len(points)} codes, and labels of shape {names.shape}; give each code one"
+            f"There are {len(points)} codes, but labels of shape {names.shape}: give each code one"
             " label."
         )
     positions, title = plane(points, method, seed)
@@ -324,7 +318,7 @@ def plane(
     seed: int = 0,
     distances: np.ndarray[Any, Any] | None = None,
 ) -> tuple[np.ndarray[Any, Any], str]:
-    """Return items' positions (N, 2), t-SNE by their distances (N, N) if given, and a title."""
+    """Return items' positions (N, 2) and a title; t-SNE uses `distances` (N, N) if they are set."""
     if method == "pca":
         from sklearn.decomposition import PCA
 
@@ -344,7 +338,7 @@ def plane(
         return tsne.fit_transform(distances), "t-SNE by the learned distance"
     if method == "umap":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # UMAP says that a seed takes one thread
+            warnings.simplefilter("ignore")  # UMAP warns that it uses one thread if it has a seed
             try:
                 from umap import UMAP
             except ImportError as error:

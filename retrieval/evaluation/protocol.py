@@ -1,4 +1,4 @@
-"""The protocol in a recipe's `[evaluate]`: gallery, relevance, groups and open sets."""
+"""How a recipe's `[evaluate]` measures: gallery, relevance, groups, and unknown queries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import (
-    Evaluation,
-    Levels,
-    Tags,
-    evaluate,
-    relevant_items,
-)
+from retrieval.evaluation.evaluation import Evaluation, Levels, Tags, evaluate, relevant_items
 from retrieval.evaluation.neighbors import Codes, DistanceBlock, Exclusion, Search
 from retrieval.run.build import check_columns
 
@@ -27,21 +21,21 @@ if TYPE_CHECKING:
 Items = NDArray[np.int64]
 
 KEYS = ("exclude", "levels", "tags", "by", "gallery_items", "open_set")
-"""Keys of `[evaluate]` that need an exhaustive search on one machine."""
+"""Keys of `[evaluate]` that need a search of all items, unlike that of a server."""
 
 
 def refuse_side(side: str) -> None:
     """Refuse a side that is neither "test" nor "validation"."""
     if side not in ("test", "validation"):
-        raise DataError(f'A run is measured on its side "test" or "validation", not on {side!r}.')
+        raise DataError(f'A run is measured on its "test" or "validation" side, not on {side!r}.')
 
 
 def items_of(run: Run, side: str) -> tuple[Items, Items | None]:
-    """Return the queries of a run's side, and its gallery if that is not the queries."""
+    """Return the queries of a run's side, and its gallery or, if that is the queries, `None`."""
     splits = run.splits
     query, gallery = (splits.query, splits.gallery) if side == "test" else (splits.validation, None)
     if not len(query):
-        raise DataError(f"{run.path} has no {side} items: its [split] keeps none.")
+        raise DataError(f"{run.path} has no {side} items, because its [split] leaves none.")
     return query, gallery
 
 
@@ -53,10 +47,10 @@ def device_of(run: Run) -> torch.device:
 
 @dataclass(frozen=True)
 class Measured:
-    """The metrics of one row of the result.
+    """The metrics of a contestant.
 
     Attributes:
-        values: each metric; with random galleries, its mean over them.
+        values: each metric; with random galleries, its mean over these.
         first: the result of `evaluate` on the first gallery.
         spread: standard deviation of each metric over random galleries; empty without them.
     """
@@ -68,12 +62,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Protocol:
-    """The queries and the gallery of an evaluation.
+    """The queries and the gallery of an evaluation, measured as a run's `[evaluate]` says.
 
     Attributes:
         run: the run.
         query: (Q,), the items that are queries.
-        gallery: (N,), the items to search; `None` means the queries or a random part of them.
+        gallery: (N,), the items to search; `None` means the queries or, with `gallery_items`,
+            random ones of them.
     """
 
     run: Run
@@ -81,19 +76,21 @@ class Protocol:
     gallery: Items | None
 
     def refuse_bundle(self) -> None:
-        """Refuse to measure a bundle if a key is set that its search does not support."""
+        """Refuse to measure a bundle if a key of `KEYS` is set."""
         table = self.run.recipe.evaluate
         if keys := [key for key in KEYS if getattr(table, key) not in (None, [])]:
             raise DataError(
-                f"[evaluate] {', '.join(keys)}: a bundle measures no such metrics. "
-                "Leave out the bundle, or set the key to its default."
+                f"[evaluate] {', '.join(keys)}: a bundle cannot be measured under this protocol."
+                " Leave out the bundle, or remove this from the recipe."
             )
 
     def measure(self, query: Any, gallery: Any, distance: Any = None, **further: Any) -> Measured:
-        """Return the metrics of codes; `further` are arguments of `evaluate`.
+        """Return the metrics of the queries' and the gallery's codes.
+
+        `further` are arguments of `evaluate`.
 
         Raises:
-            RecipeError: the data lack a column.
+            RecipeError: the data lack a column that `[evaluate]` names.
             DataError: a random gallery cannot be drawn.
         """
         labels, rates = self.run.splits.labels, self.run.recipe.evaluate.open_set
@@ -113,12 +110,12 @@ class Protocol:
             evaluations.append(evaluation)
             rows.append(dict(evaluation.values))
             if rates:
-                theirs = labels[items if gallery_items is None else gallery_items]
+                item_class = labels[items if gallery_items is None else gallery_items]
                 rows[-1] |= open_set(
                     left,
                     labels[items],
                     right,
-                    theirs,
+                    item_class,
                     fars=rates,
                     distance=distance,
                     exclude=arguments.get("exclude"),
@@ -131,20 +128,20 @@ class Protocol:
         return Measured(values, evaluations[0], spread)
 
     def rounds(self, query: Any, gallery: Any) -> Iterator[tuple[Items, Items | None, Any, Any]]:
-        """Yield queries, gallery, and the codes of both, once or for each random gallery."""
+        """Yield queries, gallery, and the codes of both: once, or for each random gallery."""
         table = self.run.recipe.evaluate
         if table.gallery_items is None:
             yield self.query, self.gallery, query, gallery
             return
         if self.gallery is not None:
             raise DataError(
-                "[evaluate] gallery_items: the data have a gallery of their own. Leave it out."
+                "[evaluate] gallery_items: the data have their own gallery. Leave the key out."
             )
         labels = self.run.splits.labels[self.query]
         if np.bincount(labels).max() <= table.gallery_items:
             raise DataError(
-                f"[evaluate] gallery_items = {table.gallery_items}: no class has so many test items"
-                " and one more."
+                f"[evaluate] gallery_items = {table.gallery_items}: no class has more test items"
+                " than that, so none would be a query."
             )
         for number in range(table.repetitions):
             order = np.random.default_rng([self.run.recipe.split.seed % 2**64, number]).permutation(
@@ -164,8 +161,8 @@ class Protocol:
         table_arguments: dict[str, Any] = {}
 
         def both(values: Sequence[Any]) -> tuple[list[Any], list[Any] | None]:
-            theirs = None if gallery is None else [values[i] for i in gallery]
-            return [values[i] for i in query], theirs
+            gallery_values = None if gallery is None else [values[i] for i in gallery]
+            return [values[i] for i in query], gallery_values
 
         if table.exclude is not None:
             cameras = both(self.column(table.exclude))
@@ -175,23 +172,24 @@ class Protocol:
         if table.levels:
             further = (self.column(name) for name in table.levels)
             levels = [both(column) for column in (self.run.splits.labels.tolist(), *further)]
-            theirs = [column for _, column in levels if column is not None]
-            table_arguments["relevance"] = Levels([ours for ours, _ in levels], theirs or None)
+            gallery_levels = [column for _, column in levels if column is not None]
+            query_levels = [column for column, _ in levels]
+            table_arguments["relevance"] = Levels(query_levels, gallery_levels or None)
         elif table.tags is not None:
             texts = [_tags(value) for value in self.column(table.tags)]
             table_arguments["relevance"] = Tags(*both(texts))
         return table_arguments
 
     def column(self, name: str) -> Sequence[Any]:
-        """Return a column of the metadata of all items, with `None` for missing values."""
+        """Return a column of all items' metadata, with `None` for missing values."""
         return [row.get(name) for row in self.run.dataset.metadata or []]
 
 
 def _tags(value: Any) -> list[str]:
-    """Return the labels in a value, which is a list, or text separated by ";"."""
-    parts = (
-        value if isinstance(value, list | tuple) else [] if value is None else str(value).split(";")
-    )
+    """Return the labels in a value, which is a list, text separated by ";", or `None`."""
+    if value is None:
+        return []
+    parts = value if isinstance(value, list | tuple) else str(value).split(";")
     return [text for part in parts if (text := str(part).strip())]
 
 
@@ -208,14 +206,14 @@ def open_set(
     distance: DistanceBlock | None = None,
     exclude: Exclusion | None = None,
 ) -> dict[str, float]:
-    """Return DIR@FAR at rank 1 for each rate.
+    """Return the detection and identification rate (DIR) at rank 1 for each false alarm rate.
 
-    Source: Phillips, Grother & Micheals, "Evaluation Methods in Face Recognition", Handbook of Face
-    Recognition, 2011. A query is unknown if no visible gallery item has its class. A threshold t
-    accepts a query whose nearest item is at distance t or nearer. FAR(t) is the share of unknown
-    queries that are accepted. DIR(t) is the share of known queries that are accepted and whose
-    nearest item has their class. DIR@FAR f is the largest DIR(t) over thresholds with FAR(t) ≤ f.
-    Equal distances share a threshold.
+    A query is unknown if no visible gallery item has its class. A threshold t accepts a query whose
+    nearest item is at distance t or nearer. FAR(t) is the share of unknown queries that are
+    accepted. DIR(t) is the share of known queries that are accepted and whose nearest item has
+    their class. DIR@FAR f is the largest DIR(t) over thresholds with FAR(t) ≤ f. Source: Phillips,
+    Grother & Micheals, "Evaluation Methods in Face Recognition", Handbook of Face Recognition,
+    2011.
 
     Raises:
         DataError: no query is unknown, or none is known.
@@ -226,17 +224,17 @@ def open_set(
     known = relevant_items(search, query_class, item_class) > 0
     if known.all() or not known.any():
         what = (
-            "unknown: each has its class in the gallery"
+            "unknown: the class of each is in the gallery"
             if known.any()
-            else "known: none has its class in the gallery"
+            else "known: the class of none is in the gallery"
         )
-        raise DataError(f"[evaluate] open_set: no query is {what}. It takes queries of both kinds.")
+        raise DataError(f"[evaluate] open_set: no query is {what}. Both kinds are needed.")
     right = known & (rows[:, 0] >= 0) & (item_class[rows[:, 0]] == query_class)
-    strangers, ours = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
+    unknown, identified = np.sort(apart[~known, 0]), np.sort(apart[right, 0])
     # a query without visible items is never accepted
     thresholds = np.unique(apart[rows[:, 0] >= 0, 0])
-    accepted = np.searchsorted(strangers, thresholds, side="right") / len(strangers)
-    identified = np.searchsorted(ours, thresholds, side="right") / int(known.sum())
+    false_alarms = np.searchsorted(unknown, thresholds, side="right") / len(unknown)
+    rates = np.searchsorted(identified, thresholds, side="right") / int(known.sum())
     return {
-        f"dir_at_far_{far:g}": float(identified[accepted <= far].max(initial=0.0)) for far in fars
+        f"dir_at_far_{far:g}": float(rates[false_alarms <= far].max(initial=0.0)) for far in fars
     }

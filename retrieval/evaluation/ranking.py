@@ -3,18 +3,20 @@
 Metrics only need to know whether the item at each rank matches. Half squared distances
 h = |q − g|² / 2 are therefore computed as a product ĥ in float32, and only pairs in doubt are
 measured again. The standard bound on a sum of n products (N. Higham, Accuracy and Stability of
-Numerical Algorithms, 2002, §3.1) holds for any order of summation:
+Numerical Algorithms, 2002, §3.1), with u the rounding unit, holds for any order of summation:
 
     |h − ĥ| ≤ n u (|q||g| + |q|²/2 + |g|²/2) + the rounding of codes and result =: E.
 
-Items whose ĥ differ by more than 2 E are therefore in their true order. Items that are closer form
-a run. The order within a run matters only if it holds both matches and others among the needed
-ranks. Its items are then measured in float64 and ordered as by `exact_neighbors`.
+Items whose ĥ differ by more than 2 E are therefore in their true order. Consecutive items that are
+closer form a *run*. The order within a run matters only if it has both matching and other items
+among the needed ranks. Its items are then in doubt: they are measured in float64 and ordered as by
+`exact_neighbors`.
 
-A block of products serves its rows and its columns, so that only half of the pairs are computed.
+A block of products serves both its rows and its columns as queries, so that only half of the pairs
+are computed.
 
-A sample of the set determines how far each query must look, its reach. The items within reach are
-its candidates. A query with too few candidates, or too many in doubt, is left to full search.
+A sample of the set determines each query's *reach*, the distance within which items are its
+*candidates*. A query with too few candidates, or too many in doubt, is left to full search.
 """
 
 from __future__ import annotations
@@ -34,23 +36,16 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 Bools = NDArray[np.bool_]
 
-_SMALLEST = 2048
-"""Smallest set to rank, of which the sample is a small part."""
-_SIGMAS = 2.5
-_PANEL = 1024
-"""Most queries of a panel, and most items of the sample."""
-_PAIRS = 2**20
-_GROUP = 8
-"""Number of items of the sample that their nearest one represents."""
-_RANKS = 2**17
-"""Ranks to settle per step, so that the temporary arrays stay in a core's cache."""
-_KEPT_BYTES = 96 * 2**20
-"""Most bytes for the candidates of all panels."""
-_MOST = 2**22
-"""Most candidates of a panel."""
-_DOUBT = 16
-"""Full search is cheaper for a query with more than one pair in doubt per this many items."""
-_UNIT = 2.0**-24
+_SMALLEST = 2048  # smallest set to rank, of which the sample is a small part
+_SIGMAS = 2.5  # standard deviations above the expected rank in the sample, see `_sample_rank`
+_PANEL = 1024  # most queries of a panel, and most items of the sample
+_EXPECTED = 2**21  # most candidates that a panel is expected to have
+_GROUP = 8  # items of the sample in a group, of which only the nearest one is looked at
+_RANKS = 2**17  # ranks to settle at once, so that the temporary arrays stay in a core's cache
+_KEPT_BYTES = 96 * 2**20  # most bytes for the candidates of all panels
+_MOST = 2**22  # most candidates of a panel
+_DOUBT = 16  # full search is cheaper for a query with one item in doubt per this many, or more
+_UNIT = 2.0**-24  # u of float32
 
 
 @dataclass
@@ -60,11 +55,11 @@ class _Panel:
     Attributes:
         start: position of the first query in the order of all items.
         factors: (B, C + 2), see `_factored`.
-        depth: number of ranks needed.
+        depth: number of ranks that the queries need.
         error: (B,), 2 E, see the module.
         reach: (B,), the largest ĥ of a candidate.
-        queries: arrays (M,), the query of each candidate.
-        keys: arrays (M,), the key of each candidate, see `_keys`.
+        queries: for each block, an array (M,) with the query of each candidate.
+        keys: for each block, an array (M,) with the key of each candidate, see `_keys`.
     """
 
     start: int
@@ -82,12 +77,12 @@ class Ranking:
     Args:
         codes: (N, C), finite, float32 or float64.
         classes: (N,), class numbers.
-        query_rows: (A,), the items that are queries, in order of depth.
+        query_rows: (A,), the items that are queries, in the order of `depths`.
         depths: (A,), the number of ranks that each query needs, ascending.
     """
 
     def __init__(self, codes: NDArray[Any], classes: Ints, query_rows: Ints, depths: Ints) -> None:
-        if codes.dtype == np.float64:  # scale by a power of two, so that no square overflows
+        if codes.dtype == np.float64:  # a power of two scales exactly, and keeps squares finite
             codes = np.ldexp(codes, -math.frexp(float(np.abs(codes).max(initial=0)))[1])
         size, self._codes = len(codes), codes
         self._sampled = _sample_size(size)
@@ -98,16 +93,13 @@ class Ranking:
         sample = np.random.default_rng(0).choice(size, self._sampled, replace=False)
         depth_of_item = np.zeros(size, np.int64)
         depth_of_item[query_rows] = depths
-        first = np.full(size, True)
-        first[sample] = False
-        rest = np.flatnonzero(first)
+        rest = np.setdiff1d(np.arange(size), sample)
         self._order = np.concatenate([sample, rest[np.argsort(depth_of_item[rest], kind="stable")]])
         self._depths = depth_of_item[self._order]
         kind = np.min_scalar_type(int(classes.max(initial=0)))  # small types are faster to look up
         self._classes = classes[self._order].astype(kind)
         factors, norms = _factored(codes, self._order)
-        # in units of (|q| + |g|)²: half a rounding per term, and those of codes, half norms and
-        # result
+        # in units of u (|q| + |g|)²: one half per term, and roundings of codes, norms and result
         roundings = (factors.shape[1] + 1) / 2 + 2
         error = 2.02 * _UNIT * roundings * (norms + norms.max()) ** 2 + 1e-30
         self._panels = []
@@ -120,39 +112,37 @@ class Ranking:
 
     @staticmethod
     def serves(size: int, depths: Ints) -> int:
-        """Return how many queries, of ascending `depths` (A,), are worth ranking."""
+        """Return how many of the first queries, of ascending `depths` (A,), are worth ranking."""
         if size < _SMALLEST:
             return 0
         count = int(np.searchsorted(depths, size // 4, side="right"))
         if 2 * count <= size:
             return 0
         step, spread = max(1, count // 64), size / _sample_size(size)
-        ranks = sum(_sample_rank(size, int(depth)) for depth in depths[:count:step])
+        # expected numbers of candidates: of all queries, and of a panel of the largest depth
+        candidates = step * spread * sum(_sample_rank(size, int(d)) for d in depths[:count:step])
         deepest = _sample_rank(size, int(depths[count - 1])) * _sample_size(size) * spread
-        return count if step * ranks * spread * 2 <= _KEPT_BYTES and deepest <= 2 * _PAIRS else 0
+        return count if 2 * candidates <= _KEPT_BYTES and deepest <= _EXPECTED else 0
 
     def __iter__(self) -> Iterator[tuple[Ints, Bools, Bools]]:
-        """Yield queries (B,), their matches (B, k), and whether to search them in full (B,).
-
-        k is the panel's largest depth.
-        """
+        """Yield by panel: queries (B,), matches (B, k), and whether they need full search (B,)."""
         for number, panel in enumerate(self._panels):
             self._share(number)
             if panel.depth:
                 part = slice(panel.start, panel.start + len(panel.factors))
-                query_rows = self._depths[part] > 0
+                is_query = self._depths[part] > 0
                 matches, failed = self._ranked(panel)
-                yield self._order[part][query_rows], matches[query_rows], failed[query_rows]
+                yield self._order[part][is_query], matches[is_query], failed[is_query]
             panel.queries.clear()
             panel.keys.clear()
 
     def _share(self, number: int) -> None:
-        """Find candidates between a panel and each later one, for both.
+        """Find the candidates of a panel and of each later panel among one another's items.
 
-        The first panel is the sample, whose blocks determine the reach of the others.
+        The first panel is the sample, by which the reach of all panels is set first.
         """
         panel = self._panels[number]
-        turned = np.ascontiguousarray(_turned(panel.factors).T)  # 5 % faster than a view
+        turned = np.ascontiguousarray(_turned(panel.factors).T)
         for other in self._panels[number:]:
             if not (other.depth or panel.depth):
                 continue
@@ -162,25 +152,29 @@ class Ranking:
             if other is panel:
                 np.fill_diagonal(halves, np.inf)
             if number == 0 and other.depth:
-                self._look(other, halves)
+                self._set_reach(other, halves)
             if other.depth:
                 self._keep(other, halves, panel.start)
             if other is not panel and panel.depth:
                 self._keep(panel, halves, other.start, across=True)
 
-    def _look(self, panel: _Panel, halves: Floats) -> None:
-        """Set the reach of a panel's queries from their ĥ to the sample (B, S)."""
+    def _set_reach(self, panel: _Panel, halves: Floats) -> None:
+        """Set the reach of a panel's queries from `halves`, their ĥ to the sample (B, S)."""
         last = _sample_rank(len(self._order), panel.depth) - 1
         near, width = halves, halves.shape[1] // _GROUP
-        # for small ranks, the nearest of each group are nearly as good and faster to select from
+        # for small ranks, the nearest item of each group is nearly as good and faster to select
         if last < width // 4:
             near = halves[:, : width * _GROUP].reshape(-1, _GROUP, width).min(axis=1)
         reach = np.partition(near, last, axis=1)[:, last] + panel.error
+        # a query with many ties within reach keeps no candidates, and is left to full search
         crowded = np.count_nonzero(halves <= reach[:, None], axis=1) > 4 * (last + 1)
         panel.reach[~crowded] = reach[~crowded]
 
     def _keep(self, panel: _Panel, halves: Floats, start: int, *, across: bool = False) -> None:
-        """Keep the candidates within reach of a panel, the block's rows or (`across`) columns."""
+        """Keep the candidates of a panel, from its ĥ to the items from position `start` on.
+
+        The queries are the rows of `halves` or, with `across`, its columns.
+        """
         mask = self._mask[: halves.size].reshape(halves.shape)
         np.less_equal(halves, panel.reach if across else panel.reach[:, None], out=mask)
         place = np.flatnonzero(mask)
@@ -191,7 +185,7 @@ class Ranking:
         panel.keys.append(_keys(halves.ravel()[place], item + start))
 
     def _ranked(self, panel: _Panel) -> tuple[Bools, Bools]:
-        """Return a panel's matches (B, k), and whether to search each query in full (B,)."""
+        """Return a panel's matches (B, k), and whether a query needs full search (B,)."""
         size = len(panel.factors)
         matches, failed = np.zeros((size, panel.depth), np.bool_), np.ones(size, np.bool_)
         queries = np.concatenate(panel.queries)
@@ -200,34 +194,33 @@ class Ranking:
         keys = np.concatenate(panel.keys)[np.argsort(queries, kind="stable")]  # 16 bits: radix sort
         counts = np.bincount(queries, minlength=size)
         ends = np.cumsum(counts)
-        # a few more ranks nearly always include the end of the run at the last needed rank
+        # a few more ranks nearly always include the end of the run that holds the last needed rank
         width = panel.depth + panel.depth // 16 + 9
         columns = np.arange(max(width, int(counts.max())))
         step = max(1, _RANKS // len(columns))
         for start in range(0, size, step):
-            some = np.arange(start, min(start + step, size))
-            ranked = _keys(panel.reach[some, None], len(self._order) + columns)
+            rows = np.arange(start, min(start + step, size))
+            # keys of no item, at the query's reach, fill the row after its candidates
+            ranked = _keys(panel.reach[rows, None], len(self._order) + columns)
             first = ends[start] - counts[start]
-            ranked[columns < counts[some, None]] = keys[first : ends[some[-1]]]
+            ranked[columns < counts[rows, None]] = keys[first : ends[rows[-1]]]
             ranked.sort(axis=1)
             near = (ranked[:, :width] >> 32).astype(np.int32).view(np.float32)
             item = ranked[:, :width] & 0xFFFFFFFF
-            matches[some], failed[some] = self._settled(panel, some, near, item)
+            matches[rows], failed[rows] = self._settled(panel, rows, near, item)
         return matches, failed
 
-    def _settled(
-        self, panel: _Panel, chosen: Ints, near: Floats, item: Ints
-    ) -> tuple[Bools, Bools]:
-        """Return matches (B, k) in the true order, and whether to search a query in full (B,).
+    def _settled(self, panel: _Panel, rows: Ints, near: Floats, item: Ints) -> tuple[Bools, Bools]:
+        """Return matches (B, k) in the true order, and whether a query needs full search (B,).
 
         Args:
             panel: the panel of the queries.
-            chosen: (B,), the queries within the panel.
-            near: (B, W + 1), ĥ in ascending order; the last column bounds the ranked items.
+            rows: (B,), the queries within the panel.
+            near: (B, W + 1), ĥ in ascending order; the last column only bounds the W ranked items.
             item: (B, W + 1), the items' positions.
         """
-        own, item = panel.start + chosen, item[:, :-1]
-        joined = near[:, 1:] - near[:, :-1] <= panel.error[chosen, None]
+        own, item = panel.start + rows, item[:, :-1]
+        joined = near[:, 1:] - near[:, :-1] <= panel.error[rows, None]
         failed = joined[:, panel.depth - 1 :].all(axis=1)
         match = self._classes.take(item, mode="clip") == self._classes[own, None]
         joined[failed], joined[:, -1] = False, False
@@ -248,13 +241,13 @@ def _sample_size(size: int) -> int:
 
 
 def _sample_rank(size: int, depth: int) -> int:
-    """Return a rank in the sample that is beyond `depth` for all but 6 queries in a thousand."""
+    """Return a sample's rank that lies beyond the set's rank `depth` for 994 queries in 1,000."""
     expected = depth * _sample_size(size) / size
     return math.ceil(((_SIGMAS + math.sqrt(_SIGMAS**2 + 4 * expected)) / 2) ** 2)
 
 
 def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float64]]:
-    """Return centred codes x with |x|²/2 and 1 appended (N, C + 2), and the lengths |x| (N,)."""
+    """Return centred codes x, with |x|²/2 and 1 appended (N, C + 2), and their lengths |x| (N,)."""
     width, largest = codes.shape[1], float(np.abs(codes).max(initial=0))
     scale = 2.0 ** -max(-1000, min(1000, math.frexp(largest)[1]))
     parts = range(0, len(codes), _PANEL)
@@ -270,7 +263,7 @@ def _factored(codes: NDArray[Any], rows: Ints) -> tuple[Floats, NDArray[np.float
 
 
 def _turned(factors: Floats) -> Floats:
-    """Return −x, 1 and |x|²/2 (B, C + 2); its product with factors is half the squared distance."""
+    """Return −x, 1 and |x|²/2 (B, C + 2); times factors, they are half squared distances."""
     out = -factors
     out[:, -2], out[:, -1] = 1, factors[:, -2]
     return out
@@ -278,17 +271,17 @@ def _turned(factors: Floats) -> Floats:
 
 def _keys(halves: Floats, item: Ints) -> Ints:
     """Return ĥ (at least 0) and the item in 32 bits each, which compare by ĥ, then by item."""
-    near = np.maximum(halves, 0) + np.float32(0)  # −0 becomes 0, because its bits are negative
+    near = np.maximum(halves, 0) + np.float32(0)  # adding 0 turns −0, whose bits differ, into 0
     return near.view(np.int32).astype(np.int64) << 32 | item
 
 
 def _in_doubt(joined: Bools, match: Bools, depth: int) -> tuple[Ints, Ints, Ints]:
-    """Return query, rank and run (M,) of each item whose run holds matches and others.
+    """Return query, rank and run (M,) of each item whose run has matching and other items.
 
     Args:
         joined: (B, W), whether an item and the next one share a run; false in the last column.
         match: (B, W), whether the items match.
-        depth: number of ranks in which a run must begin.
+        depth: number of first ranks in which a run must begin.
     """
     width = joined.shape[1]
     place = np.flatnonzero(joined)

@@ -1,11 +1,11 @@
 """Verification of pairs ("the same or not?"): drawing pairs, and metrics of their distances.
 
-A pair is *accepted* ("the same") if its distance is at most a threshold. FAR is the share of
-different pairs that are accepted, and TAR the share of same pairs. Time grows as P log P and memory
-as P, the number of pairs.
+A pair is *accepted* ("the same") if its distance is at most a threshold. The false accept rate
+(FAR) is the share of different pairs that are accepted, and the true accept rate (TAR) the share of
+same pairs that are. For P pairs, time grows as P log P and memory as P.
 
-Pairs are drawn as in Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section 3): first the
-class or two classes, then the items, so that a large class does not dominate.
+Pairs are drawn as in Labeled Faces in the Wild (Huang et al., TR 07-49, 2007, section 3): first a
+class or two classes, then their items, so that a large class does not dominate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAR_LEVELS = (1e-2, 1e-3)
 class Roc:
     """The ROC curve: straight lines between T points, from (0, 0) to (1, 1).
 
-    Pairs with equal distances share a point.
+    Each distinct distance is a threshold and gives a point.
 
     Attributes:
         threshold: (T,), ascending distances; the first is −∞, which accepts nothing.
@@ -50,8 +50,7 @@ class Verification:
 
     Attributes:
         values: "auc", "eer", "accuracy" (the mean over folds), "accuracy_se" (its standard error),
-            and "tar_at_far_0.01" and "tar_at_far_0.001" if the number of different pairs is at
-            least one over the rate.
+            and, from 100 and 1,000 different pairs on, "tar_at_far_0.01" and "tar_at_far_0.001".
         roc: the ROC curve.
         accuracy: (K,), the share of each fold's pairs that are judged correctly.
         threshold: (K,), the threshold of each fold, chosen on the other folds.
@@ -69,16 +68,17 @@ def verification(
     """Return the verification metrics of pairs.
 
     AUC is the probability that a same pair is nearer than a different one; ties count half. The
-    equal error rate is the FAR at which FAR = 1 − TAR. Accuracy follows Labeled Faces in the Wild
-    (Huang et al., TR 07-49, 2007): each fold is judged by the threshold that is best on all *other*
-    folds. The standard error of the mean is σ / √K, with σ the standard deviation of the K
-    accuracies (over K − 1).
+    equal error rate (EER) is the FAR at which FAR = 1 − TAR. Accuracy follows Labeled Faces in the
+    Wild (Huang et al., TR 07-49, 2007): each fold is judged by the threshold that is best on all
+    *other* folds. Its standard error is σ / √K, with σ the standard deviation of the accuracies of
+    the K folds (over K − 1).
 
     Args:
         distances: (P,), the distance of each pair; smaller is closer.
         same: (P,), whether a pair is the same: true or false, or 1 or 0.
         folds: (P,), the fold of each pair: whole numbers or text.
-        far: false accept rates at which to return the true accept rate.
+        far: false accept rates at which to return the true accept rate, if there are enough
+            different pairs to measure the rate.
 
     Raises:
         DataError: shapes do not fit, distances are not finite, all pairs are of one kind, `same`
@@ -86,7 +86,7 @@ def verification(
     """
     d = np.asarray(distances, dtype=np.float64)
     s = _kinds(same)
-    groups = read_labels(folds, "folds", "Leave those pairs out, or give each its fold.")
+    groups = read_labels(folds, "folds", "Leave those pairs out, or give each pair its fold.")
     _check(d, s, groups)
     names, fold = np.unique(groups, return_inverse=True)
     if problems := fold_problems(s, fold, [str(name) for name in names]):
@@ -115,7 +115,7 @@ def roc_curve(distances: Floats, same: NDArray[np.bool_]) -> Roc:
 
 
 def equal_error_rate(roc: Roc) -> float:
-    """Return the rate at which FAR = 1 − TAR, on the line between the curve's points."""
+    """Return the FAR at which FAR = 1 − TAR, on the lines between the curve's points."""
     gap = roc.far + roc.tar - 1  # strictly ascending from −1 to 1
     i = int(np.searchsorted(gap, 0.0))
     part = gap[i - 1] / (gap[i - 1] - gap[i])
@@ -127,23 +127,23 @@ def fold_accuracy(
 ) -> tuple[Floats, Floats]:
     """Return each fold's accuracy (K,) and the threshold (K,) that is best on all other folds.
 
-    The threshold is half-way between the two distances that it separates. Of equally good
-    thresholds the smallest is used.
+    A threshold is half-way between the two distances that it separates. Of equally good thresholds,
+    the smallest is used.
     """
     order = np.argsort(distances, kind="stable")
     d, s, f = distances[order], same[order], fold[order]
     accuracy, threshold = [], []
     for k in range(int(fold.max()) + 1):
-        mine = f == k
-        t = _best_threshold(d[~mine], s[~mine])
+        judged = f == k
+        t = _best_threshold(d[~judged], s[~judged])
         threshold.append(t)
-        accuracy.append(((d[mine] <= t) == s[mine]).mean())
+        accuracy.append(((d[judged] <= t) == s[judged]).mean())
     return np.array(accuracy), np.array(threshold)
 
 
 def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
-    """Return the threshold that judges most pairs correctly, given ascending distances."""
-    # number of correct judgements, up to a constant, if the i nearest pairs are accepted
+    """Return the threshold that judges most pairs correctly; distances must ascend."""
+    # at i: the number of correct judgements, up to a constant, if the i nearest pairs are accepted
     right = np.concatenate([[0], np.cumsum(np.where(same, 1, -1))])
     # a threshold never separates equal distances
     cut = np.concatenate([[True], distances[1:] > distances[:-1], [True]])
@@ -157,14 +157,14 @@ def _best_threshold(distances: Floats, same: NDArray[np.bool_]) -> float:
 
 
 def _kinds(same: ArrayLike) -> NDArray[np.bool_]:
-    """Return which pairs are the same; refuse NaN, -1 or "False", which are true in Python."""
+    """Return which pairs are the same; refuse NaN, -1 and "False", which are true in Python."""
     flags = read_values(
         same, "pairs' kinds", "Leave those pairs out, or say of each whether it is the same."
     )
     for row, flag in enumerate(flags.tolist()):
         if isinstance(flag, str) or flag not in (0, 1):
             raise DataError(
-                f"Whether a pair is the same must be true or false, or 1 or 0; row {row} is"
+                f"`same` must be true or false, or 1 or 0, for each pair, but row {row} is"
                 f" {flag!r}."
             )
     return flags.astype(bool)
@@ -174,12 +174,12 @@ def _check(distances: Floats, same: NDArray[np.bool_], folds: NDArray[Any]) -> N
     if distances.ndim != 1 or not distances.shape == same.shape == folds.shape:
         raise DataError(
             f"There are distances of shape {distances.shape}, kinds of shape {same.shape} and folds"
-            f" of shape {folds.shape}: one of each a pair is needed."
+            f" of shape {folds.shape}: each pair needs one distance, one kind and one fold."
         )
     if bad := int((~np.isfinite(distances)).sum()):
         raise DataError(
-            f"{bad:,} of {len(distances):,} distances are NaN or infinite: training has diverged,"
-            " or the combiner divides by 0."
+            f"{bad:,} of {len(distances):,} distances are NaN or infinite. Perhaps training has"
+            " diverged, or the combiner divides by 0."
         )
     if same.all() or not same.any():
         kind = "the same" if len(same) and same.all() else "different" if len(same) else "missing"
@@ -189,9 +189,9 @@ def _check(distances: Floats, same: NDArray[np.bool_], folds: NDArray[Any]) -> N
 Items = NDArray[np.int64]
 
 FOLDS = 10
-PER_FOLD = 300
+PER_FOLD = 300  # pairs of each kind
 ENOUGH = 30
-"""Folds are kept disjoint if each then has at least this many pairs of each kind."""
+"""Folds share no class or no item if each fold then has at least this many pairs of each kind."""
 
 
 def draw_pairs(
@@ -202,10 +202,10 @@ def draw_pairs(
     folds: int | None = None,
     seed: int = 0,
 ) -> LabelledPairs:
-    """Draw as many pairs of one class as of two, with the same number of each in every fold.
+    """Draw pairs in folds, with equally many pairs of one class and of two classes in each fold.
 
-    Folds share no class if there are enough classes, otherwise no item, or (with few items) no
-    pair. Memory grows with items and pairs.
+    Folds share no class if there are enough classes, otherwise no item or, if there are few items,
+    no pair.
 
     Args:
         items: (n,), the items to draw from.
@@ -222,8 +222,8 @@ def draw_pairs(
     problems = []
     if fold_count < 2:
         problems.append(
-            f"folds = {fold_count} is too few: the threshold of a fold is chosen on the others, so"
-            " there must be two at least."
+            f"folds = {fold_count} is too few: a fold's threshold is chosen on the other folds, so"
+            " at least two are needed."
         )
     elif count is not None and (count < 2 * fold_count or count % (2 * fold_count)):
         problems.append(
@@ -231,11 +231,10 @@ def draw_pairs(
             f" a multiple of {2 * fold_count}."
         )
     most = _capacities(labels)
-    words = (
-        "no class has two items, so no two are the same",
-        "they are of one class, so no two differ",
-    )
-    problems += [f"{word}." for number, word in zip(most, words, strict=True) if not number]
+    if not most[0]:
+        problems.append("no class has two items, so no two are the same.")
+    if not most[1]:
+        problems.append("they are of one class, so no two differ.")
     if not problems and folds is None and count is None:
         fold_count = min(fold_count, *most)
     per_fold = PER_FOLD if count is None else count // (2 * max(fold_count, 1))
@@ -243,10 +242,10 @@ def draw_pairs(
         fold_count < 2 or (min(most) < fold_count * (per_fold if count is not None else 1))
     ):
         problems.append(
-            f"there are no more pairs than {most[0]:,} of one class and {most[1]:,} of two classes;"
+            f"there are only {most[0]:,} pairs of one class and {most[1]:,} of two classes;"
             f" {fold_count if fold_count > 1 else 2} folds"
             f" {f'of {per_fold:,} of each kind ' if count is not None else ''}need more. Draw"
-            " fewer, or in fewer folds."
+            " fewer pairs or folds."
         )
     if problems:
         refuse(f"Pairs of {len(items):,} items", problems)
@@ -278,9 +277,10 @@ def draw_pairs(
 def make_folds(
     same: NDArray[np.bool_], folds: int | None = None, seed: int = 0
 ) -> tuple[Items, tuple[str, ...]]:
-    """Return a random fold for each pair (P,), even in both kinds, and the names of the folds.
+    """Return a random fold for each pair (P,), and the folds' names.
 
-    By default there are ten folds, or as many as there are pairs of the rarer kind.
+    Each kind of pairs is spread evenly over the folds. By default there are ten folds, or as many
+    as there are pairs of the rarer kind.
 
     Raises:
         DataError: there are fewer than two folds, or fewer pairs of a kind than folds.
@@ -292,7 +292,7 @@ def make_folds(
             f"{int(same.sum()):,} same and {int((~same).sum()):,} different pairs",
             [
                 f"they cannot be divided into {max(fold_count, 2) if folds is None else folds}"
-                " folds: there must be two folds at least, and in each a pair of both kinds."
+                " folds: there must be at least two folds, each with a pair of each kind."
             ],
         )
     random = np.random.default_rng([seed % 2**64, *b"folds"])
@@ -310,7 +310,7 @@ def _names(folds: int) -> tuple[str, ...]:
 def _groups(
     labels: Items, folds: int, per_fold: int, exact: bool, random: np.random.Generator
 ) -> tuple[list[Items] | None, int]:
-    """Return each fold's rows, or `None` if folds cannot be disjoint, and the number of pairs."""
+    """Return each fold's rows, or `None` if folds must share items, and its pairs of each kind."""
     need = per_fold if exact else min(per_fold, ENOUGH)
     for dealt in (_by_class(labels, folds, random), _by_item(labels, folds, random)):
         groups = [np.flatnonzero(dealt == k) for k in range(folds)]
@@ -321,7 +321,7 @@ def _groups(
 
 
 def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
-    """Return a fold for each row; whole classes share one, those with a pair are dealt first."""
+    """Return a fold for each row; a class stays in one fold, and classes with pairs come first."""
     classes, number, sizes = np.unique(labels, return_inverse=True, return_counts=True)
     order = random.permutation(len(classes))
     order = order[np.argsort(-np.minimum(sizes[order], 2), kind="stable")]
@@ -331,7 +331,7 @@ def _by_class(labels: Items, folds: int, random: np.random.Generator) -> Items:
 
 
 def _by_item(labels: Items, folds: int, random: np.random.Generator) -> Items:
-    """Return a fold for each row, so that every class is spread evenly over the folds."""
+    """Return a fold for each row, with every class spread evenly over the folds."""
     dealt = np.empty(len(labels), np.int64)
     start = 0
     for label in np.unique(labels):
@@ -355,24 +355,23 @@ def _same(labels: Items, count: int, random: np.random.Generator) -> Items:
     starts = np.cumsum(sizes) - sizes
     room = sizes * (sizes - 1) // 2
     share = np.zeros_like(room)
-    while left := count - int(share.sum()):
-        open_ = random.permutation(np.flatnonzero(share < room))
-        quota, extra = divmod(left, len(open_))
-        more = np.full(len(open_), quota)
+    while missing := count - int(share.sum()):
+        classes = random.permutation(np.flatnonzero(share < room))
+        quota, extra = divmod(missing, len(classes))
+        more = np.full(len(classes), quota)
         more[:extra] += 1
-        share[open_] += np.minimum(more, room[open_] - share[open_])
+        share[classes] += np.minimum(more, room[classes] - share[classes])
     parts = []
     for c in np.flatnonzero(share):
         chosen = random.choice(int(room[c]), int(share[c]), replace=False)
-        # number t of the pairs (i, j), i < j, counted by j: t = j (j − 1) / 2 + i
+        # pair number t is (i, j), i < j, with t = j (j − 1) / 2 + i
         j = ((1 + np.sqrt(8.0 * chosen + 1)) / 2).astype(np.int64)
         j -= j * (j - 1) // 2 > chosen  # correct the rounding of the root
         j += j * (j + 1) // 2 <= chosen
         i = chosen - j * (j - 1) // 2
         flip = random.random(len(chosen)) < 0.5
-        parts.append(
-            order[starts[c] + np.stack([np.where(flip, j, i), np.where(flip, i, j)], axis=1)]
-        )
+        pairs = np.stack([np.where(flip, j, i), np.where(flip, i, j)], axis=1)
+        parts.append(order[starts[c] + pairs])
     return np.concatenate(parts).astype(np.int64)
 
 
@@ -391,10 +390,10 @@ def _different(labels: Items, count: int, random: np.random.Generator) -> Items:
 
 
 def _proposals(labels: Items, count: int, random: np.random.Generator) -> Iterator[Items]:
-    """Yield pairs of rows of two classes, drawn by class for eight rounds, then by pair.
+    """Yield pairs of rows of two classes: eight times by random classes, then by random pairs.
 
-    Drawing by class alone might never find enough pairs if most of them are of two large classes
-    among many small ones.
+    Random classes alone may never give enough distinct pairs, if most pairs are of two large
+    classes among many small ones.
     """
     order = np.argsort(labels, kind="stable")
     sizes = np.unique(labels, return_counts=True)[1]

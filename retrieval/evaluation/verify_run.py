@@ -39,9 +39,7 @@ from retrieval.serving.progress import Progress, shown
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-_NUMBERS_PER_CALL = 2**22
-
-
+_NUMBERS_PER_CALL = 2**22  # numbers of codes for which distances are computed at once
 _SHARED = {
     "nothing": "which share no class",
     "classes": "which share classes but no item",
@@ -56,13 +54,14 @@ class RunVerification:
     Attributes:
         run: the run's folder.
         split: "test" or "validation".
-        pairs: the numbers of "same" and "different" pairs, "items" and "folds", what two folds
-            share ("folds_share": "nothing", "classes" or "items"), and the origin of the pairs
+        pairs: the numbers of "same" and "different" pairs, "items" and "folds"; what two folds
+            share ("folds_share": "nothing", "classes" or "items"); and the origin of the pairs
             ("drawn_from" or "file", "folds_drawn", "seed").
-        metrics: each metric by contestant ("trained", the untrained baselines, "bundle").
-        folds: by contestant, "accuracy" by fold, and "threshold", chosen on the other folds.
+        metrics: by contestant ("trained", the untrained baselines, "bundle"), each metric.
+        folds: by contestant, the "accuracy" on each fold and the "threshold" for it, which is
+            chosen on the other folds.
         notes: caveats for readers of the metrics.
-        files: names of the files in the run's folder: "roc.csv", "roc.svg", "pairs.csv".
+        files: names in the run's folder of "roc.csv", "roc.svg" and "pairs.csv".
     """
 
     run: str
@@ -120,24 +119,25 @@ def verify(
 
     Args:
         run: a run.
-        side: "test" or "validation", the side to draw pairs from. For a list, it decides which
-            pairs are noted as seen in training.
+        side: "test" or "validation", the side to draw pairs from. For pairs of a file, a note
+            counts those with items that were used before this side: training items and, for
+            "test", validation items.
         pairs: a file with pairs of any of the data's items (see
             `retrieval.data.pairs.read_pairs`); `None` draws pairs.
         draw: number of pairs to draw (see `retrieval.evaluation.verification.draw_pairs`).
-        folds: number of folds, for drawn pairs or a list without folds.
+        folds: number of folds, for drawn pairs or a file without folds.
         seed: seed of the drawn pairs or folds.
-        baseline: also evaluate the raw inputs (unit length, Euclidean) and the untrained model;
-            with a learner, the backbone's features (Euclidean).
-        bundle: also evaluate a bundle's distances: those of its rescorer if it has one, otherwise
-            of its vectors.
+        baseline: also evaluate the raw inputs (unit length, Euclidean) and the untrained model or,
+            for a learner, the backbone's features (Euclidean).
+        bundle: also evaluate a bundle's distances: its rescorer's if it has one, else those of its
+            vectors.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
     Returns:
         Each contestant's metrics, over all pairs and by fold, and the names of the files.
 
     Raises:
-        DataError: the run has no items on that side, the list is wrong, or pairs cannot be drawn.
+        DataError: the run has no items on that side, the file is wrong, or pairs cannot be drawn.
     """
     refuse_side(side)
     chosen, origin = _pairs(run, side, None if pairs is None else Path(pairs), draw, folds, seed)
@@ -150,23 +150,22 @@ def verify(
         return pair_distances(other, codes(items, other), first, second)
 
     distances = {"trained": measured(run.model)}
-    raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
-    start = "untrained" if run.recipe.learner is None else "backbone features"
     if baseline:
+        raw = "raw vectors" if run.dataset.kind == "features" else "raw pixels"
         distances[raw] = _raw(run, items, first, second, codes.batch)
         if run.recipe.learner is None:
-            distances[start] = measured(_untrained(run))
+            distances["untrained"] = measured(_untrained(run))
         else:
             assert codes.source.arrays is not None
             features = torch.from_numpy(np.asarray(codes.source.arrays[items]))
-            distances[start] = _euclidean(features, first, second)
+            distances["backbone features"] = _euclidean(features, first, second)
     if bundle is not None:
         distances["bundle"] = _bundle(run, bundle, items, first, second)
     if device.type != "cpu":
         run.model.to("cpu")
     assert chosen.fold is not None
     verified = {
-        row: verification(column, chosen.same, chosen.fold) for row, column in distances.items()
+        name: verification(column, chosen.same, chosen.fold) for name, column in distances.items()
     }
     results = _results(run, side, chosen, origin, len(items), verified)
     write(run, side, chosen, verified, distances["trained"], results.as_dict())
@@ -174,9 +173,10 @@ def verify(
 
 
 def pair_distances(model: Model, codes: Tensor, first: Rows, second: Rows) -> Floats:
-    """Return the model's own distances (P,) between rows `first` and `second` of codes (N, C).
+    """Return the model's distances (P,) between the rows `first` and `second` (P,) of codes (N, C).
 
-    With a combiner, the first item is the query. Without one, the distance is Euclidean in float64.
+    With a combiner, the first item is the query. Without one, the distance is Euclidean, in
+    float64.
     """
     combiner = model.combiner
     if combiner is None:
@@ -214,15 +214,14 @@ def _in_parts(
 
 
 def _raw(run: Run, items: Rows, first: Rows, second: Rows, batch: int) -> Floats:
-    # pixels remain bytes, because floats would take four times the memory
-    raw = torch.cat(
-        [c.flatten(1) for c in inputs(run.dataset, items, run.model.preprocessing, batch)]
-    )
+    # pixels remain bytes until a distance is computed, because floats take four times the memory
+    chunks = inputs(run.dataset, items, run.model.preprocessing, batch)
+    raw = torch.cat([chunk.flatten(1) for chunk in chunks])
     return _euclidean(raw, first, second, unit=True)
 
 
 def _untrained(run: Run) -> Model:
-    """Return the model before training, whose weights follow from the seed."""
+    """Return the model as before training; its weights follow from the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(run.recipe.seed)
         model = build_model(run.recipe, run.dataset)
@@ -232,22 +231,20 @@ def _untrained(run: Run) -> Model:
 
 
 def _bundle(run: Run, path: StrPath, items: Rows, first: Rows, second: Rows) -> Floats:
-    """Return a bundle's distances: those of its rescorer, or the manifest's distance of vectors."""
+    """Return a bundle's distances: by its rescorer or, without one, by the manifest's distance."""
     from retrieval.serving.bundle import Bundle
     from retrieval.serving.merging import of_products, spans_of
 
     opened = Bundle.open(path)
-    got = encoded(opened, run, items)
+    arrays = encoded(opened, run, items)
     if opened.manifest.rescorer is not None:
-        out = np.empty(len(first))
+        codes, out = arrays["code"], np.empty(len(first))
         order = np.argsort(first, kind="stable")
         for group in np.split(order, np.flatnonzero(np.diff(first[order])) + 1):
             query = first[group[0]]
-            out[group] = opened.rescore(got["code"][query : query + 1], got["code"][second[group]])[
-                0
-            ]
+            out[group] = opened.rescore(codes[query : query + 1], codes[second[group]])[0]
         return out
-    vectors, queries = (torch.from_numpy(got[name]).double() for name in ("vector", "query"))
+    vectors, queries = (torch.from_numpy(arrays[name]).double() for name in ("vector", "query"))
     both = torch.cat([queries, vectors])
     if opened.manifest.distance.measure == "inner":
         products = _in_parts(lambda a, b: (a * b).sum(1), both, first, second + len(items))
@@ -265,7 +262,7 @@ def _pairs(
     labels = run.splits.labels
     if file is not None and draw is not None:
         raise DataError(
-            f"Pairs are either read or drawn: {file} and the number {draw:,} exclude each other."
+            f"Pairs are either read or drawn: give either {file} or the number {draw:,}."
         )
     if file is None:
         held, gallery = items_of(run, side)
@@ -280,8 +277,8 @@ def _pairs(
         return read, {"file": str(file), "folds_drawn": True, "seed": seed}
     if folds is not None:
         raise DataError(
-            f"{file} states its own {len(read.folds)} folds: a number of folds is for lists"
-            " without."
+            f"{file} states its own {len(read.folds)} folds: give a number of folds only for"
+            " files without folds."
         )
     return read, {"file": str(file)}
 
@@ -296,9 +293,9 @@ def _results(
 ) -> RunVerification:
     labels, fold = run.splits.labels, pairs.fold
     assert fold is not None
-    alike = labels[pairs.first] == labels[pairs.second]
+    same_label = labels[pairs.first] == labels[pairs.second]
     notes = []
-    if wrong := int((alike != pairs.same).sum()):
+    if wrong := int((same_label != pairs.same).sum()):
         notes.append(
             f"The list contradicts the data's labels for {wrong:,} of {len(pairs):,} pairs."
         )
@@ -311,9 +308,9 @@ def _results(
     if known.any():
         clean = [name for k, name in enumerate(pairs.folds) if not known[fold == k].any()]
         notes.append(
-            f"{int(known.sum()):,} of {len(pairs):,} pairs have an item that trained or chose this"
-            " model, so these are not metrics of held-out items; folds without such pairs:"
-            f" {', '.join(clean) or 'none'}."
+            f"{int(known.sum()):,} of {len(pairs):,} pairs have an item by which this model was"
+            " trained or chosen, so these are not metrics of held-out items; folds without such"
+            f" pairs: {', '.join(clean) or 'none'}."
         )
     used = {
         "same": int(pairs.same.sum()),
@@ -324,17 +321,17 @@ def _results(
         **origin,
     }
     by_fold = {
-        row: {
+        name: {
             "accuracy": dict(zip(pairs.folds, outcome.accuracy.tolist(), strict=True)),
             "threshold": dict(zip(pairs.folds, outcome.threshold.tolist(), strict=True)),
         }
-        for row, outcome in verified.items()
+        for name, outcome in verified.items()
     }
     return RunVerification(
         run=str(run.path),
         split=side,
         pairs=used,
-        metrics={row: outcome.values for row, outcome in verified.items()},
+        metrics={name: outcome.values for name, outcome in verified.items()},
         folds=by_fold,
         notes=notes,
         files={name: f"verification-{side}-{name}" for name in ("roc.csv", "roc.svg", "pairs.csv")},
@@ -344,14 +341,14 @@ def _results(
 def _shared(pairs: LabelledPairs, labels: NDArray[np.int64]) -> str:
     """Return what folds share: "nothing", "classes" or "items" (and classes)."""
 
-    def apart(first: Rows, second: Rows) -> bool:
+    def disjoint(first: Rows, second: Rows) -> bool:
         both = np.stack([np.concatenate([first, second]), np.tile(pairs.fold, 2)], axis=1)  # type: ignore[arg-type]
-        distinct = np.unique(both, axis=0)[:, 0]
-        return len(np.unique(distinct)) == len(distinct)
+        values = np.unique(both, axis=0)[:, 0]  # once for each fold that has the value
+        return len(np.unique(values)) == len(values)
 
-    if apart(labels[pairs.first], labels[pairs.second]):
+    if disjoint(labels[pairs.first], labels[pairs.second]):
         return "nothing"
-    return "classes" if apart(pairs.first, pairs.second) else "items"
+    return "classes" if disjoint(pairs.first, pairs.second) else "items"
 
 
 def write(
@@ -362,7 +359,7 @@ def write(
     trained: NDArray[np.float64],
     results: Mapping[str, Any],
 ) -> None:
-    """Write the curves, pairs and metrics of a verification, all files or none."""
+    """Write the curves, the pairs and then the metrics of a verification."""
     points = _csv(
         ("contestant", "threshold", "far", "tar"),
         (
@@ -385,15 +382,15 @@ def write(
     )
     contents = {"roc.csv": points.encode(), "roc.svg": picture, "pairs.csv": used.encode()}
     try:
-        # no file is renamed into place before all are written
+        # each file gets its name only after all of them are written
         with contextlib.ExitStack() as stack:
             for name, content in contents.items():
                 path = run.path / results["files"][name]
                 stack.enter_context(whole_file(path)).write_bytes(content)
     except OSError as error:
         raise DataError(
-            f"{run.path} cannot be written into: {error.strerror or error}. Free some space or make"
-            " it writable."
+            f"{run.path} cannot be written into: {error.strerror or error}. Free some space, or"
+            " make the folder writable."
         ) from error
     write_json(run.path / f"verification-{side}.json", results, DataError)
 
@@ -407,7 +404,7 @@ def _csv(header: tuple[str, ...], rows: Any) -> str:
 
 
 def draw_roc(curves: Mapping[str, tuple[Roc, float]]) -> bytes:
-    """Return ROC curves with their AUC by contestant as SVG; equal curves give equal bytes."""
+    """Draw the contestants' ROC curves and AUCs as SVG; equal curves give equal bytes."""
     from retrieval.evaluation.plot import Picture, svg
 
     figure = Picture(5.2, 5.0)

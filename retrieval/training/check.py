@@ -1,7 +1,7 @@
-"""Checks before training: `retrieval check`, and the trial of some files and batches.
+"""Checks before training: `retrieval check`, and a trial of some files and batches.
 
-The checks work on copies of the model and restore the random generators, so they do not affect the
-training that follows.
+Training starts with the trial, which works on copies of the model and restores the random
+generators, so that it does not affect the training.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def run_one_batch(recipe: Recipe) -> list[str]:
     if nothing_to_train(run):
         open_some(run)
         return [*lines, f"{NOTHING} The recipe is fine."]
-    tried, warnings = look_ahead(run, accelerator)
-    lines += [*tried, *(f"warning: {warning}" for warning in warnings)]
+    trials, warnings = look_ahead(run, accelerator)
+    lines += [*trials, *(f"warning: {warning}" for warning in warnings)]
     batches = len(batches_of(run, recipe.sampler))
     verdict = "The recipe runs; read the warnings." if warnings else "The recipe is fine."
     return [
@@ -102,12 +102,8 @@ def _fit_some(
     # PCA, need more.
     attempts = ((16, 8), (classes, -(-512 // classes)), (classes, -(-4096 // classes)))
     for class_count, per_class in attempts:
-        rows = np.concatenate(
-            [
-                np.flatnonzero(labels == label)[:per_class]
-                for label in np.unique(labels)[:class_count]
-            ]
-        )
+        chosen = np.unique(labels)[:class_count]
+        rows = np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in chosen])
         batches = inputs(dataset, splits.train[rows], model.preprocessing, recipe.evaluate.batch)
         with calling(backbone), torch.inference_mode():
             x = torch.cat([model.features(batch) for batch in batches]).numpy().astype(np.float64)
@@ -144,16 +140,15 @@ def _model(recipe: Recipe, model: Model) -> str:
 WHOLE = 256
 """Largest batch size that is tried as it is; larger batches are tried with fewer items."""
 MORE_TRIES = 4
-"""Number of further batches to try if the first changes no weight."""
-FILES = 64
-"""Number of files to open."""
+"""Number of further batches to try while no weight would change."""
+FILES = 64  # files to open
 
 
 def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]]:
     """Try a recipe's batches in each phase, on copies of the model and the objective.
 
     Returns:
-        One line per phase, with the losses and metrics of the batch; and warnings, one sentence per
+        One line per phase, with the losses and metrics of its batch; and warnings, one sentence per
             setting that is probably a mistake.
 
     Raises:
@@ -181,7 +176,7 @@ def look_ahead(run: Run, accelerator: Accelerator) -> tuple[list[str], list[str]
 
 
 def open_some(run: Run) -> None:
-    """Open a sample of files, evenly spaced over all sides.
+    """Open a sample of files, evenly spaced over the training, validation, test and gallery items.
 
     Raises:
         DataError: files of the sample cannot be read; the message names them.
@@ -191,9 +186,8 @@ def open_some(run: Run) -> None:
         return
     sides = [run.splits.train, run.splits.validation, run.splits.query, run.splits.gallery]
     items = np.concatenate([side for side in sides if side is not None])
-    chosen = np.unique(
-        items[np.linspace(0, len(items) - 1, min(FILES, len(items))).astype(np.int64)]
-    )
+    rows = np.linspace(0, len(items) - 1, min(FILES, len(items))).astype(np.int64)
+    chosen = np.unique(items[rows])
     problems = []
     for item in chosen:
         try:
@@ -201,12 +195,8 @@ def open_some(run: Run) -> None:
         except DataError as error:
             problems.append(f"{error} {getattr(run.dataset, 'advice', '')}".rstrip())
     if problems:
-        raise DataError(
-            listed(
-                f"[data] {run.recipe.data.name}, of which {len(chosen)} files were opened,",
-                problems,
-            )
-        )
+        what = f"[data] {run.recipe.data.name} ({len(chosen)} files were opened)"
+        raise DataError(listed(what, problems))
 
 
 def _sampler_warnings(run: Run) -> Iterator[str]:
@@ -218,8 +208,8 @@ def _sampler_warnings(run: Run) -> Iterator[str]:
     if drawn > items:
         yield (
             f"[sampler]: a batch takes {sampler.classes} classes × {sampler.items} items ="
-            f" {drawn:,}, but there are only {items:,} training items, so a batch holds most of"
-            " them several times. Lower [sampler] items."
+            f" {drawn:,}, but there are only {items:,} training items, so that items are several"
+            " times in a batch. Lower [sampler] items."
         )
     pairs = run.plugins.every("losses", loss.table, lambda factory: factory.supports_miner)
     if sampler.items * views == 1 and pairs:
@@ -280,8 +270,7 @@ def _try(step: Step, phase: Phase, batches: TrainBatches) -> tuple[str, list[str
 def smaller(recipe: Recipe) -> Sampler:
     """Return the `[sampler]` for the batches to try.
 
-    Batches larger than `WHOLE` are made smaller, by fewer items per class and then by fewer
-    classes.
+    Batches larger than `WHOLE` get fewer items per class, and then fewer classes.
     """
     sampler, size = recipe.sampler, WHOLE // 2 // recipe.augmentation.views
     if recipe.batch_size <= WHOLE:
@@ -293,7 +282,7 @@ def smaller(recipe: Recipe) -> Sampler:
 
 
 def _losses(step: Step, batch: torch.Tensor, labels: Labels) -> Losses:
-    """Compute a batch's losses and the gradients of the parts that train; return the losses."""
+    """Compute a batch's losses and the gradients of the parts that train, and return the losses."""
     step.zero_grad()
     try:
         losses = step.losses(batch, labels)

@@ -96,7 +96,7 @@ def _batch_norm(
 
 
 class _Sum(torch.autograd.Function):
-    """Sum of a tensor over all processes; the gradient is summed over all processes as well."""
+    """Sum of a tensor over all processes, which sums the gradient over all processes as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all processes in order; a row's gradient is summed over all processes."""
+    """Rows of all processes, in order of the processes, whose gradient is summed over all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ class Devices:
         has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
         has = has.to(parameters[0].device)
         distributed.all_reduce(has, distributed.ReduceOp.MAX)
-        reduced = [p for p, some in zip(parameters, has.tolist(), strict=True) if some]
+        reduced = [p for p, present in zip(parameters, has.tolist(), strict=True) if present]
         for parameter in reduced:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

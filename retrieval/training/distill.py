@@ -54,12 +54,11 @@ class Distillation:
         bundle: the student's bundle.
         run: the student's run.
         trained: number of photos that the student was trained on.
-        held_out: number of held-out photos, with which the next three values were measured.
-        cosine: mean cosine between the student's embeddings and the teacher's reduced ones.
-        neighbours: mean share of a photo's ten nearest photos by the teacher that are among the ten
-            nearest by the student.
-        images_per_second: photos per second that the student embeds, and those that the teacher
-            embeds.
+        held_out: number of held-out photos, on which the following values were measured.
+        cosine: mean cosine between the embeddings of the student and the teacher's reduced ones.
+        neighbours: mean share of a photo's ten nearest photos by the teacher that are also among
+            the ten nearest by the student.
+        images_per_second: photos per second that the student and the teacher embed.
     """
 
     bundle: Path
@@ -100,16 +99,16 @@ def distill(
 ) -> Distillation:
     """Train a student on photos that the teacher has embedded, and write its bundle.
 
-    A projection reduces the teacher's embeddings to `dimensions` and keeps most of their inner
-    products. The student learns these embeddings and their relations (`core.distillation`), so it
-    needs no labels. A twentieth of the photos, at most 1,000, is held out to measure the agreement.
+    A projection reduces the teacher's embeddings to `dimensions`, so that their inner products
+    change as little as possible. The student learns these embeddings and their relations
+    (`core.distillation`), so it needs no labels. A twentieth of the photos, at most 1,000, is held
+    out to measure the agreement.
 
     Args:
         teacher: the large model: a bundle, a run, the name of a backbone, or an `Encoder`.
         photos: a folder of photos; photos that cannot be read are skipped and logged.
         output: folder of the student's bundle.
-        run: working folder, which keeps `photos.csv`, the teacher's embeddings and the training
-            run.
+        run: working folder for `photos.csv`, the teacher's embeddings and the training run.
         student: the student's backbone.
         labels: whether the student also learns from labels, which are the names of the photos'
             folders.
@@ -127,13 +126,13 @@ def distill(
         RecipeError: an override does not fit the recipe.
         BundleError: `output` exists, or torch and ONNX Runtime disagree.
     """
-    work, goal = Path(run), Path(output)
-    refuse_existing(goal, replace)
+    work, target = Path(run), Path(output)
+    refuse_existing(target, replace)
     if not isinstance(teacher, Encoder):
         teacher = _encoder(teacher, plugins)
     files, classes = _photos(Path(photos), labels)
     name = teacher.bundle.sha256 if isinstance(teacher, BundleEncoder) else repr(teacher)
-    training, held_out = _apart(len(files))
+    training, held_out = _divided(len(files))
     width = min(dimensions, teacher.encode(files[0], progress=False).shape[1])
     # The recipe is checked before the teacher works for hours, because an override may be wrong.
     recipe = read_recipe(
@@ -155,13 +154,13 @@ def distill(
         rows = zip(map(str, files), classes, sides.tolist(), strict=True)
         csv.writer(table).writerows([("path", "label", "split"), *rows])
     trained = train(work / "run", recipe, resume=resume and is_run(work / "run"), report=report)
-    bundle = export(trained, goal, replace=replace, progress=progress)
-    shown_files = [files[i] for i in held_out]
-    vectors_of_student, student_speed = _timed(bundle, shown_files)
-    _, teacher_speed = _timed(teacher, shown_files[:_TIMED])
-    student_vectors = _unit(vectors_of_student)
+    bundle = export(trained, target, replace=replace, progress=progress)
+    test_files = [files[i] for i in held_out]
+    student_vectors, student_speed = _timed(bundle, test_files)
+    _, teacher_speed = _timed(teacher, test_files[:_TIMED])
+    student_vectors = _unit(student_vectors)
     return Distillation(
-        bundle=goal,
+        bundle=target,
         run=work / "run",
         trained=len(training),
         held_out=len(held_out),
@@ -190,19 +189,19 @@ def _photos(folder: Path, labels: bool) -> tuple[list[Path], list[str]]:
     files = [images[i].absolute() for i in skip_unreadable(images, str(folder))[0]]
     if len(files) < _FEWEST_PHOTOS:
         raise DataError(
-            f"{folder} holds {len(files):,} photos, too few to learn a model's embeddings from."
-            f" Name a folder with at least {_FEWEST_PHOTOS} photos, better with thousands; they"
-            " need no labels."
+            f"{folder} holds {len(files):,} photos, which are too few to learn a model's"
+            f" embeddings. Name a folder with at least {_FEWEST_PHOTOS} photos, better with"
+            " thousands; they need no labels."
         )
     # the split needs classes; without `labels` the loss ignores them
     return files, [file.parent.name if labels else f"{i % 2}" for i, file in enumerate(files)]
 
 
-def _apart(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _divided(count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of the training and of the held-out photos, each in ascending order."""
     order = np.random.default_rng(0).permutation(count)
-    measure = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
-    return np.sort(order[measure:]), np.sort(order[:measure])
+    held_out = min(_MOST_HELD_OUT, max(_NEIGHBOURS + 2, round(_HELD_OUT * count)))
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) -> None:
@@ -237,7 +236,7 @@ def _begin(work: Path, plan: Mapping[str, str], *, resume: bool, replace: bool) 
 
 
 def _embeddings(folder: Path, teacher: Encoder, files: Sequence[Path]) -> Embeddings:
-    """Return the teacher's embeddings (N, D); a resumed run reuses the blocks saved so far."""
+    """Return the teacher's embeddings (N, D); blocks that an earlier call saved are reused."""
     blocks = []
     for start in range(0, len(files), _BLOCK):
         kept = folder / f"{start:09}.npy"
@@ -266,12 +265,7 @@ def _unit(vectors: NDArray[np.float32]) -> Embeddings:
 
 
 def _recipe(
-    work: Path,
-    student: str,
-    dimensions: int,
-    epochs: int,
-    photos: int,
-    labels: bool,
+    work: Path, student: str, dimensions: int, epochs: int, photos: int, labels: bool
 ) -> Mapping[str, Any]:
     """Return the student's recipe."""
     loss: dict[str, Any] = {"name": "core.distillation", "teacher": str(work / "teacher.npz")}

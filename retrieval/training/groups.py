@@ -49,7 +49,7 @@ class Entry:
 
 
 def stages(network: nn.Module, name: str = "") -> list[list[str]]:
-    """Return the names of a network's parameters, one list per stage, starting at the input.
+    """Return the names of a network's parameters, one list per stage, from the input on.
 
     If the network has one sequence of blocks (EfficientNet, transformers), each block is a stage.
     Otherwise each direct child is a stage (`layer1` to `layer4` of a ResNet). Norms between stages
@@ -102,7 +102,7 @@ class Groups:
         recipe: the recipe.
         model: the model.
         objective: the loss, miner and generator.
-        parts: the parameters of each part; each parameter is listed once.
+        parts: the parameters of each part, without duplicates.
 
     Raises:
         RecipeError: a stage or name pattern of the recipe covers no parameter.

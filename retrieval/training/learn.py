@@ -1,4 +1,4 @@
-"""Runs without training steps: with a learner (a fitted estimator), or with nothing to train."""
+"""Runs without training steps: a learner (an estimator) is fitted, or there is nothing to train."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ def _verify(run: Run, features: NDArray[np.float32]) -> None:
         if not torch.equal(run.model(x, True)[1], again(x, True)[1]):
             raise PluginError(
                 f"The learner {run.recipe.learner and run.recipe.learner.name} cannot be saved: the"
-                " model differs after loading. All that to_model_parts() needs must be stored in"
-                " arrays, numbers or text whose names end with an underscore, like `components_`."
+                " model differs after loading. Everything that to_model_parts() needs must be in"
+                " attributes that are arrays, numbers or text and whose names end with an"
+                " underscore, such as `components_`."
             )
 
 

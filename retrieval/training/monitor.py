@@ -44,7 +44,7 @@ class Monitor:
         best, start = progress.best, progress.start
         assert best is not None
         where = f"epoch {progress.best_epoch}" if progress.best_epoch else "the start (epoch 0)"
-        if start is None and not progress.best_epoch:  # started by a version that kept neither
+        if start is None and not progress.best_epoch:  # an older version that recorded neither
             where = "the best epoch"
         lines = [f"Kept: {where}, validation {self.name} {best:.4f}."]
         if start is not None:

@@ -26,7 +26,7 @@ from retrieval.training.monitor import Monitor
 
 
 def names_of(recipe: Recipe) -> dict[str, str]:
-    """Return the name of each part in messages, such as "loss pml.triplet_margin", by part."""
+    """Return by part its name in messages, such as "loss pml.triplet_margin"."""
     return {
         part: f"{part} {table.name if (table := getattr(recipe, part)) else ''}"
         for part in ("backbone", "loss", "miner", "generator", "combiner")
@@ -34,10 +34,7 @@ def names_of(recipe: Recipe) -> dict[str, str]:
 
 
 def parts_of(model: Model, objective: Objective, frozen: bool) -> dict[Trainable, list[Parameter]]:
-    """Return the parameters of each part; each parameter is listed once.
-
-    A frozen backbone has no parameters here.
-    """
+    """Return the parameters of each part, without duplicates; a frozen backbone has none."""
     modules: dict[Trainable, Sequence[nn.Module | None]] = {
         "backbone": [] if frozen else [model.backbone],
         "head": [model.head],
@@ -169,7 +166,7 @@ class StepSchedule:
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that resuming needs, numbers and lists of numbers."""
+        """Return the state that resuming needs: numbers, and lists of numbers."""
         return {
             k: v
             for k, v in self.scheduler.state_dict().items()

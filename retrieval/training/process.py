@@ -135,18 +135,18 @@ def together(accelerator: Accelerator, do: Callable[[], Result]) -> Result:
 def going_on(
     path: Path, recipe: Recipe, report: Callable[[str], None]
 ) -> tuple[Standing | None, list[str]]:
-    """Return the checkpoint of a run to resume and the changes of its recipe; report the changes.
+    """Return a run's checkpoint and the changes of its recipe, to resume; report the changes.
 
     Raises:
         DataError: the folder is not a run, or a recipe key differs that must stay the same.
     """
-    stands = standing(path)
-    changed = changes(path, recipe, None if stands is None else stands.progress)
-    if stands is None and recipe.learner is None:
+    last = standing(path)
+    changed = changes(path, recipe, None if last is None else last.progress)
+    if last is None and recipe.learner is None:
         report(f"{path} has no checkpoint yet: training starts from the beginning.")
     for line in changed:
         report(line)
-    return stands, changed
+    return last, changed
 
 
 @contextlib.contextmanager
@@ -173,7 +173,7 @@ def forget_after(log: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line)
         except (json.JSONDecodeError, KeyError, TypeError):
-            break  # the crash cut this line off
+            break  # a crash cut this line off
     write_text(log, "".join(kept))
 
 

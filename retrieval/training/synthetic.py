@@ -40,7 +40,7 @@ class Extended:
 
 
 @dataclass(frozen=True)
-class Made:
+class Synthetic:
     """The generator's synthetic samples for a batch.
 
     Attributes:

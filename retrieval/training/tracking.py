@@ -25,14 +25,14 @@ from retrieval.recipe.read import Recipe
 from retrieval.run.open import Run, run_versions
 
 FILE = "trackers.json"
-"""File in the folder of a run or comparison that holds each tracker's run id, or its failure."""
+"""File that keeps each tracker's run id, or its failure, in the folder of a run or comparison."""
 PATIENCE = 30.0
 """Seconds to wait for a tracker at the end of a run."""
 FIRST_PATIENCE = 10.0
 """Seconds to wait for a tracker at the start of a run.
 
-The wait lets the tracked run's address be printed before training starts. It also lets a tracker
-finish its imports: two threads that import at once can see half-initialised modules.
+During the wait, the tracked run's address is printed before training starts. A tracker can also
+finish its imports: two threads that import at once may see half-initialised modules.
 """
 
 Tell = Callable[[str], None]
@@ -81,7 +81,7 @@ class Tracking:
 
     @hookimpl
     def retrieval_steps_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the means of the last steps."""
+        """Log the metrics' means over the last steps."""
         now = dict(metrics)
         self._tell(lambda tracker: tracker.log_steps(step, now), "log_steps")
 
@@ -254,7 +254,7 @@ def tracking(
     name: str | None = None,
     group: str | None = None,
 ) -> Iterator[Tracking]:
-    """Context manager in which trackers follow the training of a recipe; they are ended after it.
+    """Context manager in which trackers follow the training of a recipe; they end with it.
 
     Raises:
         PluginError: a tracker does not exist.
@@ -286,7 +286,7 @@ def ending(tracking: Tracking) -> Iterator[None]:
 
 
 def failures(folders: Sequence[Path]) -> list[str]:
-    """Return one line per distinct failure of a tracker, with the number of folders it is in."""
+    """Return one line per distinct failure of a tracker, with the number of runs that have it."""
     counts: dict[str, int] = {}
     for folder in folders:
         for entry in _kept(folder).values():

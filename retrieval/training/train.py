@@ -150,11 +150,11 @@ def train(
 
     Args:
         recipe: a TOML file, a dictionary of its tables, or a `Recipe`.
-        output: the run's folder, by default `runs/NAME` with the recipe's name.
+        output: the run's folder, by default `runs/NAME` of the recipe.
         overrides: changes to the recipe, such as `"loss.margin=0.2"`.
         plugins: further plugin files or modules.
-        resume: continue from the run's last checkpoint. With `overrides=["train.epochs=N"]` the run
-            can be extended.
+        resume: continue from the run's last checkpoint; `overrides=["train.epochs=N"]` can extend
+            the run.
         replace: replace an existing run.
         replace_plugins: with `resume`, use the current plugin files instead of the run's copies.
         dataset: replaces `[data]`: anything that `retrieval.as_dataset` takes.

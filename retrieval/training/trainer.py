@@ -35,13 +35,7 @@ from retrieval.recipe.tables import Augmentation, Phase
 from retrieval.run import checkpoint
 from retrieval.run.adapters import merge, without_additions
 from retrieval.run.build import Objective, build_sampler, drawn_at_random
-from retrieval.run.folder import (
-    absolute_paths,
-    claimed,
-    is_complete,
-    record_changes,
-    refuse_taken,
-)
+from retrieval.run.folder import absolute_paths, claimed, is_complete, record_changes, refuse_taken
 from retrieval.run.open import Run, begin_folder, build_run
 from retrieval.run.resume import Position, Standing
 from retrieval.run.weights import load_weights
@@ -120,7 +114,6 @@ class Trainer:
         self._enter_phase()
 
     # --- phases
-    # ------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -168,12 +161,12 @@ class Trainer:
         self.average = Average(run.model, recipe.train, self.phase)
 
     def close(self) -> None:
-        """End the worker processes, if there are any."""
+        """End the processes that load batches, if there are any."""
         if self._batches is not None:
             self._batches.close()
 
     def _begin_phase(self) -> None:
-        """Report the length of the warm-up at the phase's start, and write a checkpoint."""
+        """At a phase's start, report the length of the warm-up, and write a checkpoint."""
         warmup, steps = self.recipe.schedule.warmup, len(self.batches)
         rises = self.recipe.schedule.warmup_steps(self.phase.epochs, steps)
         if rises and self.main:
@@ -186,7 +179,6 @@ class Trainer:
         self.save()
 
     # --- the loop
-    # ----------------------------------------------------------------------------------------
 
     def fit(self) -> dict[str, float]:
         """Train to the end.
@@ -350,10 +342,8 @@ class Trainer:
 
         A phase that trains only the generator never ends early, as validation does not measure it.
         """
-        patience, trains_metric = (
-            self.recipe.train.patience,
-            any(part != "generator" for part in self.phase.train),
-        )
+        patience = self.recipe.train.patience
+        trains_metric = any(part != "generator" for part in self.phase.train)
         return patience is not None and trains_metric and self.progress.stale >= patience
 
     def _end_epoch(self, metrics: dict[str, float]) -> None:
@@ -456,7 +446,6 @@ class Trainer:
         )
 
     # --- checkpoints
-    # -------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Write the checkpoint to resume from.
@@ -509,9 +498,8 @@ def moved(inputs: Tensor, labels: Labels, device: torch.device) -> tuple[Tensor,
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Return whether all numbers are finite; waits for the device once."""
-    return not tensors or bool(
-        torch.stack([torch.isfinite(tensor).all() for tensor in tensors]).all()
-    )
+    finite = [torch.isfinite(tensor).all() for tensor in tensors]
+    return not finite or bool(torch.stack(finite).all())
 
 
 class Tally:
@@ -596,17 +584,17 @@ def train(
     """
     accelerator = make_accelerator(recipe)
     main = bool(accelerator.is_main_process)
-    with ExitStack() as held:
+    with ExitStack() as locks:
 
-        def look() -> tuple[Standing | None, list[str], bool]:
+        def claim() -> tuple[Standing | None, list[str], bool]:
             if main:
-                held.enter_context(claimed(path))
+                locks.enter_context(claimed(path))
             if resume:
                 return *going_on(path, recipe, report), is_complete(path)
             refuse_taken(path, replace)
             return None, [], False
 
-        stands, changed, complete = together(accelerator, look)
+        standing, changed, complete = together(accelerator, claim)
         if complete and not (changed or replace_plugins):
             report(f"{path} is complete already.")
             return Run.open(path)
@@ -615,17 +603,17 @@ def train(
         if recipe.learner is not None:
             device = accelerator.device
             return fit_learner(path, recipe, device, report, replace=replace, resume=resume)
-        run = build_run(path, recipe, stands)
+        run = build_run(path, recipe, standing)
         if nothing_to_train(run):
             return write_untrained(run, report, replace=replace, resume=resume)
         if not resume and accelerator.num_processes == 1:
             _, warnings = look_ahead(run, accelerator)
             run.splits.notes.extend(warnings)
-        trainer = Trainer(run, accelerator, report, stands.progress if stands else None)
+        trainer = Trainer(run, accelerator, report, standing.progress if standing else None)
 
         def begin() -> None:
-            if stands is not None:
-                trainer.resume(stands)
+            if standing is not None:
+                trainer.resume(standing)
             if main and not resume:
                 begin_folder(run, report, replace=replace)
             elif main and (changed or replace_plugins):

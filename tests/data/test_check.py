@@ -337,7 +337,7 @@ def test_vectors_that_are_the_same_or_are_none(tmp_path):
         (["r.toml", "photos"], "A recipe is checked alone"),
         (["photos", "--set", "a.b=1"], "Overrides change a recipe"),
         (["photos", "--within", "0.1"], "within is a model's distance"),
-        (["photos", "--output", "x.csv"], "should end in .json"),
+        (["photos", "--output", "x.csv"], "must end in .json"),
         (["photos", "--output", "gone/x.json"], "cannot be written"),
         (["photos", "--model", "photos"], "photos"),
         (["broken"], "None of the 1 items can be read"),

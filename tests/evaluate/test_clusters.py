@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import cluster_figures, evaluate, kmeans, nmi, pair_f1
+from retrieval.evaluation.evaluation import cluster_metrics, evaluate, kmeans, nmi, pair_f1
 from sklearn.datasets import load_digits
 from sklearn.metrics import normalized_mutual_info_score
 
@@ -51,8 +51,8 @@ def test_pairs_of_a_large_cluster_do_not_overflow():
 
 def test_digits_by_class_and_seed():
     codes, labels = load_digits(return_X_y=True)
-    figures = cluster_figures(codes, labels)
-    assert figures == cluster_figures(torch.from_numpy(codes), [str(label) for label in labels])
+    figures = cluster_metrics(codes, labels)
+    assert figures == cluster_metrics(torch.from_numpy(codes), [str(label) for label in labels])
     assert 0.65 < figures["nmi"] < 0.85  # published k-means runs on this set: .74 to .75
     assert len(np.unique(kmeans(codes, 10))) == 10
     values = evaluate(codes, labels, metrics=["recall_at_1"], clusters=True).values
@@ -61,13 +61,13 @@ def test_digits_by_class_and_seed():
 
 
 def test_a_collapsed_embedding_has_figures():
-    figures = cluster_figures(np.ones((12, 3)), np.arange(12) % 3)
+    figures = cluster_metrics(np.ones((12, 3)), np.arange(12) % 3)
     assert figures == {"nmi": 0.0, "f1": pytest.approx(2 * 18 / (66 + 18))}
 
 
 def test_codes_and_labels_that_do_not_fit():
-    with pytest.raises(DataError, match="one label a code"):
-        cluster_figures(np.ones((3, 2)), np.arange(4))
+    with pytest.raises(DataError, match="one label per code"):
+        cluster_metrics(np.ones((3, 2)), np.arange(4))
 
 
 def gaussian(items, width, classes, noise=1.3):

@@ -202,7 +202,7 @@ def test_in_a_run(cli, tmp_path, monkeypatch):
     check_the_report(check_the_open_set())
     refused = cli("evaluate", "runs/r", "--bundle", "none")
     assert refused.code == 2
-    assert "[evaluate] exclude: a bundle measures no such metrics" in refused.err
+    assert "[evaluate] exclude: a bundle cannot be measured under this protocol" in refused.err
     wrong = cli("train", "r.toml", "--set", "evaluate.exclude=camra", "--set", "name=other")
     assert (
         wrong.code == 2

@@ -12,7 +12,7 @@ import torch
 from array_rows import ArrayRows
 from retrieval import evaluate, plot
 from retrieval.errors import DataError
-from retrieval.evaluation.evaluation import Levels, Tags, cluster_figures
+from retrieval.evaluation.evaluation import Levels, Tags, cluster_metrics
 from retrieval.evaluation.neighbors import Exclusion
 from retrieval.evaluation.pairwise import pairwise
 from retrieval.evaluation.verification import verification
@@ -42,7 +42,7 @@ TAKERS: dict[str, Callable[[Any], Any]] = {
     "evaluate": lambda labels: evaluate(CODES, labels),
     "gallery": lambda labels: evaluate(CODES, ["a", "b"] * 3, gallery=CODES, gallery_labels=labels),
     "pairwise": lambda labels: pairwise(ArrayRows(CODES), labels),
-    "clusters": lambda labels: cluster_figures(CODES, labels),
+    "clusters": lambda labels: cluster_metrics(CODES, labels),
     "map": lambda labels: plot.map(CODES, labels),
 }
 takers = pytest.mark.parametrize("take", TAKERS.values(), ids=TAKERS)
@@ -133,11 +133,11 @@ def test_what_is_no_label_is_shown(labels, says):
 
 
 def test_without_items_the_sentence_says_so():
-    with pytest.raises(DataError, match="There are no items"):
+    with pytest.raises(DataError, match="There are 0 queries"):
         evaluate(CODES[:0], [])
-    with pytest.raises(DataError, match="no items: 6 queries and a gallery of 0"):
+    with pytest.raises(DataError, match="6 queries and 0 gallery items"):
         evaluate(CODES, [1] * 6, gallery=CODES[:0], gallery_labels=[])
-    with pytest.raises(DataError, match="no items"):
+    with pytest.raises(DataError, match="There are 0 queries"):
         pairwise(ArrayRows(CODES[:0]), [])
 
 
@@ -168,7 +168,7 @@ def test_a_missing_level_is_shared_with_none():
 
 @pytest.mark.parametrize("tags", [["ab", "b"], [["ab"], NAN], [["ab"], None], [["ab"], [NAN]]])
 def test_tags_that_are_no_lists_of_text_are_refused(tags):
-    says = r"query labels in row [01] are .*give each item a list of text"
+    says = r"query labels in row [01] are .*give each item a list of strings"
     with pytest.raises(DataError, match=says):
         Tags(tags)
 

@@ -219,7 +219,7 @@ def test_values_beyond_24_bits_are_rounded_then_tied():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"k": 0}, "at least one neighbour"),
+        ({"k": 0}, "it must be at least 1"),
         ({"queries": np.zeros((2, 3))}, "3 columns"),
         ({"queries": np.zeros(4)}, "matrix"),
         ({"gallery": np.zeros((0, 4))}, "gallery is empty"),

@@ -140,9 +140,9 @@ def test_curves_without_validation_has_one_panel(tmp_path):
     [
         (None, "Give the folder of a run"),
         ("{", "not JSON"),
-        ("", "no epoch"),
-        ('{"loss": "x"}\n', "no epoch"),
-        ("3\n", "no epoch"),
+        ("", "each epoch must have a loss"),
+        ('{"loss": "x"}\n', "each epoch must have a loss"),
+        ("3\n", "each epoch must have a loss"),
     ],
 )
 def test_curves_says_what_is_wrong_with_a_folder(tmp_path, text, said):

@@ -192,8 +192,8 @@ def test_runs_are_side_by_side_with_recipes_seeds_versions_and_sizes(run_folder,
     assert rows["seed"] == "<td>0</td><td>3</td>" and "embedding-retrieval" in rows["versions"]
     count = sum(p.numel() for p in Run.open(run_folder).model.parameters())
     assert rows["parameters"] == f"<td>{count:,}</td>" * 2 and "loss.name" not in rows
-    assert "[backbone]" in text and "because their largest number (thumbnails) is used up" in text
-    assert "used up" not in file.read_text(encoding="utf-8")
+    assert "[backbone]" in text and "has its largest number of thumbnails" in text
+    assert "largest number of thumbnails" not in file.read_text(encoding="utf-8")
     assert text.index('<th scope="col">MAP@R') < text.index('<th scope="col">Recall@1')
     alone = file.read_text(encoding="utf-8")
     assert "Side by side" not in alone and "100 of 100 test items, of 5 classes" in alone
@@ -358,7 +358,7 @@ def test_the_protocols_figures_are_those_of_evaluate(run_folder, given, sentence
 def test_a_protocol_that_cannot_be_is_a_sentence(run_folder):
     for given, sentence in (
         ({"tags": "tag"}, "no metadata column 'tag'"),
-        ({"gallery_items": 99}, "no class has so many test items"),
+        ({"gallery_items": 99}, "no class has more test items"),
     ):
         with pytest.raises((DataError, RecipeError), match=sentence):
             measured.measure(protocol(run_folder, **given), 100, 20)

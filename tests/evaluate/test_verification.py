@@ -142,7 +142,7 @@ def test_equal_curves_are_drawn_as_equal_bytes():
         ({"same": [1, 1, 1, 1]}, "All 4 pairs are the same: both kinds are needed"),
         ({"same": [0, 0, 0, 0]}, "All 4 pairs are different"),
         ({"distances": [1, 2, math.nan, math.inf]}, "2 of 4 distances are NaN or infinite"),
-        ({"distances": [1, 2]}, "one of each a pair is needed"),
+        ({"distances": [1, 2]}, "each pair needs one distance"),
         ({"folds": [1, 1, 1, 1]}, "all pairs are in one fold"),
         (
             {"folds": [0, 1, 1, 1], "same": [1, 0, 0, 0]},

@@ -231,8 +231,8 @@ def test_pairs_with_items_that_trained_are_told(fresh, tmp_path):
     assert results.notes == [
         "The list contradicts the data's labels for 1 of 36 pairs.",
         (
-            "24 of 36 pairs have an item that trained or chose this model, so these are not metrics"
-            " of held-out items; folds without such pairs: new."
+            "24 of 36 pairs have an item by which this model was trained or chosen, so these are"
+            " not metrics of held-out items; folds without such pairs: new."
         ),
     ]
     assert set(results.folds["trained"]["accuracy"]) == {"seen", "new", "both"}

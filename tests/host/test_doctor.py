@@ -47,7 +47,7 @@ def test_everything_that_is_wrong_is_said_at_once(tmp_path, run, monkeypatch):
     assert "click 7.0 is installed; retrieval needs >=8.1. Mend it" in faults
     assert "onnxruntime and onnxruntime-gpu overwrite each other's files. Keep one" in faults
     assert "faiss-cpu cannot be used: it ends the process (-6)" in faults
-    assert "names no CUDA device (nvidia-smi), and onnxruntime-gpu need one" in faults
+    assert "names no CUDA device (nvidia-smi), but onnxruntime-gpu need one" in faults
 
 
 def test_a_device_that_stays_unused_is_a_fault(tmp_path, run, monkeypatch):
@@ -61,7 +61,7 @@ def test_a_device_that_stays_unused_is_a_fault(tmp_path, run, monkeypatch):
     distribution(tmp_path, "faiss-gpu-cuvs", "1.15.1")
     done = run()
     assert done.code == 2 and "CUDA 12.4 at most" in done.out
-    assert "names a device, and training, encoder, index cannot use it" in done.out
+    assert "names a device, but training, encoder, index cannot use it" in done.out
     assert "NVIDIA H100, 550.54" in done.out and "names no CUDA device" not in done.out
 
 

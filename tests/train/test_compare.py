@@ -358,8 +358,8 @@ def test_a_sweep_is_a_comparison_of_settings_that_can_grow(write, tmp_path, cli)
     assert r" & MAP@R \\" in (out / "comparison.tex").read_text()
     for wrong, sentence in (
         ("loss.margin", "give each key once"),
-        ("loss.margin=1,1", "each once"),
-        ("seed=2..4", "counted from 0"),
+        ("loss.margin=1,1", "give each value once"),
+        ("seed=2..4", "seeds count from 0"),
         ("seed=4..2", "write a range"),
     ):
         refused = cli("sweep", path, wrong, "optimizer.lr=0.1", *more)

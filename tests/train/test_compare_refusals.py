@@ -28,7 +28,7 @@ def test_what_is_wrong_is_told_at_once(write, tmp_path):
     says += r"Change the `name` in one of them\.$"
     refused(good, write("triplet", "other"), out=out, says=says)
     for options, says in (
-        ({"seeds": 1}, "two seeds or two splits at least"),
+        ({"seeds": 1}, "at least two seeds or two splits"),
         ({"repeats": 0}, "at least 1"),
         ({"against": "tripled"}, r"Did you mean 'triplet'.*raw pixels, untrained"),
         ({"folds": 1}, "folds must be at least 2"),

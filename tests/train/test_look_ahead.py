@@ -123,7 +123,7 @@ def test_files_are_opened_before_training(make, tmp_path, photos):
     for file in sorted(photos.rglob("*.png"))[::2]:
         file.write_bytes(b"\x89PNG\r\n\x1a\nnot an image")
     for attempt in (lambda: run_one_batch(made), lambda: train(tmp_path / "run", made)):
-        says = r"64 files were opened, has \d+ problems:\n  - .*skip_bad = true"
+        says = r"64 files were opened\) has \d+ problems:\n  - .*skip_bad = true"
         with pytest.raises(DataError, match=says):
             attempt()
     assert not (tmp_path / "run").exists()

@@ -21,10 +21,10 @@ Items = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 SHOWN = 8
-"""Number of neighbours that a sheet shows, and that must agree to suspect a label."""
+"""Number of neighbours that a sheet shows, and that must agree for a label to be suspect."""
 RECALLS = (1, 2, 4, 8)
 PER_CLASS = 50
-"""Largest number of items per class in the sample of pairs, if that fills the sample."""
+"""Most items per class in the sample of pairs, unless it takes more of them to fill the sample."""
 BLOCK = 256
 """Number of queries whose grades are computed at a time."""
 
@@ -34,14 +34,14 @@ class Searched:
     """Queries and their results.
 
     Attributes:
-        query: (Q,), the queries that have a relevant item, or a sample of them.
-        query_count: number of queries that have a relevant item, before sampling.
+        query: (Q,), the queries: items that have a relevant item, or a sample of these.
+        query_count: number of items that have a relevant item, before sampling.
         gallery: number of items in the gallery.
         neighbours: (Q, SHOWN), the results, nearest first, padded with −1.
         distances: (Q, SHOWN), the distances of the results.
         grades: (Q, SHOWN), the grades of relevance of the results.
         match: the smallest grade that counts as a match.
-        metrics: values (Q,) of each metric, one per query.
+        metrics: by name, the values (Q,) of each metric.
     """
 
     query: Items
@@ -61,7 +61,7 @@ class Measured(Searched):
     Attributes:
         run: the run.
         rounds: number of random galleries, or 1 if the recipe draws none.
-        intervals: mean and 95 % interval (by classes) of each metric over all galleries.
+        intervals: each metric's mean over all galleries, and its 95 % `interval`.
         pairs: a sample of pairs for the histograms and thresholds.
         names: the name of every class, in the order of the run's classes.
     """
@@ -88,12 +88,12 @@ class Pairs:
 
     Attributes:
         items: (S,), the items.
-        codes: (S, C), the items' codes.
-        matrix: (S, S), the items' distances.
+        codes: (S, C), the items' codes: what distances compare.
+        matrix: (S, S), the distances between the items.
         first: (P,), the position in `items` of the first item of each pair.
         second: (P,), the position of the second item.
-        distance: (P,), the distance of the pair.
-        same: (P,), whether both have the same label or share one of `[evaluate] tags`.
+        distance: (P,), the distance of each pair.
+        same: (P,), whether the items match: have the same label or share one of `[evaluate] tags`.
     """
 
     items: Items
@@ -108,8 +108,8 @@ class Pairs:
 def measure(run: Run, queries: int, sample: int, label_column: str | None = None) -> Measured:
     """Search for a run's test items as its `[evaluate]` says, and measure distances of pairs.
 
-    At most `queries` of each gallery are searched, and the pairs of at most `sample` items are
-    measured. `label_column` is a column of metadata with names of classes.
+    In each gallery, at most `queries` items are searched for. Pairs are of at most `sample` items.
+    `label_column` is a column of metadata with names of classes.
 
     Raises:
         DataError: the run has no test items, no query has a relevant item, or the data lack the
@@ -169,7 +169,7 @@ def _searched(
     queries: int,
     random: np.random.Generator,
 ) -> Searched:
-    """Search for items, or a sample of them, in a gallery or (`None`) among themselves."""
+    """Search for at most `queries` items in a gallery or, if that is `None`, among themselves."""
     run, searched = protocol.run, items if gallery_items is None else gallery_items
     query_class, item_class = run.splits.labels[items], run.splits.labels[searched]
     arguments = protocol.arguments(items, gallery_items)
@@ -190,7 +190,7 @@ def _searched(
         seen = "" if hidden is None else " that [evaluate] exclude lets it find"
         raise DataError(f"{run.path}: no test item has {what}{seen}.")
     chosen = np.sort(random.permutation(answerable)[:queries])
-    rows, apart = search.nearest(min(len(searched), SHOWN), chosen)
+    rows, distances = search.nearest(min(len(searched), SHOWN), chosen)
     names = ["map_at_r", *(f"recall_at_{k}" for k in RECALLS), "r_precision"]
     if relevance is None:
         matches = (item_class[rows] == query_class[chosen, None]) & (rows >= 0)
@@ -205,7 +205,7 @@ def _searched(
         query_count=len(answerable),
         gallery=len(searched),
         neighbours=np.where(rows >= 0, searched[rows], -1),
-        distances=apart.astype(np.float64),
+        distances=distances.astype(np.float64),
         grades=grades,
         match=match,
         metrics={name: column[chosen] for name, column in values.items()},
@@ -213,21 +213,21 @@ def _searched(
 
 
 def _grades(relevance: Relevance, chosen: Items, rows: Items) -> Floats:
-    """Return the grades (Q, k) of results; 0 for missing results."""
-    graded = np.zeros(rows.shape)
+    """Return the grades (Q, k) of results `rows` for the queries `chosen`; 0 for row −1."""
+    grades = np.zeros(rows.shape)
     for start in range(0, len(chosen), BLOCK):
         part = slice(start, start + BLOCK)
-        grades = relevance(chosen[part])
-        graded[part] = np.take_along_axis(grades, np.maximum(rows[part], 0), 1)
-    return np.where(rows >= 0, graded, 0.0)
+        grades_of_all = relevance(chosen[part])
+        grades[part] = np.take_along_axis(grades_of_all, np.maximum(rows[part], 0), 1)
+    return np.where(rows >= 0, grades, 0.0)
 
 
 def interval(
     values: Floats, classes: Items, random: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Return a mean with the ends of its 95 % interval, by a bootstrap over classes.
+    """Return a mean and the ends of its 95 % interval, by a bootstrap over classes.
 
-    For a single class the interval is the mean itself. Source: Field & Welsh, "Bootstrapping
+    For a single class, the interval is the mean itself. Source: Field & Welsh, "Bootstrapping
     clustered data", JRSS B 69, 2007.
     """
     _, place = np.unique(classes, return_inverse=True)
@@ -241,10 +241,10 @@ def interval(
 def _pairs(
     run: Run, items: Items, codes: torch.Tensor, sample: int, random: np.random.Generator
 ) -> Pairs:
-    """Measure all pairs in a sample of items.
+    """Measure all pairs in a sample of at most `sample` items.
 
-    The sample takes up to `PER_CLASS` items of each class, or more if these do not fill it. Pairs
-    that `[evaluate] exclude` hides are left out.
+    The sample has up to `PER_CLASS` items of each class, or more if needed to fill it. Pairs that
+    `[evaluate] exclude` hides are left out.
     """
     labels = run.splits.labels[items]
     chosen: list[int] = []
@@ -262,13 +262,14 @@ def _pairs(
             for i in range(0, len(part), 64)
         ]
     matrix: Any = np.concatenate(blocks)
+    # a combiner's distance may depend on the order of two items, but t-SNE needs symmetry
     matrix = np.maximum((matrix + matrix.T) / 2, 0.0)
     first, second = np.triu_indices(len(rows), 1)
     own = labels[rows]
     arguments = Protocol(run, items[rows], None).arguments(items[rows], None)
     if (exclude := arguments.get("exclude")) is not None:
-        shown = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
-        first, second = first[shown], second[shown]
+        visible = exclude.hidden(own, own).visible(first, second[:, None])[:, 0]
+        first, second = first[visible], second[visible]
     same = own[first] == own[second]
     if (relevance := arguments.get("relevance")) is not None:
         same = relevance(np.arange(len(rows)))[first, second] >= relevance.match
@@ -276,7 +277,7 @@ def _pairs(
 
 
 def confusions(measured: Measured, most: int = 15) -> list[tuple[str, str, int, int]]:
-    """Return the most frequent confusions as (class, nearest item's class, count, queries)."""
+    """Return the most frequent confusions: (class, nearest item's class, count, queries)."""
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     wrong = true != nearest
     pairs, counts = np.unique(np.stack([true[wrong], nearest[wrong]]), axis=1, return_counts=True)
@@ -293,7 +294,8 @@ def confusion_matrix(
 ) -> tuple[list[str], list[str], list[list[int]], int]:
     """Return names of rows and columns, counts of nearest items, and the number of test classes.
 
-    Rows are the `most` classes with the most mistakes. If needed, a last column counts all others.
+    Rows and columns are the `most` classes with the most mistakes. A last column counts nearest
+    items of all other classes, if there are any.
     """
     true, nearest = measured.labels[measured.query], measured.labels[measured.neighbours[:, 0]]
     size = len(measured.names)
@@ -311,7 +313,7 @@ def confusion_matrix(
 
 
 def suspects(measured: Measured, most: int = 12) -> Items:
-    """Return positions of queries whose nearest items all share one other label, closest first.
+    """Return the positions of queries whose nearest items all have one other label, closest first.
 
     Source: Wilson, "Asymptotic properties of nearest neighbor rules using edited data", IEEE Trans.
     SMC 2, 1972.
@@ -326,26 +328,25 @@ def suspects(measured: Measured, most: int = 12) -> Items:
 def hardest(
     measured: Measured, most: int = 8
 ) -> tuple[list[tuple[int, int, float]], list[tuple[int, int, float]]]:
-    """Return the closest non-matching and the farthest matching pairs, with distances."""
+    """Return the closest non-matching and the farthest matching pairs, with their distances."""
     pairs = measured.pairs
 
-    def listed(which: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
-        places = np.flatnonzero(which)
+    def listed(mask: NDArray[np.bool_], sign: int) -> list[tuple[int, int, float]]:
+        places = np.flatnonzero(mask)
         order = places[np.argsort(sign * pairs.distance[places], kind="stable")][:most]
-        return [
-            (
-                int(pairs.items[pairs.first[i]]),
-                int(pairs.items[pairs.second[i]]),
-                float(pairs.distance[i]),
-            )
-            for i in order
-        ]
+        first, second = pairs.items[pairs.first[order]], pairs.items[pairs.second[order]]
+        columns = (first.tolist(), second.tolist(), pairs.distance[order].tolist())
+        return list(zip(*columns, strict=True))
 
     return listed(~pairs.same, 1), listed(pairs.same, -1)
 
 
 def thresholds(pairs: Pairs) -> list[tuple[str, float, float, float]]:
-    """Return thresholds for telling whether a pair matches, as (name, distance, FAR, FRR)."""
+    """Return thresholds of the distance of matching pairs, as (name, threshold, FAR, FRR).
+
+    FAR is the false accept rate, and FRR the false reject rate. The result is empty if all pairs
+    match or none does.
+    """
     if pairs.same.all() or not pairs.same.any():
         return []
     roc = roc_curve(pairs.distance, pairs.same)

@@ -1,7 +1,7 @@
 "use strict";
 for (const box of document.querySelectorAll(".embedding")) {
   const { points, thumbnails, near, apart } = JSON.parse(box.querySelector("script").textContent);
-  const map = box.querySelector("svg"), said = box.querySelector("[role=status]"), shown = box.querySelector(".shown");
+  const map = box.querySelector("svg"), status = box.querySelector("[role=status]"), shown = box.querySelector(".shown");
   const dots = [...map.querySelectorAll("circle")];
   let view = { x: -2, y: -2, size: 104 };
   const look = () => {
@@ -16,7 +16,7 @@ for (const box of document.querySelectorAll(".embedding")) {
   };
   let opened = -1;
   const picture = (number) => { const image = new Image(); image.src = thumbnails[number]; image.alt = ""; return image; };
-  const element = (name, kind, ...children) => { const made = document.createElement(name); made.className = kind; made.append(...children); return made; };
+  const element = (name, kind, ...children) => { const node = document.createElement(name); node.className = kind; node.append(...children); return node; };
   const show = (number) => {
     const [label, key] = points[number];
     shown.replaceChildren();
@@ -36,8 +36,8 @@ for (const box of document.querySelectorAll(".embedding")) {
     return best;
   };
   const place = (event) => {
-    const at = map.getBoundingClientRect();
-    return [view.x + ((event.clientX - at.left) / at.width) * view.size, view.y + ((event.clientY - at.top) / at.height) * view.size];
+    const frame = map.getBoundingClientRect();
+    return [view.x + ((event.clientX - frame.left) / frame.width) * view.size, view.y + ((event.clientY - frame.top) / frame.height) * view.size];
   };
   box.querySelector(".in").addEventListener("click", () => zoom(0.6));
   box.querySelector(".out").addEventListener("click", () => zoom(1 / 0.6));
@@ -67,7 +67,7 @@ for (const box of document.querySelectorAll(".embedding")) {
       dot.style.opacity = hit ? 1 : 0.08;
       if (wanted && hit && !count++) show(number);
     });
-    said.textContent = wanted ? `${count} items` : "";
+    status.textContent = wanted ? `${count} items` : "";
   };
   box.querySelector("input").addEventListener("input", (event) => {
     const wanted = event.target.value.trim().toLowerCase();

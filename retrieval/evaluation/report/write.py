@@ -65,10 +65,10 @@ def report(
     Args:
         runs: finished runs or their folders, 1 to `MOST_RUNS`.
         output: the file to write; an existing file is replaced.
-        queries: most test items that are queries, 1 to 100,000. The gallery is always complete.
-        sample: most test items on the map and in the distances of pairs, 10 to 3,000.
+        queries: most test items to search for, 1 to 100,000. The gallery is always complete.
+        sample: most test items on the map and in pairs, 10 to 3,000.
         thumbnails: most thumbnails over all runs, 0 to 5,000.
-        map: method of the map: "tsne", "pca" or "none".
+        map: kind of map: "tsne", "pca" or "none".
         label_column: column of metadata with names of classes to show instead of labels.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
 
@@ -114,7 +114,7 @@ def report(
 
 
 def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
-    """Open the runs."""
+    """Open runs, and raise one error for all that cannot be opened."""
     opened, problems = [], []
     for run in runs:
         try:
@@ -128,14 +128,13 @@ def _opened(runs: Sequence[StrPath | Run]) -> list[Run]:
 
 def _names(runs: Sequence[StrPath]) -> list[str]:
     """Return each folder's name, or its whole path if another folder has the same name."""
-    short = [Path(run).resolve().name for run in runs]
-    return [
-        str(run) if short.count(name) > 1 else name for run, name in zip(runs, short, strict=True)
-    ]
+    names = [Path(run).resolve().name for run in runs]
+    pairs = zip(runs, names, strict=True)
+    return [str(run) if names.count(name) > 1 else name for run, name in pairs]
 
 
 def panels(run: Run) -> dict[str, bytes]:
-    """Return drawings by title: the training curves of a run, and the panels of plugins."""
+    """Return drawings by title: a run's training curves, and the panels that plugins add."""
     drawings: dict[str, bytes] = {}
     if run.recipe.learner is None and run.metrics_file.is_file():
         drawings["Curves of training"] = svg(curves(run))
@@ -151,13 +150,12 @@ def panels(run: Run) -> dict[str, bytes]:
         if not isinstance(answer, Mapping):
             raise PluginError(
                 f"A plugin's retrieval_report_panels returned {type(answer).__name__}, not a"
-                " mapping of titles to drawings."
+                " mapping from titles to drawings."
             )
         for name, picture in answer.items():
-            drawn = isinstance(picture, bytes) and picture.startswith(
-                (b"<svg", b"<?xml", b"\x89PNG")
-            )
-            if not drawn or len(picture) > LARGEST_PANEL:
+            starts = (b"<svg", b"<?xml", b"\x89PNG")
+            is_drawing = isinstance(picture, bytes) and picture.startswith(starts)
+            if not is_drawing or len(picture) > LARGEST_PANEL:
                 raise PluginError(
                     f"A plugin's panel '{name}' must be the bytes of an SVG or PNG of at most"
                     f" {LARGEST_PANEL >> 20} MB."
@@ -168,17 +166,14 @@ def panels(run: Run) -> dict[str, bytes]:
 
 LEFT_OUT = ("by", "open_set")
 """Keys of `[evaluate]` that a report ignores."""
-SHEET = 6
-"""Number of queries in each sheet."""
-NEAR = 5
-"""Number of an item's neighbours that the map shows."""
-LEGEND = 24
-"""Largest number of classes in the map's legend."""
+SHEET = 6  # queries in each sheet
+NEAR = 5  # an item's neighbours that the map shows
+LEGEND = 24  # most classes in the map's legend
 
 
 @dataclass(frozen=True)
 class Section:
-    """The section of the page about one run; `map` is its method, "tsne" or "pca", or `None`."""
+    """The section of the page about one run; `map` is the kind, "tsne" or "pca", or `None`."""
 
     name: str
     measured: Measured
@@ -194,7 +189,7 @@ class Section:
 
     @property
     def tagged(self) -> bool:
-        """Whether items have several labels."""
+        """Whether items have several labels, `[evaluate] tags`."""
         settings = self.measured.run.recipe.evaluate
         return settings.levels == [] and settings.tags is not None
 
@@ -207,23 +202,16 @@ class Section:
         return [("Best queries", best), ("Worst queries", worst), ("Random queries", random)]
 
     def hits(self, place: int) -> Iterator[tuple[int, str, list[str]]]:
-        """Yield a query's nearest items as (item, "right" or "wrong", captions)."""
+        """Yield the items nearest to the query at `place`: (item, "right" or "wrong", captions)."""
         measured = self.measured
-        for item, distance, grade in zip(
-            measured.neighbours[place],
-            measured.distances[place],
-            measured.grades[place],
-            strict=True,
-        ):
+        columns = (measured.neighbours[place], measured.distances[place], measured.grades[place])
+        for item, distance, grade in zip(*columns, strict=True):
             if item >= 0:
-                shared = []
+                captions = [f"{distance:.3g}"]
                 if 0 < grade < measured.match:  # the coarsest level has grade 1
-                    shared = [f"same {measured.run.recipe.evaluate.levels[-int(grade)]}"]
-                yield (
-                    item,
-                    "right" if grade >= measured.match else "wrong",
-                    [*shared, f"{distance:.3g}"],
-                )
+                    level = measured.run.recipe.evaluate.levels[-int(grade)]
+                    captions.insert(0, f"same {level}")
+                yield item, "right" if grade >= measured.match else "wrong", captions
 
     @property
     def recipe(self) -> str:
@@ -258,7 +246,7 @@ class Section:
 
 
 def page(sections: Sequence[Section]) -> str:
-    """Return the HTML of the page."""
+    """Return the page as HTML."""
     folder = files(__package__)
     template, style, script = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
@@ -268,7 +256,7 @@ def page(sections: Sequence[Section]) -> str:
     environment.filters["operating_point"] = _operating_point
     names = list(dict.fromkeys(name for section in sections for name in section.measured.intervals))
     rows: list[Any] = [
-        [section.name, *(_interval(section.measured.intervals.get(figure)) for figure in names)]
+        [section.name, *(_interval(section.measured.intervals.get(metric)) for metric in names)]
         for section in sections
     ]
     return environment.from_string(template).render(
@@ -293,7 +281,7 @@ def page(sections: Sequence[Section]) -> str:
 
 
 def facts(runs: Sequence[Run]) -> list[list[str]]:
-    """Return table rows of seed, number of parameters, recipe keys that differ, and versions."""
+    """Return table rows: seed, number of parameters, recipe keys that differ, and versions."""
     recipes = [flat(run.recipe) for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe if key not in ("seed", "name"))
     differing = [key for key in keys if len({str(recipe.get(key)) for recipe in recipes}) > 1]
@@ -315,7 +303,7 @@ def versions(run: Run) -> dict[str, str]:
 
 
 def compared(sections: Sequence[Section]) -> list[list[tuple[Section, int]]] | None:
-    """Return the queries on which the runs differ most, each with its position in every run.
+    """Return the queries on which the runs differ most, as (section, position of the query) by run.
 
     The result is `None` if the runs have different test items, or if there is only one run.
     """
@@ -356,7 +344,7 @@ SIDE = 96
 
 
 class Thumbnails:
-    """Makes up to `most` thumbnails of a dataset's items; `refused` holds the items beyond that."""
+    """Makes at most `most` thumbnails of a dataset's items; `refused` are the items beyond that."""
 
     def __init__(self, dataset: Dataset, most: int) -> None:
         self.dataset, self.left = dataset, most
@@ -396,7 +384,7 @@ def data_uri(picture: bytes) -> str:
 
 
 def _drawn(draw: Callable[[Any], None], corner: Any, **labels: Any) -> bytes:
-    """Return what `draw` adds to matplotlib axes, with a legend, as SVG."""
+    """Return as SVG what `draw` adds to matplotlib axes, with a legend."""
     figure = Picture(5.6, 3.0)
     axis = figure.subplots()
     draw(axis)
@@ -407,7 +395,7 @@ def _drawn(draw: Callable[[Any], None], corner: Any, **labels: Any) -> bytes:
 
 
 def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> bytes:
-    """Draw Recall@K of runs with intervals, from each run's metrics by name."""
+    """Draw Recall@K of runs with intervals, from each run's `Measured.intervals` by its name."""
 
     def draw(axis: Any) -> None:
         for place, (name, intervals) in enumerate(runs.items()):
@@ -422,13 +410,13 @@ def recalls(runs: Mapping[str, Mapping[str, tuple[float, float, float]]]) -> byt
 
 def distances(measured: Measured) -> bytes:
     """Draw histograms of the distances of matching and of other pairs, each with area 1."""
-    far, same = measured.pairs.distance, measured.pairs.same
-    bins = np.linspace(0.0, float(far.max(initial=0.0)) or 1.0, 50).tolist()
+    distance, same = measured.pairs.distance, measured.pairs.same
+    bins = np.linspace(0.0, float(distance.max(initial=0.0)) or 1.0, 50).tolist()
 
     def draw(axis: Any) -> None:
-        for which, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
-            if which.any():
-                axis.hist(far[which], bins, density=True, alpha=0.55, label=name, hatch=hatch)
+        for mask, name, hatch in ((same, "one class", ""), (~same, "two classes", "//")):
+            if mask.any():
+                axis.hist(distance[mask], bins, density=True, alpha=0.55, label=name, hatch=hatch)
 
     return _drawn(draw, "upper right", xlabel="distance", ylabel="density of pairs")
 
@@ -436,18 +424,19 @@ def distances(measured: Measured) -> bytes:
 def rates(measured: Measured) -> bytes:
     """Draw false accept and false reject rates by threshold."""
     roc = roc_curve(measured.pairs.distance, measured.pairs.same)
-    some = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
+    # 400 points are enough for a drawing; the first point of the curve is at −∞
+    points = np.unique(np.linspace(1, len(roc.far) - 1, 400).round().astype(int))
 
     def draw(axis: Any) -> None:
-        axis.plot(roc.threshold[some], roc.far[some], label="false accepts (FAR)")
-        axis.plot(roc.threshold[some], 1 - roc.tar[some], "--", label="false rejects (FRR)")
+        axis.plot(roc.threshold[points], roc.far[points], label="false accepts (FAR)")
+        axis.plot(roc.threshold[points], 1 - roc.tar[points], "--", label="false rejects (FRR)")
 
     labels = {"xlabel": "threshold of the distance", "ylabel": "rate", "ylim": (-0.02, 1.02)}
     return _drawn(draw, "upper right", **labels)
 
 
 def places(measured: Measured, method: str) -> tuple[np.ndarray[Any, Any], str]:
-    """Return positions (S, 2) of the sample on a map, from 0 to 1, and the map's description."""
+    """Return the sample's positions (S, 2) on a map, from 0 to 1, and the map's description."""
     pairs = measured.pairs
     codes = pairs.codes.double().numpy()
     codes = np.pad(codes, ((0, 0), (0, max(0, 2 - codes.shape[1]))))

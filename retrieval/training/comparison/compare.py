@@ -1,4 +1,4 @@
-"""`retrieval compare`: search settings, train, measure, and write the tables."""
+"""`retrieval compare`: search for settings, train, measure, and write the tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from retrieval.serving.files.locks import hold
 from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Meter, Progress, shown
 from retrieval.training.comparison import plan, space
-from retrieval.training.comparison.jobs import Do, Figures, Job, drawn_splits, recipe_of
+from retrieval.training.comparison.jobs import Do, Job, Metrics, drawn_splits, recipe_of
 from retrieval.training.comparison.result import Comparison, Contestant
 from retrieval.training.comparison.search import Search, require_optuna, search
 from retrieval.training.comparison.workers import workers as prepared_workers
@@ -27,7 +27,7 @@ from retrieval.training.tracking import Tracking, ending, failures
 
 MOST_WORKERS = 64
 INSTALLED = "core.efficientnet_lite0"
-"""Backbone with installed weights, used if a recipe's own backbone has no pretrained weights."""
+"""Backbone of frozen features, if it is installed and the recipe's own has no weights."""
 
 
 @shown
@@ -74,7 +74,7 @@ def compare(
         splits: number of random splits; 1 uses the recipes' own split.
         grid: values by key of the recipe, such as `{"loss.margin": [0.1, 0.2]}`. Each combination
             of values is a row of the table.
-        against: the name of a recipe or baseline with which all recipes are compared, instead of
+        against: the name of the recipe or baseline with which all recipes are compared, instead of
             with one another.
         test_baselines: also test the recipes against the baselines.
         search: number of settings to try for each recipe, from its `[search]`; 0 tunes nothing.
@@ -89,7 +89,7 @@ def compare(
             it has fewer.
         pretrained: the backbone of the baseline of frozen, pretrained features; "none" leaves this
             baseline out. `None` uses the recipes' own backbone if it has pretrained weights, else
-            one that is installed.
+            `INSTALLED`.
         allow_different: compare recipes although they differ in data, backbone or budget; the
             table says so.
         overrides: changes to each recipe, such as `"train.epochs=5"`.
@@ -98,7 +98,7 @@ def compare(
             "mlflow", or a plugin's.
         latex: columns, caption and label of the LaTeX table.
         progress: True shows a bar, False nothing; a function is called with (what, done, total).
-        report: called with the messages of trackers. By default they are printed if `progress` is
+        report: called with the messages of trackers, which are printed by default if `progress` is
             True.
 
     Returns:
@@ -106,7 +106,7 @@ def compare(
 
     Raises:
         DataError: recipes are wrong or differ (the message lists every problem), the folder holds
-            another comparison, or training failed.
+            another comparison, or a training failed.
         PluginError: a tracker does not exist.
         MissingDependency: Optuna for the search, or Ray for the cluster, is not installed.
         Interrupted: Ctrl-C or SIGTERM stopped the comparison; the same call resumes it.
@@ -168,13 +168,13 @@ def compare(
 
 @dataclass(frozen=True)
 class Jobs:
-    """Tasks of a comparison; a task measures the rows of the table and lets a function do its jobs.
+    """The tasks of a comparison: each measures rows of the table, and lets `do` run its jobs.
 
     Attributes:
         base: the recipe whose data and net the baselines use.
         titles: the baselines' names, by kind.
         folder: the comparison's folder.
-        plan: the plan.
+        plan: what is compared, and how often.
         track: trackers of each training with a seed.
     """
 
@@ -185,7 +185,7 @@ class Jobs:
     track: tuple[str, ...]
 
     def splits(self, recipe: Recipe) -> list[tuple[str, dict[str, Any]]]:
-        """Return the prefix of file names and the `[split]` table of each split."""
+        """Return for each split the prefix of its files' names and its `[split]` table."""
         count = self.plan.splits
         drawn = drawn_splits(recipe, space.table_of(recipe), count)
         return [
@@ -193,7 +193,7 @@ class Jobs:
         ]
 
     def baselines(self, do: Do) -> list[Contestant]:
-        """Measure the baselines; a baseline without randomness is measured once for all seeds."""
+        """Measure the baselines; those without randomness are measured once for all seeds."""
         base, seeds, backbone = self.base, self.plan.seeds, self.plan.pretrained
         metrics: dict[str, list[dict[str, float]]] = {kind: [] for kind in self.titles}
 
@@ -222,9 +222,9 @@ class Jobs:
         return [Contestant(self.titles[kind], kind, rows) for kind, rows in metrics.items()]
 
     def contestant(self, recipe: Recipe, do: Do) -> Contestant:
-        """On each split, search for a recipe's settings and then train it with each seed."""
+        """On each split, search for a recipe's settings, then train it with each seed."""
         searches: list[Search] = []
-        metrics: list[Figures] = []
+        metrics: list[Metrics] = []
         for prefix, split in self.splits(recipe):
             table = {**space.table_of(recipe), "split": split}
             if self.plan.trials:
@@ -273,21 +273,21 @@ def _refuse_numbers(
 ) -> None:
     if min(seeds, splits) < 1 or max(seeds, splits) < 2:
         raise DataError(
-            "A comparison needs two seeds or two splits at least, and five to say much: with"
-            f" seeds {seeds} and splits {splits} there is no interval. Give seeds=5."
+            "A comparison needs at least two seeds or two splits for its intervals, and five to say"
+            f" much, but seeds is {seeds} and splits is {splits}. Give seeds=5."
         )
     if trials < 0:
         raise DataError("search is a number of trials and must be 0 or more.")
     if folds < 2:
-        raise DataError("folds must be at least 2: one part judges what the others have trained.")
+        raise DataError("folds must be at least 2: one fold judges what the others have trained.")
     if repeats < 1:
-        raise DataError("repeats is how often the training side is divided: at least 1.")
+        raise DataError("repeats is how often the training side is divided and must be at least 1.")
     if not 1 <= workers <= MOST_WORKERS:
         raise DataError(f"workers is a number of processes and must be from 1 to {MOST_WORKERS}.")
 
 
 def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
-    """Return a recipe's table with a seed, which a learner's own parameter `seed` gets too."""
+    """Return a recipe's table with a seed, which is also set for a learner that takes a seed."""
     seeded = {**table, "seed": seed}
     if recipe.learner is not None and not {"seed", "random_state"} & set(recipe.learner.parameters):
         factory = recipe.loaded.find("learners", recipe.learner.name)
@@ -297,9 +297,9 @@ def _seeded(recipe: Recipe, table: dict[str, Any], seed: int) -> dict[str, Any]:
 
 
 def pretrained_backbone(recipe: Recipe, name: str | None) -> tuple[dict[str, Any] | None, str]:
-    """Return the backbone of the frozen features' row, or `None` and why the row is left out.
+    """Return the backbone of the baseline of frozen features, or `None` and why there is none.
 
-    The name "none" leaves the row out; `None` means the recipe's own backbone or an installed one.
+    The name "none" leaves the baseline out; `None` means the recipe's own backbone or `INSTALLED`.
 
     Raises:
         RecipeError: the named backbone does not exist.
@@ -339,7 +339,7 @@ def baseline_names(base: Recipe, backbone: dict[str, Any] | None) -> dict[str, s
 
 
 def _frozen_table(recipe: Recipe, backbone: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a recipe for measuring a backbone's features without training."""
+    """Return the table of a recipe that measures a backbone's features without training."""
     kept = ("name", "plugins", "seed", "data", "split", "evaluate", "loss", "learner", "combiner")
     table = {name: value for name, value in space.table_of(recipe).items() if name in kept}
     return {

@@ -45,9 +45,8 @@ class Job:
         table: the recipe's table.
         folder: the folder of the run, which is deleted afterwards unless the kind is "seed".
         result: the file for the metrics.
-        fold: a fold's number, and the number of folds in one division of the training side. The
-            numbering continues over repeated divisions: with 5 folds, the second division has
-            numbers 5 to 9.
+        fold: a fold's number, and the number of folds in one division of the training side. Numbers
+            continue over repeated divisions: with 5 folds, the second division has 5 to 9.
         fold_by: "class" holds out whole classes, "item" items of every class.
         track: trackers of a job of the kind "seed".
         group: the comparison's name in the trackers.
@@ -66,18 +65,18 @@ class Job:
 
 
 def recipe_of(table: Mapping[str, Any], objects: Mapping[str, Any]) -> Recipe:
-    """Return the checked recipe of a table, with those of the Python objects that it names."""
+    """Return the checked recipe of a table, with the Python objects that the table names."""
     named = {part for part in objects if is_object(str(dict(table.get(part, {})).get("name")))}
     return check_recipe(table, objects={part: objects[part] for part in named})
 
 
-Figures = dict[str, dict[str, float]]
+Metrics = dict[str, dict[str, float]]
 """Metrics by what was measured, such as "trained"; empty for a fold whose training diverged."""
-Do = Callable[[Sequence[Job]], list[Figures]]
+Do = Callable[[Sequence[Job]], list[Metrics]]
 """Runs jobs, in this process or in workers, and returns their metrics in order."""
 
 
-def known(job: Job) -> Figures | None:
+def known(job: Job) -> Metrics | None:
     """Return the metrics of a finished job, or `None`.
 
     Raises:
@@ -93,16 +92,16 @@ def known(job: Job) -> Figures | None:
         return None
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
-            f"{job.result} is damaged: {error}. Remove it; the same command then measures again."
+            f"{job.result} is damaged: {error}. Remove it; then the same command measures again."
         ) from None
 
 
-def perform(job: Job) -> Figures:
+def perform(job: Job) -> Metrics:
     """Run or resume a job, and write its metrics.
 
     Raises:
         RetrievalError: the job failed.
-        Interrupted: the job was stopped; a training has written its checkpoint.
+        Interrupted: the job was stopped; a training has written its checkpoint before.
     """
     before = known(job)
     if before is not None:
@@ -138,8 +137,8 @@ def drawn_splits(recipe: Recipe, table: Mapping[str, Any], count: int) -> list[d
     _, splits, split = _training_items(table, recipe.objects)
     if split.by == "given":
         raise DataError(
-            f'Several splits would be drawn, but {recipe.name} has [split] by = "given", the split'
-            " of the data. Use splits=1, or set split.by to class."
+            f'Several splits cannot be drawn, because {recipe.name} has [split] by = "given", the'
+            " split of the data. Use splits=1, or set split.by to class."
         )
     if split.by == "item":
         return [{**own, "seed": split.seed + number} for number in range(count)]
@@ -162,8 +161,8 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
     if len(classes) < max(2 * folds, 4):
         raise DataError(
             f"The training side has {len(classes)} classes, but each of {folds} folds needs two."
-            " Use fewer folds, hold out items with fold_by=item, or hold out fewer classes for the"
-            " test side."
+            " Use fewer folds, hold out items with fold_by=item, or leave fewer classes to the test"
+            " side."
         )
     entropy = [seed % 2**64, *([repeat] if repeat else []), *b"folds"]
     order = np.random.default_rng(entropy).permutation(classes)
@@ -171,11 +170,11 @@ def fold_classes(splits: Splits, seed: int, folds: int, repeat: int = 0) -> list
 
 
 def fold_recipe(job: Job) -> Recipe:
-    """Return a fold's recipe, whose dataset is only the training side.
+    """Return a fold's recipe, whose dataset is only the training side of the comparison.
 
-    The fold's classes, or its share of each class's items, are the test side. If fewer classes
-    remain for training than a batch needs, a batch takes more items of each class, so that it keeps
-    about its size.
+    The fold's test side are its classes, or its share of each class's items. If fewer classes than
+    a batch needs remain for training, a batch takes more items of each class, so that its size
+    stays about the same.
     """
     inner, splits, split = _training_items(job.table, job.objects)
     number, folds = job.fold
@@ -190,7 +189,7 @@ def fold_recipe(job: Job) -> Recipe:
     if recipe.learner is None:
         sampler = recipe.sampler
         labels = make_splits(inner, recipe.split).train_labels
-        by_item = recipe.augmentation.positives == "item"  # then an item is a class of its own
+        by_item = recipe.augmentation.positives == "item"  # then each item is its own class
         classes = len(labels) if by_item else len(np.unique(labels))
         if sampler.classes > classes:
             fitting = {
@@ -203,13 +202,13 @@ def fold_recipe(job: Job) -> Recipe:
 
 
 _items: dict[str, tuple[Subset, Splits, Split]] = {}
-"""The training side that this process opened last, because all folds of a search share it."""
+"""The training side that this process opened last, which all folds of a search share."""
 
 
 def _training_items(
     table: Mapping[str, Any], objects: Mapping[str, Any]
 ) -> tuple[Subset, Splits, Split]:
-    """Return the items of the training side, all splits, and the `[split]` table."""
+    """Return the items of the training side, the splits of all items, and the `[split]` table."""
     parts = [table.get(name) for name in ("plugins", "data", "split")]
     key = json.dumps([*parts, id(objects.get("data"))], default=str)
     if key not in _items:
@@ -229,13 +228,13 @@ def _metrics(recipe: Recipe) -> list[str | dict[str, Any]]:
 def _trained(recipe: Recipe, folder: Path) -> Run:
     if not is_complete(folder):
         return train(folder, recipe, resume=is_run(folder))
-    # The run's copies of plugin files may be loaded if they equal the recipe's plugin files.
-    own = read_table(folder / "recipe.toml")[0].get("plugins", [])
-    with answering(None, allowed=not changed_plugins(recipe.plugins, own)):
+    # The run's copies of plugin files are allowed to run if they equal the recipe's plugin files.
+    copies = read_table(folder / "recipe.toml")[0].get("plugins", [])
+    with answering(None, allowed=not changed_plugins(recipe.plugins, copies)):
         return Run.open(folder, **{WORDS[part]: value for part, value in recipe.objects.items()})
 
 
-def _fold(job: Job) -> Figures:
+def _fold(job: Job) -> Metrics:
     recipe = fold_recipe(job)
     try:
         run = _trained(recipe, job.folder)
@@ -244,12 +243,12 @@ def _fold(job: Job) -> Figures:
         raise
     except RetrievalError as error:
         raise DataError(
-            f"{recipe.name}, in the search, which holds out one of {job.fold[1]} parts of the"
+            f"{recipe.name}, in the search, which holds out one of {job.fold[1]} folds of the"
             f" training side at a time: {error}\nWith more folds, there is more to train on."
         ) from error
 
 
-def _seed(job: Job) -> Figures:
+def _seed(job: Job) -> Metrics:
     recipe = recipe_of(job.table, job.objects)
     called = f"{recipe.name} seed {recipe.seed}"
     # a worker cannot report a tracker's failure; the run's folder records it
@@ -261,8 +260,8 @@ def _seed(job: Job) -> Figures:
     return {"trained": metrics}
 
 
-def _measured(job: Job) -> Figures:
-    """Measure an untrained net (with seed 0 also the raw items), or a backbone's features."""
+def _measured(job: Job) -> Metrics:
+    """Measure an untrained net, with seed 0 also the raw items, or a backbone's features."""
     recipe = recipe_of(job.table, job.objects)
     untrained = job.kind == "untrained"
     checkpoint.seed_everything(recipe.seed)

@@ -23,7 +23,7 @@ from retrieval.training.comparison import space
 PRIMARY = "map_at_r"
 """The metric by which settings are tuned and conclusions drawn (Musgrave et al., ECCV 2020)."""
 FREE = ("real_weight", "loss_weight", "mine", "coupling", "clip_norm")
-"""Keys of `[train]` that belong to a recipe's method and may differ between recipes."""
+"""Keys of `[train]` that may differ between recipes, because they belong to the method."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Plan:
         recipes: each recipe's table, by name.
         trials: number of settings to try for each recipe; 0 tunes nothing.
         folds: number of folds of the training side.
-        pretrained: the backbone of the baseline of frozen features; `None` without this baseline.
+        pretrained: the backbone of the baseline of frozen features; `None` means no such baseline.
         seeds: number of runs of each recipe on each split.
         splits: number of random splits; 1 means the recipes' own split.
         repeats: number of times that the training side is divided into folds.
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def blocks(self) -> str:
-        """The number and kind of the tests' blocks (see `statistics`), such as "5 seeds"."""
+        """The number and kind of blocks, the units of the tests, such as "5 seeds"."""
         return f"{self.splits} splits" if self.splits > 1 else f"{self.seeds} seeds"
 
 
@@ -114,7 +114,7 @@ def read_recipes(
 
 
 def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
-    """Return a source of `compare`, with runs replaced with their recipes or recipe files."""
+    """Return a source of `compare`, or a run's recipe or recipe file in place of the run."""
     if isinstance(source, Run):
         return source.recipe
     if isinstance(source, str | os.PathLike) and is_run(Path(source)):
@@ -123,14 +123,14 @@ def _written(source: Source) -> StrPath | Mapping[str, Any] | Tables:
 
 
 def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, Any]]:
-    """Return each recipe's table, including a description of its Python objects, by name.
+    """Return by name each recipe's table, including a description of its Python objects.
 
     Raises:
         DataError: a recipe has Python objects, but other processes would train it.
     """
     if not in_process and any(recipe.objects for recipe in recipes):
         raise DataError(
-            "Recipes with Python objects can only be trained in this process: omit workers and ray."
+            "Recipes with Python objects train only in this process: omit workers and ray."
         )
     return {
         recipe.name: recipe.model_dump(exclude_unset=True)
@@ -140,7 +140,7 @@ def tables(recipes: Sequence[Recipe], in_process: bool) -> dict[str, dict[str, A
 
 
 def settings(grid: Mapping[str, Sequence[Any]], prefix: str) -> list[list[str]]:
-    """Return the overrides of each setting of a grid, including a name built from its values."""
+    """Return the overrides for each combination of a grid's values, with a name built from them."""
     if not grid:
         return [[]]
     last = [key.rpartition(".")[2] for key in grid]
@@ -176,7 +176,7 @@ def same(recipe: Recipe) -> dict[str, Any]:
         f"{name} {key}": value for name, table in tables.items() for key, value in table.items()
     }
     if recipe.learner is not None:
-        return {**shared, "the epochs": "none, it is fitted"}
+        return {**shared, "the epochs": "none (it is fitted)"}
     shared["the epochs"] = sum(phase.epochs for phase in recipe.phases)
     shared["[head] embedding_size"] = recipe.head.embedding_size
     shared["[head] hidden"] = recipe.head.hidden
@@ -184,26 +184,26 @@ def same(recipe: Recipe) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a recipe's value as text for a sentence."""
+    """Return a value of a recipe as text for a sentence."""
     if value is None:
         return "nothing"
     return value if isinstance(value, str) else toml_value(value)
 
 
 def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
-    """Return one sentence per required setting in which a recipe differs from the first.
+    """Return one sentence for each setting in `same` by which a recipe differs from the first.
 
     Raises:
         DataError: there are differences, and they are not allowed.
     """
     first, *rest = recipes
-    ours, sentences = same(first), []
+    expected, sentences = same(first), []
     for recipe in rest:
-        theirs = same(recipe)
-        for place in dict.fromkeys([*ours, *theirs]):
-            a, b = ours.get(place), theirs.get(place)
-            # A learner has no head to compare; that it has no epochs is reported.
-            headless = place.startswith("[head]") and not (place in ours and place in theirs)
+        actual = same(recipe)
+        for place in dict.fromkeys([*expected, *actual]):
+            a, b = expected.get(place), actual.get(place)
+            # A learner has no head to compare. It has no epochs either, but this is reported.
+            headless = place.startswith("[head]") and not (place in expected and place in actual)
             if a != b and not headless:
                 sentences.append(
                     f"{place}: {shown(a)} in {first.name}, {shown(b)} in {recipe.name}."
@@ -213,7 +213,7 @@ def refuse_different(recipes: Sequence[Recipe], allowed: bool) -> list[str]:
         raise DataError(
             listed(what, sentences, shown=50)
             + "\nMake the recipes the same in this, or accept the differences with"
-            " `allow_different`; the table then lists them."
+            " `allow_different`; the tables then list them."
         )
     return sentences
 

@@ -22,8 +22,8 @@ class Contestant:
     Attributes:
         name: the name of the recipe or baseline.
         kind: "net" or "learner" for a recipe; "raw", "untrained" or "frozen" for a baseline.
-        metrics: metrics on the test side, one dictionary per seed of the first split, then of the
-            next split.
+        metrics: metrics on the test side: one dictionary per seed on the first split, then those
+            on the next split, and so on.
         searches: the search on each split, if there was one.
     """
 
@@ -46,7 +46,7 @@ class Comparison:
         contestants: baselines, then recipes.
         plan: seeds, splits, trials and folds.
         different: one sentence for each allowed difference between the recipes.
-        missing: the end of a sentence on the baseline that is missing and why, or `None`.
+        missing: which baseline is missing and why, as the end of a sentence, or `None`.
         base: the name of the recipe whose data and net the baselines use.
         against: the contestant that all recipes are compared with; `None` compares all pairs.
         test_baselines: whether recipes are also compared with baselines.
@@ -103,7 +103,7 @@ class Comparison:
         return statistics.compare(self.primary, self.recipes, self._pairs())
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the pairs of names to test."""
+        """Return the pairs of contestants to test, by name."""
         names, baselines = self.recipes, [row for row in self.contestants if not row.recipe]
         pairs = list(combinations(names, 2))
         if self.against is not None:
@@ -131,12 +131,12 @@ class Comparison:
 
     @property
     def sentences(self) -> list[str]:
-        """The conclusions about pairs."""
+        """The conclusions about pairs of contestants."""
         return statistics.sentences(self.differences, self.plan.blocks)
 
     @property
     def notes(self) -> list[str]:
-        """How the metrics were computed, and their limits."""
+        """How the metrics were computed, and what they cannot say."""
         plan = self.plan
         interval = (
             f"Mean ± 95 % interval (Student's t, uncorrected) over {plan.splits} splits, each the"
@@ -171,7 +171,7 @@ class Comparison:
         if not plan.trials:
             return (
                 "Nothing was tuned: each recipe was used as it is. How much it was tuned before is"
-                " not known."
+                " unknown."
             )
         divided = "its classes" if plan.fold_by == "class" else "the items of each class"
         times = f", {plan.repeats} times" if plan.repeats > 1 else ""

@@ -1,8 +1,8 @@
 """The search for a recipe's settings: Optuna proposes them, folds of the training side judge them.
 
-Each trial is kept in a folder. All trials of a recipe share one Optuna sampler and its random
-state. A resumed search first replays the finished trials and their scores, so that it continues
-exactly as if it had not been interrupted. The trials do not depend on the number of workers.
+Each trial has a folder. All trials of a recipe share one Optuna sampler and its random state. A
+resumed search first replays the finished trials and their scores, so that it continues exactly as
+if it had not been interrupted. The trials do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class Search:
     trials: Sequence[Trial]
 
     def notes(self, name: str) -> list[str]:
-        """Return sentences on whether the folds agree and which best values are at a range's edge.
+        """Return sentences on whether the folds agree, and which best values are at a range's edge.
 
-        Edges are reported only if the folds agree and at least three different values were tried;
-        of two values, each is at an edge.
+        Edges are reported only if the folds agree and at least three different values were tried,
+        because each of two values is at an edge.
         """
         folds = agreement(self.trials)
         if folds is not None and not folds[1]:
@@ -93,8 +93,8 @@ class Proposals:
 
     Args:
         name: the recipe's name, which seeds the sampler.
-        ranges: the ranges to search.
-        own: the recipe's own values, tried first.
+        ranges: the ranges to search, by key of the recipe.
+        own: the recipe's own values, which are tried first.
     """
 
     def __init__(self, name: str, ranges: Mapping[str, Range], own: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ class Proposals:
         if self._values == self._trial.params:
             self._study.tell(self._trial, score, state)
             return
-        # Another version of Optuna proposed the known values; record them, not this version's.
+        # The known values are another version of Optuna's: record them, not this version's.
         self._study.tell(self._trial, state=TrialState.FAIL)
         self._study.add_trial(
             create_trial(state=state, params=self._values, distributions=self._spaces, value=score)
@@ -150,7 +150,7 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
         own: the recipe's table, with the current split.
         plan: the numbers of trials, folds and repeats, and what a fold holds out.
         folder: the folder for the trials.
-        do: runs a trial's jobs.
+        do: runs the jobs of a trial.
 
     Raises:
         DataError: every training diverged, or a file of a trial is damaged.
@@ -185,21 +185,20 @@ def search(recipe: Recipe, own: Mapping[str, Any], plan: Plan, folder: Path, do:
     scored = [trial for trial in trials if trial.score is not None]
     if not scored:
         raise DataError(
-            f"{recipe.name}: in each of the {plan.trials} trials the loss became NaN or infinite."
-            " Narrow [search], above all the learning rate."
+            f"{recipe.name}: in each of the {plan.trials} trials, the loss became NaN or infinite."
+            " Narrow the ranges of [search], above all the learning rate's."
         )
     best = max(scored, key=lambda trial: trial.score or 0.0)  # of equal scores, the first
     return Search(best.values, trials)
 
 
 def agreement(trials: Sequence[Trial]) -> tuple[float, bool] | None:
-    """Return how well the folds agree on the order of trials.
+    """Return how well the folds agree on the order of trials, and whether that is enough.
 
-    Returns:
-        The mean rank correlation ρ (Spearman) of the trials' scores over pairs of folds, and
-            whether the mean score of K folds can rank trials: whether its reliability
-            Kρ / (1 + (K − 1) ρ) (Spearman & Brown, 1910) is at least one half. `None` for fewer
-            than three trials or two folds.
+    The first is ρ, the mean over pairs of folds of Spearman's rank correlation of the trials'
+    scores. It is enough if the mean score of K folds can rank trials: if its reliability
+    Kρ / (1 + (K − 1) ρ) (Spearman & Brown, 1910) is at least one half. The result is `None` for
+    fewer than three trials or two folds.
     """
     table = np.array([trial.folds for trial in trials if trial.score is not None], np.float64)
     if len(table) < 3 or table.shape[1] < 2:
@@ -222,5 +221,5 @@ def _values(file: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
-            f"{file} is damaged: {error}. Remove its folder; the same command then tries again."
+            f"{file} is damaged: {error}. Remove its folder; then the same command tries again."
         ) from None

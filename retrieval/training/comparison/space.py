@@ -1,4 +1,4 @@
-"""The recipe's table `[search]`: the values that a comparison may try, and their check."""
+"""A recipe's table `[search]`: the values that a comparison tries, and how they are checked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from retrieval.errors import RecipeError
 from retrieval.host.values import toml_value
 from retrieval.recipe.read import apply_overrides, check_recipe
-from retrieval.recipe.tables import Range, Tables
+from retrieval.recipe.tables import Tables
 
 SEARCHED = (
     "loss",
@@ -23,7 +23,7 @@ SEARCHED = (
 )
 """Tables of a recipe that a search may change."""
 WEIGHTS = ("train.clip_norm", "train.real_weight", "train.loss_weight")
-"""Further keys that a search may change."""
+"""Keys of other tables that a search may change."""
 
 
 def table_of(recipe: Tables) -> dict[str, Any]:
@@ -38,15 +38,10 @@ def changed(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
     return copied
 
 
-def tried(values: Range) -> list[Any]:
-    """Return the values of a range to check: all choices, or both ends."""
-    return list(values.choices) or [values.low, values.high]
-
-
 def faults(recipe: Tables) -> list[str]:
-    """Return the problems of a recipe's `[search]`, one sentence each.
+    """Return the problems of a recipe's `[search]`, one sentence for each.
 
-    Checks the recipe once with each choice and with each end of a range.
+    The recipe is checked with each choice and with both ends of each range.
     """
     if not recipe.search:
         return [
@@ -62,7 +57,7 @@ def faults(recipe: Tables) -> list[str]:
                 f" {', '.join(f'[{name}]' for name in SEARCHED)}, and {', '.join(WEIGHTS)}."
             )
             continue
-        for value in tried(values):
+        for value in values.choices or (values.low, values.high):
             try:
                 check_recipe(changed(table, {key: value}), plugins=recipe.loaded)
             except RecipeError as error:
@@ -73,7 +68,7 @@ def faults(recipe: Tables) -> list[str]:
 
 
 def own_values(recipe: Tables) -> dict[str, Any]:
-    """Return the recipe's own values of the searched keys that lie within their ranges."""
+    """Return by key the recipe's own values of searched keys, if they are in the ranges."""
     table, values_by_key = table_of(recipe), {}
     for key, values in recipe.search.items():
         value: Any = table

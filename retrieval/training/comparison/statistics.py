@@ -1,13 +1,12 @@
 """Statistics over several seeds: intervals, paired tests, and conclusions in words.
 
-A *contestant* is a recipe or baseline. A *block* is the unit of a test, and all contestants share
-the blocks: seeds or, if there are several splits, the splits, whose values are means over seeds. R
-counts recipes and B blocks.
+A *contestant* is a recipe or baseline. A *block* is the unit of a test: a seed or, if there are
+several splits, a split, whose value is the mean over its seeds. All contestants share the blocks.
 
-- **Pooled test**: if Bartlett's test finds the recipes' variances comparable, all pairs use the
-  residual variance of the two-way ANOVA (recipe, block), with (R − 1)(B − 1) degrees of freedom
-  (Montgomery, Design and Analysis of Experiments, §4.1). Otherwise each pair has its own paired t
-  test.
+- **Pooled test**: if Bartlett's test finds the variances of R recipes comparable over B blocks, all
+  pairs use the residual variance of the two-way ANOVA (recipe, block), with (R − 1)(B − 1) degrees
+  of freedom (Montgomery, Design and Analysis of Experiments, §4.1). Otherwise each pair has its own
+  paired t test.
 - **Deterministic recipes** have the same value in all blocks. A one-sample t test compares another
   recipe with a deterministic one. The difference of two deterministic recipes is exact on that
   split, so there is nothing to test.
@@ -31,10 +30,9 @@ LEVEL = 0.05
 COMPARABLE = 0.25
 """Variances are pooled if the p value of Bartlett's test is at least this.
 
-In simulations of 3 to 5 seeds and standard deviations in the ratio 1 : 3, the rate of false alarms
-stays within one percentage point of 5 % (with a threshold of .05 it would be 7 %). If one recipe of
-eight has four times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for
-5.
+In simulations with 3 to 5 seeds and standard deviations in the ratio 1 : 3, the rate of false
+alarms is 5 % within one percentage point; a threshold of .05 would give 7 %. If one recipe of eight
+has four times the standard deviation of the others, the rate is 10 % for 3 seeds and 6 % for 5.
 """
 LEAST_POOLED = 3
 """Smallest number of blocks for Bartlett's test; with fewer, variances are not pooled."""
@@ -43,7 +41,7 @@ POWER = 0.8
 MOST_BLOCKS = 1000
 """Largest number of seeds that a sentence suggests."""
 SAME = 1e-12
-"""Values that differ by less than this are equal."""
+"""Values that differ by less than this count as equal."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,8 @@ class Difference:
         pooled: number of recipes that share the variance; 2 for a pair.
         p: two-sided p value; `None` without a test.
         corrected: p value after Holm's correction.
-        needed: number of blocks that would decide the difference with probability .8, given the
-            observed mean and variance; `MOST_BLOCKS` + 1 means more. Only set for the undecided
+        needed: number of blocks that would decide the difference with probability `POWER`, given
+            the observed mean and variance; `MOST_BLOCKS` + 1 means more. Only set for the undecided
             difference with the smallest p value.
     """
 
@@ -103,7 +101,7 @@ class Difference:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Return a mean with its 95 % interval s·t/√n (Student), or 0 for equal values."""
+    """Return a mean with its 95 % interval, ± s·t/√n (Student), or ± 0 for equal values."""
     if np.ptp(values) < SAME:
         return Mean(float(values[0]), 0.0)
     half = stats.t.ppf(1 - LEVEL / 2, len(values) - 1) * stats.sem(values)
@@ -111,10 +109,10 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def holm(values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return p values after Holm's step-down correction, and the level of each step.
+    """Return p values after Holm's step-down correction, and the level at which each is tested.
 
-    Source: Holm, Scandinavian Journal of Statistics 6, 1979. All steps after the first step that
-    does not reject have the level of that step.
+    Source: Holm, Scandinavian Journal of Statistics 6, 1979. After the first step that does not
+    reject, all steps have its level.
     """
     corrected, levels = [0.0] * len(values), [LEVEL] * len(values)
     highest, level = 0.0, LEVEL
@@ -157,10 +155,10 @@ def method(
 
 
 def pooled_error(values: Mapping[str, Sequence[float]]) -> float | None:
-    """Return the standard error of a difference from the blocked ANOVA's residual variance.
+    """Return the standard error of a difference, by the residual variance of the two-way ANOVA.
 
     The result is `None` for fewer than three recipes or blocks, or if the variances are not
-    comparable. No recipe may have the same value in all blocks.
+    comparable. The values of each recipe must vary over the blocks.
     """
     table = np.array(list(values.values()))
     if len(table) < 3 or table.shape[1] < LEAST_POOLED:
@@ -281,7 +279,7 @@ def sentences(tests: Sequence[Difference], blocks: str) -> list[str]:
 
 
 def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str) -> str:
-    """Return the conclusion about all recipes, as a sentence."""
+    """Return as a sentence which recipe is the best, or which may be."""
     if len(recipes) == 1:
         return f"{recipes[0]} with {blocks}: there is nothing to compare this recipe with."
     tests = [test for test in tests if {test.contestant, test.reference} <= set(recipes)]
@@ -302,7 +300,7 @@ def conclusion(tests: Sequence[Difference], recipes: Sequence[str], blocks: str)
 
 
 def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -> str:
-    """Return which contestants are better and worse than `against`, as a sentence."""
+    """Return as a sentence which contestants are better and worse than `against`."""
     groups: dict[str, list[str]] = {"better": [], "worse": [], "not decided": []}
     for test in tests:
         name = test.reference if test.contestant == against else test.contestant
@@ -313,7 +311,7 @@ def conclusion_against(tests: Sequence[Difference], against: str, blocks: str) -
 
 
 def number(value: float) -> str:
-    """Return a metric as text for tables; a tiny value is not rounded to 0."""
+    """Return a metric as text for tables; a tiny value is "<0.001", not 0."""
     return "<0.001" if 0 < abs(value) < 0.0005 else f"{value:.3f}"
 
 

@@ -25,16 +25,16 @@ from retrieval.recipe.read import Recipe
 from retrieval.serving.embedding.runners import Cluster
 from retrieval.serving.progress import Meter
 from retrieval.serving.runtime import quiet_threads
-from retrieval.training.comparison.jobs import Do, Figures, Job, known, perform
+from retrieval.training.comparison.jobs import Do, Job, Metrics, known, perform
 
 PATIENCE = 30.0
 """Seconds that stopped trainings on a cluster have to write their checkpoints."""
 TRIES = 3
 """Number of times that Ray restarts a job whose node or process was lost."""
-Answer: TypeAlias = tuple[Figures, str, int]
-"""A job's metrics, error message ("" on success) and exit code.
+Answer: TypeAlias = tuple[Metrics, str, int]
+"""A job's metrics, and the message ("" on success) and exit code of its error.
 
-A message and a code stand for an error, because not every error can be pickled.
+They stand for the error, because not every error can be pickled.
 """
 
 
@@ -45,18 +45,18 @@ class Worker:
         self.meter = meter
         self.counting = threading.Lock()
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
+    def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
         return [self.counted(perform(job)) for job in jobs]
 
-    def counted(self, metrics: Figures) -> Figures:
+    def counted(self, metrics: Metrics) -> Metrics:
         """Count a finished job and return its metrics."""
         with self.counting:
             self.meter.update()
         return metrics
 
     def all(self, tasks: Sequence[Callable[[Do], Any]]) -> list[Any]:
-        """Run tasks, passing them this worker for their jobs.
+        """Run tasks, each with this worker as the function that runs its jobs.
 
         Raises:
             RetrievalError: the error of the first job that failed.
@@ -79,9 +79,9 @@ class Parallel(Worker):
         """Return the error for a job whose worker was lost."""
         raise NotImplementedError
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Figures]:
+    def __call__(self, jobs: Sequence[Job]) -> list[Metrics]:
         """Return the metrics of jobs, in order; finished jobs are not repeated."""
-        pending: list[Figures | Future[Answer]] = []
+        pending: list[Metrics | Future[Answer]] = []
         for job in jobs:
             before = known(job)
             pending.append(self._submit(job) if before is None else before)
@@ -90,7 +90,7 @@ class Parallel(Worker):
             for item in pending
         ]
 
-    def _result(self, future: Future[Answer]) -> Figures:
+    def _result(self, future: Future[Answer]) -> Metrics:
         try:
             metrics, sentence, code = future.result()
         except Exception as error:
@@ -140,7 +140,7 @@ class Processes(Parallel):
             return error
         return DataError(
             "A worker process ended before its work was done, perhaps for lack of memory. The same"
-            " command continues; fewer workers need less memory."
+            " command continues. Fewer workers need less memory."
         )
 
 
@@ -170,7 +170,7 @@ class OnRay(Parallel):
             return future
 
     def _stop(self) -> None:
-        """Stop the trainings, and kill those that do not stop in time."""
+        """Stop the trainings, and kill those that do not stop within `PATIENCE`."""
         with self.counting:
             self._stopped = True
             refs = [ref for future, ref in self._running.items() if not future.done()]
@@ -189,7 +189,7 @@ class OnRay(Parallel):
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = " ".join([*lines[:1], *lines[-1:]])[:400].rstrip(".")
         return DataError(
-            f"A training on the cluster was lost: {reason}. The same command continues; with more"
+            f"A training on the cluster was lost: {reason}. The same command continues. With more"
             " cpus per training, each training gets more of its node's memory."
         )
 
@@ -237,22 +237,22 @@ def _answer(job: Job) -> Answer:
         return {}, str(error), error.exit_code
 
 
-_asked_to_stop: list[str] = []
-"""Message of a worker process that was stopped; it starts no further job."""
+_stopped: list[str] = []
+"""The message of this worker process if it was stopped; it then starts no further job."""
 
 
 def _perform_in_worker(job: Job) -> Answer:
     """Run a job in a worker process of this machine."""
-    if _asked_to_stop:
-        return {}, _asked_to_stop[0], Interrupted.exit_code
+    if _stopped:
+        return {}, _stopped[0], Interrupted.exit_code
     answer = _answer(job)
     if answer[2] == Interrupted.exit_code:
-        _asked_to_stop.append(answer[1])
+        _stopped.append(answer[1])
     return answer
 
 
 def _begin_worker(threads: int) -> None:
-    """Set up a worker process with `threads` threads; it exits when its parent exits."""
+    """Set up a worker process with `threads` threads, which exits when its parent exits."""
     keep_compiler_out()
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # Ctrl-C reaches only the main process, which stops each worker
@@ -278,7 +278,7 @@ def _perform_on_node(job: Job, version: str, plan: Path, checksum: str, cpus: in
         )
     elif not plan.is_file() or _checksum(plan) != checksum:
         sentence = (
-            f"Node {node} does not see {plan.parent}. On a cluster, the output must be in a folder"
+            f"Node {node} does not have {plan.parent}. On a cluster, the output must be in a folder"
             " that all nodes share."
         )
     if sentence:

@@ -27,7 +27,7 @@ class Latex:
 
     Attributes:
         columns: the metrics to show; empty means all.
-        caption: the caption; `None` describes how the metrics were computed.
+        caption: the caption in LaTeX; `None` means the number of blocks and the conclusion.
         label: the label.
     """
 
@@ -62,7 +62,7 @@ def metric_table(result: Comparison) -> Cells:
 
 
 def interval(mean: Mean) -> str:
-    """Return a mean as a cell of a table, without an interval if all values are equal."""
+    """Return a mean and its interval as a table's cell; equal values have no interval."""
     return f"{mean.value:.3f}" + (f" ± {number(mean.half)}" if mean.half else "")
 
 
@@ -151,7 +151,7 @@ LATEX = str.maketrans(
 
 
 def latex(result: Comparison, style: Latex) -> str:
-    """Return the table of metrics in LaTeX (booktabs), in per cent, with the best in bold.
+    """Return the table of metrics in LaTeX (booktabs), in per cent, with each best mean in bold.
 
     Raises:
         DataError: a column does not exist.
