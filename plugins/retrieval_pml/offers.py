@@ -1,4 +1,4 @@
-"""Factories from classes of pytorch-metric-learning, called upstream, and what losses share."""
+"""Factories from the classes of pytorch-metric-learning ("upstream"), and helpers for losses."""
 
 from __future__ import annotations
 
@@ -55,25 +55,29 @@ TYPES: dict[str, Any] = {
     **dict.fromkeys(["alpha", "beta", "gamma", "la", "scale", "softmax_scale"], Positive),
     **dict.fromkeys(["temperature", "p", "power"], Positive),
 }
-"""Types of parameters that mean the same in every part; defaults define the other types."""
+"""Types of parameters that mean the same in every part; others have the type of their default."""
 NAMES = {"num_classes": "classes", "l": "embedding_size", "descriptors_dim": "embedding_size"}
-"""The framework's names of those upstream parameters that the framework sets."""
+"""The framework sets these upstream parameters itself, under the names on the right."""
 FIXED = ("distance",)
-"""Parameters that are not offered for a loss whose formula holds for one distance only."""
+"""For `without`: a part whose formula holds for one distance only does not offer `distance`."""
 
 
 class _Loss(CheckedLoss):
     """A loss of pytorch-metric-learning with checked input, computed in at least float32.
 
     Upstream casts the parameters of a loss to the type of the embeddings, so a single bfloat16
-    batch would round the parameters permanently. Exponentials of 64 × a cosine also need more than
-    bfloat16's 8 bits.
+    batch would round the parameters permanently. Losses also take exponentials of scaled cosines,
+    such as 64 × a cosine, for which bfloat16's 8 significant bits are too few.
     """
 
     def compute_loss(
         self, embeddings: Tensor, labels: Any, indices_tuple: Any, ref_emb: Any, ref_labels: Any
     ) -> Any:
-        """Return upstream's losses by name; flatten columns (N, 1), which reducers misread."""
+        """Return upstream's losses by name, in shapes that reducers read correctly.
+
+        Losses of items become a vector (N,) instead of a column (N, 1). Losses without indices are
+        summed to one number.
+        """
         if not len(embeddings):
             return self.zero_losses()
         if labels is not None and self.known_classes and labels.dtype == torch.int32:
@@ -115,8 +119,8 @@ def offer(
 ) -> Callable[..., Any]:
     """Return a factory of a class of pytorch-metric-learning, or of a subclass.
 
-    The factory offers those upstream parameters, with their defaults, that the docstring or
-    `MEANINGS` describes. If the number of classes is passed, a loss checks labels against it.
+    The factory offers an upstream parameter, with its default, if the docstring, `MEANINGS` or
+    `NAMES` lists it. If the number of classes is passed, a loss checks labels against it.
 
     Args:
         cls: the class.
@@ -125,8 +129,8 @@ def offer(
         miner: whether a loss accepts a miner's indices.
         rows: how a loss can be divided among processes; see `retrieval.plugin.Rows`.
         similarity: whether `distance` must be a similarity.
-        without: parameters of `MEANINGS` that are not offered.
-        types: types of parameters that neither `TYPES` nor the default defines.
+        without: parameters of `MEANINGS` that are offered only if the docstring lists them.
+        types: types by parameter; they override `TYPES` and the types of the defaults.
     """
     text = inspect.cleandoc(doc or cls.__doc__)
     offered = {
@@ -194,7 +198,7 @@ def _parameter(name: str, default: Any, types: dict[str, Any]) -> inspect.Parame
 
 
 def _checked(cls: Any, takes: dict[str, bool], rows: str | None) -> Any:
-    """Return a loss or miner class that checks its input, and other classes unchanged."""
+    """Return a subclass of a loss or miner that checks its input, or another class unchanged."""
     mixin: Any = {BaseMetricLossFunction: _Loss, BaseMiner: _Miner}
     for base, check in mixin.items():
         if issubclass(cls, base):
@@ -213,7 +217,7 @@ def _require_similarity(distance: nn.Module | None, name: str) -> None:
 
 
 def _documented(text: str, parameters: list[str]) -> str:
-    """Return a docstring, adding the descriptions in `MEANINGS` of parameters that it lacks."""
+    """Add to a docstring the parameters that it does not describe, as `MEANINGS` does."""
     lines = [
         f"    {name}: {MEANINGS[name]}"
         for name in parameters

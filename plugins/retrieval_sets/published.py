@@ -24,7 +24,7 @@ from retrieval.plugin import (
 )
 
 F = TypeVar("F", bound=Callable[..., Dataset])
-_MAX_BYTES = 2 << 30  # of a list; the longest, Google Landmarks' train.csv, has half a gigabyte
+_MAX_BYTES = 2 << 30  # of a list file; the largest, Google Landmarks' train.csv, has 0.5 GB
 _MAX_LINE = 1 << 20  # characters
 MEANINGS = {
     "counts": '"published" requires the published numbers of images and classes; "any" accepts'
@@ -37,12 +37,13 @@ MEANINGS = {
 def read_lines(
     path: Path, words: int, problems: list[str], *, skip: int = 0, comma: bool = False
 ) -> Iterator[tuple[int, list[str]]]:
-    """Yield the numbers and words of a text file's lines; add lines of other lengths to `problems`.
+    """Yield the number and the words of each line of a text file that has `words` words.
 
     Args:
         path: the file.
         words: number of words per line.
-        problems: gets a sentence at the end.
+        problems: after the last line, gets a sentence that names the lines with other numbers of
+            words.
         skip: number of header lines.
         comma: whether words are separated by commas, as in CSV, instead of blanks.
 
@@ -77,7 +78,7 @@ def read_lines(
 
 
 def _bounded(file: TextIO, path: Path) -> Iterator[str]:
-    """Yield lines; raise a `DataError` if one is so long that the file is not a list."""
+    """Yield lines; raise a `DataError` for a line that is too long for a list."""
     while line := file.readline(_MAX_LINE):
         if len(line) >= _MAX_LINE:
             raise DataError(
@@ -89,7 +90,10 @@ def _bounded(file: TextIO, path: Path) -> Iterator[str]:
 def numbers(
     path: Path, line: int | None, words: Sequence[str], problems: list[str], first: int, last: int
 ) -> list[int] | None:
-    """Return words as integers from `first` to `last`, or None after adding a problem."""
+    """Return words as integers; add a problem and return None if one is no integer in the range.
+
+    The range is `first` to `last`. The problem names `line` unless that is `None`.
+    """
     values = []
     for word in words:
         if not (
@@ -117,10 +121,10 @@ class Published:
 
     Attributes:
         title: its name.
-        home: its source, as the object of "get it from".
-        holds: required content of its folder, as the object of "the folder must hold".
+        home: its source; the text follows "Get TITLE from" in messages.
+        holds: required content of its folder; the text follows "The folder must hold".
         counts: numbers of images and classes in its releases or paper, by side ("train",
-            "validation", "test", "query", "gallery"). A side may have any of several counts.
+            "validation", "test", "query", "gallery"). Any one of a side's counts is accepted.
     """
 
     title: str
@@ -151,10 +155,10 @@ class Published:
         raise DataError(f"{folder} is not {self.title}: {some(missing)} is missing. {self.advice}")
 
     def file(self, folder: Path, *places: str, hint: str = "") -> Path:
-        """Return the first of a file's possible places in `folder` where it is.
+        """Return the path of a file: the first of `places` (paths in `folder`) where one exists.
 
         Raises:
-            DataError: the file is missing; `hint` follows in the message.
+            DataError: no such file exists. The message appends `hint` to "NAME is missing".
         """
         for place in places:
             if (folder / place).is_file():
@@ -206,7 +210,8 @@ def assemble(
         counts: "published" requires the published counts, and that the gallery has each query's
             class.
         where: the user's folder, for error messages.
-        apart: what labels stand for, in the plural, if none may be on both sides.
+        apart: a plural such as "products", if no label may be in both training and test. Messages
+            use it for the labels.
         crop: whether to crop images to their boxes.
         skip_bad: whether to skip unreadable images; the counts include them.
         notes: see `Dataset`.

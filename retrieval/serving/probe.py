@@ -15,33 +15,32 @@ if TYPE_CHECKING:
     from retrieval.serving.bundle import Bundle
 
 TILES = 8
-"""Number of rows and of columns of tiles in a probe image; for features, TILES² numbers repeat."""
+"""A probe image has TILES × TILES tiles. A probe of features repeats TILES² numbers."""
 
 WIDEST = 100_000
 """Widest vector of a probe; bundles with wider vectors have no probe."""
 
-_LONGEST = 4 * WIDEST  # bytes
+_MAX_BYTES = 4 * WIDEST
 
-_LEAST = 1e-4
-"""Difference in a column that is always allowed on a CPU, as a share of the vector's length."""
-_LEAST_CUDA = 1e-2
+_ALLOWED_CPU = 1e-4
+"""Each number of a vector may always differ by this on a CPU, as a share of the vector's norm."""
+_ALLOWED_CUDA = 1e-2
 """The same on a GPU, where ONNX Runtime multiplies in TF32 (10 bits of mantissa)."""
-_LEAST_DRIFT = 1e-3
-"""Value of 1 − cosine that is always allowed for a variant: processors saturate int8 differently.
-"""
+_ALLOWED_DRIFT = 1e-3
+"""1 − cosine may always be this for a variant, because processors saturate int8 differently."""
 
 
-def _coded(text: str) -> str:
+def _checked(text: str) -> str:
     try:
         size = len(binascii.a2b_base64(text.encode("ascii"), strict_mode=True))
     except (UnicodeEncodeError, binascii.Error):
         raise ValueError("it is not base64") from None
-    if not 0 < size <= _LONGEST:
-        raise ValueError(f"it has {size:,} bytes; 1 to {_LONGEST:,} are allowed")
+    if not 0 < size <= _MAX_BYTES:
+        raise ValueError(f"it has {size:,} bytes; 1 to {_MAX_BYTES:,} are allowed")
     return text
 
 
-Coded = Annotated[str, AfterValidator(_coded)]
+Coded = Annotated[str, AfterValidator(_checked)]
 
 
 class Probe(BaseModel):
@@ -64,7 +63,7 @@ class Probe(BaseModel):
 
 
 def coded(array: NDArray[Any]) -> str:
-    """Return an array encoded as in a probe."""
+    """Return an array as base64 of little-endian bytes, which is what a `Probe` holds."""
     content = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
     return binascii.b2a_base64(content, newline=False).decode("ascii")
 
@@ -97,7 +96,7 @@ def probe_of(bundles: dict[str | None, Bundle], spread: tuple[float, float]) -> 
     """Return a probe with the vectors of a new bundle and its variants.
 
     Args:
-        bundles: the bundle, opened for each variant; the key `None` is the encoder itself.
+        bundles: by name, the bundle opened with each variant; under `None`, without a variant.
         spread: mean and standard deviation of the features, if the bundle takes features.
     """
     input, random = bundles[None].manifest.input, np.random.default_rng(0)
@@ -133,11 +132,11 @@ def probe_fault(bundle: Bundle) -> str | None:
     length = float(np.linalg.norm(expected)) or 1.0
     if variant is None:  # the limit is the tolerance of the comparison with torch
         apart = float(np.abs(expected - vector).max()) / length
-        least = _LEAST if bundle.device == "cpu" else _LEAST_CUDA
+        least = _ALLOWED_CPU if bundle.device == "cpu" else _ALLOWED_CUDA
         allowed = max(manifest.verified.tolerance, least)
-    else:  # the limit is twice the variant's drift
+    else:  # the limit is twice the largest 1 − cosine that the export measured
         apart = 1.0 - float(expected @ vector) / ((length * float(np.linalg.norm(vector))) or 1.0)
-        allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _LEAST_DRIFT)
+        allowed = max(2.0 * (1.0 - manifest.variants[variant].cosine.min), _ALLOWED_DRIFT)
     if apart <= allowed:
         return None
     return (

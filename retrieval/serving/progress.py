@@ -15,15 +15,16 @@ from typing import Any, ParamSpec, Self, TypeAlias, TypeVar, cast
 from retrieval.errors import printable
 
 Progress: TypeAlias = bool | Callable[[str, int, int], None]
-"""Argument `progress`: True shows progress as on the command line, False shows nothing.
+"""Argument `progress`: True shows a bar or log lines, False shows neither.
 
-A function is called with (what, done, total): the name of the work and its progress in units.
+A function is called instead, with (what, done, total): the name of the work, the number of units
+done, and the number of all units.
 """
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_shown: ContextVar[Progress] = ContextVar("progress", default=True)
+_progress: ContextVar[Progress] = ContextVar("progress", default=True)
 
 EVERY = 10.0
 """Seconds between two log lines; work that takes less time logs nothing."""
@@ -34,14 +35,14 @@ _DELAY = 0.5  # seconds before a bar appears, so that an immediate error has no 
 def showing(progress: Progress) -> Iterator[None]:
     """Context manager that applies `progress` to every `Meter` created inside.
 
-    An inner `showing` cannot override an outer False or function, except with False.
+    If an outer `showing` has False or a function, an inner one can only set False.
     """
-    outer = _shown.get()
-    token = _shown.set(progress if outer is True or progress is False else outer)
+    outer = _progress.get()
+    token = _progress.set(progress if outer is True or progress is False else outer)
     try:
         yield
     finally:
-        _shown.reset(token)
+        _progress.reset(token)
 
 
 def shown(function: Callable[P, R]) -> Callable[P, R]:
@@ -57,7 +58,7 @@ def shown(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Meter:
-    """Counts the progress of some work, and shows it on standard error or as `showing` says.
+    """Counts the progress of some work; shows it on standard error unless `showing` changes that.
 
     Args:
         what: name of the work, such as "encoding".
@@ -74,7 +75,7 @@ class Meter:
         self._before = self._done = done
         self._began = self._last_line = time.monotonic()
         self._bar: Any = None
-        shows = _shown.get() if show else False
+        shows = _progress.get() if show else False
         self._tell = shows if callable(shows) else None
         show = shows is True
         self._lines = show and not _is_terminal()

@@ -132,7 +132,7 @@ def _problems(error: ValidationError) -> str:
 def parse_keys(text: bytes, where: str) -> Keys:
     """Parse keys from text with one JSON object per line; lines that begin with `#` are comments.
 
-    An empty text is refused, because its file may just be being written.
+    An empty text is refused, because another process may still be writing the file.
 
     Raises:
         RetrievalError: lines are invalid; the message names all of them without their content.
@@ -234,7 +234,7 @@ def _write(path: Path, text: bytes) -> None:
 
 
 class KeySource:
-    """The keys of a server, which follow changes of their file.
+    """The keys of a server. The server calls `look` to follow changes of their file.
 
     Args:
         path: file of keys, or `None` to use `text`.
@@ -249,19 +249,19 @@ class KeySource:
 
     def __init__(self, path: Path | None, text: str = "") -> None:
         self._path = path
-        self._read = self._seen = self._stamp()
+        self._read_stamp = self._seen_stamp = self._stamp()
         self.keys = parse_keys(text.encode(), VARIABLE) if path is None else read_keys(path)
 
     def look(self) -> None:
         """Read the file again if it has changed.
 
-        A changed file is read at the second call that finds it in the same state, because it is
-        then completely written. Reading blocks, so call this in a thread.
+        A changed file may be half written, so a call reads it only if the previous call found it in
+        the same state. Reading blocks, so call this in a thread.
         """
-        before, self._seen = self._seen, self._stamp()
-        if self._path is None or self._seen != before or self._seen == self._read:
+        before, self._seen_stamp = self._seen_stamp, self._stamp()
+        if self._path is None or self._seen_stamp != before or self._seen_stamp == self._read_stamp:
             return
-        self._read = self._seen
+        self._read_stamp = self._seen_stamp
         try:
             self.keys = read_keys(self._path)
         except RetrievalError as error:
@@ -282,8 +282,8 @@ def key_source(path: Path | None) -> KeySource | None:
     """Return the source of keys, or `None` if there are none.
 
     Args:
-        path: file of keys. `None` uses the environment variable RETRIEVAL_KEYS, if it is set, which
-            holds the file's path or the keys themselves.
+        path: file of keys. If it is `None`, the environment variable RETRIEVAL_KEYS may hold the
+            file's path or the keys themselves.
 
     Raises:
         RetrievalError: both `path` and the variable are set, or the keys are invalid.

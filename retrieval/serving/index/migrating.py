@@ -1,8 +1,8 @@
 """Move an index to another bundle (an exported model) while it is searched.
 
-A generation is the arrays of all items under one bundle. A new generation is filled while the old
-one is still searched: all items are embedded again, or another head is applied to their stored
-features. Then the new generation is served.
+A generation holds the arrays that one bundle gave for all items. A new generation is filled while
+the old one is still searched: all items are embedded again, or another head is applied to their
+stored features. Then the new generation is served.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def migrate(
     index.follow()
     with tempfile.TemporaryDirectory() as folder:
         if opened.manifest.input.kind == "features":
-            opened = _head_of(index, opened, Path(folder))
+            opened = _bundle_to_serve(index, opened, Path(folder))
         keeps = FEATURES in index.generation.widths and gives_features(opened)
         widths = widths_of(opened, features=features_of(opened) if keeps else None)
         generation = index.store.begin(opened, widths)
@@ -87,11 +87,11 @@ def rollback(index: Index, *, progress: Progress = True) -> Migrated:
         return _complete(index, opened, newest, skip_bad=False)
 
 
-def _head_of(index: Index, head: Bundle, folder: Path) -> Bundle:
-    """Return the bundle that a migration to `head`, a bundle that takes features, serves.
+def _bundle_to_serve(index: Index, head: Bundle, folder: Path) -> Bundle:
+    """Return the bundle to serve after a migration to `head`, a bundle that takes features.
 
-    If the index has images, this is `head` joined to the backbone of the index's bundle; the new
-    bundle is written to `folder`.
+    If the index's bundle takes images, its backbone is joined to `head`, and the new bundle is
+    written to `folder`. Otherwise this is `head` itself.
     """
     width = index.generation.widths.get(FEATURES)
     if width is None:
@@ -172,7 +172,8 @@ def _by_originals(
     """Embed items from their originals.
 
     Returns:
-        Items with their new arrays, and by id why other items cannot be embedded.
+        The items that were embedded, with their new arrays; and, by id, a sentence on why each
+        other item could not be embedded.
     """
     if bundle.manifest.input.kind == "features":
         return [], {
@@ -190,11 +191,12 @@ def _by_originals(
 
 
 def _originals(
-    index: Index, items: Sequence[Item], most: int
+    index: Index, items: Sequence[Item], max_bytes: int
 ) -> Iterator[tuple[Item, str, Original]]:
-    """Yield items with their ids and their originals of at most `most` bytes.
+    """Yield each item with its id and its original.
 
-    An original is a file's path, bytes from the index or from a table, or an error.
+    An original is a file's path, bytes from the index, at most `max_bytes` bytes from a table, or
+    an error.
     """
 
     def origin(item: Item) -> Origin | None:
@@ -202,7 +204,7 @@ def _originals(
             return None
         return Origin.recorded(item.source, item.stamp)
 
-    for item, content in contents(((item, origin(item)) for item in items), most):
+    for item, content in contents(((item, origin(item)) for item in items), max_bytes):
         original: Original | None = content
         if isinstance(content, DataError):
             original = DataError(f"{item.id}: {content}")
@@ -260,7 +262,7 @@ def applies(head: Bundle, kept: Bundle) -> bool:
 
 
 def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
-    """Write a bundle that applies one bundle's backbone, then another bundle that takes features.
+    """Write a bundle that applies the backbone of one bundle, then the bundle `head`.
 
     The same two bundles always give the same result. The new manifest is that of `head`, but with
     the input of `backbone`, a new split, and no variants or probe. Its `verified` still describes
@@ -269,7 +271,7 @@ def join_backbone(backbone: Bundle, head: Bundle, folder: Path) -> Path:
     Args:
         backbone: a bundle that is split into backbone and head.
         head: a bundle that takes features.
-        folder: an empty folder for the new bundle and copies of both.
+        folder: an empty folder. The new bundle and a copy of each old one are written there.
 
     Returns:
         The folder of the new bundle.
