@@ -77,9 +77,9 @@ class Meter:
         self._bar: Any = None
         shows = _progress.get() if show else False
         self._tell = shows if callable(shows) else None
-        show = shows is True
-        self._lines = show and not _is_terminal()
-        if show and not self._lines:
+        self._shows = shows is True
+        self._lines = self._shows and not _is_terminal()
+        if self._shows and not self._lines:
             from tqdm import tqdm
 
             self._bar = tqdm(
@@ -144,10 +144,12 @@ class Meter:
         self.update(done - self._done)
 
     def say(self, line: str) -> None:
-        """Write a permanent line, above the bar if there is one.
+        """Write a permanent line, above the bar if there is one, unless nothing is shown.
 
         Control characters are escaped, because the line may contain untrusted names.
         """
+        if not self._shows:
+            return
         line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)

@@ -49,7 +49,9 @@ def test_bad_images_are_skipped_and_reported_when_asked(
 ):
     bad = [*makers.spoil(folder / "1", 13), folder / "1" / "large.png"]
     Image.new("1", (6000, 6000)).save(bad[-1])
-    options = {"batch": 4, "skip_bad": True, "progress": False}
+    options = {"batch": 4, "skip_bad": True}
+    create_index(tmp_path / "quiet", bundle_path, [folder], progress=False, **options)
+    assert capsys.readouterr().err == ""
     summary = create_index(tmp_path / "i", bundle_path, [folder], **options)
     assert (summary.count, len(summary.skipped)) == (40, 14)
     told = capsys.readouterr().err

@@ -206,7 +206,9 @@ def test_an_item_that_an_older_generation_left_out_stays_out(path, split, photos
             index.migrate(other, **QUIET)
         assert len(index.migrate(other, skip_bad=True, **QUIET).skipped) == 1
         out = next(item.id for item in index.scan() if item.path == gone)
-        assert index.migrate(last, **QUIET).from_features == COUNT - 1
+        done = index.migrate(last, **QUIET)
+        assert done.from_features == COUNT - 1
+        assert len(done.skipped) == 1 and "keeps no features" in done.skipped[0]
         aside.rename(gone)
         is_of(index, last, photos, without={out})
         assert out not in {hit.id for hit in index.search(gone, COUNT)}

@@ -8,7 +8,7 @@ stored features. Then the new generation is served.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,7 +134,8 @@ def _complete(index: Index, bundle: Bundle, generation: Generation, skip_bad: bo
                     "Another generation is served by now: another migration has ended. Run the"
                     " command again."
                 )
-            if wrong and not skip_bad:
+            # Items without features were left out of an earlier generation already.
+            if wrong and not skip_bad and not by_head:
                 raise DataError(
                     listed("Some items cannot be embedded again", list(wrong.values()))
                     + "\nThe index is served as before. Repair their originals and repeat the"
@@ -157,13 +158,20 @@ def _apply_head(bundle: Bundle, features: Floats) -> dict[str, Floats]:
 def _by_head(
     index: Index, bundle: Bundle, items: Sequence[Item], keep_features: bool
 ) -> tuple[list[Item], dict[str, str]]:
-    """Return items with the arrays of a new head; items without stored features are left out."""
+    """Apply a new head to the stored features of items; returns the same as `_by_originals`."""
     usable = [item for item in items if FEATURES in item.arrays]
+    faults = _no_features(item for item in items if FEATURES not in item.arrays)
     if not usable:
-        return [], {}
+        return [], faults
     features = np.stack([item.arrays[FEATURES] for item in usable])
     arrays = _apply_head(bundle, features) | ({FEATURES: features} if keep_features else {})
-    return [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)], {}
+    embedded = [replace(item, arrays=row_of(arrays, row)) for row, item in enumerate(usable)]
+    return embedded, faults
+
+
+def _no_features(items: Iterable[Item]) -> dict[str, str]:
+    sentence = "the index keeps no features of this item for the new bundle."
+    return {item.id: f"{item.id}: {sentence}" for item in items}
 
 
 def _by_originals(
@@ -176,10 +184,7 @@ def _by_originals(
         other item could not be embedded.
     """
     if bundle.manifest.input.kind == "features":
-        return [], {
-            item.id: f"{item.id}: the index keeps no features of this item for the new bundle."
-            for item in items
-        }
+        return [], _no_features(items)
     originals = _originals(index, items, Limits().bytes)
     batches = embed(bundle, originals, Options(), keep_features=keep_features)
     results = [result for batch in batches for result in batch]
