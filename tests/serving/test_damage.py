@@ -187,7 +187,7 @@ SLOW = textwrap.dedent("""
     Bundle.encode = slow
     from retrieval.serving.index import adding
     adding._SECONDS = 0
-    summary = create_index(sys.argv[3], sys.argv[1], [sys.argv[2]], batch=16, skip_bad=True, progress=False)
+    summary = create_index(sys.argv[3], sys.argv[1], [sys.argv[2]], batch=16, skip_bad=True)
     print("resumed", summary.resumed, "skipped", len(summary.skipped))
 """)  # noqa: E501
 
