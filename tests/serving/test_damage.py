@@ -189,7 +189,7 @@ SLOW = textwrap.dedent("""
     adding._SECONDS = 0
     summary = create_index(sys.argv[3], sys.argv[1], [sys.argv[2]], batch=16, skip_bad=True)
     print("resumed", summary.resumed, "skipped", len(summary.skipped))
-""")  # noqa: E501
+""")
 
 
 def test_a_killed_run_goes_on_where_it_stopped(makers, bundle_path, tmp_path, process):
