@@ -71,7 +71,7 @@ def image_folder(
     stray = [key for key in keys if len(key.parts) <= depth]
     if stray:
         plural = len(stray) > 1
-        where = "no class folder" if levels is None else f"fewer than {len(names)} folders"
+        where = "no class folder" if levels is None else f"fewer than {depth} folders"
         raise DataError(
             f"{folder}: {len(stray):,} image{'s are' if plural else ' is'} in {where},"
             f" so there is no label: {some(stray)}. Move {'them' if plural else 'it'}."
@@ -90,10 +90,14 @@ def image_folder(
     deepest = max((len(key.parts) for key in keys), default=0) - 1
     if levels is not None or deepest > depth:
         read = f"{len(names)} level{'s' if len(names) > 1 else ''} of folders ({'/'.join(names)})"
-        deeper = f"; images are up to {deepest - above} levels deep, which levels = [...] reads"
+        deeper = (
+            f" Some images are up to {deepest - above} levels deep. Set levels = [...] to read more"
+            " levels."
+        )
         notes = [
             *notes,
-            f"{folder}: {read}, and the label is the {chosen}{deeper if deepest > depth else ''}.",
+            f"{folder}: The dataset reads {read}, and the label is the {chosen}."
+            f"{deeper if deepest > depth else ''}",
         ]
     sides = [SIDES[key.parts[0].lower()] for key in keys] if split else None
     roles = [role for _, role in sides] if sides else []
@@ -155,9 +159,9 @@ def manifest(
     separated by commas; quote a value that contains a comma. Windows paths (`a\b.png`) work too.
 
     Files of OML (open-metric-learning) are read unchanged. If they have the columns `is_query` and
-    `is_gallery`, the validation rows are the test side. Then either all of these rows have both
-    roles, or each has one. `x_1`, `x_2`, `y_1` and `y_2` are the left, right, top and bottom of an
-    item's box.
+    `is_gallery`, their validation rows become the test side. Either all test rows are both query
+    and gallery, or each is only one of the two. `x_1`, `x_2`, `y_1` and `y_2` are the left, right,
+    top and bottom of an item's box.
 
     Args:
         manifest: the CSV file. A relative path starts at the working directory.
@@ -238,7 +242,7 @@ def _row_problem(row: Row, root: Path, path: str, label: str) -> str:
 
 
 def _box(row: Row) -> tuple[Box | None, str]:
-    """Return the box of an OML row, or `None` for the whole image, and its problem or ""."""
+    """Return an OML row's box (`None`: the whole image) and its problem ("": none)."""
     edges = [row[name] for name in BOX]
     if all(is_missing_text(edge) for edge in edges):
         return None, ""
@@ -281,9 +285,9 @@ def _flags_to_roles(table: CsvTable) -> None:
             row["split"] = "test"
         row["role"] = "" if both else "query" if query else "gallery" if gallery else ""
     if mixed:
+        also = f" (and in {len(both) - 1:,} more lines)" if len(both) > 1 else ""
         problem = (
-            f"is_query and is_gallery are both true (and in {len(both) - 1:,} more lines), but"
-            " other rows have one role only. Either all rows of the test side must have both"
-            " roles, or each must have one."
+            f"is_query and is_gallery are both true{also}, but in other rows only one is true."
+            " Either all rows of the test side must have both roles, or each must have one."
         )
         table.problems.append((both[0], problem))

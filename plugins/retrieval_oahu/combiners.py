@@ -1,4 +1,4 @@
-"""Models in torch: OAHU's network, its hedge over spaces, and OASIS's bilinear similarity."""
+"""Torch modules: OAHU's network, combiners that weight its metric spaces, OASIS's similarity."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ class OverComplete(nn.Module):
     ) -> OverComplete:
         """Return a float32 network with a learner's weights.
 
-        The first of `levels` is (F, hidden + E), the others are (hidden, hidden + E).
+        The first of `levels` is (F, hidden + E), the others are (hidden, hidden + E). The hidden
+        columns of the last one are unused.
         """
         head = cls(len(mean), len(levels) - 1, hidden, levels[0].shape[1] - hidden)
 
@@ -126,7 +127,9 @@ class Bilinear(Combiner):
 
 
 class Hedge(Combiner):
-    """Base class of the hedge combiners, with weights α and the distance √(Σ α_l D_l²).
+    """Base class of combiners with the distance √(Σ α_l D_l²), whose weights α `observe` updates.
+
+    D_l is the distance of two unit embeddings in space l.
 
     Attributes:
         spaces: L + 1, the number of metric spaces.
@@ -172,7 +175,7 @@ class Hedge(Combiner):
     def embeddings(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings (N, L + 1, E) in codes (N, (L + 1) E)."""
         by_space = codes.reshape(-1, self.spaces, self.embedding)
-        return by_space / self._row("factor", codes)[:, None]
+        return by_space / self._per_space("factor", codes)[:, None]
 
     def observe(self, losses: Tensor) -> None:
         """Update the weights with the losses (L + 1,) of the spaces, by Eq 20."""
@@ -205,13 +208,14 @@ class Hedge(Combiner):
 
     def _weighted(self, codes: Tensor) -> Tensor:
         """Return embeddings times √α (N, (L + 1) E), whose distances are √(Σ α_l D_l²)."""
-        roots = self._row("alpha", codes).sqrt()
+        roots = self._per_space("alpha", codes).sqrt()
         weighted: Tensor = (self.embeddings(codes) * roots[:, None]).flatten(1)
         return weighted
 
-    def _row(self, name: str, like: Tensor) -> Tensor:
-        row: Tensor = self.get_buffer(name).to(like.dtype)
-        return row
+    def _per_space(self, name: str, like: Tensor) -> Tensor:
+        """Return the buffer `name` (L + 1,), one number per space, in the type of `like`."""
+        values: Tensor = self.get_buffer(name).to(like.dtype)
+        return values
 
     def _weights_changed(self) -> None:
         """Hook that runs after the weights have changed."""
@@ -222,13 +226,13 @@ class Hedge(Combiner):
 
 
 class HedgeScore(Hedge):
-    """Hedge-weighted metric spaces, searched as in the paper: one index per space, merged (Eq 27).
+    """Hedge-weighted metric spaces, each with its own index; Eq 27 of the paper merges their hits.
 
     Gao et al., "Towards Self-Adaptive Metric Learning On the Fly", WWW 2019, §3.6.3. Each of the
-    depth + 1 spaces proposes its k nearest items. An item's score combines its relative distance
-    among them with the space's weight. An item that several spaces propose keeps its best score.
-    Training and `retrieval evaluate` use the distance √(Σ α_l D_l²). With `oahu.abtl` the weights
-    adapt during training.
+    depth + 1 spaces proposes its k nearest items. The space scores such an item α e^{−r}: α is the
+    space's weight, and r rises with distance from 0 for the nearest of the k to 1 for the farthest.
+    An item that several spaces propose keeps its best score. Training and `retrieval evaluate` use
+    the distance √(Σ α_l D_l²). With `oahu.abtl` the weights adapt during training.
 
     Args:
         embedding: dimension E of the embedding in a space.
@@ -250,13 +254,13 @@ class HedgeScore(Hedge):
 
 
 class HedgeSum(Hedge):
-    """Hedge-weighted metric spaces, searched by Σ α_l D_l² in one index that weights do not change.
+    """Hedge-weighted metric spaces, searched by Σ α_l D_l² in one index.
 
-    The index stores the unit embeddings of an item side by side. The embeddings of a query are
-    multiplied by the weights. The inner product is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The
-    reported distance is √(Σ α_l D_l²), 0 for the item itself. With `oahu.abtl` the weights adapt
-    during training. This search is neither Eq 27 of the paper (`oahu.hedge`) nor an approximation
-    of it.
+    The index stores the unit embeddings of an item side by side. Only the embeddings of a query are
+    multiplied by the weights, so the index stays valid when the weights change. The inner product
+    is Σ α_l f_l(q)·f_l(x) = 1 − ½ Σ α_l D_l². The reported distance is √(Σ α_l D_l²), 0 for the
+    item itself. With `oahu.abtl` the weights adapt during training. This search is neither Eq 27 of
+    the paper (`oahu.hedge`) nor an approximation of it.
 
     Args:
         embedding: dimension E of the embedding in a space.
@@ -271,4 +275,4 @@ class HedgeSum(Hedge):
 
     def query_vectors(self, codes: Tensor) -> Tensor:
         """Return the unit embeddings times the weights, side by side."""
-        return (self.embeddings(codes) * self._row("alpha", codes)[:, None]).flatten(1)
+        return (self.embeddings(codes) * self._per_space("alpha", codes)[:, None]).flatten(1)

@@ -27,7 +27,7 @@ from retrieval.serving.files.places import StrPath
 from retrieval.serving.progress import Progress, shown
 
 MANY = 10_000
-"""Largest number of items whose codes decide the rescorer's number of candidates."""
+"""The codes of at most this many held-out items decide the rescorer's number of candidates."""
 
 
 @shown
@@ -66,7 +66,8 @@ def export(
         The encoder of the bundle, on the CPU.
 
     Raises:
-        BundleError: the embedding has fewer dimensions, or `export_model` raises the error.
+        BundleError: the run has no items to verify or calibrate with, its embedding cannot be cut
+            to `dimensions`, or `export_model` raises a BundleError.
         DataError: an item cannot be read.
     """
     folder = run.path / "bundle" if output is None else Path(output)

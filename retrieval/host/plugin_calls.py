@@ -1,4 +1,4 @@
-"""Turn any error that a plugin's part raises into one sentence with the part and the place.
+"""Turn an error that a plugin's part raises into one sentence that names the part and the line.
 
 This module does not import torch, because serving uses it too.
 """
@@ -14,15 +14,17 @@ from retrieval.errors import DataError, PluginError, RetrievalError
 
 LONGEST_REASON = 300
 """Largest number of characters quoted from a plugin's error."""
-SMALLER_BATCH = "Make it or the batch smaller: [sampler] classes × items, [evaluate] batch."
-"""Advice for a run whose part, "it", runs out of memory."""
+SMALLER_BATCH = "Make it smaller, or shrink the batch: [sampler] classes × items, [evaluate] batch."
+"""Advice that follows "The loss acme.margin ran out of memory."; "it" is the part."""
 
 
 @contextlib.contextmanager
 def calling(
     what: str, smaller: str = SMALLER_BATCH, hint: Callable[[], str] = str
 ) -> Iterator[None]:
-    """Context manager that turns any error of a plugin's part into one sentence.
+    """Context manager that turns an error of a plugin's part into one sentence.
+
+    A RetrievalError, OSError or ImportError passes unchanged.
 
     Args:
         what: the part, as the beginning of a sentence: "The loss acme.margin".
@@ -37,8 +39,8 @@ def calling(
         if _is_out_of_memory(error):
             raise DataError(f"{what} ran out of memory. {smaller}") from error
         raise PluginError(
-            f"{failure(what, error)}.{hint()} The traceback: retrieval --debug …, or __cause__ in"
-            " Python."
+            f"{failure(what, error)}.{hint()} For the traceback, run retrieval --debug … or, in"
+            " Python, see __cause__."
         ) from error
 
 

@@ -101,7 +101,11 @@ class Split(Section):
         "item", description="Hold out items of every class (`item`) or whole classes (`class`)."
     )
     seed: int = Field(
-        0, description="Seed of the split, so that runs with different seeds share a split."
+        0,
+        description=(
+            "Seed of the split. It is not the top-level `seed`: runs that differ only in that share"
+            " a split."
+        ),
     )
 
 
@@ -205,17 +209,25 @@ class Optimizer(Section):
     lr_factor: dict[str, Annotated[float, Field(ge=0)]] = Field(
         {},
         description=(
-            "Factors of the learning rate for a part (`{ head = 10, loss = 100 }`), the backbone's"
-            ' first stages (`"stages:2" = 0.1`), biases and scales of norms (`vectors`), or a'
-            ' pattern of parameter names (`"backbone.*.bias" = 2`). If several keys cover a'
-            " parameter, the last one applies."
+            "Factors of the learning rate. A key is a part (`{ head = 10, loss = 100 }`), the"
+            ' backbone\'s first stages (`"stages:2" = 0.1`), `vectors` (biases and the scales of'
+            ' norms), or a pattern of parameter names (`"backbone.*.bias" = 2`). If several keys'
+            " cover a parameter, the last one applies."
         ),
     )
     layer_decay: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="Factor of the learning rate from each backbone stage to the one before."
+        1.0,
+        description=(
+            "The learning rate of each backbone stage is this factor times that of the next stage."
+            " That of the last stage is this factor times `lr`."
+        ),
     )
     weight_decay: dict[str, Annotated[float, Field(ge=0)]] = Field(
-        {}, description="Weight decay by the keys of `lr_factor`; others use that of `options`."
+        {},
+        description=(
+            "Weight decay by the same kinds of key as `lr_factor`. Parameters that no key covers"
+            " use the `weight_decay` of `options`."
+        ),
     )
     options: dict[str, Any] = Field(
         {}, description="Further arguments of the optimiser's class, such as `weight_decay`."
@@ -280,7 +292,7 @@ class Lora(Section):
     """`[lora]`: train low-rank additions to the backbone's layers instead of their weights."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = Field(
-        8, description="Rank r of each addition B A to a layer's weight."
+        8, description="Rank r of the matrix product B A that is added to a layer's weight."
     )
     alpha: Count | None = Field(
         None, description="α of the scale α / r of each addition. The default is α = r."
@@ -373,18 +385,23 @@ class Train(Section):
     )
     monitor: str | dict[str, Any] = Field(
         "map_at_r",
-        description="The validation metric that decides the best epoch; epoch 0 precedes training.",
+        description=(
+            "The validation metric that decides the best epoch. Epoch 0 is the start of training."
+        ),
     )
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None,
-        description="Decay, such as 0.999, of a moving average of the weights; the run keeps it.",
+        description=(
+            "Decay, such as 0.999, of a moving average of the weights. The run keeps the average."
+        ),
     )
     average_last: Annotated[int, Field(ge=2)] | None = Field(
         None, description="Number of last epochs of each phase whose weights are averaged."
     )
     validate_every: Count = Field(1, description="Number of epochs between validations.")
     checkpoint_every: Count | None = Field(
-        None, description="Number of steps between checkpoints, besides one after each epoch."
+        None,
+        description="Number of steps between checkpoints. Each epoch ends with one in any case.",
     )
     workers: Annotated[int, Field(ge=0)] = Field(
         0, description="Number of processes that load images."
@@ -405,32 +422,32 @@ class Train(Section):
     )
     sync_batch_norm: bool = Field(
         False,
-        description="With several processes, batch norm uses the whole batch, not each share.",
+        description="Batch norm uses the batch of all processes, instead of each process's share.",
     )
     real_weight: Annotated[float, Field(ge=0)] = Field(
-        0.0, description="With a generator, the weight of an added loss on real negatives."
+        0.0, description="With a generator, add the loss on real samples alone, times this weight."
     )
     loss_weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
         1.0,
         description=(
             "With a generator or a combiner, the weight λ of the loss (on real and synthetic"
-            " samples) relative to the objectives of generator and combiner, as in DAML's J_gen +"
-            " μ J_dis + λ J_m."
+            " samples). The objectives of generator and combiner have weight 1, as in DAML's"
+            " (J_gen + μ J_dis) + λ J_m."
         ),
     )
     mine: Literal["before", "after"] = Field(
         "before",
         description=(
-            "With a generator and a miner: `before` generates negatives for the triplets that the"
-            " miner picks. `after` generates one for each positive pair with a random negative, and"
-            " the miner then picks among real and synthetic samples."
+            "With a generator and a miner: `before` generates a sample from each triplet that the"
+            " miner picks. `after` generates one from each positive pair and a random negative. The"
+            " miner then picks among real and synthetic samples."
         ),
     )
     coupling: Literal["separate", "joint"] = Field(
         "separate",
         description=(
-            "With a generator: `separate` trains model and loss by the loss and the generator by"
-            " its own objective. `joint` trains all of them by the sum of both."
+            "With a generator: `separate` trains the generator by its own objective, and all other"
+            " parts by the loss. `joint` trains all parts by the sum of the two."
         ),
     )
 
@@ -451,7 +468,7 @@ class _Loaded:
 
 
 class Tables(Section):
-    """A recipe's tables, each checked on its own; `retrieval.Recipe` is checked as a whole.
+    """A recipe's tables. Each is checked on its own; `retrieval.Recipe` also checks them together.
 
     A recipe needs `[data]`, `[backbone]`, and either a `[loss]` (trained by gradient) or a
     `[learner]` (fitted).

@@ -462,6 +462,10 @@ def test_levels_that_do_not_fit(plugins, tmp_path):
     ):
         with pytest.raises(DataError, match=said):
             build(plugins, "image_folder", folder=tmp_path, **values)
+    for side in ("train", "test"):
+        picture(tmp_path / "sides" / side / "audi" / "1.png")
+    with pytest.raises(DataError, match="2 images are in fewer than 3 folders"):
+        build(plugins, "image_folder", folder=tmp_path / "sides", levels=["brand", "model"])
 
 
 def test_csv_with_columns_of_other_names(plugins, tmp_path):

@@ -57,7 +57,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def instead(path: Path, kind: Kind) -> str:
-    """Return a sentence, after a space, on what `path` is and how to get a folder of `kind`."""
+    """Return a space and advice: what `path` is, and how to get a folder of `kind`."""
     actual = kind_of(path)
     inside = path / kind
     what = f"an {actual}" if actual == "index" else f"a {actual}"

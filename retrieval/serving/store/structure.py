@@ -42,12 +42,13 @@ COMPANION = "companion"
 """Name of the structure that speeds up exact search: a narrow table (`search.Companion`)."""
 COMPANION_MIN_ROWS = 50_000
 """Exact search in one sub-space gets a companion from this many vectors on."""
-_GROWTH = 8  # a structure is rebuilt once the rows it does not cover exceed 1/8 of those it covers
-_MARGIN = 16  # extra candidates per query, in place of deleted items
+_GROWTH = 1 / 8  # a structure is rebuilt once the added rows exceed this share of those it covers
+_MARGIN = 16  # extra candidates per query, because some candidates may be deleted items
 _MAX_CANDIDATES = 4096
-"""If this many candidates per query do not suffice, all rows are searched exactly."""
+"""If too few of this many candidates per query are live, all rows are searched exactly."""
 _RARE_SHARE = 0.02
-"""A filter that matches at most this share of the rows is searched exactly, which is faster."""
+"""A filter is searched exactly, which is faster, if it matches at most this share of the rows or at
+most `_MAX_CANDIDATES` rows."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ class Structure:
         backend: the back end's name.
         options: the back end's parameters.
         rows: number of rows that it covers, from the start of the file of vectors.
-        files: name and SHA-256 of each file: one per sub-space, or the companion, if there is one.
+        files: name and SHA-256 of each file. A back end has one file per sub-space. A companion has
+            one file, or none if its table would not be narrow enough.
     """
 
     backend: str
@@ -116,7 +118,7 @@ class Structure:
 
     def outgrown(self, rows: int) -> bool:
         """Return whether a file of `rows` rows has outgrown this structure."""
-        return (rows - self.rows) * _GROWTH > max(MIN_ROWS, self.rows)
+        return rows - self.rows > _GROWTH * max(MIN_ROWS, self.rows)
 
 
 @dataclass(frozen=True)
@@ -130,14 +132,14 @@ class Loaded:
     def propose(
         self, space: int, queries: Floats, count: int, keep: Mask | None, *, filtered: bool
     ) -> Numbers | None:
-        """Return candidate rows (Q, k), padded with -1, or None if exact search is needed.
+        """Return each query's candidate rows, padded with -1, or None if exact search is needed.
 
         Args:
             space: number of the sub-space.
             queries: (Q, width of the sub-space).
             count: number of rows wanted per query.
             keep: mask of the rows to search; None searches all rows.
-            filtered: whether `keep` is from a filter, rather than only the mask of live rows.
+            filtered: whether a filter made `keep`; otherwise it leaves out only deleted rows.
         """
         backend, name, size = self.backends[space], self.structure.backend, self.structure.rows
         breadth = min(count * backend.expand, size)
@@ -232,8 +234,8 @@ def _leaving_a_core() -> Iterator[None]:
     """Context manager that, off the main thread, leaves one core to searches while FAISS builds."""
     faiss = load_faiss()
     before = faiss.omp_get_max_threads()
-    alone = threading.current_thread() is threading.main_thread()
-    faiss.omp_set_num_threads(before if alone else max(1, before - 1))
+    on_main = threading.current_thread() is threading.main_thread()
+    faiss.omp_set_num_threads(before if on_main else max(1, before - 1))
     try:
         yield
     finally:
