@@ -277,14 +277,21 @@ def _read_table(file: Path, root: Path, path: str, label: str) -> CsvTable:
 
 def _flags_to_roles(table: CsvTable) -> None:
     """Convert OML's `is_query` and `is_gallery` to roles, and its validation to the test side."""
-    flags = [tuple(row[flag].lower() in _TRUE for flag in FLAGS) for _, row in table.rows]
-    both = [line for (line, _), flag in zip(table.rows, flags, strict=True) if all(flag)]
-    mixed = both and any(query != gallery for query, gallery in flags)
-    for (_, row), (query, gallery) in zip(table.rows, flags, strict=True):
-        if row.get("split") == "validation":
-            row["split"] = "test"
-        row["role"] = "" if both else "query" if query else "gallery" if gallery else ""
-    if mixed:
+    both, single = [], False
+    for line, row in table.rows:
+        row["role"] = ""
+        if row.get("split") not in ("validation", "test"):
+            continue
+        row["split"] = "test"
+        query, gallery = (row[flag].lower() in _TRUE for flag in FLAGS)
+        if query and gallery:
+            both.append(line)
+        elif query or gallery:
+            single = True
+            row["role"] = "query" if query else "gallery"
+        else:
+            table.problems.append((line, "is_query or is_gallery must be true outside train."))
+    if both and single:
         also = f" (and in {len(both) - 1:,} more lines)" if len(both) > 1 else ""
         problem = (
             f"is_query and is_gallery are both true{also}, but in other rows only one is true."

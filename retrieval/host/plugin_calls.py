@@ -6,6 +6,7 @@ This module does not import torch, because serving uses it too.
 from __future__ import annotations
 
 import contextlib
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,7 +63,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _place(error: BaseException) -> str:
     """Return file and line of the last frame outside this package and installed libraries."""
-    package = str(Path(__file__).parents[1])
+    package = f"{Path(__file__).parents[1]}{os.sep}"
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

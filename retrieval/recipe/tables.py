@@ -531,8 +531,8 @@ class Tables(Section):
         ends = name == name.strip() and not name.startswith(".")
         if wrong or not ends or not 1 <= len(name.encode()) <= 100:
             raise ValueError(
-                f"{name!r} cannot be a folder's name: 1 to 100 characters, no dot or space at its"
-                ' start, no space at its end, and none of / \\ < > : " | ? *'
+                f"{name!r} cannot be a folder's name: 1 to 100 bytes in UTF-8, no dot or space at"
+                ' its start, no space at its end, and none of / \\ < > : " | ? *'
             )
         return name
 

@@ -501,6 +501,9 @@ def test_csv_of_oml(plugins, tmp_path):
     file.write_text(head + train + both.replace("True,True", "True,False", 1))
     with pytest.raises(DataError, match="line 5: is_query and is_gallery are both true"):
         build(plugins, "csv", manifest=file)
+    file.write_text(head + train + both.replace("True,True", ",", 1))
+    with pytest.raises(DataError, match="line 4: is_query or is_gallery must be true"):
+        build(plugins, "csv", manifest=file)
     file.write_text(head + train.replace("1,3,0,2", "3,1,0,2").replace(",,,,,\n", ",x,1,2,3,\n"))
     with pytest.raises(DataError, match=r"(?s)line 2: x_1, .*must be numbers.*line 3: its box is"):
         build(plugins, "csv", manifest=file)
